@@ -232,7 +232,7 @@ or come from click, with the modules that write them."""
 MIN_LETTERS = 4
 """A template with fewer letters between its fields would fit texts that were not made from it."""
 FUNCTIONS_THAT_WARN = ("warn", "warn_about")
-FUNCTIONS_THAT_TRANSLATE = ("translate", "in_language", "_phrase", "say", "_say", "say_waiting")
+FUNCTIONS_THAT_TRANSLATE = ("translate", "in_language", "_translated", "say", "_say", "say_waiting")
 """Functions that are given an English text, and show or return it in the user's language."""
 HELP_ARGUMENTS = ("help", "short_help", "epilog")
 """Arguments of click's decorators that are texts of the help."""

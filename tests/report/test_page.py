@@ -758,6 +758,15 @@ def test_a_ledger_is_judged_again_where_it_has_grown(tmp_path: Path, monkeypatch
     assert len(judged) == 2
 
 
+def test_a_finding_of_the_ledger_is_clean_in_both_of_its_lines(
+    tmp_path: Path, monkeypatch: Any
+) -> None:
+    report = SimpleNamespace(lines=lambda: ["all \x1b[2J", "sample \x1b[2J\n  more:  \x1b[2J"])
+    monkeypatch.setattr(ledger_judge, "judge", lambda _: report)
+    made.write(tmp_path, 1, rows=2, ledger="/on/another/machine")
+    assert ledger_text(Record(tmp_path)) == "all ?[2J\nsample ?[2J\n  more:  ?[2J"
+
+
 def test_the_same_values_go_to_a_tracker(tmp_path: Path, monkeypatch: Any) -> None:
     lines = (
         made.logged(2, {"acc": 0.5}),

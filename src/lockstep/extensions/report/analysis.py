@@ -59,7 +59,7 @@ LONG_PHASES = {
     ),
     "checkpoint": LongPhase(0.1, "wait for checkpoints", "Save less often, or to a faster disk."),
 }
-ON_ONE_HOST = LongPhase(
+LIMIT_OF_COMMUNICATION_ON_ONE_HOST = LongPhase(
     0.3,
     "wait for each other",
     "A larger batch per rank gives them more work between two exchanges. On CPUs, run no more "
@@ -154,7 +154,7 @@ def work_by_rank(start: Start) -> dict[int, float]:
 def speed(start: Start) -> Speed | None:
     """Returns how fast a start was, or None if no step was measured.
 
-    The time of evaluations and checkpoints is left out.
+    The time of evaluations and checkpoints is left out, since neither is in `WORK_PHASES`.
     """
     record = start.main  # of rank 0
     rows = steady_rows(record)  # without the first ones
@@ -173,14 +173,15 @@ def speed(start: Start) -> Speed | None:
 
 
 def scaling(starts: Sequence[Start]) -> list[tuple[Speed, float]]:
-    """Compares starts with different numbers of ranks, by the longest start of each number.
+    """Compares starts with different numbers of ranks.
+
+    Of several starts with the same number of ranks, the one with the most measured steps is taken.
 
     Returns:
         For each number of ranks its speed and its speedup: how many times as fast as one rank it
         was. Empty if there is no start with one rank, or no start with several.
     """
-    # The speed of the start with the most measured steps, by the number of ranks.
-    longest: dict[int, Speed] = {}
+    longest: dict[int, Speed] = {}  # the speed of the start with the most steps, by ranks
     for start in starts:
         speed_of_start = speed(start)
         if speed_of_start is None:
@@ -239,7 +240,7 @@ def find(record: Record) -> list[Finding]:
     findings += _straggler_findings(last)
     findings += _phase_findings(last)
     findings += _warning_findings(record)
-    findings += _gap_findings(last)
+    findings += _findings_on_gaps(last)
     if record.num_unread_lines:
         lines = count_noun(record.num_unread_lines, "line")
         findings.append(Finding("note", f"not understood: {lines} of the files"))
@@ -265,6 +266,8 @@ def _launcher_findings(record: Record) -> Iterator[Finding]:
     for number, start in enumerate(record.starts, 1):
         for line in start.launcher_lines:
             if line["kind"] in LEVEL_OF_LAUNCHER_KIND:
+                # Without the log folder, which differs, the messages of several launchers about
+                # one failure are equal.
                 message = _LauncherMessage(line["kind"], _lines_without_log_folder(line["text"]))
                 if message not in occurrences:
                     occurrences[message] = []
@@ -282,7 +285,7 @@ def _launcher_findings(record: Record) -> Iterator[Finding]:
 
 
 def _evidence_of_lines(lines: Sequence[LauncherLine], in_starts: str) -> Iterator[str]:
-    """Yields what follows the text of a launcher's message: log folder, exit code, and when it was.
+    """Yields lines about a launcher's message: its log folder, its exit code, when it was written.
 
     Args:
         lines: every occurrence of the message, in the order of time.
@@ -291,7 +294,7 @@ def _evidence_of_lines(lines: Sequence[LauncherLine], in_starts: str) -> Iterato
     """
     last = lines[-1]
     if LOG_FOLDER_PREFIX in last["text"]:
-        # The folder is named in the last line of the text.
+        # A launcher's message that names a folder of logs does so in its last line.
         yield last["text"].splitlines()[-1]
     if "exit_code" in last:
         yield f"exit code {last['exit_code']}"
@@ -312,9 +315,11 @@ def _when(lines: Sequence[LauncherLine], in_starts: str) -> str:
     if in_starts:
         text = f"{text}, {in_starts}"
 
-    # Each launcher writes a file. Only the lines of one are counted, since the other launchers
-    # wrote the message as often.
-    times = sum(1 for line in lines if line["file"] == last["file"])
+    # A launcher that starts the ranks again goes on in its one file. The launchers of other
+    # machines write the same message into files of their own. So what counts is how often the
+    # message stands in one file, here that of the last line.
+    lines_of_one_launcher = [line for line in lines if line["file"] == last["file"]]
+    times = len(lines_of_one_launcher)
     if times > 1:
         text += f"; {times} times, the last {clock_time(last['time'])}"
     return text
@@ -391,7 +396,8 @@ def _bad_end_finding(number: int, before: Start, after: Start) -> Finding:
     if not before.reached_init:
         evidence.append("none of its ranks came to lockstep.init")
 
-    # `main` is the record of rank 0 in each start.
+    # `main` is the record of rank 0 in each start. Its columns are arrays of floats, and so is the
+    # one of the numbers of steps.
     if before.main.rows and after.main.rows:
         steps = before.main.column("step")
         last_step = steps[-1]
@@ -405,7 +411,7 @@ def _bad_end_finding(number: int, before: Start, after: Start) -> Finding:
             f"its last step: {last_step:.0f}, the next one's first: {next_first_step:.0f}"
         )
 
-    # From the last line that any rank or launcher wrote about the start.
+    # `last_time` is when rank 0 or another rank wrote its last row.
     pause = after.time - before.last_time
     evidence.append(f"from its last sign to the next start: {duration(pause)}")
     return Finding("warning", text, tuple(evidence))
@@ -486,6 +492,8 @@ def _straggler_findings(start: Start) -> Iterator[Finding]:
         if work_s - usual_work >= STRAGGLER_MIN_EXCESS * step_s:
             slow_ranks.append(rank)
 
+    # To say in which phases a slow rank loses its time, each phase is compared with its median over
+    # the ranks that are not slow, which are known now.
     usual_phases = _usual_phases(phases, slow_ranks)
     slowest_first = sorted(slow_ranks, key=lambda rank: -work[rank])
     for rank in slowest_first[:MAX_STRAGGLERS]:
@@ -516,8 +524,10 @@ def _usual_phases(
     """
     usual_ranks = [rank for rank in phases if rank not in slow_ranks]
     if not usual_ranks:
-        # All ranks count as slow if all their times are 0.
+        # If all times are 0, each rank works 0 s longer than usual, which is a tenth of a step of
+        # 0 s. So all ranks count as slow.
         usual_ranks = [*phases]
+
     usual_phases = {}
     for phase in WORK_PHASES:
         seconds_of_ranks = [phases[rank][phase] for rank in usual_ranks]
@@ -540,12 +550,15 @@ def _phase_findings(start: Start) -> Iterator[Finding]:
     hosts = {record.header.get("host") for record in start.records.values()}
     for phase, limit in LONG_PHASES.items():
         if phase == "communication" and len(hosts) == 1:
-            limit = ON_ONE_HOST
-        fraction_of_rank = []
+            limit = LIMIT_OF_COMMUNICATION_ON_ONE_HOST
+
+        fractions_of_ranks = []
         for seconds in phases.values():
             step_seconds = max(sum(seconds.values()), 1e-12)  # no division by 0
-            fraction_of_rank.append(seconds[phase] / step_seconds)
-        fraction = min(fraction_of_rank)
+            fractions_of_ranks.append(seconds[phase] / step_seconds)
+
+        # `ranks_do` completes the sentence, for example with "wait for data".
+        fraction = min(fractions_of_ranks)
         if fraction >= limit.min_fraction:
             yield Finding(
                 "warning",
@@ -575,7 +588,7 @@ def _warning_findings(record: Record) -> Iterator[Finding]:
         yield Finding("warning", lines[0], (*lines[1:], after_steps))
 
 
-def _gap_findings(start: Start) -> Iterator[Finding]:
+def _findings_on_gaps(start: Start) -> Iterator[Finding]:
     """Yields notes on what the record cannot tell about a start."""
     yield from _findings_on_missing_ranks(start)
 
@@ -587,7 +600,8 @@ def _gap_findings(start: Start) -> Iterator[Finding]:
             "what the launcher has seen",
         )
 
-    # Some of the times mean less than they seem to.
+    # On a GPU, no time of the record is what the GPU needed. On a CPU the times are right, except
+    # for a strategy that communicates within its passes.
     header = start.main.header
     strategy = header.get("strategy")
     on_gpu = str(header.get("device", "")).startswith("cuda")
@@ -614,13 +628,14 @@ def _findings_on_missing_ranks(start: Start) -> Iterator[Finding]:
     if not ranks_with_rows or len(ranks_with_rows) == start.num_ranks:
         return
 
+    # The loss is in the rows. What world.log was given is in lines of their own: these are complete
+    # if each rank has a file, even one without rows.
     missing = format_ranks(set(range(start.num_ranks)) - ranks_with_rows)
     ranks_with_file = [rank for rank, record in start.records.items() if record.header]
-    if len(ranks_with_file) == start.num_ranks:
-        # The values of world.log have lines of their own, which a file without rows may have.
+    all_files_are_here = len(ranks_with_file) == start.num_ranks
+    if all_files_are_here:
         text = f"no steps of {missing} are in the folder; without them the loss is not known"
     else:
-        # A missing file may have had values of world.log, so no mean over the ranks is known.
         text = (
             f"no steps of {missing} are in the folder; without them neither the loss nor what "
             "world.log was given is known"
@@ -644,8 +659,8 @@ def totals(start: Start) -> Totals | None:
     if not record.rows:
         return None
 
-    # The columns "at", "sent" and "shared" are running totals since the start, so the last value of
-    # each is the total.
+    # The columns "at" (seconds), "sent" (bytes to other ranks) and "shared" (bytes written into
+    # shared memory) are running totals since the start, so the last value of each is the total.
     peaks = [record.column("memory").max() for record in start.records.values() if record.rows]
     return Totals(
         seconds=float(record.column("at")[-1]),

@@ -42,6 +42,8 @@ def averaged(values: Floats, weights: Floats, max_points: int = MAX_POINTS) -> F
     group_begins = np.linspace(0, len(values), max_points + 1).astype(int)[:-1]
     weighted_sums = np.add.reduceat(values * weights, group_begins)
     weight_sums = np.add.reduceat(weights, group_begins)
+
+    # A group whose weights are all 0 gets the mean 0, without a division by 0.
     means: Floats = weighted_sums / np.maximum(weight_sums, 1e-12)
     return means
 
@@ -95,7 +97,8 @@ def curve_charts(records: Sequence[Record], names: Sequence[str]) -> list[dict[s
             if curve.title not in charts:
                 charts[curve.title] = {"title": curve.title, "unit": curve.unit, "lines": []}
             for line in curve.lines:
-                # Long curves are thinned out to fit the chart; all points weigh the same.
+                # `averaged` thins out a curve that has more points than a chart can show. All
+                # points weigh the same.
                 weights = np.ones(len(line.steps))
                 charts[curve.title]["lines"].append(
                     {
@@ -113,7 +116,7 @@ def curves(record: Record) -> list[Curve]:
     """Returns all curves of a record that have a finite value, the loss first."""
     lines_by_title: dict[str, list[Line]] = {}
     for start in record.starts:
-        clock = _Clock(record, start)
+        clock = _Clock(record, start)  # tells the time of each step, which the browser may show
         for title, line in _lines_of_start(start, clock).items():
             if np.isfinite(line.values).any():
                 lines_by_title.setdefault(title, []).append(line)
@@ -152,14 +155,18 @@ class _Clock:
     def __init__(self, record: Record, start: Start) -> None:
         main = start.main
         self._steps = main.column("step")
-        begin = float(main.header.get("time", start.time)) - record.starts[0].time
-        self._seconds = begin + main.column("at")
-        self._begin = begin
+        begin_s = float(main.header.get("time", start.time)) - record.starts[0].time
+        self._seconds = begin_s + main.column("at")
+        self._begin_s = begin_s
 
     def seconds_at(self, steps: Floats) -> Floats:
-        """Returns when some steps were made; between two rows the time is interpolated."""
+        """Returns when some steps were made, in seconds since the first start of the run.
+
+        The record has the time of the last step of each row. Between two of them the time is
+        interpolated. Without rows, all steps get the time at which this start began.
+        """
         if not len(self._steps):
-            return np.full(len(steps), self._begin)
+            return np.full(len(steps), self._begin_s)
 
         if self._steps[0] <= 0:
             known_steps = self._steps
@@ -168,7 +175,7 @@ class _Clock:
             # Before the first row, the time is interpolated from the beginning of the record, which
             # counts as step 0.
             known_steps = np.concatenate([[0.0], self._steps])
-            known_seconds = np.concatenate([[self._begin], self._seconds])
+            known_seconds = np.concatenate([[self._begin_s], self._seconds])
 
         seconds: Floats = np.interp(steps, known_steps, known_seconds)
         return seconds
@@ -200,9 +207,11 @@ def _lines_of_start(start: Start, clock: _Clock) -> dict[str, Line]:
 
 
 def _mean_over_gpus(start: Start, key: str) -> tuple[Floats, Floats]:
-    """Returns the mean over the ranks of what NVML said of their GPUs, at some steps.
+    """Returns the mean over the ranks of what NVML said of their GPUs, at the first one's steps.
 
-    Each rank asks when its own clock says so; between two answers a value is interpolated.
+    Each rank asks NVML after steps of its own: for example one after steps 10 and 20, another after
+    12 and 22. The means are taken at the steps of the first rank that has asked, here 10 and 20.
+    The values of the others at these steps are interpolated between two of their answers.
 
     Args:
         start: the start of the run.
@@ -217,7 +226,7 @@ def _mean_over_gpus(start: Start, key: str) -> tuple[Floats, Floats]:
     if not curves_of_ranks:
         return np.empty(0), np.empty(0)
 
-    steps, _ = curves_of_ranks[0]
+    steps, _ = curves_of_ranks[0]  # of the first rank
     values_of_ranks = [np.interp(steps, xs, values) for xs, values in curves_of_ranks]
     means: Floats = np.mean(values_of_ranks, axis=0)
     return steps, means
@@ -252,20 +261,22 @@ def restarts(record: Record) -> list[float]:
 def bars_by_rank(start: Start) -> list[dict[str, Any]]:
     """Returns a bar for each rank: the milliseconds of a step that it spends on each phase.
 
-    If there are too many ranks, those that work longest are shown.
+    The width of each part of a bar is in percent of the longest bar. If there are too many ranks,
+    those that work longest are shown.
     """
     phases_of_rank = phases_by_rank(start)
     work = work_by_rank(start)
     longest_work_first = sorted(work, key=lambda rank: -work[rank])
     shown = sorted(longest_work_first[:MAX_BARS])
-    longest = max([sum(phases_of_rank[rank].values()) for rank in shown], default=0.0)
+    longest_bar_s = max([sum(phases_of_rank[rank].values()) for rank in shown], default=0.0)
+
     bars = []
     for rank in shown:
         parts = []
         for phase in STACKED_PHASES:
             seconds = phases_of_rank[rank][phase]
             if seconds > 0:
-                percent = 100 * seconds / max(longest, 1e-12)
+                percent = 100 * seconds / longest_bar_s
                 parts.append({"phase": phase, "ms": seconds * 1e3, "percent": percent})
         bars.append({"rank": rank, "work_ms": work[rank] * 1e3, "parts": parts})
     return bars
@@ -277,7 +288,9 @@ def phases_over_time(start: Start) -> dict[str, Any] | None:
     if not records:
         return None
 
-    # The rows are thinned out to fit the chart. A row counts by its number of steps.
+    # The n-th rows of all ranks cover the same steps, so the steps are taken from the first record.
+    # To fit the chart, neighbouring rows are averaged: their values, and the numbers of their steps
+    # too. A row over 4 steps weighs four times as much as a row over 1 step.
     num_rows = _num_common_rows(records)
     steps_of_row = records[0].column("steps")[:num_rows]
     step_numbers = averaged(records[0].column("step")[:num_rows], weights=steps_of_row)
@@ -318,16 +331,18 @@ def _top_of_stack(heights: Mapping[str, Floats]) -> float:
 
 
 def slow_ranks(start: Start) -> dict[str, Any] | None:
-    """Returns how much longer or shorter than the median rank each one works, over the steps.
+    """Returns how much longer or shorter than the median rank each rank works in each step.
 
-    The values are in percent. None if fewer than two ranks have rows. If there are too many ranks,
-    those that differ most are shown.
+    The values are in percent: 20 if a rank works a fifth longer in a step than the median rank.
+    Returns None if fewer than two ranks have rows. If there are too many ranks, those that differ
+    most are shown.
     """
     ranks = [*work_by_rank(start)]
     if len(ranks) < 2:
         return None
 
-    # The rows that all ranks have, thinned to fit the chart. A row counts by its number of steps.
+    # Only the rows that all ranks have. To fit the chart, neighbouring rows are averaged, each
+    # weighted by how many steps it covers.
     records = [start.records[rank] for rank in ranks]
     num_rows = _num_common_rows(records)
     steps_of_row = records[0].column("steps")[:num_rows]

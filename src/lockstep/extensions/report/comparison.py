@@ -42,10 +42,16 @@ def milliseconds_or_seconds(seconds: float) -> str:
 
 
 def run_names(records: Sequence[Record]) -> list[str]:
-    """Returns the names of the runs: those of their folders, or the whole paths if two are alike.
+    """Returns a different name for each run: that of its folder, or its path if two are alike.
 
-    A folder that is given twice has one name with two numbers.
+    The names are shown as they are as long as they differ:
+
+    - `runs/fast` and `runs/slow` are called `fast` and `slow`.
+    - `monday/fast` and `tuesday/fast` are called `monday/fast` and `tuesday/fast`, as they were
+      given.
+    - `runs/fast`, given twice, is called `runs/fast (1)` and `runs/fast (2)`.
     """
+    # Resolved, since a folder may be given as `.`, which has no name.
     folders = [record.folder.resolve() for record in records]
     names = [folder.name for folder in folders]
     if len(set(names)) < len(names):
@@ -61,6 +67,8 @@ def compare(records: Sequence[Record]) -> Comparison:
     sentences = []
     for index in range(1, len(records)):
         sentences += _sentences(records[0], records[index], names[0], names[index])
+
+    # One column of figures for each run. All columns have the same names, which are the rows.
     columns = [_figures(record) for record in records]
     rows = []
     for name in columns[0]:
@@ -76,17 +84,26 @@ def _sentences(run: Record, other: Record, name: str, other_name: str) -> list[s
     speed = analysis.speed(run.starts[-1])
     other_speed = analysis.speed(other.starts[-1])
     if speed is not None and other_speed is not None:
-        main_phase = _main_phase(run, other, name)
+        main_phase = _main_phase_sentence(run, other, name)
         sentences.append(_compare_speeds(speed, other_speed, name, other_name, main_phase))
-    common = _losses_of_last_common_row(run, other)
-    if common is not None:
-        row, other_loss = common
+
+    # The losses are compared in the last row of the record that both runs have.
+    losses_of_both = _losses_of_last_common_row(run, other)
+    if losses_of_both is not None:
+        row, other_loss = losses_of_both
         sentences.append(_compare_losses(row, other_loss, name, other_name))
     return sentences
 
 
 def _compare_losses(row: LossRow, other_loss: float, name: str, other_name: str) -> str:
-    """Returns a sentence on the losses of two runs in the steps of a row."""
+    """Returns a sentence on the losses of two runs in the steps of a row.
+
+    Args:
+        row: a row of the first run, from `row.first_step` to its last step, `row.step`.
+        other_loss: the loss of the other run in the same steps.
+        name: name of the first run.
+        other_name: name of the other run.
+    """
     if row.num_steps == 1:
         return (
             f"At step {row.step} the loss of {name} is {number(row.loss)}, that of {other_name} "
@@ -112,7 +129,8 @@ def _compare_speeds(
         other_speed: of the other run.
         name: of the run.
         other_name: of the other run.
-        main_phase: a sentence on where most of the difference is, or an empty text.
+        main_phase: a sentence that names the phase with most of the difference, as it is added to
+            another sentence: " Most of the difference is in data, ...". It may be empty.
     """
     if speed.samples_per_second == 0 or other_speed.samples_per_second == 0:
         return (
@@ -131,11 +149,12 @@ def _compare_speeds(
     )
 
 
-def _main_phase(run: Record, other: Record, name: str) -> str:
+def _main_phase_sentence(run: Record, other: Record, name: str) -> str:
     """Returns a sentence on the phase that makes up most of the difference between two runs.
 
-    It is empty if no phase makes up most of it. For example, if a step takes 120 ms instead of
-    100 ms, and the phase "data" takes 15 ms more, then "data" makes up 75 % of the difference.
+    It begins with a space, since it is added to another sentence. It is empty if no phase makes up
+    most of the difference. For example, if a step takes 120 ms instead of 100 ms, and the phase
+    "data" takes 15 ms more, then "data" makes up 75 % of the difference.
 
     Args:
         run: record of the run.
@@ -182,49 +201,59 @@ def _losses_of_last_common_row(run: Record, other: Record) -> tuple[LossRow, flo
         The row of the run, and the loss of the other run in the same steps; None if there is no
         such row.
     """
-    # For each run, its rows by the steps that they cover: the last step and the number of steps.
-    rows_of_records: list[dict[tuple[int, int], LossRow]] = []
-    for record in (run, other):
-        row_of_steps: dict[tuple[int, int], LossRow] = {}
-        for start in record.starts:
-            for row in start.loss_rows():
-                row_of_steps[row.step, row.num_steps] = row
-        rows_of_records.append(row_of_steps)
-
-    rows, other_rows = rows_of_records
+    rows = _loss_rows_by_steps(run)
+    other_rows = _loss_rows_by_steps(other)
     common = rows.keys() & other_rows.keys()
     if not common:
         return None
 
+    # The one with the highest last step, and of these the one that covers the most steps.
     last_common = max(common)
     return rows[last_common], other_rows[last_common].loss
 
 
+def _loss_rows_by_steps(record: Record) -> dict[tuple[int, int], LossRow]:
+    """Returns the losses of a run by the steps that they cover: (last step, number of steps)."""
+    row_of_steps: dict[tuple[int, int], LossRow] = {}
+    for start in record.starts:
+        for row in start.loss_rows():
+            row_of_steps[row.step, row.num_steps] = row
+    return row_of_steps
+
+
 def _figures(record: Record) -> dict[str, str]:
-    """Returns the figures of a run, as texts by name."""
+    """Returns the figures of a run, as texts by name. The names are the same for each run."""
     last = record.starts[-1]
+
+    # A figure that is not known keeps a dash, so that the table has the same rows for each run.
     figures = dict.fromkeys(
         ("Ranks", "Last step", "Samples/s", "Time of a step", "Last loss", "Trained for",
-         "Peak memory of a rank", "Starts"),
+         "Peak memory of a rank", "Starts", "What to look at"),
         NOT_KNOWN,
     )  # fmt: skip
     figures["Ranks"] = str(last.num_ranks)
     figures["Starts"] = str(len(record.starts))
+
     last_step = analysis.last_step(last)
     if last_step:
         figures["Last step"] = thousands(last_step)
+
     speed = analysis.speed(last)
     if speed is not None:
         if speed.samples_per_second:
             figures["Samples/s"] = thousands(speed.samples_per_second)
         figures["Time of a step"] = milliseconds_or_seconds(speed.seconds_per_step)
-    _, losses = last.loss()
+
+    _steps, losses = last.loss()
     if len(losses):
         figures["Last loss"] = number(float(losses[-1]))
+
     totals = analysis.totals(last)
     if totals is not None:
         figures["Trained for"] = duration(totals.seconds)
         figures["Peak memory of a rank"] = format_bytes(totals.peak_memory)
+
+    # Only the first error or warning is named.
     findings = analysis.find(record)
     serious = [finding.text for finding in findings if finding.level != "note"]
     figures["What to look at"] = serious[0] if serious else "nothing stands out"
@@ -236,9 +265,12 @@ def _figures(record: Record) -> dict[str, str]:
 def _differing_facts(records: Sequence[Record]) -> list[tuple[str, list[str]]]:
     """Returns the arguments, settings and versions that are not the same in all runs."""
     facts_of_runs = [all_facts(record.starts[-1]) for record in records]
-    names: dict[str, None] = {}  # in the order in which they occur
+
+    # The names of all facts, each once, in the order in which they occur.
+    names: list[str] = []
     for facts in facts_of_runs:
-        names.update(dict.fromkeys(facts))
+        names += [name for name in facts if name not in names]
+
     differing = []
     for name in names:
         values = [facts.get(name, NOT_KNOWN) for facts in facts_of_runs]

@@ -41,6 +41,7 @@ def open_console() -> Console:
     # The columns of the launcher's terminal, if the launcher prints what this process writes.
     columns = launcher_columns()
     prints_through_launcher = columns is not None
+    stdout_is_ordinary = sys.stdout is sys.__stdout__
     return Console(
         markup=False,
         emoji=False,
@@ -49,17 +50,18 @@ def open_console() -> Console:
         # With None, rich finds out itself whether stdout is a terminal. The pipe to the launcher is
         # no terminal to rich, although its text ends on one.
         force_terminal=True if prints_through_launcher else None,
-        # A rank that was forked from a notebook's kernel has its own stdout. Rich would still print
-        # to the notebook, which ignores what a fork sends.
-        force_jupyter=False if sys.stdout is sys.__stdout__ else None,
+        # In a notebook, rich prints through the kernel, which replaces `sys.stdout`. In a rank that
+        # was forked from the kernel, `sys.stdout` is the ordinary one again, and the notebook would
+        # ignore what rich prints through the kernel. With None, rich decides itself.
+        force_jupyter=False if stdout_is_ordinary else None,
     )
 
 
 def launcher_columns() -> int | None:
     """Returns the width of the terminal on which the launcher prints this process's stdout.
 
-    The launcher (`lockstep run`) reads stdout through a pipe, prints what comes on its terminal,
-    and passes the width of that terminal in an environment variable.
+    The launcher (`lockstep run`) reads stdout through a pipe and forwards it to its own terminal.
+    It passes the width of that terminal in an environment variable.
 
     Returns:
         The width in columns, or None if stdout does not reach a terminal through the launcher.
@@ -89,7 +91,10 @@ def set_bar_console(console: Console | None) -> None:
 
 
 def print_line(text: str = "") -> None:
-    """Prints the text as it is, above the running bar if there is one."""
+    """Prints the text as it is, above the running bar if there is one.
+
+    Characters that stdout cannot encode are printed as `?`.
+    """
     if _bar_console is None:
         sys.stdout.write(encodable(text, sys.stdout.encoding) + "\n")
         sys.stdout.flush()
@@ -97,7 +102,7 @@ def print_line(text: str = "") -> None:
         from rich.text import Text
 
         line = Text.from_ansi(encodable(text, _bar_console.encoding))
-        _bar_console.print(line, soft_wrap=True)
+        _bar_console.print(line, soft_wrap=True)  # rich adds no line breaks
 
 
 def encodable(text: str, encoding: str | None) -> str:
@@ -151,20 +156,21 @@ def print_choices(title: str, choices: Sequence[Choice]) -> None:
 
     from rich.text import Text
 
-    # The text is wrapped at the width of the terminal that shows it: the launcher's, if it prints
-    # what this process writes, or else this process's own. A notebook, for example, has none: there
-    # the text is styled and not wrapped.
+    # The rows are wrapped at the width of the terminal that shows them: the launcher's, if it
+    # prints what this process writes, or else this process's own. Where no terminal shows them, as
+    # in a notebook, they are not wrapped.
     console = open_console()
     width = launcher_columns()
     if width is None and on_terminal():
         width = console.width
     for row in choice_rows(title, choices, width):
         name, value, reason = [encodable(part, console.encoding) for part in row]
-        console.print(Text.assemble((name, "dim"), (value, "bold"), reason), soft_wrap=True)
+        line = Text.assemble((name, "dim"), (value, "bold"), reason)
+        console.print(line, soft_wrap=True)  # rich must not wrap the line a second time
 
 
 def _may_be_styled() -> bool:
-    """Returns True if `rich` might print bold and dim text on stdout; it decides itself then.
+    """Returns True if `rich` might print bold and dim text on stdout. Whether it does, it decides.
 
     False for an ordinary pipe or file, for which `rich` need not be imported.
     """
@@ -201,19 +207,20 @@ def choice_rows(
     longest_name = max((width_of(choice.name) for choice in choices), default=0)
     name_width = max(MIN_NAME_WIDTH, longest_name) + GAP
 
-    # Reasons stand below each other, in a column behind the values. Very long values do not push
-    # this column to the right: their reasons follow them directly.
+    # Reasons stand below each other, in a column behind the values. The column is as far to the
+    # right as the longest value needs, not counting very long values. The reason of a very long
+    # value follows it directly.
     value_widths = [width_of(choice.value) for choice in choices]
     aligned_widths = [width for width in value_widths if width <= MAX_ALIGNED_VALUE_WIDTH]
     value_width = max(aligned_widths, default=0) + GAP
-    if width is None:
-        remaining = None  # the columns for value and reason are not limited
-        has_column_of_reasons = True
-    else:
-        remaining = width - INDENT - name_width
 
-        # On a narrow terminal, each reason follows its value directly.
-        has_column_of_reasons = remaining - value_width >= MIN_REASON_WIDTH
+    # How many columns are left for a value and its reason; None if they are not limited. On a
+    # narrow terminal, each reason follows its value directly.
+    width_behind_name = None
+    has_column_of_reasons = True
+    if width is not None:
+        width_behind_name = width - INDENT - name_width
+        has_column_of_reasons = width_behind_name - value_width >= MIN_REASON_WIDTH
 
     for name, value, reason in choices:
         if has_column_of_reasons and width_of(value) + GAP <= value_width:
@@ -222,10 +229,11 @@ def choice_rows(
         else:
             text = value + " " * GAP + reason
             hanging_indent = GAP  # more lines are indented a little under the value
-        first_line, *more_lines = _wrap(text.rstrip(), remaining, hanging_indent)
+        first_line, *more_lines = _wrap(text.rstrip(), width_behind_name, hanging_indent)
         padded_name = " " * INDENT + pad(name, name_width)
 
-        # The first line begins with the value; what follows it is the reason.
+        # The first line begins with the value, and what follows it is the reason. Should the value
+        # itself be wrapped, the whole first line belongs to the value.
         rows.append((padded_name, first_line[: len(value)], first_line[len(value) :]))
         for line in more_lines:
             rows.append((" " * width_of(padded_name), "", line))

@@ -76,8 +76,9 @@ class Display:
         """Replaces what was drawn by one line that stays.
 
         Args:
-            final_means: the means of the whole pass; None if the pass was left before its end.
-                Whatever ended it may have broken the device, so its means are not read then.
+            final_means: the means of the whole pass; None if the pass was left before its end. An
+                error of the GPU may have ended it, and the means on that GPU could not be read.
+                Then the line shows the means of the last call of `step`.
         """
         state = self.state
         state.seconds = time.perf_counter() - self._begin_s
@@ -173,7 +174,8 @@ def _open_live_display() -> Live:
     console.show_cursor(True)  # rich hides it, and a run that is killed would leave it hidden
     set_bar_console(console)  # from now on `print_line` prints above the bars
 
-    # If the script keeps the pass in a variable, nothing else closes the display.
+    # A pass is a generator, which clears its bar when it ends or is garbage-collected. If the
+    # script keeps an unfinished one in a variable, neither happens before Python exits.
     atexit.register(_close_live_display)
     return _live_display
 

@@ -57,6 +57,7 @@ def script_arguments(command: Sequence[str]) -> list[tuple[str, str]]:
     for word in command[1:]:
         is_option = word.startswith("-") and not _is_number(word)
         if option and not is_option:
+            # The word is the value of the option before it, which was added without a value.
             pairs[-1] = (option, word)
             option = ""
             continue
@@ -137,12 +138,14 @@ def _hosts(start: Start) -> list[Fact]:
 def all_facts(start: Start) -> dict[str, str]:
     """Returns the facts of a start by name, to compare them with those of another run.
 
-    Hosts are left out, and so are names that occur more than once. Of the script, only the file
-    name is compared, since its folder may differ between machines.
+    Hosts are left out, and so are names that occur more than once, except "script". Of the script,
+    only the file name is compared, since its folder may differ between machines.
     """
+    facts_of_start = run_facts(start)
+    occurrences = Counter(fact.name for fact in facts_of_start)
+
     facts = {}
-    occurrences = Counter(fact.name for fact in run_facts(start))
-    for fact in run_facts(start):
+    for fact in facts_of_start:
         if fact.name == "script":
             facts["script"] = Path(fact.value).name
         elif occurrences[fact.name] == 1 and fact.name != "host":

@@ -44,30 +44,33 @@ class LivePage:
         self._others = others
         self._lock = threading.Lock()
         self._text = ""
-        self._earliest_drawing_s = 0.0
+        self._no_redraw_before_s = 0.0
         """The page is not drawn again before this time of `time.monotonic`."""
-        self._latest_drawing_s = 0.0
-        """After this time it is drawn again even if no record did grow."""
+        self._redraw_deadline_s = 0.0
+        """From this time on, the page is drawn again even if no record has grown."""
 
     def text(self) -> str:
-        """Returns the page. It is drawn again if a record has grown, but not too often."""
+        """Returns the page. It is drawn again if a record has grown, but not too often.
+
+        For example, a page that took 1 s to draw is kept for 10 s, whatever the records do. After
+        that it is drawn again as soon as a record has grown, and after a minute in any case, since
+        it says how long ago the record last grew.
+        """
         with self._lock:
             begin_s = time.monotonic()
-            if begin_s < self._earliest_drawing_s:
+            if begin_s < self._no_redraw_before_s:
                 return self._text
 
-            # A page that is too old is drawn again in any case, since it says how long ago the
-            # record last grew.
             records_have_grown = [record.refresh() for record in (self._record, *self._others)]
-            is_too_old = begin_s >= self._latest_drawing_s
+            is_too_old = begin_s >= self._redraw_deadline_s
             if any(records_have_grown) or is_too_old:
-                self._latest_drawing_s = begin_s + MAX_AGE_S
                 self._text = render(self._record, self._others, refresh_s=REFRESH_S)
+                self._redraw_deadline_s = begin_s + MAX_AGE_S
 
-            # At most a tenth of the time is spent drawing.
+            # At most a tenth of the time is spent on reading and drawing.
             end_s = time.monotonic()
-            drawing_s = end_s - begin_s
-            self._earliest_drawing_s = end_s + max(REFRESH_S / 2, 10 * drawing_s)
+            spent_s = end_s - begin_s
+            self._no_redraw_before_s = end_s + max(REFRESH_S / 2, 10 * spent_s)
             return self._text
 
 
@@ -88,9 +91,10 @@ def make_server(page: LivePage, port: int = 0) -> ThreadingHTTPServer:
                 super().handle()
 
         def do_GET(self) -> None:
-            """Answers a request with the page, or with an error."""
-            # A foreign site could let its own name point to this address, to read the answer in
-            # its visitor's browser (DNS rebinding). Its name stands in the header then.
+            """Answers a request with the `page` that `make_server` was given, or an error."""
+            # A foreign site could let its own name, such as evil.example, point to this address, to
+            # read the answer in its visitor's browser (DNS rebinding). The browser then sends
+            # "Host: evil.example", which is refused.
             if not _OWN_HOST.fullmatch(self.headers.get("Host") or ""):
                 self.send_error(HTTPStatus.FORBIDDEN)
                 return

@@ -40,8 +40,9 @@ def log(run: Run, epoch: int, values: Mapping[str, float | Tensor]) -> None:
 
     if outside_any_pass:
         sums = new_sums(run)
-        sums.add(1.0, **outside_any_pass)
-        run.extensions.values_logged(sums, None)
+        sums.add(1.0, **outside_any_pass)  # with weight 1, their means are the values themselves
+        no_pass = None
+        run.extensions.values_logged(sums, no_pass)
 
 
 def new_sums(run: Run) -> WeightedSums:
@@ -51,17 +52,21 @@ def new_sums(run: Run) -> WeightedSums:
 
 def _add_to_pass(run: Run, open_pass: OpenPass, epoch: int, name: str, value: Any) -> None:
     """Adds a value to the sums of a pass, weighted by the samples of the present micro-batch."""
-    run.step.assign_number(open_pass)  # with the first value, the pass gets its number
+    # Passes over one loader that begin at the same step are counted, so that the ranks can tell
+    # them apart. Only passes in which something is logged count: this one now does.
+    run.step.assign_number(open_pass)
 
     if open_pass.sums is None:
         open_pass.sums = new_sums(run)
         open_pass.description = f"epoch {epoch}" if open_pass.is_training else ""
 
-    # In training, remember the micro-batch for which the name was logged. A name that is logged
-    # again for the last micro-batch of the pass was logged after the loop
-    # (`OpenPass.includes_logged_value`).
-    if open_pass.training_pass is not None:
-        open_pass.delivery_of_name[name] = open_pass.training_pass.last_used
+    # Remember which micro-batch the loop trains on while it logs this name. A script may log "loss"
+    # in the loop and once more after it. The second "loss" comes with the same micro-batch as the
+    # one before, which shows that it does not belong to the loop (`includes_logged_value`).
+    training_pass = open_pass.training_pass
+    if training_pass is not None:
+        present_micro_batch = training_pass.last_used
+        open_pass.delivery_of_name[name] = present_micro_batch
 
     num_samples = open_pass.micro_batch.counted_rows
     open_pass.sums.add(num_samples, **{name: value})
@@ -78,7 +83,7 @@ def find_pass(open_passes: Sequence[OpenPass], name: str) -> OpenPass | None:
 
 
 def _latest(open_passes: Sequence[OpenPass]) -> OpenPass | None:
-    """Returns the latest pass, but prefers one of the same kind that is shown, if there is one.
+    """Returns the last of the passes, or another one of its kind that has a progress bar.
 
     There are two kinds, training and evaluation. Returns None if there are no passes.
     """
@@ -103,6 +108,9 @@ def means_over_ranks(run: Run) -> dict[str, float]:
         UsageError: the ranks have logged in different passes.
     """
     open_pass = _present_pass(run.step.open_passes) or run.step.last_pass
+
+    # The identity of this rank's pass, and its sums. A rank that has logged nothing has the
+    # identity None, which fits the pass of any other rank.
     own: tuple[Any, dict[str, Any]] = (None, {})
     if open_pass is not None and open_pass.sums is not None:
         own = (open_pass.identity, open_pass.sums.read())
@@ -137,7 +145,9 @@ def _check_same_pass(identities: Sequence[Any]) -> None:
     """Raises UsageError if ranks have logged in different passes.
 
     Args:
-        identities: the identity of each rank's pass; None if the rank has logged nothing in it.
+        identities: for each rank, the `OpenPass.identity` of the pass in which it has logged:
+            (loader, is it training, steps made before it, number of the pass). None for a rank that
+            has logged nothing, which is in no other pass than the others.
     """
     # One rank for each different pass, to name in the error.
     rank_of_pass: dict[tuple[int, ...], int] = {}
@@ -149,7 +159,7 @@ def _check_same_pass(identities: Sequence[Any]) -> None:
 
     parts = []
     for identity, rank in rank_of_pass.items():
-        loader, _is_training, begun, _number = identity  # `OpenPass.identity`
+        loader, _is_training, begun, _number = identity
         parts.append(f"rank {rank} over loader {loader}, begun after step {begun}")
     raise UsageError(
         "world.means()",

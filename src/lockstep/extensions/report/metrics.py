@@ -102,9 +102,13 @@ class WeightedSums:
             if number is None:
                 continue
 
+            # The name is noted even with weight 0: all ranks of a reduction must have the same
+            # names, also a rank without samples.
             entry = self._sums.get(name)
             if entry is None:
                 entry = self._new_sum(name)
+
+            # A rank that repeats another rank's work does not contribute to the sums.
             if weight and self._contributes:
                 entry.total.add_(number, alpha=weight)
                 entry.weight += weight
@@ -122,16 +126,18 @@ class WeightedSums:
         return torch.stack([self._sums[name].total for name in names])
 
     def start_copy(self) -> SumsCopy:
-        """Copies the sums to the host. If they are on a GPU it is only started, not waited for."""
+        """Copies the sums to the host. From a GPU, the copy is started but not waited for."""
         weights: dict[str, float] = {}
         for name, entry in self._sums.items():
             if entry.weight != 0:
                 weights[name] = entry.weight
         if not weights:
-            return SumsCopy({}, torch.empty(0), None)
+            return SumsCopy({}, torch.empty(0), arrived=None)
+
         totals = self.totals(list(weights))
         if not self._on_cuda:
-            return SumsCopy(weights, totals, None)
+            return SumsCopy(weights, totals, arrived=None)
+
         on_host, arrived = start_copy_to_host(totals)
         return SumsCopy(weights, on_host, arrived)
 
@@ -203,15 +209,16 @@ class WeightedSums:
     def _read_number(self, value: Any) -> float | Tensor | None:
         """Returns a tensor as a 0-dimensional one on the device, and any other value as a float.
 
-        Returns None if it is not one number. It may raise any error.
+        Returns None if the value is not one number. May raise any error, since `float(value)` calls
+        a method of the value's class.
         """
         if isinstance(value, Tensor):
             scalar = _as_scalar(value)
             return None if scalar is None else scalar.to(self._device, non_blocking=self._on_cuda)
         if isinstance(value, np.ndarray) and value.size == 1:
             return float(value.item())
-        if isinstance(value, str | bytes | bytearray):  # `float` would read the text "1.5"
-            return None
+        if isinstance(value, str | bytes | bytearray):
+            return None  # `float` would accept the text "1.5"
         return float(value)
 
     def _leave_out(self, name: str, found: str, do: str) -> None:
@@ -230,9 +237,10 @@ def _is_spread_over_ranks(value: Any) -> bool:
 
 
 def _as_scalar(value: Tensor) -> Tensor | None:
-    """Returns a 0-dimensional tensor that can be added to a float64; None if it is not one number.
+    """Returns a value as a 0-dimensional tensor that can be added to a float64.
 
-    It may raise any error for tensors of unusual kinds.
+    Returns None if the value is not one real number. For tensors of unusual kinds, torch may raise
+    any error here.
     """
     if value.numel() != 1 or value.is_complex():
         return None
@@ -300,7 +308,7 @@ class RunningMeans:
         if len(names) > MAX_SHOWN_NAMES:
             self._warn_of_many_names(len(names))
 
-        # The hash in the packed tensor is that of all names, its values are those of the first 32.
+        # The packed tensor has a hash of all names, but the values of only `shown_names`.
         packed = self._pack(names)
         shown_names = names[:MAX_SHOWN_NAMES]
 
@@ -315,19 +323,23 @@ class RunningMeans:
     def _pack(self, names: list[str]) -> Tensor:
         """Returns the float64 tensor of shape `(PACKED_SIZE,)` that a reduction sums up.
 
-        Ranks that log different names must not be averaged. So the tensor has a hash `h` of the
-        names, and its square: from the sums of both over the ranks, `_compute_means` sees whether
-        all ranks have the same `h`. The tensor consists of
+        The tensor consists of
 
-            1, h, h ** 2, number of samples      4 values
+            1, h, h ** 2, number of samples      4 values; h is a hash of the names
             the weight of each name              32 values (`MAX_SHOWN_NAMES`)
             the weighted sum of each name        32 values
 
-        With fewer than 32 names, the rest of the weights and of the sums is 0. With more names,
-        only the first 32 are sent.
+        A rank that has no samples and logs nothing has 0, 0, 0, 0 instead of the first four. With
+        fewer than 32 names, the rest of the weights and of the sums is 0. With more names, only the
+        first 32 are sent.
+
+        Ranks that log different names must not be averaged. After the reduction, the first three
+        values are n, sum(h) and sum(h ** 2) over the n ranks that log. All of them have the same h
+        if and only if n * sum(h ** 2) == sum(h) ** 2.
         """
         # A rank without samples may have logged nothing; that does not make the ranks differ.
         logs = bool(names) or self.samples > 0
+        num_logging = 1 if logs else 0
         name_hash = 0
         if logs:
             # At most 2 ** 16, so that sums of squares over a thousand ranks are exact in float64.
@@ -337,7 +349,7 @@ class RunningMeans:
         samples = self.samples if self._contributes else 0
 
         shown_names = names[:MAX_SHOWN_NAMES]
-        numbers: list[float] = [int(logs), name_hash, name_hash**2, samples]
+        numbers: list[float] = [num_logging, name_hash, name_hash**2, samples]
         numbers += self.sums.weights(shown_names)
         numbers += [0.0] * (PACKED_SIZE - len(numbers))
         packed = torch.tensor(numbers, dtype=torch.float64, pin_memory=self._on_cuda)
@@ -358,8 +370,9 @@ class RunningMeans:
                 dist.all_reduce(packed, async_op=True).wait()  # the stream waits, not the CPU
             on_host, arrived = start_copy_to_host(packed)
 
-        # If the pass is left early, nobody waits for this reduction; its memory must not be given
-        # to another tensor before the stream is done with it.
+        # `packed` may be freed before the stream has read it, since nobody waits for the reduction
+        # of a pass that the script leaves early. Its memory must not be given to another tensor
+        # until then.
         packed.record_stream(stream)
         return _Reduction(names, on_host, arrived.query, arrived.synchronize)
 
@@ -379,14 +392,19 @@ class RunningMeans:
 
         If the ranks have logged different names, there are no means: which of the numbers belong
         together is not known. The user is warned of that once per pass.
+
+        The result begins with four sums over the ranks: how many ranks log, the hashes of their
+        names, the squares of these hashes, and the samples. Two ranks with the hashes 3 and 3 give
+        2 * (9 + 9) == (3 + 3) ** 2. With the hashes 3 and 5 it is 2 * (9 + 25) > (3 + 5) ** 2.
         """
         numbers = reduction.result.tolist()
         num_ranks, hash_sum, square_sum, samples = numbers[:HEADER_SIZE]
         self.values = {}
         self.total_samples = int(samples)
 
-        # For n hashes h, n * sum(h**2) is equal to sum(h)**2 if and only if all h are equal (the
-        # inequality of Cauchy and Schwarz).
+        # For n hashes h, n * sum(h ** 2) == sum(h) ** 2 if and only if all h are equal (the
+        # inequality of Cauchy and Schwarz). The numbers may be compared exactly: they are integers
+        # that float64 holds without rounding, since a hash has only 16 bits.
         names_are_equal = num_ranks * square_sum == hash_sum * hash_sum
         if not names_are_equal:
             self._warn_of_other_names(reduction.names)

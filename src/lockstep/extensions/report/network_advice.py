@@ -82,7 +82,7 @@ class NetworkAdvice(Extension):
         """Returns the times of a step: the medians over the measured steps."""
         step_times = []
         waiting_times = []
-        run_delays = []
+        run_delays = []  # seconds in which the training thread was ready to run but had no core
 
         # The first measured step began when the last step of the warm-up ended.
         clocks = self._clocks[WARMUP_STEPS - 1 :]
@@ -114,9 +114,12 @@ class NetworkAdvice(Extension):
             shortest = waiting_of_machine.get(name, seconds)
             waiting_of_machine[name] = min(shortest, seconds)
 
-        # And the shortest of all is what the slowest rank of the run waits, for the network alone.
+        # The slowest rank of the run waits for no other rank, only for the network. So the shortest
+        # waiting time of all is the time that the network takes.
         network_waiting_s = min(waiting_of_machine.values())
-        network = self._describe_network(times.step_s, network_waiting_s, times.run_delay_s)
+        network = self._describe_network(
+            times.step_s, network_waiting_s, seconds_without_core=times.run_delay_s
+        )
 
         # The ranks of a machine share the work: each compresses a part of the gradients.
         num_gradients = network.gradient_bytes // BYTES_PER_GRADIENT
@@ -129,13 +132,16 @@ class NetworkAdvice(Extension):
         if warning:
             print_labelled_note("network", warning)
 
-    def _describe_network(self, step_s: float, waiting_s: float, delay_s: float) -> Network:
+    def _describe_network(
+        self, step_s: float, waiting_s: float, *, seconds_without_core: float
+    ) -> Network:
         """Returns what the advice is computed from: times per step, and what is sent.
 
         Args:
             step_s: seconds of a step.
             waiting_s: seconds of a step that are spent waiting for the network.
-            delay_s: seconds of a step in which the training thread had no core.
+            seconds_without_core: seconds of a step in which the training thread was ready to run,
+                but the operating system gave it no CPU core.
         """
         models = []
         for reference in self._run.prepared:
@@ -156,10 +162,12 @@ class NetworkAdvice(Extension):
             waiting_s=waiting_s,
             gradient_bytes=BYTES_PER_GRADIENT * num_trained,
             local_size=self._run.topology.size // num_machines,  # ranks of a machine
-            # The ranks of a machine sum up in shared memory, if they have it.
+            # If the ranks of a machine have shared memory, they sum up their gradients there, and
+            # one of them sends the sum.
             hierarchical=routing.shared_memory() is not None,
             # A model under DDP has this attribute; it is None without compression.
             compressed=any(getattr(model, "compressed", None) is not None for model in models),
-            # A part of the computing. It is measured by another clock and may come out longer.
-            run_delay_s=min(delay_s, compute_s),
+            # The time without a core is a part of the computing. The kernel measures it by a clock
+            # of its own, so it may seem to be a little longer than the computing.
+            run_delay_s=min(seconds_without_core, compute_s),
         )

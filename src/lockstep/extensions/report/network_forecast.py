@@ -100,10 +100,11 @@ def measure_compression_costs(count: int, peers: int) -> dict[str, CompressionCo
     Returns:
         The cost by method of compression.
     """
-    # Fewer values are tried if there are many, and always whole blocks, since a block of values
-    # has a scale of its own when it is encoded.
-    num_values = min(count, MAX_VALUES_TRIED) // BLOCK * BLOCK
-    num_values = max(num_values, BLOCK)
+    # If there are many gradients, only as many values as `MAX_VALUES_TRIED` are compressed here,
+    # and the time is scaled up. Values are encoded in blocks of 128 (`BLOCK`), so a whole number of
+    # blocks is tried: 7 blocks for 1000 gradients, and at least one.
+    num_blocks = max(1, min(count, MAX_VALUES_TRIED) // BLOCK)
+    num_values = num_blocks * BLOCK
     values = torch.ones(1, num_values)
     buffer = torch.empty_like(values)
 
@@ -115,11 +116,14 @@ def measure_compression_costs(count: int, peers: int) -> dict[str, CompressionCo
     costs: dict[str, CompressionCost] = {}
     for _ in range(3):  # the first time memory is new and slow, so the shortest time counts
         for method, rounding_errors in methods:
+            # What copying, encoding and decoding the values once takes, and then what a step takes
+            # that does each of these several times.
             times = _time_compression(values, buffer, method, rounding_errors)
-            seconds_for_tried = _seconds_of_step(times, peers)
+            step_with_tried_s = _compression_seconds_of_step(times, peers)
+            step_with_all_gradients_s = step_with_tried_s * count / num_values
             cost = CompressionCost(
                 sent_share=times.encoded_bytes / values.nbytes,
-                compress_s=seconds_for_tried * count / num_values,  # for all `count` gradients
+                compress_s=step_with_all_gradients_s,
             )
             shortest = costs.get(method)
             if shortest is None or cost.compress_s < shortest.compress_s:
@@ -127,7 +131,7 @@ def measure_compression_costs(count: int, peers: int) -> dict[str, CompressionCo
     return costs
 
 
-def _seconds_of_step(times: _CompressionTimes, peers: int) -> float:
+def _compression_seconds_of_step(times: _CompressionTimes, peers: int) -> float:
     """Returns how long compression takes in a step, from the times for all gradients once.
 
     - Copied three times: the gradients are put together, summed up, and taken apart.
@@ -256,7 +260,7 @@ def describe_network(
 
     For example "a step computes for 80 ms and waits for other machines for 40 ms (33%); bf16: other
     numbers, about 1.3 times as fast". Here "other numbers" means that with bf16 the training would
-    have other results than now.
+    have other results than now, and "same numbers" that it would have the same.
     """
     text = (
         f"a step computes for {_format_seconds(network.compute_s)} and waits for other "
@@ -285,7 +289,8 @@ def describe_slow_machine(step_s: float, waited_s: Mapping[str, float]) -> str:
 
     Args:
         step_s: seconds of a step.
-        waited_s: how many of them each machine waits for others, by its name; two machines or more.
+        waited_s: for each machine by its name, the seconds of a step in which it waits for others.
+            There are two machines or more.
     """
     slowest_first = sorted(waited_s, key=lambda machine: waited_s[machine])
     slowest = slowest_first[0]

@@ -37,6 +37,8 @@ from lockstep.wording import replace_unprintable
 
 SILENT_S = 60.0
 """A start without an end is not running if it wrote nothing for this long and for four steps."""
+PHASE_NAMES = {phase: phase for phase in PHASES}
+"""How the template and the script of the page call each phase: in each language by its own name."""
 SHOWN_EVIDENCE_LINES = 12
 """More lines of evidence for a finding are folded."""
 
@@ -62,18 +64,22 @@ def render(record: Record, others: Sequence[Record] = (), *, refresh_s: float | 
     environment.filters["with_code"] = _with_code
     template = environment.from_string(_web_text("page.html"))
 
-    # Jinja must not escape the code and the data, which it would change. The data go into an
-    # element whose text ends at the first "</script". In JSON "<" may be written as an escape.
+    # The code and the data are marked as `Markup`, since Jinja would change them by escaping. The
+    # data go into a <script> element, which a "</script" in them would end. So each "<" in the JSON
+    # is written as "\u003c", which means the same.
     scripts = [_web_text(name) for name in SCRIPTS]
     data = json.dumps(_chart_data(record, others), ensure_ascii=False, separators=(",", ":"))
     data_without_tags = data.replace("<", "\\u003c")
+
+    # The Content-Security-Policy of the page lets the browser run only scripts with these hashes.
+    script_hashes = " ".join([_script_hash(script) for script in scripts])
 
     text = template.render(
         **_template_variables(record, others),
         refresh_s=refresh_s,
         style=Markup("".join([_web_text(name) for name in STYLES])),
         scripts=[Markup(script) for script in scripts],
-        script_hashes=Markup(" ".join([_script_hash(script) for script in scripts])),
+        script_hashes=Markup(script_hashes),
         data=Markup(data_without_tags),
     )
 
@@ -109,14 +115,18 @@ def _chart_data(record: Record, others: Sequence[Record]) -> dict[str, Any]:
     last = record.starts[-1]
     records = [record, *others]
     names = comparison.run_names(records)
+
+    # A curve that Lockstep measures gets a caption in the reader's language, for example
+    # "Throughput in samples/s". A curve that the script logs keeps the script's own title.
     curves = charts.curve_charts(records, names)
+    captions = _captions_of_measured_curves()
     for curve in curves:
-        # The title of a curve that the script logs is the user's own and stays as it is.
-        curve["title"] = _captions_of_measured_curves().get(curve["title"], curve["title"])
+        if curve["title"] in captions:
+            curve["title"] = captions[curve["title"]]
+
     return {
         "run_names": names,
-        # The names of phases are the same in each language.
-        "phase_names": {phase: phase for phase in PHASES},
+        "phase_names": PHASE_NAMES,
         "texts": {
             "median": translate("like the median rank"),
             "longer": translate("longer than the median rank"),
@@ -176,7 +186,7 @@ def _template_variables(record: Record, others: Sequence[Record]) -> dict[str, A
         "hidden_bars": len(analysis.work_by_rank(last)) > len(bars),
         "shown_phases": [phase for phase in charts.STACKED_PHASES if phase in phases_in_bars],
         "phases": PHASES,
-        "phase_names": {phase: phase for phase in PHASES},
+        "phase_names": PHASE_NAMES,
         "ranks": [_rank_row(rank_record) for _, rank_record in sorted(last.records.items())],
         "has_gpu_use": any(rank_record.gpu_uses for rank_record in last.records.values()),
         "scaling": _scaling_rows(records),
@@ -192,9 +202,14 @@ def _template_variables(record: Record, others: Sequence[Record]) -> dict[str, A
 
 
 def _parts(variables: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Returns the parts of the page that are not empty, each with the anchor that a link leads to.
+    """Returns the parts of the page that are not empty, as pairs of a title and an anchor.
 
-    "What to look at" is not among them, since it is the first.
+    For example `("Curves", "curves")`, for a link to `#curves` at the top of the page. "What to
+    look at" is not among them, since it is the first part.
+
+    Args:
+        variables: what the template is filled with. "had_several_ranks" is True if the last start
+            had several ranks; then "Scaling" says how long they waited for each other.
     """
     has_content = {
         (translate("Comparison"), "comparison"): bool(variables["comparison"]),
@@ -225,14 +240,14 @@ def _badge(start: Start) -> Badge:
     if start.end is not None:
         return _badge_of_end(start)
 
+    # No end was written: the start is running, or all its ranks were killed.
     silent_s = time.time() - start.last_time
     if not start.reached_init:
-        return Badge(translate(f"Not at lockstep.init {clock(silent_s)} after its start"), "")
+        return Badge(translate(f"Not at lockstep.init {clock(silent_s)} after its start"), level="")
 
-    # No end was written: the start runs, or all its ranks were killed. A row is written when its
-    # last step has ended, so a run may write nothing for as long as the steps of a row take. For
-    # example, with 10 steps per row and at most 2 s per step, a row takes up to 20 s. The start
-    # counts as running until it has written nothing for four times as long and a minute.
+    # A run writes a row when all steps of the row have ended. With 10 steps per row and at most 2 s
+    # per step, it may write nothing for 20 s. So it counts as running for four rows and a minute
+    # after its last row, here for 140 s.
     longest_step_s = 0.0
     steps_per_row = 1.0
     for record in start.records.values():
@@ -241,12 +256,12 @@ def _badge(start: Start) -> Badge:
             steps_per_row = max(steps_per_row, record.column("steps").max())
     longest_row_s = longest_step_s * steps_per_row
     if silent_s < SILENT_S + 4 * longest_row_s:
-        return Badge(translate("Running"), "running")
-    return Badge(translate(f"Without a word for {clock(silent_s)}"), "")
+        return Badge(translate("Running"), level="running")
+    return Badge(translate(f"Without a word for {clock(silent_s)}"), level="")
 
 
 def _badge_of_end(start: Start) -> Badge:
-    """Says how a start has ended."""
+    """Says how a start has ended. The caller knows that it has: `start.end` is not None."""
     if start.end == "ok":
         if start.reached_init:
             return Badge(translate("Ended well"), "ok")
@@ -256,8 +271,10 @@ def _badge_of_end(start: Start) -> Badge:
             return Badge(translate("Failed"), "failed")
         return Badge(translate("Failed before lockstep.init"), "failed")
     if start.end == "interrupted":
-        return Badge(translate("Interrupted"), "")
-    return Badge(translate("Ended, to start again"), "")
+        return Badge(translate("Interrupted"), level="")
+
+    # The rest is "restarted": the launcher began again with other machines.
+    return Badge(translate("Ended, to start again"), level="")
 
 
 def _key_numbers(record: Record, last: Start) -> list[tuple[str, str]]:
@@ -271,39 +288,47 @@ def _key_numbers(record: Record, last: Start) -> list[tuple[str, str]]:
     hosts = {str(rank_record.header.get("host")) for rank_record in last.records.values()}
     ranks = str(last.num_ranks)
     if last.reached_init:
+        # `translate` recognizes a text of the catalogue also after values were filled in.
         num_hosts = len(hosts)
         ranks = translate(
             f"{ranks} on {num_hosts} hosts" if num_hosts > 1 else f"{ranks} on 1 host"
         )
-    numbers = [(translate("Ranks"), ranks)]
+    figures = [(translate("Ranks"), ranks)]
+
     last_step = analysis.last_step(last)
     if last_step:
-        numbers.append((translate("Last step"), thousands(last_step)))
+        figures.append((translate("Last step"), thousands(last_step)))
+
     speed = analysis.speed(last)
     if speed is not None and speed.samples_per_second:
-        numbers.append(
+        figures.append(
             (translate("Throughput"), f"{thousands(speed.samples_per_second)} samples/s")
         )
     if speed is not None:
-        numbers.append(
+        figures.append(
             (
                 translate("Time of a step"),
                 comparison.milliseconds_or_seconds(speed.seconds_per_step),
             )
         )
-    _, losses = last.loss()
+
+    _steps, losses = last.loss()
     if len(losses):
-        numbers.append((translate("Last loss"), number(float(losses[-1]))))
+        figures.append((translate("Last loss"), number(float(losses[-1]))))
+
     gpu_use = _gpu_use(last)
     if gpu_use:
-        numbers.append((translate("GPU use"), gpu_use))
-    numbers.append((translate("Starts"), str(len(record.starts))))
+        figures.append((translate("GPU use"), gpu_use))
+
+    figures.append((translate("Starts"), str(len(record.starts))))
+
     totals = analysis.totals(last)
     if totals is not None:
-        numbers.append((translate("Trained for"), duration(totals.seconds)))
-        numbers.append((translate("Peak memory of a rank"), format_bytes(int(totals.peak_memory))))
-        numbers.append((translate("Sent by rank 0"), _sent(last, totals.bytes_sent)))
-    return numbers
+        figures.append((translate("Trained for"), duration(totals.seconds)))
+        figures.append((translate("Peak memory of a rank"), format_bytes(int(totals.peak_memory))))
+        figures.append((translate("Sent by rank 0"), _sent(last, totals.bytes_sent)))
+
+    return figures
 
 
 def _gpu_use(start: Start) -> str:
@@ -319,6 +344,8 @@ def _gpu_use(start: Start) -> str:
     mean = sum(use_of_rank.values()) / len(use_of_rank)
     least = min(use_of_rank, key=lambda rank: use_of_rank[rank])
     text = f"{mean:.0f} %"
+
+    # A rank is named if its use is more than 5 percentage points below the mean.
     if use_of_rank[least] < mean - 5:
         text += f", rank {least} {use_of_rank[least]:.0f} %"
     return text
@@ -346,12 +373,15 @@ def _sent(start: Start, num_bytes: float) -> str:
 
 def _scaling_rows(records: Sequence[Record]) -> list[tuple[object, ...]]:
     """Returns the rows of the table that compares the runs with one rank."""
+    # For example, this run was started on 1 and on 4 ranks. Of the other runs, a start on 2 ranks
+    # is added, and a start on 4 ranks is not.
     starts = list(records[0].starts)
-
-    # Other runs only add the numbers of ranks that this run was not started with.
-    own_numbers = {start.num_ranks for start in starts}
+    own_numbers_of_ranks = {start.num_ranks for start in starts}
     for record in records[1:]:
-        starts += [start for start in record.starts if start.num_ranks not in own_numbers]
+        for start in record.starts:
+            if start.num_ranks not in own_numbers_of_ranks:
+                starts.append(start)
+
     rows: list[tuple[object, ...]] = []
     for speed, speedup in analysis.scaling(starts):
         rows.append(
@@ -387,19 +417,25 @@ def _rank_row(record: RankRecord) -> dict[str, Any]:
     "phases" has the milliseconds of a step in each phase, and "longest" the longest step. The cells
     with times are empty if the rank has written no row.
     """
+    # The cells of the phases, in milliseconds.
     phase_cells = [""] * len(PHASES)
     phases = analysis.seconds_per_step(record)
     if phases:
         phase_cells = [f"{phases[phase] * 1e3:.3g}" for phase in PHASES]
+
+    # The longest step. `steady_rows` is a slice that leaves out the first rows, whose steps are
+    # always long.
     longest = ""
-    steady_rows = analysis.steady_rows(record)  # the first steps are always long
-    longest_s = record.column("longest_s")[steady_rows]
-    if len(longest_s):
-        longest = comparison.milliseconds_or_seconds(float(longest_s.max()))
-    gpu_use = analysis.mean_gpu_use(record)
+    steady_rows = analysis.steady_rows(record)
+    longest_of_rows = record.column("longest_s")[steady_rows]
+    if len(longest_of_rows):
+        longest = comparison.milliseconds_or_seconds(float(longest_of_rows.max()))
+
     memory = ""
     if record.rows:
         memory = format_bytes(int(record.column("memory").max()))
+
+    gpu_use = analysis.mean_gpu_use(record)
     return {
         "rank": record.rank,
         "host": record.header.get("host", "not known"),
@@ -456,7 +492,7 @@ def ledger_text(record: Record) -> str:
         for path in sorted(folder.glob(f"*{LEDGER_SUFFIX}")):
             files_and_sizes.append((path, path.stat().st_size))
         return _judge_ledger(folder, tuple(files_and_sizes))
-    except CheckpointError as error:
+    except CheckpointError as error:  # the ledger cannot be read
         return error.message
 
 
@@ -471,8 +507,8 @@ def _judge_ledger(folder: Path, files_and_sizes: tuple[tuple[Path, int], ...]) -
     """
     from lockstep.extensions.ledger.judge import judge
 
-    lines = []
-    for line in judge(folder).lines():
-        # A line break is unprintable too, but the one between the two lines of a finding must stay.
-        lines.append(line if "\n" in line else replace_unprintable(line))
-    return "\n".join(lines)
+    # The report may quote text from foreign files. A finding is one entry of two lines, so the text
+    # is split into lines before they are cleaned: a line break counts as unprintable too.
+    text = "\n".join(judge(folder).lines())
+    clean_lines = [replace_unprintable(line) for line in text.split("\n")]
+    return "\n".join(clean_lines)

@@ -62,7 +62,7 @@ class BarLayout:
 
 
 @functools.cache
-def _phrase(template: str) -> str:
+def _translated(template: str) -> str:
     """Returns a template in the language of this process. It is kept, since bars are drawn often.
 
     A template is a message of the catalogue as any other: its fields are its values.
@@ -94,7 +94,7 @@ def _state_words(state: PassState, done_without_total: str) -> list[str]:
     words.append(rate(state.samples, state.seconds))
     seconds_left = state.seconds_left
     if seconds_left:  # neither None nor 0
-        words.append(_phrase("{time} left").format(time=clock(seconds_left)))
+        words.append(_translated("{time} left").format(time=clock(seconds_left)))
     return words
 
 
@@ -104,18 +104,25 @@ def bar_layout(state: PassState, width: int) -> BarLayout:
     On a narrow terminal the bar becomes shorter first; then the last parts of the text are left
     out, except for the number of global batches.
     """
-    words = _state_words(state, str(state.done))
-    available = width  # columns for the bar and the text
+    # Columns for the bar and the text.
+    available = width
     if state.description:
         available -= width_of(state.description) + len(GAP)
+
     # Without a total it is not known how much of a bar to fill, so there is none. An empty loader
     # with a total of 0 has none either.
-    needed_for_bar = MIN_BAR_WIDTH + len(GAP) if state.total else 0
+    has_bar = bool(state.total)
+    needed_for_bar = MIN_BAR_WIDTH + len(GAP) if has_bar else 0
+
+    # Leave out parts of the text from its end until the shortest bar has room.
+    words = _state_words(state, done_without_total=str(state.done))
     while len(words) > 1 and needed_for_bar + width_of(GAP.join(words)) > available:
         words.pop()
     text = GAP.join(words)
+
     if not state.total:
         return BarLayout(state.description, fraction=None, bar_width=0, text=text)
+
     fraction = min(1.0, state.done / state.total)
     bar_width = min(MAX_BAR_WIDTH, available - width_of(text) - len(GAP))
     if bar_width < MIN_BAR_WIDTH:  # even the first word alone leaves no room for it
@@ -125,7 +132,7 @@ def bar_layout(state: PassState, width: int) -> BarLayout:
 
 def plain_line(state: PassState) -> str:
     """Returns the line of a running pass for a log, without a bar."""
-    words = _state_words(state, _phrase("{done} global batches").format(done=state.done))
+    words = _state_words(state, _translated("{done} global batches").format(done=state.done))
     if state.description:
         words.insert(0, state.description)
     return GAP.join(words)
@@ -143,9 +150,9 @@ def summary_line(state: PassState, *, is_complete: bool) -> str:
         words.append(state.description)
     if not is_complete:
         if state.total is None:
-            phrase = _phrase("stopped after {done} global batches")
+            phrase = _translated("stopped after {done} global batches")
         else:
-            phrase = _phrase("stopped after {done} of {total} global batches")
+            phrase = _translated("stopped after {done} of {total} global batches")
         words.append(phrase.format(done=state.done, total=state.total))
     words += mean_words(state.means)
     if state.samples:  # 0 if no global batch was done

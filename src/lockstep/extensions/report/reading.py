@@ -115,20 +115,25 @@ class LoggedMean(NamedTuple):
 
 
 def _kind_of_values(line: dict[str, Any], name: str) -> str:
-    """Returns what stands in parentheses behind the name of a curve: `accuracy (validation)`.
+    """Returns what stands in parentheses behind the name of a curve, or "" for nothing.
 
-    This is `training`, the name of an evaluation, or "" for what was logged outside of any loop.
+    - A value `accuracy` from a training loop has the curve `accuracy (training)`.
+    - From an evaluation that the script called "validation": `accuracy (validation)`.
+    - From an evaluation without a name: `accuracy (evaluation)`.
+    - From outside of any loop: `accuracy`. But a value `loss` has `loss (logged)`, since the record
+      has a curve `loss` of its own.
     """
-    if "loader" not in line:
-        # Outside of any loop. The record has curves of its own, such as `loss`; a curve of the
-        # script's with the same name is called `loss (logged)`.
+    is_outside_of_loops = "loader" not in line
+    if is_outside_of_loops:
         return "logged" if name in CURVES_OF_RECORDS else ""
+
     if line["training"]:
         return "training"
 
-    # An evaluation has the name that the script gave it, or none but the default `epoch 3`.
+    # An evaluation that the script gave no name has no description, or only the number of the
+    # epoch, such as `epoch 3`.
     description: str = line["pass"]
-    if re.fullmatch(r"(epoch \d+)?", description):
+    if description == "" or re.fullmatch(r"epoch \d+", description):
         return "evaluation"
     return description
 
@@ -176,7 +181,10 @@ class RankRecord:
             self.traces.append(line)
         elif "end" in line:
             self.end = line["end"]
+
+            # The last values were lost if the rank's GPU failed before they could be read.
             self.has_lost_lines = bool(line.get("lost", False))
+        # Any other object is of a kind that no rank writes, and is left out.
 
     def is_past(self, step: float) -> bool:
         """Returns True if the rank writes nothing more about this step or an earlier one."""
@@ -205,7 +213,7 @@ class RankRecord:
             samples = np.full_like(samples, np.nan)
         return {
             "learning_rate": self.column("learning_rate"),
-            "samples_per_second": samples / seconds.clip(1e-12),
+            "samples_per_second": samples / seconds.clip(1e-12),  # no division by 0
             "seconds_per_step": seconds / self.column("steps"),
             "memory_bytes": self.column("memory"),
         }
@@ -281,8 +289,10 @@ class Start:
     def logged(self) -> list[LoggedMean]:
         """What the script has logged, as means over the ranks, sorted by step.
 
-        A mean is left out until it is known what each rank has logged, and with it all that follow:
-        so later calls only add to the list. It is empty if the file of a rank is missing.
+        As long as a rank may still write its part of a mean, the list ends before that mean. So a
+        later call returns the same list with more at its end. For example, if rank 1 has written
+        nothing about step 30 yet, the list ends with step 20. It is empty if the file of a rank is
+        missing.
         """
         records = self._contributing_records()
         means: list[LoggedMean] = []
@@ -294,7 +304,8 @@ class Start:
             lines = list(line_of_rank.values())
             step = min(line["step"] for line in lines)
 
-            # A rank without such a line may still write it, unless it has written of later steps.
+            # A rank without such a line may still write it, unless it has already written about a
+            # later step, or has ended (`is_past`).
             for record in records:
                 if record.rank not in line_of_rank and not record.is_past(step):
                     return means
@@ -334,28 +345,32 @@ class Start:
         `World.backward`, which is given the loss. The list is empty if the file of a rank is
         missing.
         """
-        # Rows of two ranks belong together if they end at the same step and cover as many steps.
+        # For each rank, its losses by the steps that they cover: (last step, number of steps). Rows
+        # of two ranks belong together if they cover the same steps.
         losses_of_ranks: list[dict[tuple[float, float], float]] = []
         for record in self._contributing_records():
             last_steps = record.column("step").tolist()
-            num_steps = record.column("steps").tolist()
-            rows = zip(last_steps, num_steps, strict=True)
+            numbers_of_steps = record.column("steps").tolist()
+            covered_steps = zip(last_steps, numbers_of_steps, strict=True)
             losses = record.column("loss").tolist()
-            loss_of_row: dict[tuple[float, float], float] = {}
-            for row, loss, has_loss in zip(rows, losses, record.rows_have_loss, strict=True):
+
+            loss_by_steps: dict[tuple[float, float], float] = {}
+            for covered, loss, has_loss in zip(
+                covered_steps, losses, record.rows_have_loss, strict=True
+            ):
                 if has_loss:
-                    loss_of_row[row] = loss
-            losses_of_ranks.append(loss_of_row)
+                    loss_by_steps[covered] = loss
+            losses_of_ranks.append(loss_by_steps)
         if not losses_of_ranks:
             return []
 
         found: list[LossRow] = []
-        for row in losses_of_ranks[0]:
-            all_ranks_have_row = all(row in loss_of_row for loss_of_row in losses_of_ranks)
+        for covered in losses_of_ranks[0]:
+            all_ranks_have_row = all(covered in loss_by_steps for loss_by_steps in losses_of_ranks)
             if all_ranks_have_row:
-                step, steps = row
-                mean = np.mean([loss_of_row[row] for loss_of_row in losses_of_ranks])
-                found.append(LossRow(int(step), int(steps), float(mean)))
+                last_step, num_steps = covered
+                mean = np.mean([loss_by_steps[covered] for loss_by_steps in losses_of_ranks])
+                found.append(LossRow(int(last_step), int(num_steps), float(mean)))
         return found
 
     def _records_with_header(self) -> list[RankRecord]:
@@ -414,6 +429,7 @@ class Record:
                 "make it readable, or copy the folder",
             ) from error
 
+        # Starts with files of ranks, and starts that failed so early that only a launcher wrote.
         starts = [*self._starts_of_ranks.values(), *self._starts_without_ranks()]
         self.starts = sorted(starts, key=lambda start: start.name)
         self._assign_launcher_lines()
@@ -432,7 +448,8 @@ class Record:
             self._files[path.name] = _GrowingFile(path)
         lines = self._files[path.name].read_new_lines()
 
-        # A rank's file: 01764318000000000000-1f2e3d4c.rank3.record. Others are launchers' files.
+        # In 01764318000000000000-1f2e3d4c.rank3.record, what stands before ".rank" is the name of
+        # the start, and "3" is the rank. The name of a launcher's file has no ".rank".
         start_name, _, rank = path.name.removesuffix(RECORD_SUFFIX).rpartition(RANK_INFIX)
         nanoseconds, _, _ = start_name.partition("-")
         is_rank_file = rank.isdecimal() and nanoseconds.isdecimal()
@@ -440,7 +457,7 @@ class Record:
             return self._add_launcher_lines(path.name, lines)
 
         record = self._record_of_rank(start_name, int(rank))
-        num_lines = 0
+        num_lines = 0  # counted in the loop, since `lines` are read one by one
         for line in lines:
             num_lines += 1
 
@@ -470,7 +487,9 @@ class Record:
             self._launcher_lines[file_name] = []
         num_lines = 0
         for line in lines:
-            if "kind" in line:  # every line of a launcher has this key
+            # A launcher gives each of its lines a kind. A line without one, such as the row of a
+            # rank, got into this file by mistake.
+            if "kind" in line:
                 self._launcher_lines[file_name].append({**line, "file": file_name})
                 num_lines += 1
         return num_lines
@@ -504,10 +523,11 @@ class Record:
         if not self._has_launcher(last):
             return last.end is not None
 
-        # The launcher's lines say whether there will be another start.
+        # A line of the kind "failure", "interrupted" or "end" says that the start has ended. After
+        # a failure the launcher may start the ranks again, and then there is a line "restart" too.
         kinds = {line["kind"] for line in last.launcher_lines}
-        has_ended = any(kind in _ENDING_OF_KIND for kind in kinds)
-        return has_ended and "restart" not in kinds
+        start_has_ended = any(kind in _ENDING_OF_KIND for kind in kinds)
+        return start_has_ended and "restart" not in kinds
 
     def _has_launcher(self, last: Start) -> bool:
         """Returns True if a launcher started the ranks of the last start.
@@ -522,18 +542,21 @@ class Record:
         return False
 
     def _starts_without_ranks(self) -> Iterator[Start]:
-        """Yields the starts of which only launchers know, since no rank reached `lockstep.init`."""
-        times_of_ranks = [start.time for start in self._starts_of_ranks.values()]
+        """Yields the starts of which only launchers know, since no rank reached `lockstep.init`.
+
+        For example, a launcher starts the ranks at 10:00 and writes at 10:05 that they failed. If
+        no rank has begun a file between 10:00 and 10:05, no rank of this start reached
+        `lockstep.init`. If the launcher has not written of an end, any file after 10:00 counts.
+        """
+        times_of_rank_files = [start.time for start in self._starts_of_ranks.values()]
         for lines in self._launcher_lines.values():
             for index, line in enumerate(lines):
                 if line["kind"] != "start":
                     continue
 
-                # Ranks that reached `lockstep.init` did so before a later line ends the start.
                 begin = line["time"]
-                lines_after = lines[index + 1 :]
-                end = _time_of_end(lines_after)
-                reached_init = any(begin <= time <= end for time in times_of_ranks)
+                end = _time_of_end(lines[index + 1 :])  # infinity if it is not over
+                reached_init = any(begin <= time <= end for time in times_of_rank_files)
                 if reached_init:
                     continue
 
@@ -553,26 +576,37 @@ def _lines_of_all_ranks(records: Sequence[RankRecord]) -> list[dict[int, dict[st
     """
     groups: dict[tuple[Any, ...], dict[int, dict[str, Any]]] = {}
     for record in records:
-        # How often this rank has logged a name outside of any loop, by the step and the name.
-        num_seen: Counter[tuple[float, str]] = Counter()
-        for line in record.logged:
-            # In a loop, the lines of a pass belong together.
-            if "loader" in line:
-                groups.setdefault(_key_of_pass(line), {})[record.rank] = line
-                continue
-
-            # Outside of any loop one rank may log what others do not, and a name several times. The
-            # second value of a name at a step belongs to the second one of each other rank.
-            for name, line_of_name in _split_by_name(line).items():
-                step_and_name = (line["step"], name)
-                num_seen[step_and_name] += 1
-                key = (*step_and_name, num_seen[step_and_name])
-                groups.setdefault(key, {})[record.rank] = line_of_name
+        for key, line in _logged_lines_by_key(record).items():
+            groups.setdefault(key, {})[record.rank] = line
 
     def first_step(group: dict[int, dict[str, Any]]) -> float:
         return float(min(line["step"] for line in group.values()))
 
     return sorted(groups.values(), key=first_step)
+
+
+def _logged_lines_by_key(record: RankRecord) -> dict[tuple[Any, ...], dict[str, Any]]:
+    """Returns the lines of values that a rank has logged, by a key that is equal on all ranks.
+
+    In a loop, the key is that of the pass. Outside of any loop it is the step, the name, and how
+    often the rank has logged the name at this step. For example, if a rank logs "size" twice after
+    step 10, the keys are (10, "size", 1) and (10, "size", 2). So the second "size" of this rank
+    belongs to the second one of each other rank.
+    """
+    lines: dict[tuple[Any, ...], dict[str, Any]] = {}
+    times_logged: Counter[tuple[float, str]] = Counter()
+    for line in record.logged:
+        is_in_loop = "loader" in line
+        if is_in_loop:
+            lines[_key_of_pass(line)] = line
+            continue
+
+        # Not every rank need log the same names, so each name gets a line of its own.
+        for name, line_of_name in _split_by_name(line).items():
+            step = line["step"]
+            times_logged[step, name] += 1
+            lines[step, name, times_logged[step, name]] = line_of_name
+    return lines
 
 
 def _key_of_pass(line: dict[str, Any]) -> tuple[Any, ...]:
@@ -594,7 +628,8 @@ def _average(parts: Sequence[dict[str, Any]]) -> dict[str, tuple[float, float]]:
     totals: dict[str, float] = {}
     weights: dict[str, float] = {}
     for part in parts:
-        for name, mean in part["logged"].items():
+        means_of_rank = part["logged"]
+        for name, mean in means_of_rank.items():
             weight = part["weights"].get(name, 0.0)
             totals[name] = totals.get(name, 0.0) + weight * mean
             weights[name] = weights.get(name, 0.0) + weight
@@ -614,9 +649,12 @@ def _time_of_end(lines: Sequence[LauncherLine]) -> float:
 
 
 def _no_record(folder: Path) -> CheckpointError:
-    """Returns the error of a folder without a record, with advice on what was meant instead."""
+    """Returns the error of a folder without a record, with advice on what was meant instead.
+
+    The error has the form "the record of a run in FOLDER: it is a file; give its folder: ...".
+    """
     advice = "train with lockstep run --report FOLDER, and give that folder"
-    if folder.is_file():  # a file of a record, perhaps
+    if folder.is_file():  # perhaps one of the files of a record
         found = "it is a file"
         advice = f"give its folder: {folder.parent}"
     elif not folder.is_dir():

@@ -152,7 +152,7 @@ class Recorder(Extension):
         self._loss_sum: float | Tensor = 0.0
         self._num_losses = 0
         self._steps_per_row = 1
-        self._num_rows = 0
+        self._num_ended_rows = 0
         self._means_are_due = False
         """True if a row has ended and the next global batch has not begun."""
         self._pending: deque[_PendingLine] = deque()
@@ -174,8 +174,8 @@ class Recorder(Extension):
         # After a failure a GPU may never finish its work, so the loss is not waited for.
         device_may_hang = failed and self._device.type == "cuda"
         if self._num_steps > 0 and not device_may_hang:
-            number_of_last_step = self._step.number - 1
-            self._end_row(number_of_last_step)
+            num_steps_made = self._step.number
+            self._end_row(num_steps_made - 1)  # steps are counted from 0 here
         self._finish_pending(wait=not failed)
 
         # Lines that are still pending are lost, since their numbers will not arrive any more.
@@ -187,8 +187,8 @@ class Recorder(Extension):
 
     def step_finished(self, number: int) -> None:
         """Adds the step to the present row, and ends the row if it covers enough steps."""
-        # The optimizer's phase has begun just before the optimizer stepped. Its begin is taken as
-        # the end of the step, so that the clock need not be read once more.
+        # To save a reading of the clock, the step is taken to end when its phase "optimizer" began,
+        # just before the optimizer stepped. So a step lasts from one such time to the next.
         times = self._phase_times
         step_end_s = times.phase_begin_s
         step_s = step_end_s - times.last_step_end_s
@@ -218,6 +218,8 @@ class Recorder(Extension):
 
         self._num_losses += len(losses)
         if losses[0].is_cuda:
+            # A new tensor, not `+=`: a sum that was made under `torch.inference_mode()` could not
+            # be changed in place outside of it.
             self._loss_sum = self._loss_sum + torch.stack(losses).sum(dtype=torch.float64)
         elif len(losses) < MIN_STACKED_LOSSES:
             # Few losses are read one by one faster than they are stacked.
@@ -245,7 +247,10 @@ class Recorder(Extension):
             self._write()
 
     def _add_means(self, sums: Any, open_pass: Any, *, is_complete: bool) -> None:
-        """Adds a line with what this rank has logged. On a GPU, copying it is only started.
+        """Adds a line with what this rank has logged in a pass, or outside of any loop.
+
+        The sums are on the device. From a GPU, their copy to the host is started here, and the line
+        is pending until the copy has arrived.
 
         Args:
             sums: the `WeightedSums` of the values.
@@ -254,19 +259,20 @@ class Recorder(Extension):
         """
         line: dict[str, Any] = {"logged": {}, "weights": {}, "step": self._step.number}
         if open_pass is not None:
-            # The fields that identify the pass are explained at `OpenPass`.
-            loader_number, is_training, begun, number_of_pass = open_pass.identity
+            # The same on all ranks: the loader, how many steps were made when the pass began, and
+            # the number of the pass among those over this loader that began after this step.
+            loader_number, is_training, steps_before_pass, number_of_pass = open_pass.identity
             line["pass"] = open_pass.description
             line["training"] = is_training
             line["complete"] = is_complete
             line["loader"] = loader_number
-            line["begun"] = begun
+            line["begun"] = steps_before_pass
             line["number"] = number_of_pass
 
         try:
             copy = sums.start_copy()
         except RuntimeError:  # the device has failed, and the training's next CUDA call says so
-            self._has_lost_lines = True
+            self._has_lost_lines = True  # `close` writes this down
             return
 
         self._pending.append(_PendingLine(copy.arrived, partial(_line_of_means, line, copy)))
@@ -296,7 +302,8 @@ class Recorder(Extension):
         The row waits for its loss, and the next row begins with all sums at 0. Once a second, lines
         that are ready are written.
         """
-        # Taking the times of the phases begins the present phase again, so `now_s` is now.
+        # `take` reads the clock and lets the present phase begin anew, so the begin of the phase is
+        # the present time.
         phase_seconds = self._phase_times.take()
         now_s = self._phase_times.phase_begin_s - self._begin_s
 
@@ -317,7 +324,12 @@ class Recorder(Extension):
             self._write()
 
     def _note_gpu_use(self, number: int, now_s: float) -> None:
-        """Notes how busy the GPU is; after an error it is not asked again."""
+        """Notes how busy the GPU is; after an error it is not asked again.
+
+        Args:
+            number: the number of the step that has ended, counted from 0. The record counts from 1.
+            now_s: seconds since the record began.
+        """
         use = measure_gpu(self._device)
         if use is None:
             self._measures_gpu = False
@@ -357,14 +369,19 @@ class Recorder(Extension):
         ]
 
     def _begin_next_row(self) -> None:
-        """Sets all sums to 0. After each `ROWS_BEFORE_DOUBLING` rows, a row covers more steps."""
+        """Counts the row that has ended, and sets all sums to 0 for the next one.
+
+        After each `ROWS_BEFORE_DOUBLING` rows, a row covers twice as many steps as before, so that
+        the record of a long run stays small.
+        """
         self._num_steps = 0
         self._num_samples = 0
         self._loss_sum = 0.0
         self._num_losses = 0
         self._longest_step_s = 0.0
-        self._num_rows += 1
-        if self._num_rows % ROWS_BEFORE_DOUBLING == 0:
+
+        self._num_ended_rows += 1
+        if self._num_ended_rows % ROWS_BEFORE_DOUBLING == 0:
             self._steps_per_row *= 2
 
     def _start_copying_loss(self, row: list[Any]) -> _PendingLine:
@@ -375,6 +392,7 @@ class Recorder(Extension):
         Args:
             row: a value for each of `COLUMNS`. The loss is put in when the row is finished.
         """
+        # On the CPU the row is complete at once: there is no event to wait for.
         if self._num_losses == 0:
             return _PendingLine(None, partial(_row_with_loss, row, None))
 
@@ -382,7 +400,7 @@ class Recorder(Extension):
         if not isinstance(mean, Tensor):  # the losses were on the CPU
             return _PendingLine(None, partial(_row_with_loss, row, mean))
 
-        loss_on_host, arrival_event = start_copy_to_host(mean.reshape(()))
+        loss_on_host, arrival_event = start_copy_to_host(mean)
         return _PendingLine(arrival_event, partial(_row_with_loss, row, loss_on_host))
 
     def _finish_pending(self, *, wait: bool) -> None:
@@ -402,6 +420,7 @@ class Recorder(Extension):
                 except RuntimeError:
                     return  # the device has failed, and the training's next CUDA call says so
 
+            # There is no line if nothing was logged, or everything with weight 0.
             self._pending.popleft()
             line = pending.make_line()
             if line is not None:
@@ -451,13 +470,14 @@ class Recorder(Extension):
 def line_as_json(line: object) -> str:
     """Returns a line of the record as JSON; the floats of a row (a list) have seven digits."""
     if isinstance(line, list):
+        # `%` cannot format None, the value of a row without a loss or a learning rate.
         try:
             text = _ROW_FORMAT % tuple(line)
-        except TypeError:  # a value is None: there is no loss, or no learning rate
+        except TypeError:
             return json.dumps(line)
 
-        # JSON spells "nan" and "inf" differently, as NaN and Infinity. Both have an "n", which no
-        # number such as 1.5e-05 has.
+        # `%` writes "nan" and "inf", but JSON needs "NaN" and "Infinity". A row with one of them
+        # has an "n" in its text. Other numbers, such as 1.5e-05, have none.
         has_nan_or_infinity = "n" in text
         if not has_nan_or_infinity:
             return text

@@ -142,12 +142,19 @@ def parse_line(line: bytes) -> Row | dict[str, Any] | None:
     """Returns the row or the object on a line, or None if the line is not understood."""
     try:
         value = json.loads(line)
-        if b"\\ud" in line:
+
+        # JSON can write half of a surrogate pair, such as "\udcff". It is no character and could
+        # not be printed, so it is replaced. The check is only a quick one: whole pairs, such as
+        # "\ud83d\ude00" for a smiley, pass it too, and are not changed.
+        may_have_surrogates = b"\\ud" in line
+        if may_have_surrogates:
             value = _without_surrogates(value)
+
         if isinstance(value, list):
             return _parse_row(value)
     except (ValueError, TypeError, OverflowError, RecursionError):
         return None
+
     if isinstance(value, dict) and _is_known_object(value):
         return value
     return None
@@ -196,10 +203,10 @@ def _is_known_object(value: dict[str, Any]) -> bool:
     if is_of_another_version(value):
         return True
 
+    # An object may have several of the keys. The one that `_FIELDS_BY_KEY` lists first decides.
     present_keys = [key for key in _FIELDS_BY_KEY if key in value]
     if not present_keys:
         return False
-
     key = present_keys[0]
 
     fields = _FIELDS_BY_KEY[key]

@@ -29,12 +29,13 @@ def describe_commit(script: str) -> dict[str, Any] | None:
     """
     folder = Path(script).resolve().parent if os.path.isfile(script) else Path.cwd()
 
-    # Git must not write anything, nor leave a process behind: its file system monitor would be one.
+    # Git must not write anything. Nor must it leave a process behind, so its file system monitor,
+    # which would go on running, is turned off.
     command = ["git", "--no-optional-locks", "-c", "core.fsmonitor=false"]
     command += ["-c", "status.relativePaths=false"]  # paths begin at the repository's top folder
     command += ["status", "--porcelain=v2", "--branch", "--untracked-files=no"]
     try:
-        done = subprocess.run(
+        finished = subprocess.run(
             command,
             cwd=folder,
             capture_output=True,
@@ -44,11 +45,18 @@ def describe_commit(script: str) -> dict[str, Any] | None:
         )
     except (OSError, subprocess.SubprocessError):
         return None
-    return parse_status(done.stdout.decode(errors="replace"))
+    return parse_status(finished.stdout.decode(errors="replace"))
 
 
 def parse_status(text: str) -> dict[str, Any] | None:
     """Parses the output of `git status --porcelain=v2 --branch`.
+
+    For example (the tab in the last line is written as TAB):
+
+        # branch.oid 8fd7c2a1...
+        # branch.head main
+        1 .M N... 100644 100644 100644 HASH HASH train.py
+        2 R. N... 100644 100644 100644 HASH HASH R100 new.pyTABold.py
 
     Returns:
         The values that `describe_commit` returns, or None if the repository has no commit.
@@ -62,12 +70,10 @@ def parse_status(text: str) -> dict[str, Any] | None:
         elif line.startswith("# branch.head "):
             branch = line.removeprefix("# branch.head ")
         elif line.startswith(("1 ", "u ", "2 ")):
-            # The line of a changed file (1), a renamed one (2) or one in conflict (u). The path
-            # follows after 8, 9 or 10 fields. In the line of a renamed file, a tab and the old path
-            # come after it.
+            # A changed file has 8 fields before its path, a renamed one 9, and one in conflict 10.
             num_fields = {"1": 8, "2": 9, "u": 10}[line[0]]
             path = line.split(" ", num_fields)[-1]
-            changed.append(path.partition("\t")[0])
+            changed.append(path.partition("\t")[0])  # without the old path of a renamed file
 
     if not commit or commit == "(initial)":
         return None

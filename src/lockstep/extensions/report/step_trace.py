@@ -45,24 +45,24 @@ class StepTrace(Extension):
             self._start_if_step_begins(phase)
             return
 
-        # Steps are counted from 1, so the traced step goes on until this number of steps is made.
-        step_is_made = self._run.step.number >= self._step
+        # For example, if step 5 is traced, 4 steps are made until its optimizer has stepped.
+        num_steps_made = self._run.step.number
+        traced_step = self._step  # counted from 1
         is_outside_of_steps = phase in ("evaluation", "checkpoint")
-        if not step_is_made and is_outside_of_steps:
+
+        if num_steps_made < traced_step and is_outside_of_steps:
             # The loop asked for a batch, but the loader was at its end. The step comes after the
-            # evaluation, which may be long, so the trace is dropped and started again then.
-            self._stop()
-            return
-
-        # What follows the first optimizer's step, such as the step of a second optimizer, still
-        # belongs to the traced step, until the loop turns to something else.
-        turns_to_other_work = is_outside_of_steps or phase == "data"
-        is_past_step = self._run.step.number > self._step
-        if is_past_step or (step_is_made and turns_to_other_work):
+            # evaluation, which may be long. So this trace is dropped, and another one is started
+            # when the step begins again.
+            self._stop_profiler()
+        elif num_steps_made < traced_step:
+            self._enter(phase)
+        elif num_steps_made == traced_step and not is_outside_of_steps and phase != "data":
+            # What follows the first optimizer's step, such as the step of a second optimizer, still
+            # belongs to the traced step, until the loop turns to something else.
+            self._enter(phase)
+        else:
             self._write_trace()
-            return
-
-        self._enter(phase)
 
     def _start_if_step_begins(self, phase: str) -> None:
         """Starts the trace if the new phase begins the step that is to be traced."""
@@ -73,7 +73,8 @@ class StepTrace(Extension):
             self._run.extensions.remove(self)
             return
 
-        # A step begins when the loop asks for a batch or, without a loader, with a later phase.
+        # A step begins when the loop asks for a batch ("data"). A script without a prepared loader
+        # has no such phase, so its step begins with the backward pass or the optimizer.
         begins_step = phase in ("data", "backward", "optimizer")
         if steps_made != self._step - 1 or not begins_step:
             return
@@ -83,10 +84,14 @@ class StepTrace(Extension):
             return
 
         self._start()
-        self._enter(phase)
+        self._enter(phase)  # marks the phase in the trace
 
     def close(self, failed: bool) -> None:
-        """Ends the trace if the run ends with the traced step; warns if the step never came."""
+        """Ends a trace that is still going on; warns if the step to be traced was never made.
+
+        A trace ends when the phase after the step begins. If the traced step is the last one of the
+        run, no such phase comes, and the trace is written here.
+        """
         if failed:  # a device that has failed may never finish what is traced
             return
 
@@ -97,7 +102,7 @@ class StepTrace(Extension):
         if is_tracing and step_is_made:
             self._write_trace()
         elif is_tracing:
-            self._stop()  # and drop the trace of a step that did not end
+            self._stop_profiler()  # and drop the trace of a step that did not end
 
         if not step_is_made:
             warn(
@@ -129,8 +134,9 @@ class StepTrace(Extension):
         self._phase = record_function(phase)
         self._phase.__enter__()
 
-    def _stop(self) -> Any:
+    def _stop_profiler(self) -> Any:
         """Stops the profiler and returns it, with everything it has traced."""
+        # End the range of the present phase, which `_enter` has begun in the trace.
         self._phase.__exit__(None, None, None)
         self._phase = None
 
@@ -145,11 +151,13 @@ class StepTrace(Extension):
 
     def _write_trace(self) -> None:
         """Stops the profiler, writes the trace to a file, and names the file in the record."""
-        profiler = self._stop()
+        profiler = self._stop_profiler()
         self._run.extensions.remove(self)
 
         path = self._recorder.path_beside(f".step{self._step}{TRACE_SUFFIX}")
-        if path is None:  # the record has ended because the disk is full
+        if path is None:
+            # The record could not be written any more, for example because the disk is full. Then
+            # there is no record that could name the trace.
             return
 
         try:

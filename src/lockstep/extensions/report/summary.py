@@ -44,12 +44,17 @@ def summarize(record: Record, others: Sequence[Record] = ()) -> dict[str, Any]:
 
 
 def _speed(speed: analysis.Speed | None) -> dict[str, Any] | None:
-    """Returns how fast the training ran. The samples are None if they are not known."""
+    """Returns how fast the training ran.
+
+    Only prepared loaders count samples. Without one, the record has 0 samples in each row, and the
+    figures about samples are None.
+    """
     if speed is None:
         return None
 
     values = speed._asdict()
-    if speed.samples_per_step == 0:  # no prepared loader has handed them out
+    samples_are_not_known = speed.samples_per_step == 0
+    if samples_are_not_known:
         values["samples_per_step"] = None
         values["samples_per_second"] = None
     return values

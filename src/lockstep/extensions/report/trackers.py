@@ -36,28 +36,37 @@ def scalars(start: Start) -> list[Scalar]:
 
     These are the curves of rank 0, the loss over all ranks, and the means that the script logged.
     """
+    # When the record of rank 0 began. Its first line says so; without it, the start's time is used.
     record = start.main
-    # The file's own time; it has none if its first line is missing.
     begin = float(record.header.get("time", start.time))
+
+    # When each row of the record was written, by the last step of the row.
     steps = record.column("step").tolist()
     times = (begin + record.column("at")).tolist()
     time_of_step = dict(zip(steps, times, strict=True))
+
+    # The curves of rank 0.
     found: list[Scalar] = []
     for name, values in record.curves().items():
         for step, value in zip(steps, values.tolist(), strict=True):
             if not math.isnan(value):
                 found.append(Scalar(int(step), name, float(value), time_of_step[step]))
+
+    # The loss over all ranks.
     loss_steps, losses = start.loss()
     for step, loss in zip(loss_steps, losses, strict=True):
         # Rank 0 may not have written its row of this step yet.
         loss_time = time_of_step.get(step, begin)
         found.append(Scalar(int(step), "loss", float(loss), loss_time))
+
+    # The means that the script logged. The record does not say when it logged them, so they get the
+    # time of the last row before.
     for logged in start.logged:
-        # The values get the time of the last row before the script logged them.
         steps_before = [step for step in time_of_step if step <= logged.step]
-        logged_at = time_of_step[max(steps_before)] if steps_before else begin
+        time_of_row_before = time_of_step[max(steps_before)] if steps_before else begin
         title = f"{logged.kind}/{logged.name}" if logged.kind else logged.name
-        found.append(Scalar(logged.step, title, logged.mean, logged_at))
+        found.append(Scalar(logged.step, title, logged.mean, time_of_row_before))
+
     return sorted(found, key=lambda scalar: (scalar.step, scalar.name))
 
 
@@ -101,20 +110,22 @@ class _MlflowWriter:
         import mlflow
 
         self._client = mlflow.MlflowClient()
-        number = self._find_experiment()
-        run = self._client.create_run(number, run_name=record.folder.name)
+        experiment_id = self._find_experiment()
+        run = self._client.create_run(experiment_id, run_name=record.folder.name)
         self._run_id = run.info.run_id
         for name, value in _describe_run(record).items():
             self._client.log_param(self._run_id, _mlflow_name(name), str(value)[: self.MAX_TEXT])
 
     def _find_experiment(self) -> str:
-        """Returns the id of the experiment that MLflow's variables name; creates it by its name.
+        """Returns the id of the experiment that MLflow's environment variables name.
 
-        MLflow itself takes the id first.
+        As in MLflow itself, an id has precedence over a name. If there is no experiment of the
+        name, it is created.
         """
-        number = os.environ.get("MLFLOW_EXPERIMENT_ID")
-        if number:
-            return number
+        given_id = os.environ.get("MLFLOW_EXPERIMENT_ID")
+        if given_id:
+            return given_id
+
         name = os.environ.get("MLFLOW_EXPERIMENT_NAME", "Default")
         found = self._client.get_experiment_by_name(name)
         if found is None:
@@ -178,12 +189,13 @@ class Exporter:
 
     def write(self) -> int:
         """Writes the values that were not written yet; returns how many these are."""
+        # A curve may have several values at one step, for example if the script evaluates twice
+        # after it. The record only grows, so the values that were written are the first ones: if 2
+        # were written, the third value of this curve at this step is new.
         num_in_record: Counter[tuple[str, str, int]] = Counter()
         total_before = self._num_written.total()
         for start in self._record.starts:
             for scalar in scalars(start):
-                # A curve may have several values in one step, such as two evaluations. The n-th of
-                # them is new if fewer than n were written before.
                 key = (start.name, scalar.name, scalar.step)
                 num_in_record[key] += 1
                 is_new = num_in_record[key] > self._num_written[key]
