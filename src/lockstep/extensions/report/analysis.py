@@ -315,9 +315,9 @@ def _when(lines: Sequence[LauncherLine], in_starts: str) -> str:
     if in_starts:
         text = f"{text}, {in_starts}"
 
-    # A launcher that starts the ranks again goes on in its one file. The launchers of other
-    # machines write the same message into files of their own. So what counts is how often the
-    # message stands in one file, here that of the last line.
+    # Each machine has a launcher, with one file for all starts that it makes. If the ranks of two
+    # machines fail in two starts, there are four lines, two in each file. The text then says "2
+    # times": only the lines in the file of the last one are counted.
     lines_of_one_launcher = [line for line in lines if line["file"] == last["file"]]
     times = len(lines_of_one_launcher)
     if times > 1:
@@ -492,20 +492,20 @@ def _straggler_findings(start: Start) -> Iterator[Finding]:
         if work_s - usual_work >= STRAGGLER_MIN_EXCESS * step_s:
             slow_ranks.append(rank)
 
-    # To say in which phases a slow rank loses its time, each phase is compared with its median over
-    # the ranks that are not slow, which are known now.
-    usual_phases = _usual_phases(phases, slow_ranks)
+    # A finding also says in which phase a slow rank loses most time. Each phase is compared with
+    # its median over the ranks that are not slow, which are known now.
+    phases_of_others = _phases_of_other_ranks(phases, slow_ranks)
     slowest_first = sorted(slow_ranks, key=lambda rank: -work[rank])
     for rank in slowest_first[:MAX_STRAGGLERS]:
         host = start.records[rank].header.get("host", "an unknown host")
-        excess = {phase: phases[rank][phase] - usual_phases[phase] for phase in WORK_PHASES}
+        excess = {phase: phases[rank][phase] - phases_of_others[phase] for phase in WORK_PHASES}
         longest_excess = max(WORK_PHASES, key=lambda phase: excess[phase])
         yield Finding(
             "warning",
             f"rank {rank} on {host} is a straggler: it works {work[rank] * 1e3:.3g} ms a step, the "
             f"others {usual_work * 1e3:.3g} ms, and they wait for it; most of the difference is in "
             f"{longest_excess}",
-            tuple(_compare_phases(phases[rank], usual_phases)),
+            tuple(_compare_phases(phases[rank], phases_of_others)),
             ADVICE_FOR_STRAGGLER.get(longest_excess, ADVICE_FOR_SLOW_DEVICE),
         )
 
@@ -513,26 +513,26 @@ def _straggler_findings(start: Start) -> Iterator[Finding]:
         yield Finding("warning", f"{format_ranks(sorted(slow_ranks))} are slower than the others")
 
 
-def _usual_phases(
+def _phases_of_other_ranks(
     phases: Mapping[int, Mapping[str, float]], slow_ranks: Sequence[int]
 ) -> dict[str, float]:
-    """Returns the usual seconds of a step, by phase of work: medians over ranks that are not slow.
+    """Returns the seconds of a step by phase of work: medians over the ranks that are not slow.
 
     Args:
         phases: the seconds of a step by phase, for each rank.
         slow_ranks: the ranks that are left out.
     """
-    usual_ranks = [rank for rank in phases if rank not in slow_ranks]
-    if not usual_ranks:
-        # If all times are 0, each rank works 0 s longer than usual, which is a tenth of a step of
-        # 0 s. So all ranks count as slow.
-        usual_ranks = [*phases]
+    other_ranks = [rank for rank in phases if rank not in slow_ranks]
+    if not other_ranks:
+        # If all times are 0, all ranks count as slow: each one works 0 s longer than usual, and
+        # that is not less than a tenth of its step, 0 s.
+        other_ranks = [*phases]
 
-    usual_phases = {}
+    medians = {}
     for phase in WORK_PHASES:
-        seconds_of_ranks = [phases[rank][phase] for rank in usual_ranks]
-        usual_phases[phase] = float(np.median(seconds_of_ranks))
-    return usual_phases
+        seconds_of_ranks = [phases[rank][phase] for rank in other_ranks]
+        medians[phase] = float(np.median(seconds_of_ranks))
+    return medians
 
 
 def _compare_phases(slow: Mapping[str, float], usual: Mapping[str, float]) -> Iterator[str]:

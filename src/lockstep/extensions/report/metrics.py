@@ -403,8 +403,8 @@ class RunningMeans:
         self.total_samples = int(samples)
 
         # For n hashes h, n * sum(h ** 2) == sum(h) ** 2 if and only if all h are equal (the
-        # inequality of Cauchy and Schwarz). The numbers may be compared exactly: they are integers
-        # that float64 holds without rounding, since a hash has only 16 bits.
+        # inequality of Cauchy and Schwarz). The floats may be compared by `==`: they are integers,
+        # and as a hash is at most 2 ** 16, float64 holds them exactly for a thousand ranks.
         names_are_equal = num_ranks * square_sum == hash_sum * hash_sum
         if not names_are_equal:
             self._warn_of_other_names(reduction.names)

@@ -111,7 +111,11 @@ def _script_hash(script: str) -> str:
 
 
 def _chart_data(record: Record, others: Sequence[Record]) -> dict[str, Any]:
-    """Returns what `web/page.js` draws; it says there what it needs."""
+    """Returns the data that `web/page.js` draws, as a dict that is written into the page as JSON.
+
+    These are the curves of all runs, the phases of the steps of the last start, how much longer its
+    slow ranks work, and the names and texts that the charts show when the pointer is over them.
+    """
     last = record.starts[-1]
     records = [record, *others]
     names = comparison.run_names(records)
@@ -492,7 +496,8 @@ def ledger_text(record: Record) -> str:
         for path in sorted(folder.glob(f"*{LEDGER_SUFFIX}")):
             files_and_sizes.append((path, path.stat().st_size))
         return _judge_ledger(folder, tuple(files_and_sizes))
-    except CheckpointError as error:  # the ledger cannot be read
+    except CheckpointError as error:
+        # The error of all files that cannot be read, those of a ledger as well as of a checkpoint.
         return error.message
 
 

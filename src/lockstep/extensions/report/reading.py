@@ -205,6 +205,21 @@ class RankRecord:
         total: Floats = np.sum(by_phase, axis=0, dtype=np.float64)
         return total
 
+    def loss_by_steps(self) -> dict[tuple[float, float], float]:
+        """Returns the loss of each row that has one, by the steps that the row covers.
+
+        The key is the last step and the number of steps: (10, 4) for a row over steps 7 to 10.
+        """
+        last_steps = self.column("step").tolist()
+        numbers_of_steps = self.column("steps").tolist()
+        losses = self.column("loss").tolist()
+
+        loss_by_steps: dict[tuple[float, float], float] = {}
+        for index, has_loss in enumerate(self.rows_have_loss):
+            if has_loss:
+                loss_by_steps[last_steps[index], numbers_of_steps[index]] = losses[index]
+        return loss_by_steps
+
     def curves(self) -> dict[str, Floats]:
         """Returns all curves over the steps except the loss: by name, one value per row."""
         seconds = self.seconds()
@@ -310,6 +325,7 @@ class Start:
                 if record.rank not in line_of_rank and not record.is_past(step):
                     return means
 
+            # All lines of a group are about the same loop, or were logged outside of any.
             loader = lines[0].get("loader")  # None outside of any loop
             for name, (mean, weight) in _average(lines).items():
                 kind = _kind_of_values(lines[0], name)
@@ -345,31 +361,17 @@ class Start:
         `World.backward`, which is given the loss. The list is empty if the file of a rank is
         missing.
         """
-        # For each rank, its losses by the steps that they cover: (last step, number of steps). Rows
-        # of two ranks belong together if they cover the same steps.
-        losses_of_ranks: list[dict[tuple[float, float], float]] = []
-        for record in self._contributing_records():
-            last_steps = record.column("step").tolist()
-            numbers_of_steps = record.column("steps").tolist()
-            covered_steps = zip(last_steps, numbers_of_steps, strict=True)
-            losses = record.column("loss").tolist()
-
-            loss_by_steps: dict[tuple[float, float], float] = {}
-            for covered, loss, has_loss in zip(
-                covered_steps, losses, record.rows_have_loss, strict=True
-            ):
-                if has_loss:
-                    loss_by_steps[covered] = loss
-            losses_of_ranks.append(loss_by_steps)
+        losses_of_ranks = [record.loss_by_steps() for record in self._contributing_records()]
         if not losses_of_ranks:
             return []
 
+        # Rows of two ranks belong together if they cover the same steps.
         found: list[LossRow] = []
-        for covered in losses_of_ranks[0]:
-            all_ranks_have_row = all(covered in loss_by_steps for loss_by_steps in losses_of_ranks)
+        for covered_steps in losses_of_ranks[0]:
+            all_ranks_have_row = all(covered_steps in losses for losses in losses_of_ranks)
             if all_ranks_have_row:
-                last_step, num_steps = covered
-                mean = np.mean([loss_by_steps[covered] for loss_by_steps in losses_of_ranks])
+                last_step, num_steps = covered_steps
+                mean = np.mean([losses[covered_steps] for losses in losses_of_ranks])
                 found.append(LossRow(int(last_step), int(num_steps), float(mean)))
         return found
 

@@ -48,21 +48,25 @@ class StepTrace(Extension):
         # For example, if step 5 is traced, 4 steps are made until its optimizer has stepped.
         num_steps_made = self._run.step.number
         traced_step = self._step  # counted from 1
-        is_outside_of_steps = phase in ("evaluation", "checkpoint")
+        leaves_the_loop = phase in ("evaluation", "checkpoint")
 
-        if num_steps_made < traced_step and is_outside_of_steps:
-            # The loop asked for a batch, but the loader was at its end. The step comes after the
-            # evaluation, which may be long. So this trace is dropped, and another one is started
-            # when the step begins again.
-            self._stop_profiler()
-        elif num_steps_made < traced_step:
-            self._enter(phase)
-        elif num_steps_made == traced_step and not is_outside_of_steps and phase != "data":
-            # What follows the first optimizer's step, such as the step of a second optimizer, still
-            # belongs to the traced step, until the loop turns to something else.
-            self._enter(phase)
-        else:
+        if num_steps_made < traced_step:
+            if leaves_the_loop:
+                # The loop asked for a batch, but the loader was at its end. The step comes after
+                # the evaluation, which may be long. So this trace is dropped, and another one is
+                # started when the step begins again.
+                self._stop_profiler()
+            else:
+                self._enter(phase)
+            return
+
+        # The optimizer has stepped. What follows, such as the step of a second optimizer, still
+        # belongs to the traced step, until the loop gets the next batch or does something else.
+        next_step_has_begun = phase == "data" or num_steps_made > traced_step
+        if next_step_has_begun or leaves_the_loop:
             self._write_trace()
+        else:
+            self._enter(phase)
 
     def _start_if_step_begins(self, phase: str) -> None:
         """Starts the trace if the new phase begins the step that is to be traced."""
