@@ -163,6 +163,7 @@ def speed(start: Start) -> Speed | None:
     num_samples = record.column("samples")[rows].sum()
     if not num_steps or not seconds:
         return None
+
     return Speed(
         ranks=start.num_ranks,
         samples_per_second=float(num_samples / seconds),
@@ -235,15 +236,19 @@ def find(record: Record) -> list[Finding]:
     findings = [*_launcher_findings(record)]
     for number in range(1, len(record.starts)):
         findings += _restart_findings(number, record.starts[number - 1], record.starts[number])
+
+    # The training itself is judged by the last start.
     last = record.starts[-1]
     findings += _loss_findings(last)
     findings += _straggler_findings(last)
     findings += _phase_findings(last)
     findings += _warning_findings(record)
     findings += _findings_on_gaps(last)
+
     if record.num_unread_lines:
         lines = count_noun(record.num_unread_lines, "line")
         findings.append(Finding("note", f"not understood: {lines} of the files"))
+
     levels = ("error", "warning", "note")
     return sorted(findings, key=lambda finding: levels.index(finding.level))
 
@@ -580,6 +585,7 @@ def _warning_findings(record: Record) -> Iterator[Finding]:
             if text not in steps_by_text:
                 steps_by_text[text] = []
             steps_by_text[text].append(str(warning["step"]))
+
     for text in [*steps_by_text][:MAX_WARNINGS]:
         lines = text.splitlines()
         if not lines:  # a warning without a text

@@ -96,6 +96,7 @@ def curve_charts(records: Sequence[Record], names: Sequence[str]) -> list[dict[s
         for curve in curves(record):
             if curve.title not in charts:
                 charts[curve.title] = {"title": curve.title, "unit": curve.unit, "lines": []}
+
             for line in curve.lines:
                 # `averaged` thins out a curve that has more points than a chart can show. All
                 # points weigh the same.

@@ -229,6 +229,7 @@ def choice_rows(
         else:
             text = value + " " * GAP + reason
             hanging_indent = GAP  # more lines are indented a little under the value
+
         first_line, *more_lines = _wrap(text.rstrip(), width_behind_name, hanging_indent)
         padded_name = " " * INDENT + pad(name, name_width)
 

@@ -36,10 +36,12 @@ def run_facts(start: Start) -> list[Fact]:
     if header.get("command"):
         facts.append(Fact("script", header["command"][0]))
     facts += [Fact(name, value) for name, value in script_arguments(header.get("command") or [])]
+
     facts += _settings(header)
     facts += _code(header)
     facts += _hosts(start)
     facts += [Fact(name, value, reason) for name, value, reason in start.main.choices]
+
     for name in ("lockstep", "torch", "cuda", "python"):
         if header.get(name):
             facts.append(Fact(name, str(header[name])))

@@ -26,19 +26,25 @@ class Report:
     def __repr__(self) -> str:
         self._refresh()
         last = self._record.starts[-1]
+
+        # The first line says how the run is, and the others what stands out.
         lines = [f"report of {self._record.folder}: {last.num_ranks} ranks"]
         if last.end is not None:
             lines[0] += f", {last.end}"
+
         last_step = analysis.last_step(last)
         if last_step:
             lines[0] += f", last step {last_step}"
-        _, losses = last.loss()
+
+        _steps, losses = last.loss()
         if len(losses):
             lines[0] += f", loss {number(float(losses[-1]))}"
+
         for finding in analysis.find(self._record):
             lines.append(f"  {finding.level}: {finding.text}")
             if finding.advice:
                 lines.append(f"    {finding.advice}")
+
         return "\n".join(lines)
 
     def _repr_html_(self) -> str:

@@ -160,12 +160,15 @@ def _template_variables(record: Record, others: Sequence[Record]) -> dict[str, A
     last = record.starts[-1]
     command = last.main.header.get("command") or ["a run"]
     records = [record, *others]
+
+    # The bars of the ranks, and the phases that they show.
     bars = charts.bars_by_rank(last)
     longest_ms = 0.0
     phases_in_bars: set[str] = set()
     for bar in bars:
         longest_ms = max(longest_ms, sum(part["ms"] for part in bar["parts"]))
         phases_in_bars.update(part["phase"] for part in bar["parts"])
+
     variables = {
         "language": language(),
         "title": Path(command[0]).name,
@@ -201,6 +204,8 @@ def _template_variables(record: Record, others: Sequence[Record]) -> dict[str, A
         "traces": _traces(record),
         "ledger": ledger_text(record),
     }
+
+    # The links at the top of the page lead to the parts that are not empty.
     variables["parts"] = _parts(variables)
     return variables
 
@@ -455,6 +460,7 @@ def _start_row(number: int, start: Start) -> dict[str, Any]:
     steps = "–"
     if start.main.rows:
         steps = f"{analysis.first_step(start.main):.0f}–{analysis.last_step(start):.0f}"
+
     badge = _badge(start)
     failures = [line for line in start.launcher_lines if line["kind"] == "failure"]
     return {

@@ -148,12 +148,14 @@ def summary_line(state: PassState, *, is_complete: bool) -> str:
     words = []
     if state.description:
         words.append(state.description)
+
     if not is_complete:
         if state.total is None:
             phrase = _translated("stopped after {done} global batches")
         else:
             phrase = _translated("stopped after {done} of {total} global batches")
         words.append(phrase.format(done=state.done, total=state.total))
+
     words += mean_words(state.means)
     if state.samples:  # 0 if no global batch was done
         words.append(rate(state.samples, state.seconds))

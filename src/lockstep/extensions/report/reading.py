@@ -635,6 +635,7 @@ def _average(parts: Sequence[dict[str, Any]]) -> dict[str, tuple[float, float]]:
             weight = part["weights"].get(name, 0.0)
             totals[name] = totals.get(name, 0.0) + weight * mean
             weights[name] = weights.get(name, 0.0) + weight
+
     means: dict[str, tuple[float, float]] = {}
     for name, weight in weights.items():
         if weight:
@@ -666,4 +667,5 @@ def _no_record(folder: Path) -> CheckpointError:
         subfolders = sorted({path.parent.name for path in folder.glob(f"*/*{RECORD_SUFFIX}")})
         if subfolders:
             advice = f"give one of the folders in it that hold one: {join_first(subfolders)}"
+
     return CheckpointError(f"the record of a run in {folder}", found, advice)

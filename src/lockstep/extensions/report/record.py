@@ -392,13 +392,13 @@ class Recorder(Extension):
         Args:
             row: a value for each of `COLUMNS`. The loss is put in when the row is finished.
         """
-        # On the CPU the row is complete at once: there is no event to wait for.
         if self._num_losses == 0:
-            return _PendingLine(None, partial(_row_with_loss, row, None))
+            return _PendingLine(arrival_event=None, make_line=partial(_row_with_loss, row, None))
 
+        # Losses on the CPU are summed up as floats, so there is no copy to wait for.
         mean = self._loss_sum / self._num_losses
-        if not isinstance(mean, Tensor):  # the losses were on the CPU
-            return _PendingLine(None, partial(_row_with_loss, row, mean))
+        if not isinstance(mean, Tensor):
+            return _PendingLine(arrival_event=None, make_line=partial(_row_with_loss, row, mean))
 
         loss_on_host, arrival_event = start_copy_to_host(mean)
         return _PendingLine(arrival_event, partial(_row_with_loss, row, loss_on_host))

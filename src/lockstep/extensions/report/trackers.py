@@ -204,6 +204,7 @@ class Exporter:
                     self._writer.add_scalar(
                         scalar.name, scalar.value, scalar.step, walltime=scalar.time
                     )
+
         return self._num_written.total() - total_before
 
     def close(self) -> None:
@@ -227,6 +228,8 @@ def follow(record: Record, tracker: str) -> str:
     """
     exporter = Exporter(record, tracker)
     num_values = exporter.write()
+
+    # Ctrl-C ends the following, and is no error.
     try:
         while not record.is_over:
             time.sleep(POLL_INTERVAL_S)
@@ -236,4 +239,5 @@ def follow(record: Record, tracker: str) -> str:
         pass
     finally:
         exporter.close()
+
     return f"{count_noun(num_values, 'value')} written through {tracker}"
