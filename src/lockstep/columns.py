@@ -6,6 +6,7 @@ Chinese does not use. It is only used for text without wide characters.
 
 from __future__ import annotations
 
+import itertools
 import textwrap
 import unicodedata
 
@@ -56,6 +57,7 @@ def wrap(
     lines: list[str] = []
     line = ""
     for piece in _unbreakable_pieces(text):
+        # A line that has only its indent takes even a piece that is too long for it.
         if line.strip() and width_of(line + piece.rstrip()) > width:
             lines.append(line.rstrip())
             line = subsequent_indent
@@ -79,19 +81,24 @@ def _unbreakable_pieces(text: str) -> list[str]:
     Punctuation stays with the character before or after it: `"你好，ok (x)"` gives `"你"`,
     `"好，"`, `"ok "` and `"(x)"`.
     """
-    pieces = [""]
-    for char in text:
-        last = pieces[-1][-1:]  # the character before
-        if last == "":  # there is none: the text begins here
-            pieces[-1] = char
-            continue
-
-        has_wide_char = _width_of_char(char) == 2 or _width_of_char(last) == 2
-        is_after_space = last == " " and char != " "
-        is_at_wide_char = last != " " and has_wide_char
-        belongs_together = char in NO_LINE_BEGINS_WITH or last in NO_LINE_ENDS_WITH
-        if (is_after_space or is_at_wide_char) and not belongs_together:
-            pieces.append("")
-        pieces[-1] += char
-
+    pieces = [text[:1]]
+    for left, right in itertools.pairwise(text):
+        if _may_end_line_between(left, right):
+            pieces.append(right)
+        else:
+            pieces[-1] += right
     return pieces
+
+
+def _may_end_line_between(left: str, right: str) -> bool:
+    """Returns True if a line may end between two neighbouring characters."""
+    # Punctuation stays with its word: `，` never begins a line, and `（` never ends one.
+    if right in NO_LINE_BEGINS_WITH or left in NO_LINE_ENDS_WITH:
+        return False
+
+    # Behind spaces, a new word begins.
+    if left == " ":
+        return right != " "
+
+    # Chinese has no spaces, so a line may end before and after each of its characters.
+    return _width_of_char(left) == 2 or _width_of_char(right) == 2

@@ -140,6 +140,9 @@ class LockstepError(Exception):
         """Returns the last line of the message, with the rank and the line of the user's script.
 
         It is empty if neither is known.
+
+        Args:
+            in_language: function that translates a text, or leaves it in English.
         """
         places = []
         if self.rank is not None:
@@ -286,15 +289,16 @@ class RankFailedError(LockstepError, RuntimeError):
     @property
     def translated_message(self) -> str:
         """The message for people, without the rank and the line at its end."""
-
-        # What was found may quote the script's output, which must not be translated. So there may
-        # be a text that is translated already, in place of `found`.
-        def in_language(text: str) -> str:
-            if text == self.found and self._found_for_people:
-                return self._found_for_people
-            return translate(text)
-
-        return _format_message(self.was_set, self.found, self.do, self.code, in_language)
+        # `found` may quote the script's output, which must not be translated. Then the launcher has
+        # translated the rest of it, and has passed the result as `found_for_people`.
+        return _format_message(
+            self.was_set,
+            self.found,
+            self.do,
+            self.code,
+            translate,
+            found_in_language=self._found_for_people,
+        )
 
     def _place(self, in_language: InLanguage) -> str:
         place = super()._place(in_language)
@@ -315,7 +319,7 @@ class RecordingFailedError(LockstepError):
 DEBUG_VARIABLE = "LOCKSTEP_DEBUG"
 """Environment variable that makes tracebacks of our errors include the frames of Lockstep."""
 
-told_by_launcher: Callable[[LockstepError], bool] | None = None
+leave_to_launcher: Callable[[LockstepError], bool] | None = None
 """Function that passes an error which ends this process on to the launcher, and returns True if
 the launcher prints it. None if this process was not started by Lockstep's launcher."""
 
@@ -347,8 +351,8 @@ def install_excepthook() -> None:
             previous_hook(kind, error, trace)
             return
 
-        is_printed_by_launcher = told_by_launcher is not None and told_by_launcher(error)
-        if is_printed_by_launcher:
+        # In a process of the launcher, the launcher may print the error for all ranks.
+        if leave_to_launcher is not None and leave_to_launcher(error):
             return
 
         # Python's own hook prints `error.__traceback__`, and ignores its argument `trace`.
@@ -385,9 +389,10 @@ def warn(
         do: what to change.
         code: code of the entry in the catalogue, if there is one.
         at: the line of the user's script; by default the line that is running.
-        on_this_rank: True to warn on this rank even if it is not rank 0, which cannot know of it.
+        on_this_rank: True to warn on this rank even if it is not rank 0, for what rank 0 does not
+            notice.
     """
-    is_rank_0 = _rank is None or _rank == 0
+    is_rank_0 = _rank is None or _rank == 0  # None: a process that has joined no run
     if not is_rank_0 and not on_this_rank:
         return
 
@@ -444,7 +449,13 @@ def check_language(environ: Mapping[str, str]) -> None:
 
 
 def _format_message(
-    was_set: str, found: str, do: str, code: str | None, in_language: InLanguage
+    was_set: str,
+    found: str,
+    do: str,
+    code: str | None,
+    in_language: InLanguage,
+    *,
+    found_in_language: str = "",
 ) -> str:
     """Returns a message in a language, without the rank and the line at its end.
 
@@ -454,13 +465,15 @@ def _format_message(
         do: what to change.
         code: code of the entry in the catalogue, if there is one.
         in_language: function that translates a text, or leaves it in English.
+        found_in_language: `found` if it is translated already; otherwise an empty text.
     """
     lines = [
         was_set,
-        _labelled(in_language("found:"), in_language(found)),
+        _labelled(in_language("found:"), found_in_language or in_language(found)),
         _labelled(in_language("do:"), in_language(do)),
     ]
     if code is not None:
+        # The hint consists of a code and a command, which are the same in every language.
         lines.append(_labelled(in_language("more:"), explain_hint(code)))
     return "\n".join(lines)
 

@@ -202,10 +202,13 @@ CATALOGUE_FILE = Path(__file__).parent / "locale" / "zh_CN" / "LC_MESSAGES" / "l
 
 
 def language_of(environ: Mapping[str, str]) -> str | None:
-    """Returns the language that environment variables ask for; None if there is no such language.
+    """Returns the language that environment variables ask for.
 
     LOCKSTEP_LANG is a language (`zh`) or a locale (`zh_CN.UTF-8`). Without it the locale counts,
     and any locale but a Chinese one means English.
+
+    Returns:
+        None if LOCKSTEP_LANG names a language that messages are not written in, such as `fr`.
     """
     chosen = environ.get(LANGUAGE_VARIABLE, "")
     if chosen:
@@ -267,7 +270,8 @@ def chinese_catalogue() -> Catalogue:
 def read_po(text: str) -> dict[str, str]:
     """Reads the messages of a .po file of gettext.
 
-    Conflict markers of git's are ignored, and the messages of both sides are read.
+    All other lines are skipped. Conflict markers of git's are among them (`<<<<<<<`), so that the
+    messages of both sides are read.
 
     Returns:
         The translations by their messages, without the header. A translation may be empty.
@@ -378,9 +382,10 @@ class Template:
                 was_found = True
                 yield ((begin, end),)
         else:
-            # Any other value may end wherever the literal behind it stands.
+            # Any other value may end wherever the literal behind it stands. `find` returns -1 if it
+            # does not occur again.
             end = text.find(literal_behind, begin)
-            while end >= begin:
+            while end != -1:
                 if self._fits(field_number, text, begin, end):
                     next_begin = end + len(literal_behind)
                     for later_spans in self._match_fields_from(
@@ -408,8 +413,9 @@ class Cache:
     several times is translated once.
     """
 
-    words_are_names: bool
-    """True for lists of the user's names: no single word in them is a message."""
+    single_words_stay_english: bool
+    """True for a list of the user's names: in "losses, hooks" no single word is a message, even if
+    the catalogue has that word."""
     translations: dict[str, Translation | None] = field(default_factory=dict)
     """The translation of each part that is one message; None for a part that is no message."""
 
@@ -473,38 +479,35 @@ class Catalogue:
             may_be_word: whether a single word, alone or in a list, may be a message. If not, it is
                 a name of the user's.
         """
-        cache = Cache(words_are_names=not may_be_word)
+        cache = Cache(single_words_stay_english=not may_be_word)
         return self._translate_text(text, cache, may_be_word=may_be_word).text
 
     def _translate_text(self, text: str, cache: Cache, *, may_be_word: bool) -> Translation:
-        """Translates a text as one message or, if it is none, the parts of it.
+        """Translates a text as one message or, if it is none, part by part.
 
         Args:
             text: text that is shown, or a part of such a text.
             cache: translations found so far.
-            may_be_word: see `translate`.
+            may_be_word: whether a single word may be a message; False if it is a name of the
+                user's.
         """
         stripped = text.strip()
-
-        # What a script or an exception says, `'quoted names'` and the user's names stay English.
-        is_quotation = QUOTATION_BEGINS.match(stripped) is not None
-        is_quoted_name = QUOTED_NAME.fullmatch(stripped) is not None
-        is_name = not may_be_word and not re.search(r"\s", stripped)
-        if is_quotation or is_quoted_name or is_name:
+        if _stays_english(stripped, may_be_word=may_be_word):
             return _leave_in_english(text)
 
-        # The space at an end may belong to a message, where a value beside it is empty: the
-        # template "{count} steps" makes " steps" of an empty count.
+        # 1. As one message, with the spaces at its ends. They belong to the message if it begins or
+        # ends with an empty value: "{note} steps" with an empty note is " steps".
         if text != stripped:
             translation = self._translate_message(text, cache)
             if translation is not None:
                 return translation
 
+        # 2. As one message without these spaces. 3. As several parts.
         translation = self._translate_message(stripped, cache)
         if translation is None:
             translation = self._translate_parts(stripped, cache, may_be_word=may_be_word)
 
-        # The space around the text is put back.
+        # Put the spaces back around the translation.
         num_spaces_before = len(text) - len(text.lstrip())
         before = text[:num_spaces_before]
         after = text[num_spaces_before + len(stripped) :]
@@ -516,30 +519,33 @@ class Catalogue:
     def _translate_message(self, text: str, cache: Cache) -> Translation | None:
         """Translates a text that is one message; returns None if it is none.
 
-        A text that can be read in several ways, which say different things, stays English.
+        The text stays English if it can be read in several ways that say different things, or if
+        the cache is full, so that the time of a long text is bounded.
         """
-        if text in self._texts:
+        if text in self._texts:  # a message without fields
             return Translation(self._texts[text], ())
+        if text in cache.translations:
+            return cache.translations[text]
+        if cache.is_full:
+            return _leave_in_english(text)
 
-        if text not in cache.translations:
-            if cache.is_full:
-                return _leave_in_english(text)
+        # Prevent endless recursion. If the template is "{name}{note}" and the note is empty, the
+        # value of `name` is the whole text again. Translated as that value, it is no message.
+        cache.translations[text] = None
 
-            # While the text is translated, it counts as no message: the value of a field may be
-            # the whole text again, and its translation would never end.
-            cache.translations[text] = None
-            cache.translations[text] = self._translate_by_templates(text, cache)
-        return cache.translations[text]
+        translation = self._translate_by_templates(text, cache)
+        cache.translations[text] = translation
+        return translation
 
     def _translate_by_templates(self, text: str, cache: Cache) -> Translation | None:
         """Translates a text that was made from a template; returns None if it was not.
 
-        Several templates may match: "rank 1 waits for 3 s" can be read with "{who} waits for
-        {waited_s} s" and with "{subject} for {waited_s} s". The reading counts that leaves less in
-        English, and of two that leave the same, the one whose template has more of the words.
-        Where several readings remain and their Chinese differs, the text stays English.
+        Several templates may match the text, and `_choose_readings` says which of them count. If
+        several count and their Chinese differs, the text stays English.
         """
-        readings = []
+        # Translate the text in every way in which it can be read. The templates are sorted, so the
+        # readings whose templates have more words come first.
+        readings: list[Reading] = []
         for template in self._templates:
             for spans in template.match(text):
                 translation = self._translate_reading(text, template, spans, cache)
@@ -549,30 +555,20 @@ class Catalogue:
         if cache.is_full:
             return _leave_in_english(text)
 
-        # 1. Drop each reading that leaves more in English than another one.
-        most_translated = [
-            reading
-            for reading in readings
-            if not any(other.translates_more_than(reading) for other in readings)
-        ]
-
-        # 2. Drop each reading whose words another template has too. The templates are sorted, so
-        # those with more words come first.
-        chosen: list[Reading] = []
-        for reading in most_translated:
-            if not any(other.is_more_specific_than(reading) for other in chosen):
-                chosen.append(reading)
+        chosen = _choose_readings(readings)
         if not chosen:
             return None
 
-        # 3. All readings of the chosen templates must say the same in Chinese. Spaces depend on
-        # where the values begin and do not count.
+        # A chosen template may also have readings that were not chosen, with other values: "all
+        # ranks {do} for {reason}" in "all ranks wait for each other for a batch". Any of them may
+        # be what was meant, so all readings with a chosen template are compared.
         chosen_templates = [reading.template for reading in chosen]
-        chinese_texts = {
-            reading.translation.text.replace(" ", "")
-            for reading in readings
-            if reading.template in chosen_templates
-        }
+        chinese_texts: set[str] = set()
+        for reading in readings:
+            if reading.template in chosen_templates:
+                # Spaces depend on where the values begin, and say nothing.
+                chinese_texts.add(reading.translation.text.replace(" ", ""))
+
         is_ambiguous = len(chinese_texts) > 1
         if is_ambiguous:
             return _leave_in_english(text)
@@ -582,6 +578,9 @@ class Catalogue:
         self, text: str, template: Template, spans: tuple[Span, ...], cache: Cache
     ) -> Translation:
         """Translates the values of a template's fields and fills them into its translation.
+
+        For the template "{who} {have} ended" and the text "rank 1 has ended", the values are
+        "rank 1" and "has".
 
         Args:
             text: text that was made from the template.
@@ -594,13 +593,14 @@ class Catalogue:
         for field_name, (begin, end) in zip(template.fields, spans, strict=True):
             name = name_of_value(field_name)
 
-            # A value of one word is translated only in fields that are known to hold words of the
-            # catalogue. In others `gradients` would be the name of a parameter.
-            may_be_word = not cache.words_are_names and name in FIELDS_OF_CATALOGUED_WORDS
+            # A value of a single word is usually a name of the user's: a parameter may be called
+            # `gradients`. It is translated only in the few fields that hold words of the catalogue.
+            may_be_word = name in FIELDS_OF_CATALOGUED_WORDS and not cache.single_words_stay_english
             value = self._translate_text(text[begin:end], cache, may_be_word=may_be_word)
             values[field_name] = value.text
 
-            # Chinese leaves out a value such as "has" or "have", so it does not count as English.
+            # The Chinese text has no word for "has" or "have". Such a value is simply left out, so
+            # nothing of it stays English.
             if name not in GRAMMATICAL_FIELDS:
                 untranslated += _shift_spans(value.untranslated, begin)
 
@@ -610,8 +610,14 @@ class Catalogue:
         """Splits a text that is no message at a separator, and translates each part.
 
         "rank 1 waits; rank 2 has ended" has two parts. The text is split at the first of
-        `SEPARATORS` that it has; a part that is no message either is split at the next separator
+        `SEPARATORS` that it has. A part that is no message either is split at the next separator
         in turn, by `_translate_text`.
+
+        Args:
+            text: text that is no message as a whole.
+            cache: translations found so far.
+            may_be_word: whether a part that is a single word may be a message; False if such words
+                are names of the user's.
         """
         separator = _first_separator(text)
         if separator is None:
@@ -623,68 +629,136 @@ class Catalogue:
             parts = self._rejoin_messages(parts, separator)
 
         translations: list[Translation] = []
-        for part in parts:
-            is_last = len(translations) == len(parts) - 1
-            mark = "" if is_last else separator.strip()
+        for number, part in enumerate(parts, 1):
+            # The separator stands behind each part but the last. Its mark, such as ":", may belong
+            # to the message before it.
+            mark_behind = separator.strip() if number < len(parts) else ""
 
             # Each message has a cache of its own, so that a long list does not fill the cache.
-            cache_of_part = Cache(cache.words_are_names) if separates_messages else cache
-            translations.append(
-                self._translate_part(part, mark, cache_of_part, may_be_word=may_be_word)
+            cache_of_part = cache
+            if separates_messages:
+                cache_of_part = Cache(cache.single_words_stay_english)
+            translation = self._translate_part(
+                part, mark_behind, cache_of_part, may_be_word=may_be_word
             )
+            translations.append(translation)
 
-        return _join_parts(parts, _leave_split_values(parts, translations), separator)
+        # In "give a number from 1 to x; y", the user's text may be "x; y", and the split wrong.
+        translations = _keep_doubtful_parts_english(parts, translations)
+        return _join_parts(parts, translations, separator)
 
     def _rejoin_messages(self, parts: Sequence[str], separator: str) -> list[str]:
-        """Joins parts between which a text was wrongly split, since a message has the separator
-        itself.
+        """Joins parts again that are one message, because the message itself has the separator.
 
         "a", "b" and "c" become "a; b" and "c" if "a; b" is a message. The longest message that
         begins with a part is taken.
+
+        Args:
+            parts: all parts of a text that is no message as a whole.
+            separator: the separator between them.
         """
-        messages = []
+        messages: list[str] = []
         begin = 0
         while begin < len(parts):
-            end = begin + 1  # the part by itself, if no longer message begins with it
-            longest_end = min(begin + MAX_PARTS_OF_MESSAGE, len(parts))
-            for longer_end in range(begin + 2, longest_end + 1):
-                num_parts = longer_end - begin
-                if num_parts == len(parts):
-                    continue  # the whole text, which is known to be no message
-
-                candidate = separator.join(parts[begin:longer_end])
-
-                # The translation itself is not used, so no words in it need to be translated.
-                translation = self._translate_message(candidate, Cache(words_are_names=True))
-                if translation is not None:
-                    end = longer_end
+            end = self._end_of_longest_message(parts, begin, separator)
             messages.append(separator.join(parts[begin:end]))
             begin = end
         return messages
 
+    def _end_of_longest_message(self, parts: Sequence[str], begin: int, separator: str) -> int:
+        """Returns the index behind the last part of the longest message that begins with a part.
+
+        For the parts "a", "b" and "c" and `begin` 0, it is 2 if "a; b" is a message. It is 1, so
+        that "a" is a message by itself, if there is no longer one.
+        """
+        for end in range(min(begin + MAX_PARTS_OF_MESSAGE, len(parts)), begin + 1, -1):
+            is_whole_text = end - begin == len(parts)
+            if is_whole_text:
+                continue  # it is no message, or it would not have been split
+
+            # Only whether there is a translation matters here. So single words in it are not looked
+            # up.
+            candidate = separator.join(parts[begin:end])
+            translation = self._translate_message(candidate, Cache(single_words_stay_english=True))
+            if translation is not None:
+                return end
+
+        return begin + 1
+
     def _translate_part(
-        self, part: str, mark: str, cache: Cache, *, may_be_word: bool
+        self, part: str, mark_behind: str, cache: Cache, *, may_be_word: bool
     ) -> Translation:
         """Translates a part of a text that was split at a separator.
 
+        The mark behind the part may belong to its message. "step 3: done" has the parts "step 3"
+        and "done". If the catalogue has "step {step}:", but no "step {step}", then "step 3:" is
+        translated and its mark is removed again.
+
+        For the message "see {file}", the part "see a.py" with its mark would be read as a file
+        named "a.py:". The translation does not end with a Chinese mark then, so it does not count,
+        and "see a.py" is translated.
+
         Args:
-            part: the part, without the separator behind it, such as "step 3" of "step 3: done".
-            mark: the separator behind it without its space, such as ":"; empty for the last part.
+            part: the part, without the separator behind it.
+            mark_behind: the separator behind the part without its space, such as ":"; empty for the
+                last part.
             cache: translations found so far.
-            may_be_word: see `translate`.
+            may_be_word: whether a single word may be a message; False if it is a name of the
+                user's.
         """
-        # A message may end with the mark: "step {step}:" makes "step 3:". Its translation counts
-        # if it ends with the mark as well. If not, the mark belongs to a value at the end of the
-        # message, but here it is the separator.
-        if mark:
-            translation = self._translate_message(part + mark, cache)
-            chinese_mark = SEPARATORS[f"{mark} "]
+        if mark_behind:
+            translation = self._translate_message(part + mark_behind, cache)
+            chinese_mark = SEPARATORS[f"{mark_behind} "]
             if translation is not None and translation.text.endswith(chinese_mark):
-                return Translation(
-                    translation.text.removesuffix(chinese_mark), translation.untranslated
-                )
+                without_mark = translation.text.removesuffix(chinese_mark)
+                return Translation(without_mark, translation.untranslated)
 
         return self._translate_text(part, cache, may_be_word=may_be_word)
+
+
+def _stays_english(text: str, *, may_be_word: bool) -> bool:
+    """Returns True for a text that is never translated.
+
+    These are the words of a script or an exception (`ValueError: bad input`), a quoted name
+    (`'encoder.weight'`), and a name of the user's (`losses`).
+
+    Args:
+        text: text without spaces at its ends.
+        may_be_word: False if a single word is a name of the user's.
+    """
+    if QUOTATION_BEGINS.match(text) is not None:
+        return True
+    if QUOTED_NAME.fullmatch(text) is not None:
+        return True
+    is_single_word = re.search(r"\s", text) is None
+    return is_single_word and not may_be_word
+
+
+def _choose_readings(readings: Sequence[Reading]) -> list[Reading]:
+    """Chooses between the readings of a text with different templates.
+
+    "rank 1 waits for 3 s" can be read with "{who} waits for {waited_s} s" and with
+    "{subject} for {waited_s} s".
+
+    - A reading that leaves less in English is better: the first, if "rank 1 waits" is no message.
+    - If both leave the same, the template that has more of the text's words is better: the first.
+
+    Args:
+        readings: all readings of the text, first those whose templates have more words.
+
+    Returns:
+        Each reading than which no other is better.
+    """
+    most_translated: list[Reading] = []
+    for reading in readings:
+        if not any(other.translates_more_than(reading) for other in readings):
+            most_translated.append(reading)
+
+    chosen: list[Reading] = []
+    for reading in most_translated:
+        if not any(other.is_more_specific_than(reading) for other in chosen):
+            chosen.append(reading)
+    return chosen
 
 
 def _first_separator(text: str) -> str | None:
@@ -696,24 +770,41 @@ def _first_separator(text: str) -> str | None:
 
 
 def _split_outside_quotes(text: str, separator: str) -> list[str]:
-    """Splits a text at a separator, where it does not stand in quotation marks."""
+    """Splits a text at a separator, but not within a quoted name.
+
+    `set 'a, b' first, then c` becomes `set 'a, b' first` and `then c`.
+    """
     parts = [""]
+
+    # The pattern has a group, so `split` returns the quoted names as well as the text between them:
+    # `set `, `'a, b'` and ` first, then c`.
     for piece in QUOTED_NAME.split(text):
-        is_quoted = QUOTED_NAME.fullmatch(piece) is not None
-        first, *others = [piece] if is_quoted else piece.split(separator)
-        parts[-1] += first
-        parts += others
+        is_quoted_name = QUOTED_NAME.fullmatch(piece) is not None
+        if is_quoted_name:
+            parts[-1] += piece
+            continue
+
+        # Up to its first separator, a piece continues the last part. Behind each separator a new
+        # part begins.
+        continuation, *new_parts = piece.split(separator)
+        parts[-1] += continuation
+        parts += new_parts
+
     return parts
 
 
-def _leave_split_values(
+def _keep_doubtful_parts_english(
     parts: Sequence[str], translations: Sequence[Translation]
 ) -> list[Translation]:
     """Leaves a part in English if the text may have been split within a value of that part.
 
-    "give a number from 1 to x; y" was split into two parts. The first is translated and ends with
-    an untranslated value, "x". The second, "y", is not translated at all. So the value may be
-    "x; y", and the text no list of two parts: the first part stays English too.
+    - "give a number from 1 to x; y": the first part is translated and ends with the value "x". The
+      second part, "y", is not translated at all. So the value may be "x; y".
+    - "x; y is no number": the second part is translated and begins with the value "y". The first
+      part is not translated at all. So the value may again be "x; y".
+
+    In both cases the whole text may be one sentence about "x; y", so the other part stays English
+    too.
 
     Returns:
         The translation of each part.
@@ -721,24 +812,30 @@ def _leave_split_values(
     checked = list(translations)
     neighbours = [(index, index + 1) for index in range(len(parts) - 1)]
 
-    # A part that is left in English here makes its other neighbour doubtful in turn, so the
-    # neighbours are checked from left to right and back.
+    # A part that is left in English here makes the part on its other side doubtful in turn. So all
+    # neighbours are checked from left to right, and then from right to left.
     for left, right in [*neighbours, *reversed(neighbours)]:
         left_is_translated = _is_translated(parts[left], checked[left])
         right_is_translated = _is_translated(parts[right], checked[right])
 
         if left_is_translated and not right_is_translated:
-            length = len(parts[left])
-            ends_with_value = any(end == length for _, end in checked[left].untranslated)
-            if ends_with_value:
+            if _ends_with_english(parts[left], checked[left]):
                 checked[left] = _leave_in_english(parts[left])
-
-        if right_is_translated and not left_is_translated:
-            begins_with_value = any(begin == 0 for begin, _ in checked[right].untranslated)
-            if begins_with_value:
+        elif right_is_translated and not left_is_translated:
+            if _begins_with_english(checked[right]):
                 checked[right] = _leave_in_english(parts[right])
 
     return checked
+
+
+def _begins_with_english(translation: Translation) -> bool:
+    """Returns True if the beginning of the English text was not translated."""
+    return any(begin == 0 for begin, _ in translation.untranslated)
+
+
+def _ends_with_english(text: str, translation: Translation) -> bool:
+    """Returns True if the end of the English text was not translated."""
+    return any(end == len(text) for _, end in translation.untranslated)
 
 
 def _is_translated(text: str, translation: Translation) -> bool:
@@ -752,8 +849,8 @@ def _join_parts(
 ) -> Translation:
     """Joins the translations of the parts between which a separator stood.
 
-    Neighbours that are both left in English may be one name with punctuation in it, so the English
-    separator stays between them.
+    "step 3: done" was split at ": " and is joined with "：". Neighbours that are both left in
+    English may be one name with punctuation in it, so the English separator stays between them.
     """
     joined: list[tuple[str, Translation]] = []
     for part, translation in zip(parts, translations, strict=True):
@@ -768,15 +865,16 @@ def _join_parts(
 
         joined.append((part, translation))
 
-    # The untranslated spans of a part are counted from its beginning. They become spans of the
-    # whole text.
+    # The untranslated spans of a part are counted from the beginning of its English text. They
+    # become spans of the whole English text, in which the English separator stands.
     untranslated: list[Span] = []
     begin_of_part = 0
     for part, translation in joined:
         untranslated += _shift_spans(translation.untranslated, begin_of_part)
         begin_of_part += len(part) + len(separator)
 
-    text = SEPARATORS[separator].join(translation.text for _, translation in joined)
+    chinese_separator = SEPARATORS[separator]
+    text = chinese_separator.join(translation.text for _, translation in joined)
     return Translation(text, tuple(untranslated))
 
 
@@ -831,6 +929,7 @@ def _join_with_chinese_spacing(left: str, right: str) -> str:
     - One space between a Chinese character and a Latin letter or a digit.
     - Otherwise, the space that the pieces have themselves.
     """
+    # A piece that is empty or has only spaces has no character beside which a space is judged.
     if not left.strip() or not right.strip():
         return left + right
 
@@ -867,7 +966,9 @@ def make_template(message: str, translation: str) -> Template:
     literals = [""]
     fields = []
     for literal, name, _, _ in string.Formatter().parse(message):
-        # `parse` yields the text before a field in several pieces if it has escaped braces.
+        # `parse` yields a literal with the field behind it. At the end of the message, and at an
+        # escaped brace within a literal, there is no field: the name is None, and the next literal
+        # continues this one.
         literals[-1] += literal
         if name is not None:
             fields.append(name)

@@ -103,18 +103,20 @@ def _is_secret(name: str, value: str) -> bool:
     """
     # --accessKey -> ["access", "key"]
     words = re.split(r"[-_.]", _CAMEL_CASE.sub("-", name.lstrip("-+")).lower())
-    if words[-1] == "id" and words[-2:-1] == ["key"]:  # --access-key-id counts as --access-key
-        words = words[:-1]
-    if words[-1] not in SECRET_WORDS or not value:
+    if words[-2:] == ["key", "id"]:  # --access-key-id counts as --access-key
+        words.pop()
+
+    is_named_like_secret = words[-1] in SECRET_WORDS
+    if not is_named_like_secret or not value:
         return False
 
     looks_random = _RANDOM.fullmatch(value) is not None  # such as 9f86d081884c7d659a2feaa0c55ad015
     is_number_or_switch = _PLAIN_VALUE.fullmatch(value) is not None  # such as 8 or true
 
-    # In --sort-key, the word before gives the name another meaning: `--sort-key length` is no
-    # secret. But a value that looks random is one all the same.
-    word_before = words[-2:-1]
-    if not WORDS_OF_FIELDS.isdisjoint(word_before):
+    # In --sort-key, the word "sort" gives "key" another meaning: `--sort-key length` is no secret.
+    # But a value that looks random is one all the same.
+    is_named_like_field = len(words) > 1 and words[-2] in WORDS_OF_FIELDS
+    if is_named_like_field:
         return looks_random
 
     # `--use-auth-token true` has no secret either.

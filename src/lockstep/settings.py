@@ -572,19 +572,21 @@ def _override_by_verify(values: dict[str, Any], settings_of_verify: Mapping[str,
     values.pop("check_devices", None)
     values.pop("trace_step", None)
 
-    # To compare bits, `verify` needs virtual ranks. Those of the user take precedence.
+    # `verify` makes two kinds of runs. The first compares bits, for which it needs virtual ranks.
     if values.get("virtual_ranks") is not None:
+        # The user has chosen virtual ranks, which take precedence over those of `verify`. None says
+        # that `verify` has not set them.
         values["virtual_ranks_of_verify"] = None
     elif values.get("virtual_ranks_of_verify") is not None:
         values["virtual_ranks"] = values["virtual_ranks_of_verify"]
 
         # With one process for several virtual ranks, BatchNorm cannot compute the statistics of the
-        # global batch. `verify` compares these in another run, in float64.
+        # global batch. `verify` compares these in the second kind of run.
         values["sync_batchnorm"] = False
 
-    # But the reference run has one process with the whole batch, in which BatchNorm computes the
-    # statistics of the global batch if there are no virtual ranks. This undoes the above where the
-    # user has asked for synchronised BatchNorm.
+    # The second kind compares within a tolerance, with a reference run on one process, and sets no
+    # virtual ranks. If the user has set them and also asks for synchronised BatchNorm, they are
+    # left out of the reference run: there, BatchNorm gets the whole batch at once.
     if values.get("reference_of_verify") and values.get("sync_batchnorm"):
         values["virtual_ranks"] = None
 

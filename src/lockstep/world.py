@@ -238,12 +238,12 @@ class World:
         check_unpacking(objects, sys._getframe(1))
         prepared = self._preparer.prepare(objects)
 
-        # Models are built with the same random numbers on all ranks. From here on they differ.
+        # So far all ranks have drawn the same random numbers, and so have built the same model.
+        # From now on each rank draws its own numbers, for dropout for example. If there are virtual
+        # ranks, each of these has its own numbers instead.
         has_module = any(isinstance(thing, nn.Module) for thing in objects)
-
-        # Virtual ranks have random streams of their own.
-        ranks_draw_differently = self._run.settings.virtual_ranks is None
-        if has_module and ranks_draw_differently and not self._ranks_have_own_seeds:
+        has_virtual_ranks = self._run.settings.virtual_ranks is not None
+        if has_module and not has_virtual_ranks and not self._ranks_have_own_seeds:
             seed_rank(self._run.settings.seed, self._run.collectives.data_parallel.rank)
             self._ranks_have_own_seeds = True
 

@@ -257,36 +257,49 @@ def _judge_names(machines: Machines) -> Finding:
     others can look up its name only matters if it gave none.
     """
     problems: list[Finding] = []
-    unknown = []
-    reached_by_address: dict[str, None] = {}  # names; used as a set that keeps the order
-    for machine, facts in machines.items():
-        # The addresses of all machines' names, as looked up on `machine`.
-        addresses_of_name = facts.get("resolved", NO_ANSWER)
-        if UNKNOWN in addresses_of_name:
-            unknown.append(machine)
+    unknown: list[str] = []
+    reached_by_address: list[str] = []  # names that not all machines can look up
+    for observer, facts in machines.items():
+        # What the observer got when it looked up the name of each machine.
+        addresses_of_target = facts.get("resolved", NO_ANSWER)
+        if UNKNOWN in addresses_of_target:
+            unknown.append(observer)
             continue
 
-        for name, addresses in addresses_of_name.items():
-            if not addresses:
-                has_given_address = bool(machines[name]["own"])
-                if has_given_address:
-                    reached_by_address[name] = None
-                else:
-                    found = f"{machine} does not know {name}"
-                    problems.append(Finding(ERROR, found, ADVICE_ON_NAMES))
-            elif len(machines) > 1 and _are_all_loopback(addresses):
-                # At loopback, a machine only reaches itself. That is wrong for the name of another
-                # machine, and for its own name it is unusual.
-                found = f"on {machine}, {name} is {addresses[0]}: loopback"
-                level = WARNING if name == machine else ERROR
-                problems.append(Finding(level, found, ADVICE_ON_NAMES))
+        for target, addresses in addresses_of_target.items():
+            has_given_address = bool(machines[target]["own"])
+            if not addresses and has_given_address:
+                if target not in reached_by_address:
+                    reached_by_address.append(target)
+            elif not addresses:
+                problems.append(_unknown_name(observer, target))
+            elif _are_all_loopback(addresses) and len(machines) > 1:
+                problems.append(_name_at_loopback(observer, target, addresses))
 
+    # A summary for three machines: "those of 3 machines looked up on each".
     summary = f"those of {count_noun(len(machines), 'machine')} looked up on each"
     if reached_by_address:
-        names = _name_machines(list(reached_by_address))
+        names = _name_machines(reached_by_address)
         summary += f"; not all know {names}: a run uses the address"
 
     return join_findings(summary, [*_warnings_about_unknown(unknown), *problems])
+
+
+def _unknown_name(machine: str, name: str) -> Finding:
+    """Returns the finding about a machine that cannot look up the name of another one."""
+    found = f"{machine} does not know {name}"
+    return Finding(ERROR, found, ADVICE_ON_NAMES)
+
+
+def _name_at_loopback(machine: str, name: str, addresses: Sequence[str]) -> Finding:
+    """Returns the finding about a name that leads to loopback where a machine looks it up.
+
+    At loopback, a machine only reaches itself. That is wrong for the name of another machine, and
+    unusual for its own name.
+    """
+    found = f"on {machine}, {name} is {addresses[0]}: loopback"
+    level = WARNING if name == machine else ERROR
+    return Finding(level, found, ADVICE_ON_NAMES)
 
 
 def _are_all_loopback(addresses: Sequence[str]) -> bool:
@@ -328,7 +341,7 @@ def _judge_links(machines: Machines) -> Finding:
             elif "bandwidth" in link:
                 measured.append(_MeasuredLink(direction, link["bandwidth"], link["latency_s"]))
 
-    problems = _shorten(problems)
+    problems = _hide_most_texts(problems)
     if not measured:
         # A single machine has no links. Of several, none could be measured.
         summary = "one machine" if len(machines) == 1 else "none"
@@ -374,18 +387,22 @@ def _link_problem(direction: str, link: Facts) -> Finding | None:
     return None
 
 
-def _shorten(problems: Sequence[Finding]) -> list[Finding]:
-    """Removes the texts of all but the first few problems, and adds `and 3 more`.
+def _hide_most_texts(errors: Sequence[Finding]) -> list[Finding]:
+    """Removes the texts of all but the first few errors, and adds `and 3 more` in place of them.
 
-    The others keep their level and their advice, which `join_findings` needs.
+    An error without a text still counts in `join_findings`, with its level and its advice.
+
+    Args:
+        errors: findings about links, all with the level `ERROR`.
     """
-    shortened = list(problems[:MAX_SHOWN_DIFFERENCES])
-    hidden = problems[MAX_SHOWN_DIFFERENCES:]
-    for problem in hidden:
-        shortened.append(problem._replace(found=""))
-    if hidden:
-        shortened.append(Finding(ERROR, f"and {len(hidden)} more"))
-    return shortened
+    shown = list(errors[:MAX_SHOWN_DIFFERENCES])
+    hidden = errors[MAX_SHOWN_DIFFERENCES:]
+    if not hidden:
+        return shown
+
+    without_text = [error._replace(found="") for error in hidden]
+    number_of_hidden = Finding(ERROR, f"and {len(hidden)} more")
+    return [*shown, *without_text, number_of_hidden]
 
 
 def _judge_folder(machines: Machines) -> Finding:

@@ -35,10 +35,11 @@ def gather(folder: Path) -> Facts:
     If the folder does not exist, the nearest existing folder above it is measured. `speed` is in
     bytes per second. It is None if the folder cannot be written; then `problem` says why.
     """
-    # For `a/b/c`, where `a` is a folder and `a/b` is a file: `a/b` and `a`.
-    places = [folder, *folder.absolute().parents]
-    nearest_path = _first(places, os.path.lexists)
-    nearest_folder = _first(places, os.path.isdir)
+    # From the folder upwards, the first path at which there is anything, and the first folder. They
+    # differ if a file is in the way: for `a/b/c`, where `a/b` is a file, they are `a/b` and `a`.
+    path_and_parents = [folder, *folder.absolute().parents]
+    nearest_path = _first(path_and_parents, os.path.lexists)
+    nearest_folder = _first(path_and_parents, os.path.isdir)
 
     usage = shutil.disk_usage(nearest_folder)
     file_system = os.statvfs(nearest_folder)
@@ -54,7 +55,7 @@ def gather(folder: Path) -> Facts:
         "problem": None,
     }
 
-    # A file, or a link that leads nowhere, is in the place of the folder.
+    # A file, or a link that leads nowhere, is in the way: no folder can be made there.
     if nearest_folder != nearest_path:
         facts["problem"] = f"{nearest_path} is no folder"
         return facts
@@ -71,14 +72,12 @@ def gather(folder: Path) -> Facts:
     return facts
 
 
-def _first(places: list[Path], is_wanted: Callable[[Path], bool]) -> Path:
-    """Returns the first place for which the function returns True, or the last place, which
-    is /.
-    """
-    for place in places:
-        if is_wanted(place):
-            return place
-    return places[-1]
+def _first(paths: list[Path], is_wanted: Callable[[Path], bool]) -> Path:
+    """Returns the first path for which the function returns True, or the last path, which is /."""
+    for path in paths:
+        if is_wanted(path):
+            return path
+    return paths[-1]
 
 
 def _measure_speed(folder: Path) -> float:
@@ -117,6 +116,7 @@ def judge(facts: Facts) -> Finding:
     if facts["free"] < MIN_FREE:
         problems.append(Finding(WARNING, "that is not much for checkpoints", "make room"))
 
+    # `files` is the number of files that can still be made; None means that there is no limit.
     if facts["files"] is not None and facts["files"] < MIN_NEW_FILES:
         found = f"no more than {count_noun(facts['files'], 'file')} can be made"
         problems.append(Finding(WARNING, found, "remove some of the many small files"))

@@ -33,7 +33,8 @@ def gather(folder: Path) -> Facts:
 
     begin = time.monotonic()
     with suppress(OSError):  # only the time matters: an address without a name is not a problem
-        socket.getnameinfo((address, 0, 0, 0), 0)
+        port = flow_info = scope_id = 0
+        socket.getnameinfo((address, port, flow_info, scope_id), 0)
     lookup_s = time.monotonic() - begin
 
     return {"name": name, "addresses": resolve(name), "address": address, "waited_s": lookup_s}
@@ -43,6 +44,9 @@ def judge(facts: Facts) -> Finding:
     """Finds a name that other machines cannot use, and slow lookups."""
     name = facts["name"]
     addresses = facts["addresses"]
+    summary = f"{name} is {', '.join(addresses)}" if addresses else ""
+
+    # The texts of the problems follow the summary: `node1 is 127.0.1.1; that is loopback, ...`.
     problems = []
     do = f"write the address of this machine before {name} in /etc/hosts, as root"
     if not addresses:
@@ -59,6 +63,9 @@ def judge(facts: Facts) -> Finding:
             f"looking up the name of {facts['address']} takes {facts['waited_s']:.0f} s, and torch "
             "does so for every connection"
         )
+
+        # Torch's sockets are IPv6, so it looks up IPv4 addresses in the form ::ffff:127.0.0.1. It
+        # does so for connections within this machine, too, which are at the loopback address.
         hosts_lines = f"'::ffff:{LOOPBACK} localhost' and '{facts['address']} {name}'"
         do = (
             f"repair the name server in /etc/resolv.conf, or add {hosts_lines} to /etc/hosts, as "
@@ -66,5 +73,4 @@ def judge(facts: Facts) -> Finding:
         )
         problems.append(Finding(WARNING, found, do))
 
-    summary = f"{name} is {', '.join(addresses)}" if addresses else ""
     return join_findings(summary, problems)

@@ -112,7 +112,8 @@ class _Examination:
 
         answers, problems = await run_on_all(remotes, request)
         for remote, problem in problems.items():
-            found, do = problem.args  # what is wrong with the machine, and what to do about it
+            # The error was raised with two arguments: what is wrong, and what to do about it.
+            found, do = problem.args
             self.failures[remote.host.name] = Finding(ERROR, found, do)
         return {remote.host.name: answer for remote, answer in answers.items()}
 
@@ -148,13 +149,15 @@ class _Examination:
                 )
                 continue
 
-            # A machine knows its address from the ssh connection that leads to it. None leads to
-            # this machine. But the others see from which address they were reached.
-            address = answer["own"]
-            if self._remotes[name].here:
-                address = _address_of_this_machine(answers.values()) or address
+            # Another machine knows its own address from the ssh connection that leads to it. To
+            # this machine there is no ssh connection. Its address is the one from which it has
+            # reached the other machines.
+            own_address = answer["own"]
+            is_this_machine = self._remotes[name].here
+            if is_this_machine:
+                own_address = _address_of_this_machine(answers.values()) or own_address
 
-            self.facts[name] = {"own": address, "links": {}, "checks": {}}
+            self.facts[name] = {"own": own_address, "links": {}, "checks": {}}
 
     async def _read_clocks(self) -> None:
         """Adds the fact `clock` of each machine: the seconds by which its clock is ahead."""
@@ -230,8 +233,8 @@ class _Examination:
             address, port = places[neighbors[remote.host.name]]
             return await remote.ask(ask="measure", address=address, port=port, token=self._token)
 
-        # This is called for one round of links after the other. Half of the remaining time is kept
-        # for the rounds to come.
+        # This method is called once for each round of links. Half of the remaining time is kept for
+        # the later rounds.
         machines = list(neighbors)
         links = await self._ask(measure, timeout_s=self._remaining_s() / 2, names=machines)
         for name, link in links.items():

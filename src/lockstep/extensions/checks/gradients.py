@@ -9,7 +9,7 @@ remembers which gradients a backward pass has left, and how often each was writt
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -20,15 +20,21 @@ from lockstep.extensions.checks.base import Check
 from lockstep.session.micro_batch import MicroBatch
 from lockstep.strategies.base import parameters_of
 
-GradientRecord = tuple[nn.Parameter, int, int]
-"""A parameter, the id of its gradient, and how often that gradient had been written to in place."""
+
+class GradientRecord(NamedTuple):
+    """The gradient of a parameter, as a backward pass has left it."""
+
+    parameter: nn.Parameter
+    gradient_id: int
+    write_count: int
+    """How often the gradient had been written to in place."""
 
 
 class GradientVersionCheck(Check):
     """Compares gradients with what the latest backward pass has left in them."""
 
-    _num_backwards = 0
-    """Backward passes of the current micro-batch."""
+    _num_backwards_of_micro_batch = 0
+    """How many backward passes the current micro-batch has had."""
     _records: Sequence[GradientRecord] = ()
     """The gradients as the latest backward pass has left them."""
     _parameters: Sequence[nn.Parameter] | None = None
@@ -44,15 +50,18 @@ class GradientVersionCheck(Check):
         self._parameters = None
 
     def begin(self, micro_batch: MicroBatch) -> None:
-        """Begins to count the backward passes of a micro-batch."""
-        self._num_backwards = 0
+        """Begins to count the backward passes of a new micro-batch from 0."""
+        self._num_backwards_of_micro_batch = 0
 
     def after_backward(self, loss: Any, micro_batch: MicroBatch) -> None:
         """Records the gradients, if they are not yet those that the optimizer will use.
 
         They are not if later micro-batches will add to them, or if they are still scaled (fp16).
         """
-        self._num_backwards += 1
+        self._num_backwards_of_micro_batch += 1
+
+        # `micro_batch` is the one that the loss was computed from. What counts here is the one that
+        # the training loop has reached.
         are_complete = self.run.step.micro_batch.closes_step
         are_scaled = self.precision.scaler is not None
         if are_complete and not are_scaled:
@@ -67,26 +76,38 @@ class GradientVersionCheck(Check):
             if gradient is not None:
                 parameters.append(parameter)
                 gradients.append(gradient)
+
         gradient_ids = [id(gradient) for gradient in gradients]
-        self._records = list(zip(parameters, gradient_ids, write_counts(gradients), strict=True))
+        self._records = list(map(GradientRecord, parameters, gradient_ids, write_counts(gradients)))
 
     def _find_parameters(self) -> list[nn.Parameter]:
-        """Returns the parameters whose gradients are compared."""
+        """Returns the parameters whose gradients can be checked for writes of the script."""
         parameters: list[nn.Parameter] = []
         for wrapped in self.wrapped:
-            # Some strategies write the gradients only after the backward pass. That would be taken
-            # for a write of the script.
+            # Some strategies write the gradients themselves after the backward pass. The check
+            # would mistake that for a write of the script.
             if not wrapped.gradients_after_backward:
                 parameters += wrapped.module.parameters()
         return parameters
 
     def before_backward(self, loss: Any, micro_batch: MicroBatch) -> None:
-        """Raises UsageError if the gradients of earlier micro-batches were written to."""
-        is_first_micro_batch_of_step = self.run.step.micro_batch.opens_step
-        if is_first_micro_batch_of_step:
-            return  # no earlier micro-batch has left gradients for this optimizer step
-        if self._num_backwards > 0:
-            return  # already compared, before an earlier backward pass of this micro-batch
+        """Raises UsageError if the gradients of earlier micro-batches were written to.
+
+        They are compared before the first backward pass of each micro-batch but the first one of a
+        global batch.
+        """
+        # `micro_batch` is the one that the loss was computed from. What counts here is the one that
+        # the training loop has reached.
+        current_micro_batch = self.run.step.micro_batch
+
+        # No earlier micro-batch has left gradients for this optimizer step.
+        if current_micro_batch.opens_step:
+            return
+
+        # The gradients were already compared, before the first backward pass of this micro-batch.
+        is_first_backward_of_micro_batch = self._num_backwards_of_micro_batch == 0
+        if not is_first_backward_of_micro_batch:
+            return
 
         if any(_was_written_to(record) for record in self._records):
             raise UsageError(
@@ -107,8 +128,8 @@ class GradientVersionCheck(Check):
         # are clipped to a norm of 1 before, they are far too small afterwards.
         stepped_ids = {id(parameter) for parameter in parameters_of(optimizer)}
         for record in self._records:
-            parameter, _, _ = record
-            if id(parameter) in stepped_ids and _was_written_to(record):
+            is_stepped = id(record.parameter) in stepped_ids
+            if is_stepped and _was_written_to(record):
                 raise UsageError(
                     "gradients that are written to before optimizer.step() under precision='fp16'",
                     "they are still multiplied by the scale of the loss, so that clip_grad_norm_ "
@@ -124,10 +145,9 @@ def _was_written_to(record: GradientRecord) -> bool:
 
     A gradient that was cleared (`zero_grad`) counts as untouched: the script has dropped it.
     """
-    parameter, recorded_id, recorded_write_count = record
-    gradient = parameter.grad
+    gradient = record.parameter.grad
     if gradient is None:
         return False
-    if id(gradient) != recorded_id:
+    if id(gradient) != record.gradient_id:
         return True
-    return write_counts([gradient]) != [recorded_write_count]
+    return write_counts([gradient]) != [record.write_count]

@@ -29,8 +29,8 @@ class PendingLoss(NamedTuple):
 
     is_nan: Tensor
     """A bool of shape `()` on the host. Valid once it has been copied from the GPU."""
-    copied: torch.cuda.Event
-    """Is reached when it has been copied."""
+    copy_event: torch.cuda.Event
+    """Is reached when `is_nan` has been copied."""
     step_number: int
     """The optimizer step that the loss belongs to, from 1."""
 
@@ -87,8 +87,14 @@ class LossCheck(Check):
     def after_backward(self, loss: Tensor, micro_batch: MicroBatch) -> None:
         """Raises UsageError if a NaN loss of weight 0 has made gradients NaN.
 
-        Such a loss is multiplied by 0 before the backward pass, but 0 * NaN is NaN.
+        Such a loss is multiplied by 0 before the backward pass, but 0 * NaN is NaN. There are two
+        cases, with different errors:
+
+        - This rank has no rows of the micro-batch: the loss is a mean over nothing.
+        - It has rows, but none that counts, such as tokens that are all masked: the script divides
+          by 0.
         """
+        # Any other NaN loss has been reported before the backward pass, or will be soon.
         has_weight_0 = micro_batch.scale == 0.0
         if not has_weight_0:
             return
@@ -98,18 +104,22 @@ class LossCheck(Check):
         if not self.run.collectives.contributes:
             return
 
-        # The loss scaler skips the step if gradients of any rank are not finite.
+        # Under fp16, the loss scaler skips a step in which gradients of any rank are not finite. So
+        # a rank without rows does no harm. A division by 0 in the script is reported all the same.
         has_no_rows = not micro_batch.local_rows
-        if has_no_rows and self.precision.scaler is not None:
+        skips_steps = self.precision.scaler is not None
+        if has_no_rows and skips_steps:
             return
 
-        # Only a loss that is not finite can have made the gradients NaN, and looking at all
-        # gradients takes longer.
+        # Only a loss that is not finite can have made the gradients NaN. Looking at the loss first
+        # saves looking at all gradients.
         if loss.isfinite().item():
             return
+
+        # The gradients are not NaN if the script's own arithmetic has kept the NaN from the
+        # parameters.
         if self._has_nan_gradient():
             raise _nan_gradients_error(micro_batch)
-        # Otherwise the script's own arithmetic has kept the NaN from the parameters.
 
     def _has_nan_gradient(self) -> bool:
         """Returns True if a gradient on this rank has a NaN; waits for each device once."""
@@ -132,8 +142,9 @@ class LossCheck(Check):
         self._pending = None
         if pending is None:
             return
-        is_nan, copied, step_number = pending
-        copied.synchronize()
+
+        is_nan, copy_event, step_number = pending
+        copy_event.synchronize()
         if is_nan.item():
             self._raise_nan(step_number)
 
@@ -148,12 +159,13 @@ class LossCheck(Check):
             UsageError: the pending loss is NaN.
         """
         pending = self._pending
-        if pending is not None and not pending.copied.query():  # type: ignore[no-untyped-call]
+        if pending is not None and not pending.copy_event.query():  # type: ignore[no-untyped-call]
             return
 
-        self.settle()
-        is_nan, copied = start_copy_to_host(loss.detach().isnan().reshape(()))
-        self._pending = PendingLoss(is_nan, copied, self.run.step.number + 1)
+        self.settle()  # raises if the pending loss is NaN
+        is_nan, copy_event = start_copy_to_host(loss.detach().isnan().reshape(()))
+        step_of_loss = self.run.step.number + 1  # `number` counts the steps that are finished
+        self._pending = PendingLoss(is_nan, copy_event, step_of_loss)
 
     def _raise_nan(self, step_number: int) -> NoReturn:
         raise UsageError(

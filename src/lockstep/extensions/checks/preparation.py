@@ -54,8 +54,9 @@ class PreparationCheck(Check):
     def __init__(self, run: Run, precision: Precision, wrapped: Collection[PreparedModule]) -> None:
         super().__init__(run, precision, wrapped)
         self._num_backwards = 0
-        self._right_losses: dict[Location, int] = {}
-        """How many losses of each line of the script were right."""
+        self._num_right_losses: dict[Location, int] = {}
+        """For each line of the script, how many of its losses were right or may have been. When
+        there are enough of them, the line is not looked at any more."""
         self._unprepared_models: dict[Location, UnpreparedModel] = {}
         """The unprepared models, by the line of the script that trains them."""
         self._prepared_optimizers: list[Any] = []
@@ -70,25 +71,30 @@ class PreparationCheck(Check):
         self._prepared_optimizers.append(optimizer)
 
     def before_backward(self, loss: Any, micro_batch: MicroBatch) -> None:
-        """Looks at the parameters that the loss reaches.
+        """Looks for a model that the script trains without having prepared it.
 
-        If none of them is prepared, they are the *unprepared model* of the line of the script that
-        has called `World.backward`. After some calls its checksums are compared over the ranks.
+        Each line of the script that calls `World.backward` is watched by itself:
+
+        - Its loss reaches a prepared parameter, or may be right without one. Such losses are
+          counted, and after `MAX_RIGHT_LOSSES_PER_LINE` of them the line is not watched any more.
+        - Its loss reaches only parameters that were not prepared. They are the *unprepared model*
+          of this line. After `BACKWARDS_BEFORE_COMPARISON` further losses, the checksums of the
+          model are sent to be compared between the ranks, and the line is not watched any more.
         """
         self._num_backwards += 1
         location = self._line_to_look_at(loss)
-        if location is None:
+        if location is None:  # the line is not watched, or has no loss to look at
             return
 
-        # `unprepared_leaves` returns None if the loss reaches a prepared parameter. A loss may be
-        # right without one, too.
+        # The first case.
         prepared_ids = {id(parameter) for parameter in self._prepared_parameters()}
-        leaves = unprepared_leaves(loss, prepared_ids)
+        leaves = unprepared_leaves(loss, prepared_ids)  # None: it reaches a prepared parameter
         if leaves is None or self._may_be_right(leaves):
-            self._right_losses[location] = self._right_losses.get(location, 0) + 1
+            self._num_right_losses[location] = self._num_right_losses.get(location, 0) + 1
             self._unprepared_models.pop(location, None)
             return
 
+        # The second case.
         parameters = [leaf for leaf in leaves if isinstance(leaf, nn.Parameter)]
         model = self._unprepared_models.get(location)
         if model is None or not model.has_any_of(parameters):
@@ -131,25 +137,25 @@ class PreparationCheck(Check):
             return None
 
         # Enough losses of this line were right.
-        if self._right_losses.get(location, 0) >= MAX_RIGHT_LOSSES_PER_LINE:
+        if self._num_right_losses.get(location, 0) >= MAX_RIGHT_LOSSES_PER_LINE:
             return None
 
-        # The line trains an unprepared model. It is looked at again until the checksums of this
-        # model were sent to be compared between the ranks. A model without checksums is not
-        # compared.
+        # A line that trains an unprepared model is looked at until the checksums of the model were
+        # sent to be compared between the ranks. A model without checksums is not compared.
         model = self._unprepared_models.get(location)
-        if model is not None:
-            has_checksums = model.first_checksum is not None
-            if not has_checksums or model.checksums_were_sent:
-                return None
-
+        if model is None:
+            return location
+        if model.first_checksum is None or model.checksums_were_sent:
+            return None
         return location
 
     def _prepared_parameters(self) -> list[Tensor]:
         """Returns all parameters of prepared modules, and those that a strategy has replaced.
 
-        A strategy may put other parameters in the place of the user's, such as shards. The script
-        may still hold the old ones, so a loss that reaches them reaches a prepared module.
+        A strategy may put other parameters in the place of the user's, such as shards, or may
+        gather shards into whole parameters for the forward pass (`unsharded_parameters`). The
+        script may still hold the old ones. A loss that reaches any of these parameters reaches a
+        prepared module.
         """
         parameters: list[Tensor] = []
         for wrapped in self.wrapped:
@@ -173,10 +179,12 @@ class PreparationCheck(Check):
         if any(is_sharded(parameter) for parameter in parameters):
             return True  # the user has sharded the model without Lockstep
 
+        # With a frozen model, the script learns inputs of this model: a soft prompt, or an
+        # adversarial example.
         for wrapped in self.wrapped:
-            trained = [p for p in wrapped.module.parameters() if p.requires_grad]
-            if not trained:
-                return True  # the inputs of a frozen model are learned: a prompt, an attack
+            is_frozen = not any(p.requires_grad for p in wrapped.module.parameters())
+            if is_frozen:
+                return True
         return False
 
     def _send_checksums(self, model: UnpreparedModel) -> None:
@@ -233,7 +241,7 @@ class PreparationCheck(Check):
         if self._num_backwards == 0:
             return  # nothing was trained yet: scripts step once to create the optimizer's state
         if any(prepared.stepping for prepared in self._prepared_optimizers):
-            return  # a prepared optimizer makes this step, of the optimizer inside it
+            return  # a prepared optimizer is stepping the optimizer that it wraps
 
         found = self._why_step_is_wrong(optimizer)
         if found is None:

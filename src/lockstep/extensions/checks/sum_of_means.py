@@ -42,29 +42,30 @@ class SumOfMeansCheck(Check):
     def before_backward(self, loss: Any, micro_batch: MicroBatch) -> None:
         """Parses the script if a sum was recorded before this step."""
         if self._sum_location is not None:
-            self._parse_script()
+            self._check_recorded_sum()
 
     def close(self, failed: bool) -> None:
         """Parses the script if a sum was recorded before the end of the run."""
         if not self.run.collectives.single_process and not failed and self.run.joined is not None:
-            self._parse_script()
+            self._check_recorded_sum()
 
     def _look_at_sum(self, local_leaves: Sequence[Any], summed_leaves: Sequence[Any]) -> None:
         """Records the line of a sum if it may be a sum of means of batches.
 
-        Called after every sum over the ranks, on all ranks.
+        It is called after every sum over the ranks, on all ranks.
 
         Args:
             local_leaves: tensors and numbers that this rank contributed to the sum.
-            summed_leaves: the sums.
+            summed_leaves: the sums. They are not used here, but every listener to sums gets them.
         """
         if self._has_warned:
             return
 
-        # Only the first sum after an evaluation is recorded: since the last recorded sum, there
-        # must have been another evaluation.
+        # After each evaluation, only the first sum of means is recorded. `evaluated` is the number
+        # of evaluations over a loader that have ended.
         num_evaluations = sum(loader.evaluated for loader in self.run.loaders)
-        if num_evaluations == self._evaluations_at_last_sum:
+        is_after_new_evaluation = num_evaluations != self._evaluations_at_last_sum
+        if not is_after_new_evaluation:
             return
 
         # Whole numbers are not means, but counts, for example of correct predictions.
@@ -76,14 +77,14 @@ class SumOfMeansCheck(Check):
         if user_call() != "world.sum()":
             return
 
-        self._parse_script()  # checks the previous sum, which is replaced below
+        self._check_recorded_sum()  # checks the previous sum, which is replaced below
         self._evaluations_at_last_sum = num_evaluations
         self._sum_location = user_location()
 
-    def _parse_script(self) -> None:
+    def _check_recorded_sum(self) -> None:
         """Warns if the script divides the recorded sum by the length of a prepared loader.
 
-        The record of the sum is then removed.
+        To find that out, the source of the script is parsed. The record of the sum is removed.
         """
         location = self._sum_location
         self._sum_location = None
@@ -97,6 +98,7 @@ class SumOfMeansCheck(Check):
         file, sum_line = location
         source = "".join(linecache.getlines(file))
         for loader in self.run.loaders:
+            # The line of the script that has called `len(loader)` last.
             if loader.length_asked_at is None:
                 continue
 

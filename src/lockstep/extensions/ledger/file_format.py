@@ -132,7 +132,7 @@ def read_file(path: Path) -> RankFile:
             file.loaders.append(values)
         elif "stream" in values:  # the first samples of a stream in an epoch
             file.beginnings[values["stream"], values["epoch"]] = values["beginning"]
-        elif values["ledger"] == FORMAT_VERSION:  # the first record of the file
+        elif values["ledger"] == FORMAT_VERSION:  # the first record of the file, with the version
             file.num_ranks = values["ranks"]
         else:
             raise CheckpointError(
@@ -191,10 +191,10 @@ def _find_records(data: bytes | mmap.mmap, file: RankFile) -> Iterator[tuple[int
     A record that cannot be read is noted in `file`, which is changed. There are three cases:
 
     - A complete record follows somewhere: the bytes before it are damaged. Reading goes on there.
-    - No complete record follows, and nothing else does: the process was killed while it wrote its
-      last record. The file is cut off.
-    - No complete record follows, but bytes do: the record is damaged, and so is all that follows.
-      The file counts as cut off as well.
+    - No complete record follows, and the file has no bytes after this one: the process was killed
+      while it wrote its last record. The file is cut off.
+    - No complete record follows, but there are bytes after this one: the record is damaged, and so
+      are these bytes. The file counts as cut off as well.
 
     Args:
         data: bytes of the file.
@@ -215,21 +215,30 @@ def _find_records(data: bytes | mmap.mmap, file: RankFile) -> Iterator[tuple[int
             record_begin = next_record
             continue
 
-        if _bytes_follow(data, record_begin):
+        if _has_bytes_after_record(data, record_begin):
             file.damaged_at.append(record_begin)
         file.is_cut_off = True
         return
 
 
-def _bytes_follow(data: bytes | mmap.mmap, record_begin: int) -> bool:
-    """Returns True if a record ends before the file does, according to the length in its frame."""
+def _has_bytes_after_record(data: bytes | mmap.mmap, record_begin: int) -> bool:
+    """Returns True if the file has bytes after the record that begins at an offset.
+
+    The end of the record is computed from the length in its frame. If that length is not known,
+    nothing can be said of later bytes, and the result is False.
+    """
     content_begin = record_begin + FRAME.size
     frame_is_complete = content_begin <= len(data)
     if not frame_is_complete:
         return False
+
     length: int
     length, _ = FRAME.unpack(data[record_begin:content_begin])
-    return length > 0 and content_begin + length < len(data)
+    if length == 0:  # no record is empty, so this is not the length of one
+        return False
+
+    record_end = content_begin + length
+    return record_end < len(data)
 
 
 def _next_complete_record(data: bytes | mmap.mmap, first_content: int) -> int | None:
@@ -254,6 +263,7 @@ def _next_complete_record(data: bytes | mmap.mmap, first_content: int) -> int | 
 
 def _end_of_record(data: bytes | mmap.mmap, record_begin: int) -> int | None:
     """Returns the end of the record that begins at an offset, or None if it is not complete."""
+    # The content begins with "S" (a step) or "J{" (a JSON object).
     content_begin = record_begin + FRAME.size
     if _BEGINNING_OF_CONTENT.match(data, content_begin) is None:
         return None

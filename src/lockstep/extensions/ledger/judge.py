@@ -484,25 +484,25 @@ def _check_beginnings(
 ) -> None:
     """Checks that a stream has begun with the same samples in each attempt that trained an epoch.
 
-    Each attempt has read the stream anew, and rank 0 has recorded digests of the first samples that
-    it got. The first difference in an epoch is added to the report, in which attempts are called
-    starts.
+    For example, a run was restarted in the middle of an epoch. Both starts have read the stream
+    from its beginning, and rank 0 has recorded digests of the first samples that it got. If these
+    digests differ, the same position in the stream was another sample after the restart.
+
+    The first difference in an epoch is added to the report, in which attempts are called starts.
     """
     for (loader, epoch), batches in sorted(epochs.items()):
         attempts_of_epoch = {final_attempts[batch.step] for batch in batches}
 
-        # The digests of the first samples, by the index of the attempt. An attempt has none if the
-        # file of rank 0 is missing, if the loader has no stream, or if the attempt is not the first
-        # of its start.
+        # The digests of the first samples, by the index of the attempt.
         beginnings: dict[int, list[Any]] = {}
         for index in sorted(attempts_of_epoch):
-            file = attempts[index].files.get(0)
-            beginning = None if file is None else file.beginnings.get((loader, epoch))
+            beginning = _beginning_of_stream(attempts[index], loader, epoch)
             if beginning is not None:
                 beginnings[index] = beginning
         if not beginnings:
             continue
 
+        # Each attempt is compared with the earliest one.
         first_index = min(beginnings)
         for index, beginning in beginnings.items():
             sample = first_differing_sample(beginnings[first_index], beginning)
@@ -518,8 +518,26 @@ def _check_beginnings(
                 break
 
 
+def _beginning_of_stream(attempt: Attempt, loader: int, epoch: int) -> list[Any] | None:
+    """Returns the digests of the first samples of a stream that rank 0 recorded in an attempt.
+
+    Returns:
+        None if the file of rank 0 is missing, or if the loader reads no stream. Also None for an
+        attempt that is not the first of its start, as only the first one has the files.
+    """
+    file_of_rank_0 = attempt.files.get(0)
+    if file_of_rank_0 is None:
+        return None
+    return file_of_rank_0.beginnings.get((loader, epoch))
+
+
 def _check_steps(final_attempts: FinalAttempts, report: LedgerReport) -> None:
-    """Reports steps that no rank has recorded."""
+    """Reports steps that no rank has recorded, and notes at which step the ledger begins.
+
+    Args:
+        final_attempts: its keys are the recorded steps.
+        report: the report, which is added to.
+    """
     if not final_attempts:
         report.notes.append("no optimizer step is written down")
         return
@@ -631,8 +649,14 @@ def _check_positions(
 ) -> bool:
     """Checks that no global batch was left out before the last one that was trained.
 
-    Global batches that were left out are added to the report. So is a note if the script itself
-    left the epoch before its end, which is no fault.
+    Global batches that were left out are added to the report. For example, the global batches 0, 1
+    and 2 of an epoch of 5 were trained:
+
+    - The run ended there. Nothing was left out.
+    - The same start of the run went on with the next epoch: the script has left its loop. Nothing
+      was left out, but the report gets a note.
+    - A restart went on with the next epoch, although it should have finished this one first. The
+      global batches 3 and 4 were left out.
 
     Args:
         loader: the description of the loader.
@@ -651,22 +675,22 @@ def _check_positions(
     num_steps = loader["steps"]  # of a whole epoch; None: a stream that does not say its length
     trained_end = max(positions) + 1  # the position behind the last one that was trained
 
-    # All positions before this one must have been trained: up to the last one that was, or to the
-    # end of the epoch if the run should have finished it.
-    required_end = trained_end
+    # All positions before `required_end` must have been trained.
     explanation = ""
-    is_unfinished = num_steps is not None and trained_end != num_steps
-    if is_unfinished and next_batch is not None:
-        # The run went on with another epoch before this one was finished.
-        same_attempt = final_attempts[next_batch.step] == final_attempts[last.step]
-        if same_attempt:  # a `break` in the script's loop, for example
-            report.notes.append(
-                f"loader {loader['loader']}: the script left epoch {first.epoch} after global "
-                f"batch {trained_end - 1} of {num_steps}"
-            )
-        else:  # a restart should have gone on in this epoch
-            required_end = num_steps
-            explanation = "; the run was then taken up in another epoch"
+    is_finished = num_steps is None or trained_end == num_steps
+    if is_finished or next_batch is None:
+        required_end = trained_end
+    elif final_attempts[next_batch.step] == final_attempts[last.step]:
+        # The same start went on with another epoch: a `break` in the script's loop, for example.
+        required_end = trained_end
+        report.notes.append(
+            f"loader {loader['loader']}: the script left epoch {first.epoch} after global "
+            f"batch {trained_end - 1} of {num_steps}"
+        )
+    else:
+        # A restart went on with another epoch.
+        required_end = num_steps
+        explanation = "; the run was then taken up in another epoch"
 
     missing = [n for n in range(begin_position, required_end) if n not in positions]
     if missing:
@@ -726,9 +750,15 @@ def _required_samples(
     *,
     is_finished: bool,
 ) -> range:
-    """Returns the samples that some global batch of the epoch must have, if none is missing.
+    """Returns the indices of the samples that must have been trained in an epoch.
 
-    The range is empty if that is not known.
+    No global batch of the epoch is missing. The range is empty if the ledger does not tell which
+    samples must have been trained.
+
+    - A shuffled dataset of 100 samples, trained to its end: `range(0, 100)`.
+    - The same, but the epoch is unfinished: `range(0, 0)`, as any sample may be in its rest.
+    - A stream in global batches of 8, from which samples up to 35 were trained: `range(0, 36)`, or
+      `range(16, 36)` if the ledger begins at the third global batch.
 
     Args:
         loader: the description of the loader. Its "stream" is None for a dataset with an index.
@@ -780,18 +810,18 @@ class SampleCount:
 def repeats_and_gaps(
     batches: Sequence[TrainedBatch],
     required_samples: range,
-    at_once: int = SAMPLES_COMPARED_AT_ONCE,
+    group_size: int = SAMPLES_COMPARED_AT_ONCE,
 ) -> tuple[SampleCount, SampleCount]:
     """Finds the samples that were trained twice, and those that were not trained.
 
-    The samples are divided into groups whose indices leave the same remainder when they are divided
-    by the number of groups, and one group is compared at a time. So memory does not grow with the
-    length of the epoch.
+    The samples are compared in groups, so that memory does not grow with the length of the epoch.
+    With 4 groups, the samples 0, 4, 8, ... form the first group, 1, 5, 9, ... the second one, and
+    so on.
 
     Args:
         batches: what was trained.
         required_samples: the samples that must be in some batch.
-        at_once: about how many samples form a group.
+        group_size: about how many samples form a group.
 
     Returns:
         The samples that are in two places, and the required ones that are in none.
@@ -799,8 +829,13 @@ def repeats_and_gaps(
     arrays: list[Indices] = []
     for batch in batches:
         arrays += batch.samples
-    total = max(len(required_samples), sum(batch.num_recorded for batch in batches))
-    num_groups = max(1, ceil_div(total, at_once))
+
+    # A group has trained samples and required ones. The larger number of both decides how many
+    # groups are needed.
+    num_trained = sum(batch.num_recorded for batch in batches)
+    num_samples = max(num_trained, len(required_samples))
+    num_groups = max(1, ceil_div(num_samples, group_size))
+
     repeated = SampleCount()
     absent = SampleCount()
     for remainder in range(num_groups):
@@ -809,10 +844,16 @@ def repeats_and_gaps(
         distinct, counts = np.unique(group, return_counts=True)
         repeated.add(distinct[counts > 1])
 
-        # The first required sample of the group: the smallest index of at least `start` that
-        # leaves this remainder. For start 10, 4 groups and remainder 1 it is 13.
-        start = required_samples.start
-        first = start + (remainder - start) % num_groups
-        required = np.arange(first, required_samples.stop, num_groups, dtype=np.int64)
+        required = _required_samples_of_group(required_samples, remainder, num_groups)
         absent.add(np.setdiff1d(required, distinct, assume_unique=True))
     return repeated, absent
+
+
+def _required_samples_of_group(required_samples: range, remainder: int, num_groups: int) -> Indices:
+    """Returns the required samples that leave a remainder when divided by the number of groups.
+
+    For `range(10, 20)`, remainder 1 and 4 groups they are 13 and 17.
+    """
+    start = required_samples.start
+    distance = (remainder - start) % num_groups  # from 10 to 13: (1 - 10) % 4 = 3
+    return np.arange(start + distance, required_samples.stop, num_groups, dtype=np.int64)

@@ -147,7 +147,7 @@ def main() -> NoReturn:
 
 def _run(script: Script) -> int:
     """Runs the script with the probe installed, and returns the exit code."""
-    errors.told_by_launcher = _leave_to_launcher
+    errors.leave_to_launcher = _leave_to_launcher
     return run_recorded(partial(_run_watched, script), _print_error)
 
 
@@ -397,7 +397,7 @@ def install_after_exec() -> None:
     watch_executed(evidence)  # this program may execute yet another one
 
     # The launcher, and not this rank, prints an error of Lockstep's that ends the rank.
-    errors.told_by_launcher = _leave_to_launcher
+    errors.leave_to_launcher = _leave_to_launcher
 
     original_excepthook = sys.excepthook
 
