@@ -5,7 +5,7 @@ contact stand in docs/verify.md; here stands what `verify` says now.
 
 Each script in `blind` has one defect, which `answers.json` describes; those in `blind/right` have
 none. Two people wrote them, the second those that begin with a letter. Those in `blind/third` are
-by a third one. `verify` still refuses r02 in float64, since it names dtypes itself, and names no
+by a third one, and those in `blind/fourth` by a fourth. `verify` still refuses r02 in float64, since it names dtypes itself, and names no
 cause of w10, in which rank 0 alone calls a collective.
 """
 
@@ -144,4 +144,47 @@ def test_a_right_script_of_the_third_set_is_equal(script: Path, tmp_path: Path) 
     # It names float32 itself, so that it cannot be compared in float64.
     precision = "fp32" if script.stem == "r02_flat_allreduce" else "fp64"
     verdict = _verdict(script, tmp_path, precision)
+    assert verdict.word == "EQUAL", verdict.lines()
+
+
+FOURTH = BLIND / "fourth"
+FOURTH_CODES = {
+    "w01": "LS101",
+    "w02": "LS201",
+    "w03": "LS301",
+    "w04": "LS205",
+    "w05": "LS306",
+    "w06": "LS404",
+    "w07": "LS302",
+    "w08": "LS207",
+    "w09": "LS304",
+    "w10": "LS303",
+    "w11": "LS106",
+    "w12": "LS402",
+    "w13": "LS405",
+    "w14": "LS202",
+    "w15": "LS406",
+    "w16": "LS309",
+    "w17": "LS105",
+    "w18": "LS305",
+    "w19": "LS305",
+    "w20": "LS311",  # FSDP2 shards the blocks only: the parameters named are the right ones
+    "w21": "LS312",
+    "w22": "LS402",
+    "w23": "LS311",
+}
+
+
+@pytest.mark.parametrize("name", FOURTH_CODES)
+def test_a_defect_of_the_fourth_set_is_named(name: str, tmp_path: Path) -> None:
+    verdict = _verdict(FOURTH / "wrong" / f"{name}.py", tmp_path).as_json()
+    assert verdict["verdict"] == "DIFFERENT"
+    assert verdict["findings"][0]["code"] == FOURTH_CODES[name], verdict["findings"]
+
+
+@pytest.mark.parametrize(
+    "script", sorted((FOURTH / "right").glob("*.py")), ids=lambda path: path.stem
+)
+def test_a_right_script_of_the_fourth_set_is_equal(script: Path, tmp_path: Path) -> None:
+    verdict = _verdict(script, tmp_path)
     assert verdict.word == "EQUAL", verdict.lines()
