@@ -5,8 +5,8 @@ contact stand in docs/verify.md; here stands what `verify` says now.
 
 Each script in `blind` has one defect, which `answers.json` describes; those in `blind/right` have
 none. Two people wrote them, the second those that begin with a letter. Those in `blind/third` are
-by a third one, and those in `blind/fourth` by a fourth. `verify` still refuses r02 in float64, since it names dtypes itself, and names no
-cause of w10, in which rank 0 alone calls a collective.
+by a third one, and those in `blind/fourth` by a fourth. `verify` still refuses r02 in float64,
+since it names dtypes itself, and names no cause of w10, in which rank 0 alone calls a collective.
 """
 
 from __future__ import annotations
