@@ -70,6 +70,24 @@ def test_a_node_may_come_again_after_it_was_lost_and_takes_its_place() -> None:
 
 
 @pytest.mark.parametrize(
+    ("older", "newer", "expected"),
+    [
+        # An elastic run has lost the newer node in round 1; the older one got its rank in round 3.
+        ({"started": 3, "state": LEFT}, {"started": 1, "state": LOST}, 1),
+        ({"started": 3}, {"started": 1, "state": LOST}, 1),
+        ({"started": 2, "state": LOST}, {"started": 3, "state": LEFT}, 2),
+        ({"started": 2, "state": LOST}, {"started": 2, "state": LEFT}, 2),
+        ({"started": 2, "state": LOST}, {}, 2),
+    ],
+)
+def test_of_two_nodes_of_a_rank_the_one_that_has_started_last_counts(
+    older: dict[str, object], newer: dict[str, object], expected: int
+) -> None:
+    nodes = [node(0), node(1, 1, **older), node(1, 2, **newer)]
+    assert [each.number for each in without_replaced(nodes)] == [0, expected]
+
+
+@pytest.mark.parametrize(
     ("nodes", "text"),
     [
         ([node(0, round=1), node(1, 1, round=1)], ""),

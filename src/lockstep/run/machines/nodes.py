@@ -188,14 +188,18 @@ def format_nnodes(nodes: str) -> str:
 def without_replaced(nodes: Iterable[Node]) -> list[Node]:
     """Returns the nodes without those that have been replaced by a newer node of the same rank.
 
-    A launcher that is started again gets a new node, with the rank of its old one. Of two nodes of
-    one rank, the newer one is returned, except in the last case:
+    A launcher that is started again gets a new node, with the rank of its old one. In an elastic
+    run, an older node may also get the rank of a newer one that was lost. Of two nodes of one rank,
+    this one is returned:
 
         older node    newer node    returned
         gone          here          newer
-        gone          gone          newer
         here          here          newer
         here          gone          older
+        gone          gone          the one that has started ranks last; in doubt the newer
+
+    In the last case the node that was lost before has an outdated report. If it were returned, the
+    report of the other, which has ended well, would be missing, and would be waited for.
 
     Nodes without a rank are all returned.
     """
@@ -206,11 +210,19 @@ def without_replaced(nodes: Iterable[Node]) -> list[Node]:
             continue
 
         older = node_of_rank.get(newer.rank)
-        only_older_is_here = older is not None and older.state == HERE and newer.state != HERE
-        if not only_older_is_here:
+        if older is None or _replaces(newer, older):
             node_of_rank[newer.rank] = newer
 
     return [node for node in nodes if node.rank is None or node_of_rank[node.rank] is node]
+
+
+def _replaces(newer: Node, older: Node) -> bool:
+    """Returns True if a node takes the place of an older one of the same rank."""
+    if newer.state == HERE:
+        return True
+    if older.state == HERE:
+        return False
+    return newer.started >= older.started
 
 
 def describe_present(nodes: Iterable[Node]) -> str:
