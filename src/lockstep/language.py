@@ -433,7 +433,7 @@ class Reading:
 
     template: Template
     spans: tuple[Span, ...]
-    """Where the values of the template's fields are in the text."""
+    """The places in the text of the values of the template's fields."""
     translation: Translation
 
     def translates_more_than(self, other: Reading) -> bool:

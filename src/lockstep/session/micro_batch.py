@@ -109,6 +109,11 @@ class MicroBatch:
         return self.last or (self.has_own_step and self.virtual_rank_ends)
 
     @property
+    def is_only_of_step(self) -> bool:
+        """True if an optimizer steps for this micro-batch alone, so that nothing accumulates."""
+        return self.opens_step and self.closes_step
+
+    @property
     def begins_gradients(self) -> bool:
         """True if it is the first micro-batch that adds to a gradient in `parameter.grad`."""
         return self.first or self.virtual_rank_begins

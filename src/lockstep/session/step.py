@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 CHECK_EVERY = 200
-"""By default, the ranks are compared once in this number of global batches."""
+"""The number of global batches from one comparison of the ranks to the next, by default."""
 _EARLY_CHECKS = frozenset({1, 2, 3, 10})
 
 
@@ -246,8 +246,7 @@ class Step:
 
         # A step of a single micro-batch is never left half-way.
         micro_batch = training_pass.micro_batch
-        is_only_micro_batch = micro_batch.opens_step and micro_batch.closes_step
-        if is_only_micro_batch:
+        if micro_batch.is_only_of_step:
             return False
 
         # While the pass is trained, its latest step is the current one. This is so even in the last
@@ -338,8 +337,7 @@ class Step:
         # If each delivery has its own optimizer step and all of them have the same weight, it makes
         # no difference which one is trained first. Then training on this one may begin at once.
         being_trained = training_pass.being_trained
-        has_own_step = delivery.micro_batch.opens_step and delivery.micro_batch.closes_step
-        if being_trained is None or not has_own_step:
+        if being_trained is None or not delivery.micro_batch.is_only_of_step:
             return
         if weigh_the_same([being_trained, *training_pass.untrained]):
             self._begin_delivery(delivery)

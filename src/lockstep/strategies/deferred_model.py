@@ -594,8 +594,8 @@ class _CopyToTargets:
     def __init__(self, recording: Recording) -> None:
         self.recording = recording
         self._targets_of_key: dict[int, list[tuple[RecordedSource, Tensor]]] = {}
-        """By the key of a piece of recorded memory: the tensors whose values are in it, and where
-        in it."""
+        """The tensors whose values are in a piece of recorded memory, each with its place there, by
+        the key of that piece."""
 
     def add(self, source: RecordedSource, target: Tensor) -> None:
         """Adds a tensor that gets its values from the recording.

@@ -175,7 +175,7 @@ class PreparedOptimizer(_DelegatesToInner, Optimizer):
         """In how many of its micro-batches `step()` was called in the latest global batch with a
         missed step, and how many micro-batches it had."""
 
-        self._num_backwards = 0
+        self.num_backwards = 0
         """The number of backward passes since the present optimizer step began to accumulate."""
         self._key_of_incomplete_step: StepKey | None = None
         """The latest optimizer step that lacks gradients, because `zero_grad()` cleared those of
@@ -359,8 +359,8 @@ class PreparedOptimizer(_DelegatesToInner, Optimizer):
         # is not made, the loop leaves the step out on purpose, and the mark has no effect.
         key = self._step.key
         has_stepped = self._key_of_latest_step == key
-        has_gradients_of_step = self._num_backwards > 0 and not has_stepped
-        if has_gradients_of_step and not self._is_whole_batch():
+        has_gradients_of_step = self.num_backwards > 0 and not has_stepped
+        if has_gradients_of_step and not self._step.micro_batch.is_only_of_step:
             self._key_of_incomplete_step = key
 
         if set_to_none and self._has_plain_zero_grad:
@@ -384,11 +384,6 @@ class PreparedOptimizer(_DelegatesToInner, Optimizer):
 
         has_stepped = self._key_of_latest_step == key
         return not has_stepped and self._step.is_unfinished(key)
-
-    def _is_whole_batch(self) -> bool:
-        """Returns True if the present micro-batch is all that the optimizer steps for."""
-        micro_batch = self._step.micro_batch
-        return micro_batch.opens_step and micro_batch.closes_step
 
     def _count_incomplete_step(self, *, lacks_gradients: bool) -> None:
         """Counts incomplete steps in a row, and warns, once, if there are several.
@@ -432,13 +427,9 @@ class PreparedOptimizer(_DelegatesToInner, Optimizer):
             self.inner.zero_grad()
         self._key_of_postponed_clearing = None
 
-    def count_backward(self) -> None:
-        """Counts a backward pass of the present optimizer step."""
-        self._num_backwards += 1
-
     def begin_global_batch(self) -> None:
         """Resets what is recorded about the calls of a global batch."""
-        self._num_backwards = 0
+        self.num_backwards = 0
         self._num_early_calls = 0
         self._line_of_early_call = None
         self._is_clipped = False
@@ -803,8 +794,6 @@ class _OptimizerEvents(Extension):
 
     def __init__(self, optimizer: PreparedOptimizer) -> None:
         self._optimizer = optimizer
-        self._num_backwards = 0
-        """The number of backward passes in the present global batch."""
         self._num_micro_batches_trained = 0
         """The number of micro-batches in the present global batch, once all of them had a backward
         pass; 0 before that."""
@@ -817,9 +806,8 @@ class _OptimizerEvents(Extension):
 
     def after_backward(self, loss: Tensor, micro_batch: MicroBatch) -> None:
         """Records when all micro-batches of a global batch have had a backward pass."""
-        self._optimizer.count_backward()
-        self._num_backwards += 1
-        is_complete = self._num_backwards >= micro_batch.num_micro_batches
+        self._optimizer.num_backwards += 1
+        is_complete = self._optimizer.num_backwards >= micro_batch.num_micro_batches
         if micro_batch.closes_step and is_complete:
             self._num_micro_batches_trained = micro_batch.num_micro_batches
 
@@ -832,7 +820,6 @@ class _OptimizerEvents(Extension):
         """Records whether the optimizer has stepped for the previous global batch."""
         if self._num_micro_batches_trained:
             self._optimizer.count_missed_step(self._num_micro_batches_trained)
-        self._num_backwards = 0
         self._num_micro_batches_trained = 0
         self._optimizer.begin_global_batch()
 

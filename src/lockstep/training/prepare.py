@@ -370,8 +370,7 @@ class Preparer:
         training_pass = self.run.step.training_pass
         micro_batch = training_pass.micro_batch
 
-        is_only_micro_batch_of_step = micro_batch.opens_step and micro_batch.closes_step
-        if is_only_micro_batch_of_step:
+        if micro_batch.is_only_of_step:
             return  # nothing accumulates
 
         # First check: several backward passes in one micro-batch, for several optimizers. In a GAN,

@@ -486,15 +486,16 @@ class DeviceCheck(Extension):
                 differing.append(name)
                 verdicts.append(judge_states(bits_of_rank))
 
-        # Each tensor has a verdict of its own. If a majority is right in all of them, every rank
-        # that is wrong in one of them is named. Otherwise, the first verdict without a majority is
-        # told.
-        # (`Kind.WRONG` is the kind of a verdict by majority.)
+        # Each tensor has a verdict of its own. If a majority is right in all of them, which gives
+        # verdicts of `Kind.WRONG`, every rank that is wrong in one of them is named. Otherwise, the
+        # first verdict without a majority is told.
         undecided = [verdict for verdict in verdicts if verdict.kind is not Kind.WRONG]
         if undecided:
             verdict = undecided[0]
         else:
-            wrong_ranks = {rank for verdict in verdicts for rank in verdict.ranks}
+            wrong_ranks: set[int] = set()
+            for verdict_on_tensor in verdicts:
+                wrong_ranks.update(verdict_on_tensor.ranks)
             verdict = Verdict(Kind.WRONG, sorted(wrong_ranks))
         self._raise_wrong_device(verdict, message.Holding(kind, ranks), differing)
 

@@ -116,7 +116,7 @@ class _LargePiece(NamedTuple):
 
     tensor_index: int
     hash_index: int
-    """As in `TensorPart`."""
+    """The index of the hash that its value is added to, the same as in `TensorPart`."""
     elements: tuple[int, int]
     """The first element of the piece within its tensor, and the one after its last."""
     factors: Any
