@@ -247,7 +247,7 @@ def test_a_store_that_goes_away_is_reported(free_port: Callable[[], int]) -> Non
 
 
 def test_a_rank_0_that_falls_silent_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lockstep.distributed.join.GRACE_S", 0.1)
+    monkeypatch.setattr("lockstep.distributed.join.DECISION_GRACE_S", 0.1)
     store = dist.HashStore()
     rank_of(0, 1).join(store)
     store.delete_key("decision")

@@ -18,6 +18,7 @@ from ranks import run_ranks
 
 import lockstep
 from lockstep.distributed import init_file, rendezvous
+from lockstep.distributed import join as join_protocol
 from lockstep.distributed.backend import choose_backend, close_group, open_group
 from lockstep.distributed.manifest import collect
 from lockstep.distributed.network import (
@@ -46,7 +47,11 @@ Outcome = tuple[str, str]
 
 
 def try_to_join(init_method: str | None, timeout: float) -> Outcome:
-    """The error's class and text, or ("joined", the ranks met)."""
+    """The error's class and text, or ("joined", the ranks met).
+
+    Rank 0 stays until all others have read an error. On a busy machine one may come very late.
+    """
+    join_protocol.READING_GRACE_S = ranks.HANG_S
     topology = detect(os.environ)
     assert topology is not None
     try:

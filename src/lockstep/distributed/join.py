@@ -38,9 +38,13 @@ from lockstep.distributed.network import boot_id, wait_until
 from lockstep.distributed.topology import Topology
 from lockstep.wording import format_ranks, group_by_key
 
-GRACE_S = 5.0
-"""How many seconds longer than the timeout a rank waits for the decision of a rank 0 that has come,
-and how long rank 0 waits until the others have read an error."""
+DECISION_GRACE_S = 5.0
+"""How many seconds longer than the timeout a rank waits for the decision of a rank 0 that has
+come."""
+READING_GRACE_S = 30.0
+"""How many seconds rank 0 waits until the others have come and read an error. A rank that comes
+later finds no store and cannot learn why. On a busy machine, two ranks that were started together
+may come ten seconds apart."""
 
 REQUEST_MARK = '{"number": '
 """How the JSON of a `JoinRequest` begins."""
@@ -204,7 +208,7 @@ class Join:
             advice_on_file = f"; remove {self.file} before the next try"
         self._await_rank_0(request, advice_on_file)
 
-        deadline = time.monotonic() + self.timeout_s + GRACE_S
+        deadline = time.monotonic() + self.timeout_s + DECISION_GRACE_S
         if not self._wait_for_key("decision", deadline):
             rank_0 = read_request(self.store, "rank 0")
             raise errors.MissingRankError(
@@ -448,7 +452,7 @@ class Join:
         return topologies
 
     def _wait_for_readers(self, own_request: JoinRequest, error: JoinFailure) -> None:
-        """Waits, up to `GRACE_S` seconds, until the other processes have read the error.
+        """Waits, up to `READING_GRACE_S` seconds, until the other processes have read the error.
 
         Rank 0 may host the store, so the others could not read the error after it has exited.
 
@@ -460,7 +464,7 @@ class Join:
         def all_have_read() -> bool:
             return self._all_have_come_after(error) and self._all_have_read(own_request)
 
-        wait_until(all_have_read, time.monotonic() + GRACE_S)
+        wait_until(all_have_read, time.monotonic() + READING_GRACE_S)
 
     def _all_have_come_after(self, error: JoinFailure) -> bool:
         """Returns True if no other process is expected to come after this error.
