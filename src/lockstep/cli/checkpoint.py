@@ -133,14 +133,15 @@ def diff_command(
     from lockstep.checkpoint.comparison import compare, rename_to_match
     from lockstep.checkpoint.contents import open_contents
 
-    # `reading` contains the values of --name, --trust and --training.
+    # `reading` contains the values of --name, --trust and --training. `everything` also opens the
+    # values that are not tensors.
     try:
         contents_a = open_contents(a, everything=True, **reading)
         contents_b = open_contents(b, everything=True, **reading)
         tensors_a = _all_tensors(contents_a)
         tensors_b = _all_tensors(contents_b)
 
-        # `changes` is a text that says how the names of B must be changed to match those of A.
+        # The names of B may have to be changed to match those of A; a text says how.
         tensors_b_renamed, changes = rename_to_match(tensors_a, tensors_b)
         if changes:
             pairing = "paired after this" if match else "with --match they would pair after this"
@@ -305,7 +306,12 @@ def _inspection_as_json(inspection: Inspection) -> dict[str, Any]:
 
 
 def _contents_as_json(contents: Contents) -> dict[str, Any]:
-    """Returns everything that is known about a checkpoint or a file, as plain values."""
+    """Returns everything that is known about a checkpoint or a file, as plain values.
+
+    "tensors" are the weights and buffers of the models, and "training" the tensors of the training
+    state, such as those of the optimizer. "extra" are the names of saved values that are not
+    tensors.
+    """
     from lockstep.checkpoint.contents import totals
 
     return {
@@ -324,8 +330,10 @@ def _contents_as_json(contents: Contents) -> dict[str, Any]:
 def _describe_tensors(tensors: Mapping[str, LazyTensor]) -> list[dict[str, Any]]:
     """Returns the name, shape, dtype and size of each tensor, as plain values.
 
-    If a tensor is stored under several names, "tied_to" of all names except the first is the first
-    name. Otherwise it is None.
+    If a tensor is stored under several names, all other names have the first one as "tied_to":
+
+        {"name": "embedding.weight", ..., "tied_to": None}
+        {"name": "head.weight", ..., "tied_to": "embedding.weight"}
     """
     from lockstep.checkpoint.contents import tied_to
     from lockstep.checkpoint.lazy_tensor import dtype_name
@@ -344,7 +352,10 @@ def _describe_tensors(tensors: Mapping[str, LazyTensor]) -> list[dict[str, Any]]
 
 
 def _print_health(inspection: Inspection) -> None:
-    """Prints a line for each checkpoint, and for each save that was interrupted."""
+    """Prints a line for each checkpoint, and for each save that has not ended.
+
+    A save has not ended if its process was stopped, or if it is being written at this moment.
+    """
     for health in inspection.checkpoints:
         if health.problems:
             _print(f"{health.path}: {'; '.join(health.problems)}")
@@ -365,8 +376,8 @@ def _print_health(inspection: Inspection) -> None:
         _print("no complete checkpoint is there; lockstep checkpoint repair says what can be done")
         return
 
-    # The contents of a complete checkpoint, or of a file of weights, are printed next. An empty
-    # line separates them from the lines above, which a file of weights does not have.
+    # The caller prints the contents next. An empty line separates them from the lines above. A file
+    # of weights has contents, but no checkpoints, so nothing was printed for it.
     if inspection.checkpoints:
         _print()
 
@@ -395,7 +406,9 @@ def _print_contents(contents: Contents, sort: str, limit: int) -> None:
 
     rows = []
     for tensor in shown:
-        first_name = tensor["tied_to"]  # None unless the tensor was already shown under this name
+        # A tensor that is stored under a second name has no size of its own. The table then says
+        # "is embedding.weight" in place of the size.
+        first_name = tensor["tied_to"]
         size = f"is {first_name}" if first_name else _format_size(tensor["bytes"])
         rows.append((tensor["name"], str(tensor["shape"]), tensor["dtype"], size))
     _print_table(("name", "shape", "dtype", "size"), rows, right_aligned=(3,))
@@ -403,6 +416,8 @@ def _print_contents(contents: Contents, sort: str, limit: int) -> None:
         _print(f"... and {len(tensors) - len(shown)} more (--limit 0 shows all)")
     _print()
 
+    # The weights, the tensors of the training state (such as the optimizer's), and all other saved
+    # values.
     _print_totals("total", contents.tensors)
     if contents.training:
         _print_totals("besides, of the training", contents.training)
@@ -455,17 +470,21 @@ def _pair_row(pair: Pair) -> tuple[str, ...]:
     differing = []
     if a.dtype is not b.dtype:
         differing.append("dtype")
-    if values.count:
+    if values.count > 0:
         differing.append("values")
-    if any(values.nans):  # the numbers of NaNs in A and in B
-        differing.append(f"NaN {values.nans[0]}/{values.nans[1]}")
+
+    num_nans_in_a, num_nans_in_b = values.nans
+    if num_nans_in_a > 0 or num_nans_in_b > 0:
+        differing.append(f"NaN {num_nans_in_a}/{num_nans_in_b}")
+
     what = ", ".join(differing) or "equal"
     cells = (pair.name, what, _dtype_and_shape(a), _dtype_and_shape(b))
 
-    # `count` is 0 if the values differ by no more than --atol and --rtol allow. The largest
-    # difference may be 0 although values differ, if one of two values is NaN.
-    values_are_same = values.count == 0 and values.absolute == 0
-    if values_are_same:
+    # For example, with --atol 0.1:
+    #   A = [1.0], B = [1.0]:  no value differs, and the largest difference is 0
+    #   A = [1.0], B = [1.01]: no value differs by more than is allowed, but 0.01 is shown
+    #   A = [1.0], B = [nan]:  one value differs, although no difference can be computed for it
+    if values.count == 0 and values.absolute == 0:
         return (*cells, "0", "", "")
 
     num_values = f"{values.count}/{a.num_elements}"
@@ -508,7 +527,12 @@ def _print_table(
 
 
 def _differing_extra(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
-    """Returns the names of values that differ between the two sides and are not tensors."""
+    """Returns the names of saved values that are not tensors and differ between `a` and `b`.
+
+    Args:
+        a: the values of one checkpoint or file by name, such as {"epoch": 3}.
+        b: those of the other one.
+    """
     from lockstep.checkpoint.comparison import same_extra
 
     differing = []

@@ -42,7 +42,7 @@ BETWEEN_MACHINES = "between the machines"
 @click.option(
     "--ssh", default="ssh", help="With --hosts: the ssh command, such as 'ssh -F config'."
 )
-@click.option("--json", "as_json", metavar="[FILE]", is_flag=False, flag_value="-",
+@click.option("--json", "json_file", metavar="[FILE]", is_flag=False, flag_value="-",
               help="Write the report to FILE, or to stdout.")  # fmt: skip
 @click.pass_context
 def command(
@@ -54,14 +54,14 @@ def command(
     script: str | None,
     data: str | None,
     ssh: str,
-    as_json: str | None,
+    json_file: str | None,
 ) -> None:
     """Checks versions, GPUs, cores, memory, limits, clock, disk and network in under 30 seconds.
 
     Each check is one line: ok, warning or error, what was found, and what to do.
     """
-    # This command has no arguments. The user wrote `lockstep doctor a b`, or `lockstep doctor
-    # --hosts a b` without commas.
+    # This command takes options only. If there are arguments, the user has probably named machines
+    # without --hosts, `lockstep doctor a b`, or without commas, `lockstep doctor --hosts a b`.
     if ctx.args:
         machines = [hosts, *ctx.args] if hosts else ctx.args
         do = f"lockstep doctor --hosts {','.join(machines)}"
@@ -74,7 +74,7 @@ def command(
         files["data"] = data
 
     if hosts is not None:
-        exit_code = _examine_hosts(hosts, folder, ssh, files, fix, as_json)
+        exit_code = _examine_hosts(hosts, folder, ssh, files, fix, json_file)
         ctx.exit(exit_code)  # raises click's exception, so nothing below is run
 
     if files:
@@ -83,28 +83,28 @@ def command(
             f"--{first_option}", "there is nothing to compare it with", "add --hosts"
         )
 
-    ctx.exit(_examine_this_machine(folder, fix, as_json))
+    ctx.exit(_examine_this_machine(folder, fix, json_file))
 
 
-def _examine_this_machine(folder: Path, fix: bool, as_json: str | None) -> int:
+def _examine_this_machine(folder: Path, fix: bool, json_file: str | None) -> int:
     """Prints the findings about this machine, and returns the exit code.
 
     Args:
         folder: the folder for checkpoints.
         fix: whether to repair what can be repaired.
-        as_json: the file for the report, see `write_json`.
+        json_file: the file for the report, see `write_json`.
     """
     from lockstep import doctor
 
     facts, repairs = doctor.examine(folder, repair=fix)
     findings = doctor.judge(facts)
-    print_for_people(_report_lines(findings, repairs), as_json)
-    write_json(as_json, doctor.as_json(facts, findings))
+    print_for_people(_report_lines(findings, repairs), json_file)
+    write_json(json_file, doctor.as_json(facts, findings))
     return doctor.exit_code(findings)
 
 
 def _examine_hosts(
-    hosts: str, folder: Path, ssh: str, files: Mapping[str, str], fix: bool, as_json: str | None
+    hosts: str, folder: Path, ssh: str, files: Mapping[str, str], fix: bool, json_file: str | None
 ) -> int:
     """Prints the findings about several machines and the links between them.
 
@@ -114,7 +114,7 @@ def _examine_hosts(
         ssh: the ssh command.
         files: the files to compare on all machines: `script`, a file, and `data`, a file or folder.
         fix: whether to repair on each machine what can be repaired.
-        as_json: the file for the report, see `write_json`.
+        json_file: the file for the report, see `write_json`.
 
     Returns:
         The exit code.
@@ -131,8 +131,8 @@ def _examine_hosts(
     sections = _findings_by_section(facts_of_machine, failures)
     report = []
     for section, findings in sections.items():
-        # Each section is about a machine, and has its name. Only the last one is about the links
-        # between the machines.
+        # A section is named after the machine that it is about. Only the last one is about the
+        # links between the machines, and has a title in words.
         title = section
         if section == BETWEEN_MACHINES:
             title = translate(section)
@@ -142,7 +142,7 @@ def _examine_hosts(
         repairs = facts.get("fixed", ())
         report.append(f"{title}:")
         report += [f"  {line}" for line in _report_lines(findings, repairs)]
-    print_for_people(report, as_json)
+    print_for_people(report, json_file)
 
     findings_as_json = {}
     for section, findings in sections.items():
@@ -150,7 +150,7 @@ def _examine_hosts(
             check: {"level": finding.level, "found": finding.found, "do": finding.do}
             for check, finding in findings.items()
         }
-    write_json(as_json, {"findings": findings_as_json, "facts": facts_of_machine})
+    write_json(json_file, {"findings": findings_as_json, "facts": facts_of_machine})
 
     return max(doctor.exit_code(findings) for findings in sections.values())
 
@@ -175,6 +175,8 @@ def _findings_by_section(
     for machine, facts in facts_of_machine.items():
         sections[machine] = doctor.judge(facts["checks"])
 
+    # The failure comes first, as a check called "reached". The findings that the machine has sent
+    # before it failed follow.
     for machine, failure in failures.items():
         sections[machine] = {"reached": failure, **sections.get(machine, {})}
 

@@ -48,9 +48,10 @@ def command(words: tuple[str, ...], markdown: str | None) -> None:
         return
 
     entry = entries[0]
-    code_without_letters = entry.code.removeprefix("LS")
 
-    # If there is no such code, `find` returns the entry with the most similar one.
+    # The user may write LS303, ls303 or 303. If there is no such code, `find` returns the entry
+    # with the most similar code.
+    code_without_letters = entry.code.removeprefix("LS")
     is_this_code = query.upper() in (entry.code, code_without_letters)
     if _is_code(query) and not is_this_code:
         click.echo(translate(f"There is no {query}; the nearest is:"))

@@ -49,25 +49,31 @@ class TranslatedHelp(click.HelpFormatter):
     def write_dl(
         self, rows: Iterable[tuple[str, str]], col_max: int = 30, col_spacing: int = 2
     ) -> None:
-        """Writes terms, each with its text in a second column.
+        """Writes a definition list: terms, such as options, each with its text in a second column.
+
+        This overrides a method of click, which has these names.
 
         Args:
             rows: the terms and their texts.
-            col_max: the text of a longer term begins in the next line.
+            col_max: the largest width of the first column. If a term is wider, its text begins in
+                the next line.
             col_spacing: blanks between the columns.
         """
         rows = list(rows)
         widest = max(width_of(term) for term, _ in rows)
-        first_column = min(widest, col_max) + col_spacing
+        term_width = min(widest, col_max)
+        first_column = term_width + col_spacing
         indent = " " * self.current_indent
         text_width = max(self._text_width() - self.current_indent - first_column, 10)
+
         for term, text in rows:
             lines = wrap(_translate_help(text), text_width)
-            if width_of(term) > first_column - col_spacing:
+            if width_of(term) > term_width:
                 self.write(f"{indent}{term}\n")
             else:
                 first_line = lines.pop(0) if lines else ""
                 self.write(f"{indent}{pad(term, first_column)}{first_line}".rstrip() + "\n")
+
             for line in lines:
                 self.write(f"{indent}{' ' * first_column}{line}\n")
 
@@ -128,6 +134,7 @@ def _translate_help(text: str) -> str:
         if is_translated or note_at_end is None:
             return translated + notes
 
+        # "Stop after N steps.  [default: 3]" gives "Stop after N steps." and "default: 3".
         help_text, note = note_at_end.groups()
         default = DEFAULT.fullmatch(note)
         if default is not None:

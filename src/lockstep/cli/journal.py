@@ -64,6 +64,7 @@ def show_command(run: Path, last: int) -> None:
     try:
         lines = summary_lines(run, last)
     except LockstepError as error:
-        error.exit_code = 2
+        error.exit_code = 2  # as of the other commands on journals, where 1 means that they differ
         raise
+
     click.echo("\n".join(lines))

@@ -71,15 +71,16 @@ def find_launch_file(folder: Path) -> LaunchFile | None:
     Raises:
         SettingError: the file cannot be read, or is not yours.
     """
-    folder = folder.absolute()
-    for place in (folder, *folder.parents):
+    working_folder = folder.absolute()
+    for place in (working_folder, *working_folder.parents):
         is_writable_by_all = bool(place.stat().st_mode & stat.S_IWOTH)
-        if is_writable_by_all and place != folder:
+        if is_writable_by_all and place != working_folder:
             return None
 
         path = place / FILE_NAME
         if path.is_file():
-            if is_writable_by_all and not _is_own(path):
+            may_be_trusted = not is_writable_by_all or _is_own(path)
+            if not may_be_trusted:
                 raise SettingError(
                     f"the launch file {path}",
                     "another user may have written it: every user may write in its folder",
@@ -87,10 +88,12 @@ def find_launch_file(folder: Path) -> LaunchFile | None:
                 )
             return read_launch_file(path)
 
-        # Most files of this name are not about Lockstep, so one of another user's is no error.
+        # Most files called pyproject.toml have nothing to do with Lockstep. So one that may not be
+        # trusted is skipped, without an error.
         path = place / PYPROJECT
-        if path.is_file() and (_is_own(path) or not is_writable_by_all):
-            file = _read_table(path)
+        if path.is_file():
+            may_be_trusted = not is_writable_by_all or _is_own(path)
+            file = _read_table(path) if may_be_trusted else None
             if file is not None:
                 return file
 
@@ -106,9 +109,11 @@ def _is_own(path: Path) -> bool:
 
 
 def _read_table(path: Path) -> LaunchFile | None:
-    """Reads the table `[tool.lockstep]` of a `pyproject.toml` that was found; None without one.
+    """Reads the table `[tool.lockstep]` of a `pyproject.toml`, and returns None if it has none.
 
-    A file that cannot be read, and does not name Lockstep, is the business of other tools.
+    Raises:
+        SettingError: the file contains the word "lockstep" and is not valid. Any other file that is
+            not valid is ignored.
     """
     try:
         file = read_launch_file(path)
@@ -120,7 +125,9 @@ def _read_table(path: Path) -> LaunchFile | None:
         if names_lockstep:
             raise
         return None
-    return file if file.values else None
+
+    has_table = bool(file.values)
+    return file if has_table else None
 
 
 def read_launch_file(path: Path) -> LaunchFile:
@@ -161,7 +168,9 @@ def read_launch_file(path: Path) -> LaunchFile:
     for key, value in content.items():
         values[key.replace("_", "-")] = value
 
-    return LaunchFile(name, values, _lines_of_keys(text, in_table=is_table_of_pyproject))
+    # Errors name the line of a wrong value.
+    lines = _lines_of_keys(text, in_table=is_table_of_pyproject)
+    return LaunchFile(name, values, lines)
 
 
 def _name_for_messages(path: Path) -> str:
@@ -187,10 +196,13 @@ def _lines_of_keys(text: str, *, in_table: bool) -> dict[str, int]:
         # The options stand before the first table of lockstep.toml, or in the table [tool.lockstep]
         # of pyproject.toml. Any other table ends them.
         if stripped.startswith("["):
+            # TOML also allows `[ tool . lockstep ]`, and a comment after the bracket.
             is_inside = stripped.replace(" ", "").startswith(f"[{TABLE}]")
 
+        # `max_restarts` in the file is the option --max-restarts.
         match = re.match(r"""["']?([\w-]+)["']?\s*=""", stripped)
         if is_inside and match is not None:
-            lines.setdefault(match[1].replace("_", "-"), number)
+            key = match[1].replace("_", "-")
+            lines.setdefault(key, number)
 
     return lines

@@ -13,10 +13,10 @@ from lockstep.cli.output import print_for_people, write_json
     short_help="Checks that a run has trained on every sample exactly once.",
     epilog="Exit code 0: every sample was trained on exactly once; 1: not, or no ledger was found.",
 )
-@click.option("--json", "as_json", metavar="FILE", help="Write the report to FILE; - is stdout.")
+@click.option("--json", "json_file", metavar="FILE", help="Write the report to FILE; - is stdout.")
 @click.argument("run", type=click.Path(exists=True, file_okay=False, path_type=Path))
 @click.pass_context
-def command(ctx: click.Context, /, run: Path, as_json: str | None) -> None:
+def command(ctx: click.Context, /, run: Path, json_file: str | None) -> None:
     """Reads the sample ledger in folder RUN, recorded with `lockstep run --ledger RUN`.
 
     It reports the samples that an epoch repeated or skipped, across restarts and changes of world
@@ -25,6 +25,6 @@ def command(ctx: click.Context, /, run: Path, as_json: str | None) -> None:
     from lockstep.extensions.ledger.judge import judge
 
     report = judge(run)
-    print_for_people(report.lines(), as_json)
-    write_json(as_json, report.as_json())
+    print_for_people(report.lines(), json_file)
+    write_json(json_file, report.as_json())
     ctx.exit(1 if report.findings else 0)

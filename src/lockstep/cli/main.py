@@ -33,9 +33,10 @@ class LazyGroup(click.Group):
         parent: click.Context | None = None,
         **extra: Any,
     ) -> click.Context:
-        """Makes the context of a call, and translates the help of the command before.
+        """Translates the help of this command, and then makes the context of the call.
 
-        Click writes the help while it reads the arguments, which happens here.
+        Click reads the arguments while it makes the context, and prints the help if --help is
+        among them. So the help must be translated first.
         """
         translate_help(self)
         try:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 from pathlib import Path
 
@@ -29,7 +28,7 @@ from lockstep.units import format_bytes
 @click.option("--to", "tracker", type=click.Choice(["tensorboard", "wandb", "mlflow"]),
               help="Write the curves to this tracker instead.")  # fmt: skip
 @click.option(
-    "--json", "as_json", metavar="FILE", help="Write the report as JSON instead; - is stdout."
+    "--json", "json_file", metavar="FILE", help="Write the report as JSON instead; - is stdout."
 )
 @click.argument("run", type=click.Path(path_type=Path))
 @click.argument("others", nargs=-1, metavar="[OTHER]...", type=click.Path(path_type=Path))
@@ -39,7 +38,7 @@ def command(
     live: bool,
     port: int,
     tracker: str | None,
-    as_json: str | None,
+    json_file: str | None,
     others: tuple[Path, ...],
 ) -> None:
     """Builds a page from folder RUN, recorded with `lockstep run --report RUN`.
@@ -50,7 +49,7 @@ def command(
     """
     from lockstep.extensions.report.reading import Record
 
-    _check_json_alone(as_json, out, live, tracker)
+    _check_json_alone(json_file, out, live, tracker)
 
     record = Record(run)
     if tracker is not None:
@@ -68,10 +67,10 @@ def command(
         return
 
     other_records = [Record(folder) for folder in others]
-    if as_json is not None:
+    if json_file is not None:
         from lockstep.extensions.report.summary import summarize
 
-        write_json(as_json, summarize(record, other_records))
+        write_json(json_file, summarize(record, other_records))
         return
 
     if live:
@@ -97,14 +96,14 @@ def _say(line: str) -> None:
 
 
 def _check_json_alone(
-    as_json: str | None, out: Path | None, live: bool, tracker: str | None
+    json_file: str | None, out: Path | None, live: bool, tracker: str | None
 ) -> None:
     """Checks that --json is not combined with an option that asks for something else.
 
     Raises:
-        SettingError: it is.
+        SettingError: --json is given together with --out, --live or --to.
     """
-    if as_json is None:
+    if json_file is None:
         return
 
     for option, is_given in (
@@ -114,7 +113,7 @@ def _check_json_alone(
     ):
         if is_given:
             raise SettingError(
-                f"--json {as_json} with {option}",
+                f"--json {json_file} with {option}",
                 "--json writes no page and no curves",
                 "call the command once for each",
             )
@@ -132,26 +131,26 @@ def _is_stdout(path: Path) -> bool:
 
 
 def _write_page(path: Path, page: str) -> None:
-    """Writes the page, completely or not at all, and prints its size.
+    """Writes the page to a file, completely or not at all, and prints the size of the file.
+
+    The page may also be written to a pipe or a device. Then no size is printed: with
+    `--out /dev/stdout` it would become a part of the page.
 
     Raises:
         SettingError: the file cannot be written.
     """
     from lockstep.run.watch.evidence import write_atomically
 
-    target = Path(os.path.realpath(path))  # so that a symbolic link is kept
+    is_pipe_or_device = path.exists() and not path.is_file()
     try:
-        # A pipe or device cannot be replaced by a new file.
-        is_pipe_or_device = path.exists() and not path.is_file()
-        if is_pipe_or_device:
+        if is_pipe_or_device:  # it cannot be replaced by a new file
             path.write_text(page, encoding="utf-8")
-            return
-        write_atomically(target, page)
+        else:
+            # If the path is a symbolic link, the file that it points to is replaced.
+            write_atomically(Path(os.path.realpath(path)), page)
     except OSError as error:
-        with contextlib.suppress(OSError):
-            # Remove the temporary file of `write_atomically`.
-            target.with_name(f"{target.name}.new").unlink()
         found = f"it cannot be written: {error.strerror}"
         raise SettingError(f"--out {path}", found, "name another file") from error
 
-    click.echo(f"{click.format_filename(path)}: {format_bytes(len(page.encode()))}")
+    if not is_pipe_or_device:
+        click.echo(f"{click.format_filename(path)}: {format_bytes(len(page.encode()))}")

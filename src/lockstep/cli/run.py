@@ -23,12 +23,12 @@ from lockstep.cli import launch_file, run_help
 from lockstep.cli.launch_file import LaunchFile
 from lockstep.cli.run_options import (
     LAUNCH_FILE,
+    as_user_wrote_it,
     check_nproc,
     check_settings,
     comes_from_file,
     is_given,
     setting_options,
-    written,
 )
 from lockstep.errors import SettingError
 from lockstep.language import translate
@@ -97,6 +97,7 @@ class RunCommand(click.Command):
         try:
             return self._parse(ctx, args)
         except click.NoSuchOption:
+            # It may be a flag of torchrun, so these flags are read now, and parsed below.
             own_flags = _flags_of(self)
             options = []
             for option in torchrun_options():
@@ -121,7 +122,8 @@ class RunCommand(click.Command):
             param = error.param
             if param is None or not comes_from_file(ctx, str(param.name)):
                 raise
-            was_set = written(ctx, param, "")
+            # The value comes from the launch file, so no value from the command line is needed.
+            was_set = as_user_wrote_it(ctx, param, value="")
             raise SettingError(was_set, error.message, "correct it, or leave it out") from None
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -139,17 +141,18 @@ def _flags_of(command: click.Command) -> set[str]:
 
 def _unknown_flag_error(command: click.Command, ctx: click.Context, flag: str) -> SettingError:
     """Returns the error for a flag that neither this command nor torchrun has."""
-    # Flags are compared without their dashes, since the dashes would make all flags similar.
-    flag_of_word = {}
+    # The names are compared without dashes: `--x` and `--y` would be similar because of the dashes.
+    names = []
     for param in command.get_params(ctx):
         for spelling in param.opts:
             if spelling.startswith("--"):
-                flag_of_word[spelling.removeprefix("--")] = spelling
+                names.append(spelling.removeprefix("--"))
 
     do = "the script's own arguments go after the script: lockstep run SCRIPT " + flag
-    similar = difflib.get_close_matches(flag.lstrip("-"), flag_of_word, n=1)
-    if similar:
-        do = f"did you mean {flag_of_word[similar[0]]}? If not, {do}"
+    similar_names = difflib.get_close_matches(flag.lstrip("-"), names, n=1)
+    if similar_names:
+        similar_flag = f"--{similar_names[0]}"
+        do = f"did you mean {similar_flag}? If not, {do}"
 
     return SettingError(flag, "neither Lockstep nor torchrun has this flag", do)
 
@@ -174,11 +177,14 @@ def _read_launch_file(ctx: click.Context, param: click.Parameter, value: str | N
 
     Raises:
         SettingError: there is no such file, or it has a key or a value that no option has.
-        click.NoSuchOption: a key is no option of this command. It may be one of torchrun's flags,
-            which are read after this error; then the file is read again.
+        click.NoSuchOption: a key is not an option of this command, but may be one of torchrun's.
+            `RunCommand.parse_args` catches this error, reads torchrun's options, and parses the
+            command line again, which calls this function a second time.
     """
-    # Another launcher has started this one: it has read the file and passed on the options.
-    if OPTIONS_FROM_FILE in ctx.meta:
+    # With --hosts, for example, the user's command reads the launch file and starts this command on
+    # each machine, with all options and with --from-file, which sets this key of `ctx.meta`.
+    is_started_by_another_launcher = OPTIONS_FROM_FILE in ctx.meta
+    if is_started_by_another_launcher:
         return
 
     if value is None:
@@ -200,18 +206,17 @@ def _defaults_from_file(
     file.
 
     Raises:
-        SettingError: a key of the file is no option of this command or of torchrun.
-        click.NoSuchOption: a key is no option of this command, and torchrun's options are not read
-            yet. `RunCommand.parse_args` catches this error, reads them and parses again.
+        SettingError: a key of the file is an option neither of this command nor of torchrun.
+        click.NoSuchOption: a key is not an option of this command, and torchrun's options have not
+            been read yet. `RunCommand.parse_args` catches this error, reads them and parses again.
     """
-    option_of_key = _options_by_key(ctx)
+    option_of_key = _options_by_key(ctx)  # with torchrun's options, once they have been read
     torchrun_options_are_read = TORCHRUN_OPTIONS in ctx.meta
     defaults = {}
     for key in file.values:
+        if key not in option_of_key and not torchrun_options_are_read:
+            raise click.NoSuchOption(key)  # it may be an option of torchrun
         if key not in option_of_key:
-            if not torchrun_options_are_read:
-                raise click.NoSuchOption(key)
-
             raise _unknown_key_error(file, key, option_of_key)
 
         option = option_of_key[key]
@@ -251,8 +256,10 @@ def _options_by_key(ctx: click.Context) -> dict[str, click.Option]:
 
 
 def _variables_of_option(option: click.Option) -> list[str]:
-    """Returns the environment variables, of Lockstep or of torchrun, that set the same as an
-    option.
+    """Returns the environment variables that can be set instead of an option.
+
+    Those of Lockstep begin with LOCKSTEP_, those of torchrun with PET_, such as PET_NNODES for
+    --nnodes.
     """
     name = str(option.name)
     if name == "quiet":
@@ -317,8 +324,8 @@ def torchrun_options() -> list[click.Option]:
             click.Option(
                 # The name comes first, followed by the flags, such as --nnodes.
                 [f"{TORCHRUN_NAME_PREFIX}{action.dest}", *action.option_strings],
-                # An option with a value gets None and not False, by which click would understand
-                # that the value may be left out.
+                # For click, `is_flag=False` would mean an option whose value may be left out. With
+                # None it is an option with a value.
                 is_flag=True if takes_no_value else None,
                 expose_value=False,  # the callback handles the value
                 callback=_collect_torchrun_flag,
@@ -352,8 +359,9 @@ def _collect_torchrun_flag(
     flag = max(option.opts, key=len)  # the longest spelling: --module rather than -m
     if value is True:
         ctx.meta[TORCHRUN_FLAGS].append(flag)
-    elif option.is_eager and value:
-        # --print-completion, the only eager option: torchrun's parser prints and exits.
+    elif option.is_eager and value != "":
+        # --print-completion, the only eager option: torchrun's parser prints and exits. An empty
+        # value is passed on like that of any other flag.
         parse_flags([flag, value])
     else:
         ctx.meta[TORCHRUN_FLAGS] += [flag, value]
@@ -362,9 +370,10 @@ def _collect_torchrun_flag(
 def _check_ray_address(
     ctx: click.Context, option: click.Parameter, value: str | None
 ) -> str | None:
-    """Checks the address given with --ray, which may be the script or another word by mistake.
+    """Checks the address that is given with --ray.
 
-    This is the callback of the option.
+    In `lockstep run --ray train.py`, the user forgot the address, and click takes the script as the
+    value of --ray. This is the callback of the option.
 
     Raises:
         SettingError: it is not the address of a Ray cluster.
@@ -557,12 +566,15 @@ def _run_on_hosts(ctx: click.Context, script: str, args: tuple[str, ...]) -> Non
     if ctx.params["dry_run"]:
         click.echo(spec.describe())
     else:
-        _exit(ctx, run_on_hosts(spec, _say), script, args)
+        exit_code = run_on_hosts(spec, _say)
+        _exit(ctx, exit_code, script, args)
 
 
 def _run_on_ray(ctx: click.Context, script: str, args: tuple[str, ...]) -> None:
     """Runs the script on the nodes of a Ray cluster; with --dry-run only says how."""
     spec = _spec_for_unknown_machines(ctx, script, args, "--ray")
+
+    # With `--nproc auto`, the number of processes is only known on the machines.
     num_processes = int(spec.nproc) if spec.nproc.isdigit() else None
     check_settings(ctx, os.environ, num_processes)
 
@@ -570,12 +582,13 @@ def _run_on_ray(ctx: click.Context, script: str, args: tuple[str, ...]) -> None:
     if ctx.params["dry_run"]:
         click.echo(ray_run.describe(address, spec))
     else:
-        _exit(ctx, ray_run.run_on_ray(address, spec, _say), script, args)
+        exit_code = ray_run.run_on_ray(address, spec, _say)
+        _exit(ctx, exit_code, script, args)
 
 
 def _submit_to_slurm(ctx: click.Context, script: str, args: tuple[str, ...]) -> None:
     """Submits the run to Slurm as a job; with --dry-run only prints the script of the job."""
-    check_settings(ctx, os.environ, None)
+    check_settings(ctx, os.environ, num_processes=None)  # only the job will know the number
     options = _sbatch_options(ctx, script)
     launcher_arguments = _launcher_arguments(ctx, script, args)
     job_script = slurm_batch.job_script(options, ctx.params["nproc"], launcher_arguments)
@@ -626,7 +639,9 @@ def _settings_of_ranks(
     if quiet:
         given["quiet"] = 1
 
-    # A value inherited from another launcher must be replaced, even if there is no launch file.
+    # The ranks print this text, which they get in an environment variable. This process may have
+    # inherited the variable from another launcher, with a text about another launch file. Then the
+    # text must be replaced, even by an empty one.
     source = _source(ctx)
     if source or FROM_FILE_VARIABLE in os.environ:
         given["from_file"] = source
@@ -641,24 +656,28 @@ def _run_here(ctx: click.Context, spec: LaunchSpec) -> None:
         click.echo(plan_run(spec).describe())
     else:
         script = spec.script
-        _exit(ctx, run_script(spec, _print), script.path, script.arguments)
+        exit_code = run_script(spec, _print)
+        _exit(ctx, exit_code, script.path, script.arguments)
 
 
 def _source(ctx: click.Context) -> str:
     """Returns the launch file and the options that come from it: "lockstep.toml: nproc, precision".
 
-    The result is empty if there are none.
+    The result is empty if no option comes from a launch file.
     """
-    if OPTIONS_FROM_FILE in ctx.meta:  # the launcher that has started this one says so
-        source: str = ctx.meta[OPTIONS_FROM_FILE]
-        return source
+    # If another launcher has started this one, it has read the launch file and passes on this text
+    # with --from-file.
+    if OPTIONS_FROM_FILE in ctx.meta:
+        text: str = ctx.meta[OPTIONS_FROM_FILE]
+        return text
 
     file: LaunchFile | None = ctx.meta.get(LAUNCH_FILE)
     if file is None:
         return ""
 
+    # `copy = true` in the file has no effect in a run without --hosts, for example.
+    options_without_effect = set(_missing_main_options(ctx))
     option_of_key = _options_by_key(ctx)
-    options_without_effect = _needed_option_of(ctx)
     used = []
     for key in file.values:
         name = str(option_of_key[key].name)
@@ -683,6 +702,7 @@ def _num_processes_here(
         torchrun_flags: torchrun's flags and their values.
         environ: environment variables of this process.
     """
+    # Torchrun's flags can also be set by variables that begin with PET_.
     num_nodes = environ.get("PET_NNODES", "1")
     if "--nnodes" in torchrun_flags:
         num_nodes = torchrun_flags[torchrun_flags.index("--nnodes") + 1]
@@ -690,15 +710,18 @@ def _num_processes_here(
     if nproc is None:
         nproc = environ.get("PET_NPROC_PER_NODE", "1")
 
-    has_several_machines = num_nodes != "1"  # which may have other numbers of processes
+    # The same command on another machine may start another number of processes.
+    has_several_machines = num_nodes != "1"
     if has_several_machines or not nproc.isdigit():
         return None
     return int(nproc)
 
 
 def _num_processes_on_hosts(spec: HostsSpec) -> int | None:
-    """Returns the world size of a run on the machines of --hosts, or None if it is not known
-    yet.
+    """Returns the world size of a run on the machines of --hosts.
+
+    It is None if it is not known yet, since the number of processes depends on the machine, as with
+    --nproc=auto.
     """
     total = 0
     for host in spec.hosts:
@@ -738,13 +761,17 @@ def _hosts_spec(ctx: click.Context, script: str, args: tuple[str, ...]) -> Hosts
         # Whether the run goes on when the connection to a machine is lost.
         keep=ctx.params["on_lost"] == "keep",
     )
-    return spec.on_machines(parse_hosts(ctx.params["hosts"]))
+
+    machines = parse_hosts(ctx.params["hosts"])
+    return spec.on_machines(machines)
 
 
 def _spec_for_unknown_machines(
     ctx: click.Context, script: str, args: tuple[str, ...], option: str
 ) -> HostsSpec:
-    """Returns the request for a run on other machines, before it is known which these are.
+    """Describes a run on other machines, without saying which machines these are.
+
+    The caller fills in the machines (`HostsSpec.on_machines`).
 
     Args:
         ctx: the context of the command.
@@ -762,7 +789,7 @@ def _spec_for_unknown_machines(
     module = ctx.params["module"]
     check_script(Script(path=script, module=module))
     return HostsSpec(
-        hosts=(),
+        hosts=(),  # filled in by the caller
         arguments=_given_options(ctx),
         script=(script, *args),
         module=module,
@@ -785,6 +812,8 @@ def _sbatch_options(ctx: click.Context, script: str) -> list[str]:
     """
     from lockstep.run.start.script import check_script
 
+    # Whether --keep-in-memory is possible depends on torchrun's flags, such as --max-restarts.
+    # Torchrun's parser accepts them only together with a script.
     if ctx.params["keep_in_memory"]:
         check_keep_in_memory(parse_flags([*ctx.meta[TORCHRUN_FLAGS], script]))
 
@@ -801,23 +830,22 @@ def _sbatch_options(ctx: click.Context, script: str) -> list[str]:
     return sbatch_options
 
 
-def _needed_option_of(ctx: click.Context) -> dict[str, str]:
-    """Returns, for each option without effect in this run, the main option that it needs.
+def _missing_main_options(ctx: click.Context) -> dict[str, str]:
+    """Returns the options that have no effect, each with the main option without which it has none.
 
-    Without --hosts and --slurm, for example, it is `{"copy": "hosts", "nodes": "slurm", ...}`.
+    In a run without --hosts and --slurm, this is `{"copy": "hosts", "nodes": "slurm", ...}`.
     """
-    needed_option_of = {}
+    missing_main_options = {}
     for main_option, *dependent_options in (OPTIONS_OF_HOSTS, OPTIONS_OF_SLURM):
         if ctx.params[main_option] in (None, False):
             for option in dependent_options:
-                needed_option_of[option] = main_option
+                missing_main_options[option] = main_option
 
-    # With --ray, too, --forward-env has an effect, although it is an option of --hosts.
+    # --forward-env also has an effect with --ray, although it is listed above as needing --hosts.
     if ctx.params["ray"] is not None:
-        for option in OPTIONS_OF_RAY:
-            needed_option_of.pop(option, None)
+        missing_main_options.pop("forward_env", None)
 
-    return needed_option_of
+    return missing_main_options
 
 
 def _leave_out_places_of_file(ctx: click.Context) -> None:
@@ -840,19 +868,25 @@ def _check_combinations(ctx: click.Context) -> None:
         SettingError: an option has no effect without another one, or contradicts it.
     """
     flag_of = {str(param.name): param.opts[0] for param in ctx.command.params}
-    for option, main_option in _needed_option_of(ctx).items():
-        # The option is given without its main option. One in a launch file may be for other runs.
-        if is_given(ctx, option) and not comes_from_file(ctx, option):
+
+    # An option on the command line without its main option is a mistake: `--copy` without
+    # `--hosts`. A launch file may contain such an option, for runs that have the main option.
+    for option, main_option in _missing_main_options(ctx).items():
+        is_on_command_line = is_given(ctx, option) and not comes_from_file(ctx, option)
+        if is_on_command_line:
             raise SettingError(
                 flag_of[option], f"there is no {flag_of[main_option]}", "add it, or leave this out"
             )
 
-    # `--report tensorboard` is a mistake, unless a folder of this name has the record of a run.
+    # --report takes a folder for the record of the run. Whoever writes `--report tensorboard`
+    # probably took it for the name of a service, which is `--to tensorboard` of `lockstep report`.
+    # But if there is a folder of this name with the record of a run, the user means this folder.
     report = ctx.params["report"]
     if report in ("tensorboard", "wandb", "mlflow") and not _has_record(Path(report)):
         do = f"name one, and afterwards: lockstep report FOLDER --to {report}"
         raise SettingError(f"--report {report}", "it takes a folder for the record", do)
 
+    # Each of --hosts, --slurm and --ray says where the processes run.
     if ctx.params["hosts"] is not None and ctx.params["slurm"]:
         raise SettingError("--hosts with --slurm", "a job has machines of its own", "take one")
 
@@ -885,9 +919,12 @@ def _given_options(ctx: click.Context) -> list[str]:
     Options from the launch file are included, as other launchers do not read it. Options that these
     launchers do not get, or get in another way, are left out.
     """
-    left_out = {*OPTIONS_OF_HOSTS, *OPTIONS_OF_RAY, *OPTIONS_OF_SLURM, "nproc", "module", "dry_run"}
-    left_out |= {"launch_file", "from_file"}
+    left_out = {
+        *(*OPTIONS_OF_HOSTS, *OPTIONS_OF_RAY, *OPTIONS_OF_SLURM),
+        *("nproc", "module", "dry_run", "launch_file", "from_file"),
+    }
 
+    # --from-file says which of the options come from a launch file, for messages.
     words = [f"--from-file={_source(ctx)}"]
     for param in ctx.command.params:
         name = str(param.name)
@@ -943,8 +980,9 @@ def misplaced_option_hint(ctx: click.Context, script: str, args: tuple[str, ...]
 def _exit(ctx: click.Context, exit_code: int, script: str, args: tuple[str, ...]) -> None:
     """Exits with the exit code of the run.
 
-    If the script refused its arguments, this first says which of them may be an option of this
-    command.
+    In `lockstep run train.py --nproc 2`, the option `--nproc` stands after the script, so it is
+    passed to the script. If the script ended because it does not know this argument, a hint about
+    the order is printed first.
     """
     if exit_code == REFUSED_ARGUMENT_EXIT_CODE:
         hint = misplaced_option_hint(ctx, script, args)

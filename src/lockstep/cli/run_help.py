@@ -110,6 +110,7 @@ def _rows_of_groups(command: click.Command, ctx: click.Context) -> dict[str, lis
         if row is None or not isinstance(param, click.Option):  # it is hidden, or an argument
             continue
 
+        # "--nproc, --nproc-per-node, --nproc_per_node N" becomes "--nproc N".
         spellings, text = row
         for spelling in OTHER_SPELLINGS:
             spellings = spellings.replace(f", {spelling}", "")

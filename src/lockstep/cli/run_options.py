@@ -49,16 +49,19 @@ class SettingType(click.ParamType):  # type: ignore[type-arg]
         """Converts the text of an option into the value of the setting, or ends with click's error.
 
         Raises:
-            SettingError: the value has the right type, but no run may have it, such as 0 steps.
+            SettingError: the value has the right type, but is not allowed: `--steps 0`, for
+                example.
         """
         try:
             read_value = self._read(value)
         except ValueError:
             self.fail(f"{value!r} is not a valid {self.name}.", param, ctx)
+
+        # Click passes None only if a value is converted without a command, which is not done here.
         assert param is not None
         assert ctx is not None
-        as_user_wrote_it = written(ctx, param, value)  # such as "--steps 0", for the error
-        check_value(self._declaration, read_value, as_user_wrote_it)
+        option_and_value = as_user_wrote_it(ctx, param, value)  # such as "--steps 0", for the error
+        check_value(self._declaration, read_value, option_and_value)
         return read_value
 
 
@@ -94,12 +97,19 @@ def comes_from_file(ctx: click.Context, param_name: str) -> bool:
     return ctx.get_parameter_source(param_name) is ParameterSource.DEFAULT_MAP
 
 
-def written(ctx: click.Context, param: click.Parameter, value: object) -> str:
-    """Returns an option as the user wrote it: `--nproc 4`, or `nproc = 4 (lockstep.toml, line
-    2)`.
+def as_user_wrote_it(ctx: click.Context, param: click.Parameter, value: object) -> str:
+    """Returns the text of an option and its value, for messages.
+
+    This is `--nproc 4`, or `nproc = 4 (lockstep.toml, line 2)`.
+
+    Args:
+        ctx: the context of the command.
+        param: the option.
+        value: its value on the command line; not used if the option comes from a launch file.
     """
     file: LaunchFile | None = ctx.meta.get(LAUNCH_FILE)
     if file is not None and comes_from_file(ctx, str(param.name)):
+        # The file may have any spelling of the option: --nproc is also --nproc-per-node.
         for spelling in param.opts:
             key = spelling.lstrip("-").replace("_", "-")
             if key in file.values:
@@ -115,7 +125,7 @@ def check_nproc(ctx: click.Context, nproc: str | None) -> None:
     """
     for param in ctx.command.params:
         if param.name == "nproc" and nproc is not None:
-            _check_as_written(written(ctx, param, nproc), choose_nproc, nproc, 1, 1)
+            _check_as_written(as_user_wrote_it(ctx, param, nproc), choose_nproc, nproc, 1, 1)
 
 
 def check_settings(
@@ -143,7 +153,7 @@ def check_settings(
         name = str(param.name)
         if name in SETTING_NAMES and ctx.params[name] is not None:
             values[name] = ctx.params[name]
-            texts[name] = written(ctx, param, ctx.params[name])
+            texts[name] = as_user_wrote_it(ctx, param, ctx.params[name])
 
     check_outside(values)
 

@@ -88,13 +88,13 @@ EXIT_CODES = {"EQUAL": 0, "NOT KNOWN": 2, "FAILED": 2, "DIFFERENT": 1}
     help="Give the run on one process the batches that torch's DataLoaders give all ranks. For "
     "scripts whose order, batches or augmentation differ, to compare everything else.",
 )
-@click.option("--json", "as_json", metavar="FILE", help="Write the verdict to FILE; - is stdout.")
+@click.option("--json", "json_file", metavar="FILE", help="Write the verdict to FILE; - is stdout.")
 @click.option("-m", "--module", is_flag=True, help="SCRIPT is a module, as in python -m.")
 @click.argument("script")
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
 @click.pass_context
 def command(
-    ctx: click.Context, /, script: str, args: tuple[str, ...], as_json: str | None, **options: Any
+    ctx: click.Context, /, script: str, args: tuple[str, ...], json_file: str | None, **options: Any
 ) -> None:
     """Runs SCRIPT on one process and on several, and compares what they compute, step by step.
 
@@ -138,16 +138,16 @@ def command(
         )
         for result in comparison.results():
             verdict = result.verdict
-            print_for_people(verdict.lines(), as_json)
+            print_for_people(verdict.lines(), json_file)
 
             switched_off = verdict.parallel.switched_off
             is_first_of_kind = not any(type(earlier) is type(verdict) for earlier in verdicts)
             if is_first_of_kind and switched_off:  # the same for all runs, so it is printed once
                 text = f"switched off for the comparison: {', '.join(switched_off)}"
-                print_for_people([f"  {translate(text)}"], as_json)
+                print_for_people([f"  {translate(text)}"], json_file)
 
             if result.notes:
-                print_for_people(result.notes, as_json)
+                print_for_people(result.notes, json_file)
 
             verdicts.append(verdict)
 
@@ -156,7 +156,7 @@ def command(
     verdicts_as_json = [verdict.as_json() for verdict in verdicts]
     values = {**worst.as_json(), "ways": verdicts_as_json}
     values["bits_not_compared"] = comparison.reason_without_bits or plan.reason_without_bits
-    write_json(as_json, values)
+    write_json(json_file, values)
     ctx.exit(EXIT_CODES[worst.word])
 
 
@@ -172,11 +172,13 @@ def _check_arguments(
         args: the arguments of the script.
 
     Raises:
-        UsageError: it did.
+        UsageError: the script failed, and one of its arguments is an option of this command. The
+            error says that the option belongs before the script.
     """
     from lockstep.cli.run import misplaced_option_hint
 
-    # argparse and click end a script with this code if it does not know one of its arguments.
+    # argparse and click end a script with `sys.exit(2)` if it does not know one of its arguments.
+    # The record names this call as the error of the run.
     refused_arguments = reference.error.startswith("sys.exit(2)")
     if not refused_arguments:
         return
@@ -198,7 +200,7 @@ def _check_reference(
         options: the options of the command.
 
     Raises:
-        UsageError: it has failed, or they cannot.
+        UsageError: the reference has failed, or no run can be compared with it.
     """
     from lockstep.verify.reference_check import check_reference
 
@@ -286,7 +288,9 @@ def _plan_comparison(script: str, args: tuple[str, ...], options: dict[str, Any]
 
 
 def _runs_to_compare(several: RunConfig, options: dict[str, Any]) -> list[RunConfig]:
-    """Returns the runs that are compared with the reference: the plain one, and one per option.
+    """Returns the runs that are compared with the reference.
+
+    These are the plain run, and one run for --accumulate, for --shares, and for each --strategy.
 
     Args:
         several: the plain run on several processes.
@@ -306,7 +310,7 @@ def _runs_to_compare(several: RunConfig, options: dict[str, Any]) -> list[RunCon
     for strategy in options["strategy"]:
         strategy_name = strategy.partition(":")[0]  # its own options follow the colon
 
-        # With dp, one process uses all of its devices.
+        # The strategy dp is `torch.nn.DataParallel`: a single process uses all devices.
         processes = 1 if strategy_name == "dp" else several.nproc
         configs.append(
             replace(
@@ -321,10 +325,10 @@ def _runs_to_compare(several: RunConfig, options: dict[str, Any]) -> list[RunCon
 
 
 def _check_options_with_bits(options: dict[str, Any]) -> None:
-    """Checks that the given options can be combined with --bits.
+    """Checks that no option is given with which runs cannot have the same bits, as --bits demands.
 
     Raises:
-        SettingError: they cannot.
+        SettingError: such an option is given.
     """
     excluded = []
     for name in OPTIONS_WITHOUT_BITS:
@@ -342,8 +346,8 @@ def _check_options_with_bits(options: dict[str, Any]) -> None:
 def _check_options_with_same_samples(options: dict[str, Any]) -> None:
     """Checks that no option is given that cannot be combined with --same-samples.
 
-    With --same-samples, one process trains on the batches of all ranks. The other options say how
-    several processes share a batch, of which there is nothing to compare.
+    With --same-samples, the batches of all ranks are compared with those of one process. The other
+    options say how several processes share one batch, which this comparison does not do.
 
     Raises:
         SettingError: such an option is given.

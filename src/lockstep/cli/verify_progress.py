@@ -65,7 +65,7 @@ class VerifyProgress:
 
         self._run_number += 1
         self._run_begin_s = time.monotonic()
-        self._num_steps = -1  # so that the first update, with 0 steps, is news
+        self._num_steps = -1  # below 0, so that `_update` notes a run that has made 0 steps
         try:
             return run_by_command(folder, config, partial(self._update, config))
         finally:
@@ -82,11 +82,14 @@ class VerifyProgress:
             num_steps: the number of steps that it has made so far.
         """
         now = time.monotonic()
+
+        # The script may make more steps than are compared. The line never says "step 51 of 50".
         num_steps = min(num_steps, config.steps)
         if num_steps > self._num_steps:
             self._note_steps(config, num_steps, now)
 
         if self._on_terminal:
+            # Go to the beginning of the line, write, and erase what is left of a longer text.
             click.echo(f"\r{self._line(config, now)}\x1b[K", nl=False, err=True)
         elif now >= self._next_print_s:
             self._next_print_s = now + PRINT_INTERVAL_S
@@ -95,23 +98,31 @@ class VerifyProgress:
     def _note_steps(self, config: RunConfig, num_steps: int, now: float) -> None:
         """Notes that the present run has made more steps, and estimates how long it will take.
 
+        The estimate becomes `_expected_run_s`, from which the printed line says how much time is
+        left.
+
         Args:
             config: the configuration of the run.
-            num_steps: the number of steps that it has made; 0 when it begins.
+            num_steps: the number of steps that the run has made; 0 when it begins.
             now: the present time.
         """
         elapsed_s = now - self._run_begin_s
-        first_step_was_over = self._num_steps >= 1
-        if not first_step_was_over:
-            # The run has just begun, or it has made its first steps since the last call. In both
-            # cases a line is printed at once. The first step counts as ended now: if there were
-            # several steps, nobody has noted when the first of them ended.
+        had_made_a_step = self._num_steps >= 1  # at the last call
+        self._num_steps = num_steps
+
+        # The run has just begun: print a line at once. There is no step to estimate from.
+        if num_steps == 0:
+            self._next_print_s = now
+            return
+
+        # The first step has ended: print a line at once. If the run has made several steps since
+        # the last call, the time at which the first of them ended is not known, so it is taken to
+        # be now.
+        if not had_made_a_step:
             self._first_step_end_s = elapsed_s
             self._next_print_s = now
 
-        if num_steps > 0:
-            self._expected_run_s = elapsed_s + self._remaining_s(config, num_steps, elapsed_s)
-        self._num_steps = num_steps
+        self._expected_run_s = elapsed_s + self._remaining_s(config, num_steps, elapsed_s)
 
     def _remaining_s(self, config: RunConfig, num_steps: int, elapsed_s: float) -> float:
         """Estimates how many seconds the rest of the present run will take.

@@ -89,9 +89,9 @@ class Launch:
 
     places: Sequence[Place]
     """In the order of the ranks."""
-    set_by_script: bool
+    rank_set_by_script: bool
     """The script has given `init` the rank, which may then come from an argument of any name."""
-    set_by_hand: bool
+    ranks_set_by_hand: bool
     """The script or the user has numbered the processes, and no launcher."""
     has_macro: bool
     """The launcher replaces `${local_rank}` in the arguments."""
@@ -120,26 +120,39 @@ def blank_out_harmless_differences(
     if len(num_arguments) != 1:
         return aligned  # nothing says which of their arguments belong together
 
-    differing = []
+    differing_positions = []
     for position in range(num_arguments.pop()):
         if len({command[position] for command in aligned}) > 1:
-            differing.append(position)
+            differing_positions.append(position)
+
+    # If a single argument differs, `_may_differ` also allows that it is the rank under any name:
+    # `train.py -x 0` and `train.py -x 1`.
+    no_other_differs = len(differing_positions) == 1
 
     # The values are read from `aligned` and blanked in a copy.
     blanked = [list(command) for command in aligned]
-    for position in differing:
+    for position in differing_positions:
         name_and_values = _read_argument(aligned, position)
         if name_and_values is None:
             continue
 
         name, values = name_and_values
-        if not _may_differ(name, values, launch, is_only_one=len(differing) == 1):
-            continue
+        if _may_differ(name, values, launch, no_other_differs=no_other_differs):
+            for command in blanked:
+                command[position] = _blank_out_value(command[position])
 
-        for command in blanked:
-            flag, equals_sign, _ = command[position].rpartition("=")
-            command[position] = f"{flag}{equals_sign}{BLANK}"
     return blanked
+
+
+def _blank_out_value(argument: str) -> str:
+    """Replaces the value of an argument: `--rank=1` -> `--rank=...`, `1` -> `...`, `-r1` -> `...`.
+
+    A value without its name belongs to the flag before it, as in `--rank 1`.
+    """
+    if "=" not in argument:
+        return BLANK
+    name, _ = argument.rsplit("=", maxsplit=1)
+    return f"{name}={BLANK}"
 
 
 def _values_of_flag(command: Sequence[str], flag: str) -> list[str]:
@@ -178,14 +191,14 @@ def _split_off(command: Sequence[str], flag: str) -> tuple[list[str], list[str]]
     return others, values
 
 
-def _may_differ(name: str, values: list[str], launch: Launch, *, is_only_one: bool) -> bool:
+def _may_differ(name: str, values: list[str], launch: Launch, *, no_other_differs: bool) -> bool:
     """True if an argument is of one of the kinds that this module's docstring lists.
 
     Args:
         name: name of the argument; empty if it has none.
         values: its value on each rank.
         launch: how the ranks were started.
-        is_only_one: True if no other argument differs.
+        no_other_differs: True if no other argument differs.
     """
     # The devices of the process: `--gpu 0`, `--device cuda:1`.
     if _names_devices(name) and all(_are_devices(value) for value in values):
@@ -206,34 +219,41 @@ def _may_differ(name: str, values: list[str], launch: Launch, *, is_only_one: bo
 
     # The number of the process, under any name. The script has given it to `init` itself, and may
     # have read it from any argument: `train.py -x 0`, `train.py -x 1`.
-    if launch.set_by_script:
-        return is_only_one and _is_numbering(numbers, launch.places)
+    if launch.rank_set_by_script:
+        return no_other_differs and _are_ranks_or_machines(numbers, launch.places)
 
-    # The launcher has put the local rank into any argument: `-x ${local_rank}`.
+    # The user wrote `train.py -x ${local_rank}`, and the launcher has put each process's local rank
+    # in place of the macro `${local_rank}`.
     return launch.has_macro and numbers == [place.local_rank for place in launch.places]
 
 
 def _are_numbers_of_places(name: str, numbers: list[int], launch: Launch) -> bool:
     """True if an argument that is named like a rank or a machine has such numbers.
 
+    The examples are of four ranks, of which two are on each of two machines.
+
     Args:
         name: name of the argument.
         numbers: its value on each rank.
         launch: how the ranks were started.
     """
-    if _is_numbering(numbers, launch.places):
+    # The ranks [0, 1, 2, 3], the local ranks [0, 1, 0, 1], or the machines [0, 0, 1, 1].
+    if _are_ranks_or_machines(numbers, launch.places):
         return True
 
+    # The first rank of each rank's machine: [0, 0, 2, 2].
     first_ranks_of_machines = [place.rank - place.local_rank for place in launch.places]
     if numbers == first_ranks_of_machines:
         return True
 
-    if _words(name) & NOUNS_OF_MACHINES and _are_machines(numbers, launch.places):
+    # The machines in another order: [1, 1, 0, 0].
+    names_machine = bool(_words(name) & NOUNS_OF_MACHINES)
+    if names_machine and _are_machines_in_any_order(numbers, launch.places):
         return True
 
-    # The user tries out a run of two machines on one: `--node_rank` is 0, 0, 1, 1, although all
+    # The user tries out a run of two machines on one: `--node_rank` is [0, 0, 1, 1], although all
     # four processes are on the same machine.
-    return launch.set_by_hand and _counts_up(numbers)
+    return launch.ranks_set_by_hand and _counts_up(numbers)
 
 
 def _read_argument(
@@ -241,26 +261,34 @@ def _read_argument(
 ) -> tuple[str, list[str]] | None:
     """Returns the name of an argument and its value on each rank.
 
-    `--rank=1`, `--rank 1` and `-r1` have the names `--rank=`, `--rank` and `-r` and the value `1`.
+    Two ranks with `train.py --rank 0` and `train.py --rank 1` have ("--rank", ["0", "1"]) at
+    position 2. If they have `train.py --rank=0` and so on, it is ("--rank=", ["0", "1"]) at
+    position 1.
 
     Args:
         commands: the arguments of each rank.
-        position: where the value of the argument stands, with or without its name.
+        position: the index of the argument's value in each of these lists.
 
     Returns:
-        The name and the values; None if the ranks have different arguments there.
+        The name and the values. None if the name is not the same on all ranks, or if a value is
+        empty.
     """
     names = set()
     values = []
     for command in commands:
+        # `--rank=1` is matched as "--rank=" and "1", `-r1` as "-r" and "1", and `1` as "" and "1".
         match = NAME_AND_VALUE.fullmatch(command[position])
-        if match is None:
-            return None  # an empty text
+        if match is None:  # the argument is an empty text
+            return None
 
+        # A value alone has the name of the flag before it, if there is one. In `--rank 1` this is
+        # `--rank`. In `--lr=0.1 1` there is none, since `--lr` has its value already.
         name = match["name"]
-        before = command[position - 1] if position > 0 else ""
-        if not name and before.startswith("-") and "=" not in before:
-            name = before
+        if not name and position > 0:
+            argument_before = command[position - 1]
+            if argument_before.startswith("-") and "=" not in argument_before:
+                name = argument_before
+
         names.add(name)
         values.append(match["value"])
 
@@ -308,7 +336,7 @@ def _are_devices(value: str) -> bool:
     return len(set(devices)) == len(devices)
 
 
-def _is_numbering(numbers: list[int], places: Sequence[Place]) -> bool:
+def _are_ranks_or_machines(numbers: list[int], places: Sequence[Place]) -> bool:
     """True if these are the ranks, the local ranks, or the numbers of the machines.
 
     Args:
@@ -329,11 +357,11 @@ def _counts_up(numbers: list[int]) -> bool:
     return all(after - before in (0, 1) for before, after in pairwise(numbers))
 
 
-def _are_machines(numbers: list[int], places: Sequence[Place]) -> bool:
-    """True if each machine has one number, another than all others, counted from 0.
+def _are_machines_in_any_order(numbers: list[int], places: Sequence[Place]) -> bool:
+    """True if each machine has a number of its own, and these numbers are 0, 1, 2 and so on.
 
-    torchrun numbers machines in the order in which they happen to meet, which may be another than
-    the one in which the user has numbered them.
+    Torchrun numbers machines in the order in which they happen to meet. The user may have numbered
+    them in another order: [1, 1, 0, 0] for two machines with two ranks each.
 
     Args:
         numbers: the value of an argument on each rank.

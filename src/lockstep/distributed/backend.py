@@ -48,7 +48,7 @@ def choose_backend(backend: str | None, device: torch.device) -> tuple[str, str]
         return "gloo", "this torch was built without nccl"
 
     check_backend(backend)
-    if backend in ("nccl", CUDA_BACKENDS):
+    if backend in ("nccl", CUDA_BACKENDS):  # the latter is "cpu:gloo,cuda:nccl"
         if on_gpu and dist.is_nccl_available():
             return CUDA_BACKENDS, "nccl was asked for; gloo serves what is on the CPU"
         if on_gpu:
@@ -64,6 +64,8 @@ def choose_backend(backend: str | None, device: torch.device) -> tuple[str, str]
             f"torch {torch.__version__} was built without MPI",
             f"use {alternative} (mpirun still starts it), or a torch built with MPI",
         )
+
+    # Gloo, or MPI if torch has it. Both support any device.
     return backend, "it was asked for"
 
 
@@ -150,8 +152,8 @@ def _set_nccl_interfaces(topology: Topology, addresses: network.Addresses) -> li
     if topology.one_node:
         return []
 
-    # Which interface has the address from which packets to the master leave? On the master's own
-    # machine this is loopback, which does not tell which interface leads to the other machines.
+    # Find the interface through which packets to the master leave this machine. On the master's own
+    # machine this is loopback, which does not lead to the other machines, so it is not used.
     own_address = network.address_reaching(topology.master_addr)
     reaching_master = None
     if own_address is not None and not network.is_loopback_address(own_address):
@@ -163,9 +165,10 @@ def _set_nccl_interfaces(topology: Topology, addresses: network.Addresses) -> li
     if chosen is None:
         return []
 
+    # For NCCL, "eth0" would also match the interface eth01. "=eth0" matches eth0 only.
     value, reason = chosen
     interface.use_nccl_interfaces(value)
-    names = value.removeprefix("=")  # with "=eth0", NCCL does not take eth01 too
+    names = value.removeprefix("=")
     return [Choice("network of nccl", names, reason)]
 
 

@@ -236,6 +236,9 @@ class PackedNest:
 def pack_nest(value: Any) -> PackedNest:
     """Divides a nest into a part that a broadcast sends as JSON, and its tensors.
 
+    In the part that is sent as JSON, the `form`, each tensor is replaced by its description. For
+    `{"a": 3, "b": tensor}`, the leaves of the form are `[3, <dtype and shape of the tensor>]`.
+
     If the nest cannot be sent, the result contains only the `problem`.
     """
     leaves, spec = pytree.tree_flatten(value)
@@ -252,6 +255,7 @@ def pack_nest(value: Any) -> PackedNest:
             f"its structure cannot be sent: {spec}",
             "send plain dictionaries with text as keys, lists and tuples",
         )
+
     if problem is not None:
         return PackedNest(form={}, tensors=[], problem=problem)
 
@@ -263,6 +267,7 @@ def pack_nest(value: Any) -> PackedNest:
             sent_leaves.append(LeafDescription.of(leaf))
         else:
             sent_leaves.append(leaf)
+
     form = {"leaves": sent_leaves, "structure": structure}
     return PackedNest(form, tensors, problem=None)
 

@@ -192,10 +192,10 @@ class Collectives:
 
         gathered: list[Any] = []
         for position, leaf in enumerate(leaves):
-            if not isinstance(leaf, Tensor):  # a number or a string
+            # Numbers and strings become a list. Only the first `num_contributing_ranks` ranks
+            # contribute to it; the others repeat what these compute (in a pipeline, for example).
+            if not isinstance(leaf, Tensor):
                 leaf_of_rank = self._exchange(leaf)
-
-                # The ranks that contribute come first.
                 gathered.append(leaf_of_rank[: self.num_contributing_ranks])
                 continue
 
@@ -214,8 +214,8 @@ class Collectives:
         """Makes each leaf require a gradient on all ranks, if it requires one on any rank.
 
         All ranks must take part in the backward pass of a gather. A rank whose own tensor requires
-        no gradient (the output of a frozen model, for example) takes part with a detached tensor,
-        whose gradient is never used.
+        no gradient (the output of a frozen model, for example) takes part with a detached copy of
+        its tensor that does require one. Nobody reads this gradient.
 
         Raises:
             UsageError: some ranks are under `torch.no_grad()`, so they would not take part.
@@ -242,8 +242,9 @@ class Collectives:
             # Only tensors require gradients, and all ranks have tensors at the same positions.
             required_on_any_rank = any(flags[position] for flags in requires_grad_on_rank)
             if required_on_any_rank and not leaf.requires_grad:
-                leaf = leaf.detach().requires_grad_()
-            result.append(leaf)
+                result.append(leaf.detach().requires_grad_())
+            else:
+                result.append(leaf)
         return result
 
     def broadcast(self, value: Any, source: int = 0) -> Any:
@@ -276,7 +277,8 @@ class Collectives:
         )
 
         # First, the structure is sent as JSON, with the numbers and strings in it. A tensor is
-        # represented by its `LeafDescription`, which JSON turns into a list.
+        # represented by its `LeafDescription`, which JSON turns into a list. This is an exchange
+        # among all ranks, in which the other ranks send an empty form.
         form_of_rank = self._exchange(sent.form)
         form = form_of_rank[source]
 
@@ -287,8 +289,10 @@ class Collectives:
             is_tensor = isinstance(leaf, list)  # its description; numbers and strings are no lists
             if is_tensor:
                 tensor_to_send = next(tensors_to_send, None)  # None on the ranks that receive
-                leaf = self._broadcast_tensor(tensor_to_send, LeafDescription(*leaf), source)
-            received.append(leaf)
+                description = LeafDescription(*leaf)
+                received.append(self._broadcast_tensor(tensor_to_send, description, source))
+            else:
+                received.append(leaf)
         return pytree.tree_unflatten(received, pytree.treespec_loads(form["structure"]))
 
     def barrier(self) -> None:
@@ -337,6 +341,7 @@ class Collectives:
 
         reduced = []
         for position, leaf in enumerate(leaves):
+            # Python numbers and 0-dimensional tensors have been reduced above, by an exchange.
             if position in reduced_numbers:
                 number = reduced_numbers[position]
                 check_fits(name, number, descriptions_of_leaf[position])
@@ -420,13 +425,20 @@ class Collectives:
                 "sum up inside the loop and call the collective once, after it",
             )
 
-        self.check_not_in_main_process_first(f"{call.name} {call.detail}".rstrip())
+        # Inside a block of `main_process_first` the ranks do not run together.
+        call_for_message = f"{call.name} {call.detail}".rstrip()
+        self.check_not_in_main_process_first(call_for_message)
 
-        # Ranks that make the same call may have done different things before it, such as training
-        # with other batches. So what each of them did is compared too.
-        history_digests = [history.history_digest() for history in self.rank_histories]
-        if self.single_process or self._digests_agree(call, history_digests):
+        if self.single_process:
             return self._same_leaves_on_all_ranks(call)
+
+        # The usual case: 16 bytes from each rank show that all make the same call. They also show
+        # that all did the same before it, such as training with the same number of batches.
+        history_digests = [history.history_digest() for history in self.rank_histories]
+        if self._digests_agree(call, history_digests):
+            return self._same_leaves_on_all_ranks(call)
+
+        # The slow case: the ranks exchange the full descriptions, to find out what differs.
         return self._compare_calls(call, is_compatible)
 
     def _compare_calls(
@@ -448,37 +460,58 @@ class Collectives:
         Returns:
             For each rank, the descriptions of the leaves that it passed.
         """
+        # The errors name the line of each rank's script, such as "world.gather()". It is only
+        # looked up here, since that takes time.
         call_with_user_call = call._replace(user_call=user_call())
         details = [history.history_details() for history in self.rank_histories]
         answers = self._exchange([call_with_user_call, details])
 
-        # There are histories of several kinds, each of which is compared between the ranks. An
-        # error is raised here if they differ by mistake.
+        # First the histories, of which there are several kinds. If the ranks have different
+        # histories of one kind, this raises an error, unless the difference is harmless.
         for index, history in enumerate(self.rank_histories):
             history.compare_histories([details_of_rank[index] for _, details_of_rank in answers])
 
-        # If the calls are equal, only the histories differ, and that is harmless.
+        # Then the calls. Only a harmless difference of the histories is left if they are equal. The
+        # line of the script may be another on each rank.
         calls = [CallDescription.from_json(call_fields) for call_fields, _ in answers]
         calls_without_user_call = {other._replace(user_call=None) for other in calls}
         if len(calls_without_user_call) == 1:
             return self._same_leaves_on_all_ranks(call)
 
+        return self._compatible_leaves(calls, is_compatible)
+
+    def _compatible_leaves(
+        self,
+        calls: Sequence[CallDescription],
+        is_compatible: Callable[[Sequence[LeafDescription]], bool] | None,
+    ) -> list[tuple[LeafDescription, ...]]:
+        """Returns the leaves that each rank passed, if the calls differ in an allowed way.
+
+        Args:
+            calls: the call of each rank.
+            is_compatible: function that takes the descriptions of one leaf on all ranks, and
+                returns True if their differences are allowed. If None, they must be equal.
+
+        Raises:
+            UsageError: all ranks called the same collective, but one of them cannot take part.
+            RanksDifferError: the calls differ.
+        """
         # If all ranks called the same collective, but one cannot take part, all raise its error.
-        if len({other.name for other in calls}) == 1:
-            for rank, other in enumerate(calls):
-                if other.problem is not None:
-                    was_set, found, do = other.problem
-                    raise UsageError(was_set, f"rank {rank}: {found}", do, of_rank=rank)
+        if len({call.name for call in calls}) == 1:
+            for rank, call in enumerate(calls):
+                if call.problem is not None:
+                    situation, found, do = call.problem
+                    raise UsageError(situation, f"rank {rank}: {found}", do, of_rank=rank)
 
         # If only the leaves differ, this may be allowed: for example, ranks may pass tensors with
         # different numbers of rows to `gather`.
-        descriptions_of_rank = [other.leaves for other in calls]
-        calls_without_leaves = {(other.name, other.detail, other.structure) for other in calls}
+        leaves_of_rank = [call.leaves for call in calls]
+        calls_without_leaves = {(call.name, call.detail, call.structure) for call in calls}
         only_leaves_differ = len(calls_without_leaves) == 1
         if only_leaves_differ and is_compatible is not None:
-            descriptions_of_leaf = zip(*descriptions_of_rank, strict=True)
+            descriptions_of_leaf = zip(*leaves_of_rank, strict=True)
             if all(is_compatible(descriptions) for descriptions in descriptions_of_leaf):
-                return descriptions_of_rank
+                return leaves_of_rank
 
         raise calls_differ_error(calls)
 
@@ -500,14 +533,14 @@ class Collectives:
             history: what this rank did before, as JSON (see `RankHistory`).
 
         Raises:
-            RanksDifferError: other ranks are not in a collective of this class. They may be
-                averaging gradients, for example. The error names the user's call on this rank.
+            RanksDifferError: other ranks are doing something else, such as averaging gradients.
+                The error names the user's call on this rank.
         """
         text = json.dumps([call, history])
         digest = _bytes_to_tensor(hashlib.md5(text.encode(), usedforsecurity=False).digest())
 
-        # In shared memory, the ranks see what the others send. If another rank sends gradients, for
-        # example, all of them raise this error.
+        # When ranks communicate through shared memory, each sees what the others send. If another
+        # rank sends gradients, for example, all of them raise this error.
         try:
             digest_of_rank = self._all_gather(digest)  # shape (ranks, 16)
         except RanksDifferError as error:
@@ -574,9 +607,10 @@ class Collectives:
         return [row[:length] for row, length in zip(gathered, lengths, strict=True)]
 
     def _gather_tensor(self, tensor: Tensor, rows_of_rank: Sequence[int]) -> Tensor:
-        """Concatenates the rows of all contributing ranks. The result carries no gradient.
+        """Concatenates the rows of all contributing ranks.
 
-        In a single process, a tensor with rows is returned unchanged, with its gradient.
+        The result is detached: no gradient flows back through it. Only in a single process, where
+        there is nothing to concatenate, a tensor with rows is returned as it is.
 
         Args:
             tensor: this rank's rows. A 0-dimensional tensor is taken as one row.
@@ -641,7 +675,7 @@ class _GatherWithGradient(torch.autograd.Function):
     def forward(
         ctx: Any, tensor: Tensor, collectives: Collectives, rows_of_rank: list[int]
     ) -> Tensor:
-        """Concatenates the rows of all contributing ranks.
+        """Concatenates the rows of all contributing ranks. A rank may also not contribute.
 
         Args:
             ctx: object that keeps what `backward` needs.
@@ -652,7 +686,8 @@ class _GatherWithGradient(torch.autograd.Function):
         ctx.shape = tensor.shape
         ctx.contributes = collectives.contributes
 
-        # The result has the rows of rank 0, then those of rank 1, and so on.
+        # The result has the rows of rank 0, then those of rank 1, and so on. On a rank that does
+        # not contribute, `backward` does not use these numbers.
         rank = collectives.topology.rank
         ctx.first_row = sum(rows_of_rank[:rank])
         ctx.num_rows = rows_of_rank[rank]
@@ -661,7 +696,14 @@ class _GatherWithGradient(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        """Returns the gradient of this rank's rows, summed over the losses of all ranks."""
+        """Returns the gradient of this rank's rows, summed over the losses of all ranks.
+
+        `forward` has concatenated the rows of all ranks. This rank's rows begin at `ctx.first_row`.
+
+        Args:
+            ctx: object in which `forward` has kept what is needed here.
+            gradient: gradient of all rows, from the loss of this rank.
+        """
         total = all_reduced_copy(gradient, dist.ReduceOp.SUM)
 
         if ctx.contributes:
@@ -708,7 +750,7 @@ def gather_answers(
 ) -> list[Any]:
     """Calls `make_answer` on every rank, and returns the answers of all ranks on every rank.
 
-    If it raises on one rank, all ranks raise, as in `exchange_on_all_ranks`.
+    If `make_answer` raises on one rank, all ranks raise, as in `exchange_on_all_ranks`.
 
     Args:
         collectives: the collectives of the run.
@@ -719,7 +761,9 @@ def gather_answers(
     """
 
     def work_without_result() -> tuple[None, Any]:
-        """Makes the answer of this rank, and has no result to keep."""
+        """Returns the pair that `exchange_on_all_ranks` expects: a result to keep, and the answer
+        for all ranks.
+        """
         return None, make_answer()
 
     _, answers = exchange_on_all_ranks(collectives, action, work_without_result, error_type)
@@ -752,6 +796,7 @@ def exchange_on_all_ranks(
             type `error_type` with the same text.
         UsageError: this was called in the body of an evaluation loop.
     """
+    # It is set in the body of an evaluation loop, which ranks do not run equally often.
     if collectives.blocked_reason is not None:
         raise UsageError(
             f"{action} in the body of an evaluation loop",
@@ -787,7 +832,7 @@ def check_same_metric(was_set: str, values: Sequence[Any], code: str | None = No
     """Raises RanksDifferError if the ranks have different values of a metric.
 
     Args:
-        was_set: where the metric was passed, for the message.
+        was_set: the call or setting by which the user passed the metric, for the message.
         values: the value of the metric on each rank. NaN counts as equal to NaN.
         code: code of the error in the catalogue of findings.
     """

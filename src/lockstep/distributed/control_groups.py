@@ -62,11 +62,12 @@ def own_cgroups(controller: str, root: Path = Path("/")) -> Iterator[tuple[int, 
         else:
             continue
 
-        # For "/job/step", this yields the mount itself, then job, then job/step below it. In a
-        # container, the path may be that of the host, while the mount starts at the container's own
-        # group. Then only the mount itself exists.
+        # For "/job/step", this yields the folders MOUNT, MOUNT/job and MOUNT/job/step. In a
+        # container, MOUNT may itself be the folder of the group /job/step of the host. Then only
+        # the folder MOUNT exists.
         parts = Path(path.lstrip("/")).parts
-        for mount in dict.fromkeys(mounts):
+        different_mounts = dict.fromkeys(mounts)  # `controllers` may be only the controller
+        for mount in different_mounts:
             for depth in range(len(parts) + 1):
                 yield version, mount.joinpath(*parts[:depth])
 

@@ -92,7 +92,13 @@ def find_refused_operation(error: BaseException | None) -> str | None:
 
 
 def nondeterministic_error(operation: str) -> UsageError:
-    """Builds the error for an operation that torch's deterministic mode has refused."""
+    """Builds the error for an operation that torch's deterministic mode has refused.
+
+    The mode may be turned off around code that does not affect the weights, such as a metric.
+
+    Args:
+        operation: name of the operation, as torch's error gives it.
+    """
     return UsageError(
         "virtual_ranks, which promise the same bits on any number of processes",
         f"torch computes {operation} in no fixed order, so its bits may differ from run to run",

@@ -153,6 +153,8 @@ def _too_few_gpus_error(
     topology: Topology, num_gpus: int, environ: Mapping[str, str], *, has_slices: bool
 ) -> SettingError:
     """Returns the error to raise if processes on one machine would have to share a GPU."""
+    # A slice is a part of a GPU (MIG), which torch counts as a GPU. NCCL counts all slices of one
+    # GPU as the same GPU.
     found = f"{count_noun(num_gpus, 'visible GPU')}{_format_visible_devices(environ)}; "
     if has_slices:
         found += "MIG slices are among them, and NCCL takes slices of one GPU for one GPU"
@@ -221,8 +223,10 @@ def _check_given_gpu(device: torch.device, topology: Topology, num_gpus: int) ->
             "all of them would use this one GPU",
             "use device='cuda': local rank r then takes visible GPU r",
         )
+
     if device.index >= num_gpus:
-        # The usual name of the variable, as in an environment in which none is set.
+        # With an empty environment, `_visible_devices_variable` returns the default name of the
+        # variable, which is CUDA_VISIBLE_DEVICES on NVIDIA's GPUs.
         raise SettingError(
             f"device='{device}'",
             f"{count_noun(num_gpus, 'visible GPU')}, numbered from 0",
@@ -311,6 +315,8 @@ def add_memory_advice(error: BaseException | None, samples: int, devices: int = 
     if error is None or not is_out_of_memory(error):
         return
 
+    # The note begins with `ADVICE_BEGINNING`, by which `add_note_once` finds a note that the error
+    # has already. The text continues this sentence.
     text = f" with {count_noun(samples, 'sample')} at a time on this rank"
     if devices > 1:
         text += f" of {devices} devices"

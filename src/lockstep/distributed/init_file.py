@@ -71,7 +71,7 @@ def _check_not_stale(path: Path, timeout_s: float) -> None:
     """Checks that the file, if it exists, is not left over from an earlier run.
 
     Raises:
-        StaleInitFileError: it is.
+        StaleInitFileError: the file is left over from an earlier run.
     """
     try:
         modified = path.stat().st_mtime
@@ -81,12 +81,15 @@ def _check_not_stale(path: Path, timeout_s: float) -> None:
     if not content:  # created by the user, or by another rank just now
         return
 
+    # The file may be on a server whose clock differs from the clock of this machine. So the present
+    # time is taken from the file system too.
     age_s = max(0.0, _file_system_time(path.parent) - modified)
     reason = _reason_file_is_stale(content, age_s, timeout_s)
     if not reason:
         return
 
-    age, _, _ = str(timedelta(seconds=round(age_s))).partition(", ")  # `3 days` or `0:05:12`
+    # "3 days, 4:05:06" becomes "3 days", and "0:05:12" stays as it is.
+    age, _, _ = str(timedelta(seconds=round(age_s))).partition(", ")
     raise errors.StaleInitFileError(
         f"init_method='file://{path}'",
         f"the file is left over from an earlier run: last changed {age} ago, owner "
@@ -107,15 +110,16 @@ def _reason_file_is_stale(content: bytes, age_s: float, timeout_s: float) -> str
     own_start = psutil.Process().create_time()
     ended = [request for request in _find_requests(content) if _has_ended(request)]
 
-    # Rank 0 of this run may have decided that the run cannot start, and some ranks may have read
-    # this decision and ended already. Such ranks were started together with this process. Then the
-    # file is from this run, and this process must read the decision too.
-    cannot_start = ERROR_MARK.encode() in content
-    started_together = all(abs(request.started - own_start) < SAME_START_S for request in ended)
-    if cannot_start and ended and started_together:
-        return ""
-
     if ended:
+        # Some ranks that wrote into the file have ended. Usually they belong to an earlier run. But
+        # rank 0 of this run may have decided that the run cannot start, and these ranks may have
+        # read the decision and ended. They were started at the same time as this process, which
+        # then must read the decision too.
+        cannot_start = ERROR_MARK.encode() in content
+        started_together = all(abs(request.started - own_start) < SAME_START_S for request in ended)
+        if cannot_start and started_together:
+            return ""
+
         return f"written by {ended[0].process}, which has ended"
 
     process_age_s = time.time() - own_start
@@ -154,8 +158,11 @@ def _has_ended(request: JoinRequest) -> bool:
         created = psutil.Process(request.pid).create_time()
     except psutil.NoSuchProcess:
         return True
-    # A process with another creation time has only been given the same number.
-    return bool(abs(created - request.started) > CREATION_TIME_TOLERANCE_S)
+
+    # The operating system may have given the number of the process (its pid) to a new process,
+    # which has another creation time.
+    pid_was_reused = abs(created - request.started) > CREATION_TIME_TOLERANCE_S
+    return bool(pid_was_reused)
 
 
 def _file_system_time(folder: Path) -> float:

@@ -70,7 +70,8 @@ def choose_interface(
         name, _ = from_environment  # may be several names, such as "eth0,eth1"
         is_loopback = name in addresses and _has_only_loopback(addresses[name])
 
-        # On one machine, loopback is chosen below anyway, with a reason that says more.
+        # If the user has set the loopback interface on one machine, the same interface is chosen
+        # below, with a reason that says more than "the variable is set".
         would_be_chosen_anyway = one_node and is_loopback
         if not would_be_chosen_anyway:
             return from_environment
@@ -111,6 +112,8 @@ def _interface_between_machines(
     else:
         return None, f"the host name resolves to {hostname_address}, which other machines can reach"
 
+    # The interface that reaches the master. Gloo uses its first address, so that one must not be
+    # loopback.
     interface = find_interface(addresses, lambda address: address == address_reaching_master)
     if interface is not None and not is_loopback_address(addresses[interface][0]):
         return interface, f"{problem}; {interface} ({address_reaching_master}) reaches the master"
@@ -132,8 +135,9 @@ def _interface_from_environment(
 ) -> tuple[str, str] | None:
     """Returns the interface that the user has set in a variable of Gloo or NCCL, and the reason.
 
-    Returns None if neither variable is set, or if NCCL's variable matches several interfaces, since
-    Gloo can use only one.
+    The value of Gloo's variable is returned as it is, even if it names several interfaces:
+    "eth0,eth1". NCCL's variable is a pattern, such as "eth", and is only used if it matches a
+    single interface here. Otherwise, and if neither variable is set, the result is None.
 
     Raises:
         SettingError: this machine has no such interface.
@@ -199,8 +203,9 @@ def use_gloo_interface(name: str | None, ranks: int = 1) -> None:
 
     Args:
         name: the interface. If None, Gloo chooses one by itself again.
-        ranks: the number of ranks. By default, each rank connects to all others whenever a group is
-            opened. If there are many ranks, two of them connect only when they first communicate.
+        ranks: the number of ranks. If there are more than `MAX_FULLY_CONNECTED_RANKS`, Gloo is told
+            to connect two ranks only when they first communicate. By default, it connects each rank
+            to all others whenever a group is opened.
     """
     for variable in _variables_set_here:
         os.environ.pop(variable, None)

@@ -141,7 +141,11 @@ class Join:
         try:
             # Two processes may claim rank 0 by mistake. Then only the first one decides, and the
             # second one waits for its decision, as other ranks do.
-            decides = self.topology.is_main and self.store.add("ranks 0", 1) == 1
+            decides = False
+            if self.topology.is_main:
+                num_claims_of_rank_0 = self.store.add("ranks 0", 1)  # with this one
+                decides = num_claims_of_rank_0 == 1
+
             request = self._write_request()
             if decides:
                 return self._decide(request)
@@ -161,7 +165,11 @@ class Join:
         )
 
     def _write_request(self) -> JoinRequest:
-        """Writes this process's request to the store and returns it."""
+        """Writes this process's request to the store and returns it.
+
+        A launcher may have left out some of `local_rank`, `local_size` and `node_rank`. Their names
+        are in the field `unknown`.
+        """
         process = psutil.Process()
         request = JoinRequest(
             number=int(self.store.add("requests", 1)),
@@ -195,7 +203,7 @@ class Join:
     # On every rank but rank 0
 
     def _await_decision(self, request: JoinRequest) -> list[str]:
-        """Waits for rank 0's decision, and raises the error if the decision is one.
+        """Waits for rank 0's decision. If rank 0 has decided on an error, this raises the error.
 
         Args:
             request: this process's own request.
@@ -270,12 +278,12 @@ class Join:
             request: this process's own request.
             num_members: the number of members, which is the world size of the run.
         """
-        # If this process came to the wrong run, its rank may be too large for it: rank 5 at a run
-        # of 4. Then the modulo picks some member for the error to name.
+        # Each process that comes to the store gets a number of its own, and rank 0 writes down the
+        # number of the member with each rank.
+        #
+        # If this process came to the wrong run, its rank may be too large: rank 5 in a run of 4.
+        # Then the modulo picks any member, which has another number, for the error to name.
         member_rank = request.rank % num_members
-
-        # Each process that comes to the store gets the next number, and rank 0 writes down the
-        # number of each member.
         member_number = int(self.store.get(f"member/{member_rank}"))
         if member_number == request.number:
             return
@@ -304,6 +312,8 @@ class Join:
                 ranks have had time to read the decision, and the store's file has been removed.
         """
         self.store.set("rank 0", json.dumps(vars(own_request)))
+
+        # If ranks are still missing at the end of this time, `_find_absence` returns the error.
         wait_until(self._can_decide, time.monotonic() + self.timeout_s)
 
         # If several processes claim the same rank, the first one is the member.
@@ -361,6 +371,7 @@ class Join:
 
     def _find_contradiction(self) -> JoinFailure | None:
         """Returns an error if processes have different world sizes or the same rank, else None."""
+        # The ranks by the world size that they expect: {4: [0, 1, 2, 3], 2: [1]}
         ranks_of_size = group_by_key((request.size, request.rank) for request in self.requests)
         if len(ranks_of_size) > 1:
             texts = []
@@ -427,12 +438,16 @@ class Join:
                 "of each process and its name says so (--rank, --local-rank, --node-rank)"
             )
 
-        # A restart would not help, as a launcher starts the same commands and code again.
+        # `may_pass=False`: the error would not go away after a restart, as a launcher starts the
+        # same commands and code again.
         found = "; ".join(lines)
         return errors.RanksDifferError(self._requested_run, found, do, may_pass=False)
 
     def _topologies_of(self, members: Sequence[JoinRequest]) -> list[Topology]:
         """Returns the topology of each rank, as it will be once the run has started.
+
+        What is the same on all ranks, such as the world size and the launcher, is taken from the
+        topology of this rank. `with_hosts` fills in what a member does not know yet.
 
         Args:
             members: the members of the run, in the order of their ranks.
@@ -462,21 +477,24 @@ class Join:
         """
 
         def all_have_read() -> bool:
-            return self._all_have_come_after(error) and self._all_have_read(own_request)
+            return self._nobody_else_will_come(error) and self._all_have_read(own_request)
 
         wait_until(all_have_read, time.monotonic() + READING_GRACE_S)
 
-    def _all_have_come_after(self, error: JoinFailure) -> bool:
-        """Returns True if no other process is expected to come after this error.
+    def _nobody_else_will_come(self, error: JoinFailure) -> bool:
+        """Returns True if no other process is expected to come, now that the join has failed.
 
-        Ranks that are missing have had the whole timeout to come, so they are not waited for. After
-        any other error, some processes may still be on their way.
+        Args:
+            error: the error with which the join failed.
         """
         self._read_new_requests()
+
+        # Ranks that are missing have had the whole timeout to come.
         if isinstance(error, errors.MissingRankError):
             return True
 
-        # The processes may disagree on the world size. As many may come as any of them expects.
+        # After any other error, some processes may still be on their way. If they disagree on the
+        # world size, say 2 and 4, as many as 4 may come.
         largest_size = max(request.size for request in self.requests)
         return len(self.requests) >= largest_size
 

@@ -87,8 +87,8 @@ def without_harmless_differences(
     commands = [shlex.split(text) for text in texts]
     launch = Launch(
         places,
-        set_by_script=topologies[0].source == SET_BY_SCRIPT,
-        set_by_hand=topologies[0].is_set_by_hand,
+        rank_set_by_script=topologies[0].source == SET_BY_SCRIPT,
+        ranks_set_by_hand=topologies[0].is_set_by_hand,
         has_macro=topologies[0].launcher_has_macro,
     )
     blanked = blank_out_harmless_differences(commands, launch)

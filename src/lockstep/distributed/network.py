@@ -115,8 +115,9 @@ def address_reaching(host: str | None = ANY_OUTSIDE_ADDRESS) -> str | None:
     Nothing is sent. Returns None if the host does not resolve or cannot be reached.
 
     Args:
-        host: host name or address. The default stands for any machine outside, which gives the
-            address of the default route.
+        host: host name or address. By default any address of the internet, so the result is the
+            address of this machine on its default route. None if the caller knows no host; then the
+            result is None too.
     """
     if host is None:
         return None
@@ -219,17 +220,19 @@ class Endpoint:
     def addresses(self) -> list[str]:
         """Returns the addresses to connect to; empty if the host name does not resolve.
 
-        If everything is on this machine (the host and all processes), this is a loopback address.
+        If the host and all processes are on this machine, the result is a single loopback address.
         """
-        addresses = resolve(self.host)
+        addresses_of_host = resolve(self.host)
 
-        if self.one_node and any(is_here(address) for address in addresses):
-            for address in addresses:
-                if is_loopback_address(address):
-                    return [address]
-            return [LOOPBACK]
+        host_is_this_machine = any(is_here(address) for address in addresses_of_host)
+        all_processes_are_here = self.one_node
+        if not (host_is_this_machine and all_processes_are_here):
+            return addresses_of_host
 
-        return addresses
+        for address in addresses_of_host:
+            if is_loopback_address(address):
+                return [address]
+        return [LOOPBACK]
 
 
 def serving_address(endpoint: Endpoint, local_addr: str | None = None) -> str:
@@ -249,39 +252,61 @@ def serving_address(endpoint: Endpoint, local_addr: str | None = None) -> str:
         SettingError: `local_addr` is not an address of this machine.
     """
     endpoint_addresses = endpoint.addresses()
+
+    # All processes are on this machine, so only loopback is used.
     if endpoint.one_node:
-        # All processes are on this machine, so only loopback is used. An endpoint without a
-        # loopback address is an error.
         for address in endpoint_addresses:
             if is_loopback_address(address):
                 return address
-    else:
-        # The addresses of this machine that other machines may reach.
-        outside_addresses = []
-        for addresses_of_interface in local_addresses().values():
-            for address in addresses_of_interface:
-                if not is_loopback_address(address):
-                    outside_addresses.append(address)
+        raise _not_an_own_address_error(endpoint, endpoint_addresses)
 
-        for address in endpoint_addresses:
-            if address in outside_addresses:
-                return address
+    # The usual case: this machine has the endpoint's address itself, and others may reach it there.
+    outside_addresses = _addresses_for_others()
+    for address in endpoint_addresses:
+        if address in outside_addresses:
+            return address
 
-        # This machine does not have the endpoint's address itself.
-        if local_addr:
-            return own_address(local_addr)
-        if len(outside_addresses) == 1:
-            return outside_addresses[0]
+    # The endpoint's address is not one of this machine, so another one is chosen.
+    if local_addr:
+        return own_address(local_addr)
+    if len(outside_addresses) == 1:
+        return outside_addresses[0]
 
-        default_route_address = address_reaching()  # any address outside of this network
-        if default_route_address is not None and default_route_address in outside_addresses:
-            return default_route_address
+    # Without an argument: our own address on the default route.
+    default_route_address = address_reaching()
+    if default_route_address is not None and default_route_address in outside_addresses:
+        return default_route_address
 
+    raise _not_an_own_address_error(endpoint, endpoint_addresses)
+
+
+def _addresses_for_others() -> list[str]:
+    """Returns the addresses of this machine that are not loopback."""
+    addresses = []
+    for addresses_of_interface in local_addresses().values():
+        for address in addresses_of_interface:
+            if not is_loopback_address(address):
+                addresses.append(address)
+    return addresses
+
+
+def _not_an_own_address_error(
+    endpoint: Endpoint, endpoint_addresses: Sequence[str]
+) -> MasterUnreachableError:
+    """Returns the error to raise if this machine has no address at which to serve the run.
+
+    Args:
+        endpoint: the endpoint to which the other processes connect.
+        endpoint_addresses: its addresses; empty if its host name does not resolve.
+    """
+    # The subject of a sentence: "10.0.0.7 is not an address of this machine", or "the name does not
+    # resolve, and it is not an address of this machine".
     if endpoint_addresses:
         subject = ", ".join(endpoint_addresses)
     else:
         subject = "the name does not resolve, and it"
-    raise MasterUnreachableError(
+
+    return MasterUnreachableError(
         f"this machine serves the run at {endpoint}",
         f"{subject} is not an address of this machine, which has {listing(local_addresses())}",
         "give the address of this machine (MASTER_ADDR, --master-addr, or the host of tcp:// and "
@@ -366,7 +391,9 @@ def serve_store(address: str, port: int, timeout: timedelta) -> TCPStore:
             wait_for_workers=False,
             timeout=timeout,
             master_listen_fd=listener.detach(),  # the store closes it
-            use_libuv=torch.__version__ >= "2.8",  # with libuv, torch 2.6 accepts no socket
+            # With libuv, torch before 2.8 does not accept a socket that is already open. This
+            # compares versions, not texts: `torch.__version__` is a `TorchVersion`.
+            use_libuv=torch.__version__ >= "2.8",
         )
 
 
@@ -459,6 +486,7 @@ def unreachable_error(
     if tried:
         found += f" (tried for {tried:g} s)"
 
+    # `{}` in the advice stands for the server: "look at the output of {}: ...".
     advice = ADVICE_OF_REASON.get(reason, "choose a port that no other program has")
     return MasterUnreachableError(f"{server} at {where}", found, advice.format(server))
 

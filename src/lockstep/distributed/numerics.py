@@ -85,11 +85,14 @@ def read_numerics(device: torch.device) -> dict[str, str]:
         numerics["cuDNN"] = str(torch.backends.cudnn.version())  # type: ignore[no-untyped-call]
 
     numerics["float32 matmul precision"] = torch.get_float32_matmul_precision()
+
+    # Settings such as `torch.backends.cuda.matmul.fp32_precision`, which torch 2.6 does not have.
     for part in FP32_PRECISIONS.get(device.type, ()):  # such as "cuda.matmul"
         setting = f"{part}.fp32_precision"
+        read_setting = attrgetter(setting)
         try:
-            value = str(attrgetter(setting)(torch.backends))
-        except AttributeError:  # torch 2.6 has no such setting
+            value = str(read_setting(torch.backends))
+        except AttributeError:
             value = "none"
         numerics[f"setting of {setting}"] = value
 
@@ -154,8 +157,10 @@ def describe_rank_differences(numerics_of_ranks: Sequence[Mapping[str, str]]) ->
 
     differences = []
     for name in names:
-        # If two values are equally frequent, the one of the lower rank counts as usual.
         values = [numerics.get(name, "none") for numerics in numerics_of_ranks]
+
+        # The most frequent value. If two are equally frequent, `most_common` returns the one that
+        # comes first, which is that of the lower rank.
         usual_value, _ = Counter(values).most_common(1)[0]
 
         ranks_of_value = group_by_key((value, rank) for rank, value in enumerate(values))

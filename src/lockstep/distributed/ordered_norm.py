@@ -34,14 +34,17 @@ def total_norm(tensors: Sequence[Tensor], norm_type: float) -> Tensor:
     if not tensors:
         return torch.tensor(0.0)
 
-    # For each tensor the sum of |x| ** norm_type, or its largest or smallest |x|.
+    # For each tensor the sum of |x| ** norm_type. For a norm of type inf or -inf, the largest or
+    # smallest |x|.
     values = torch.stack(_values_of_tensors(tensors, norm_type))
     if norm_type == math.inf:
         norm = values.max()
     elif norm_type == -math.inf:
         norm = values.min()
     else:
-        norm = sum_by_halving(values.view(1, -1))[0].pow(1.0 / norm_type)
+        # `sum_by_halving` sums up each row of a matrix, so the values become its only row.
+        total = sum_by_halving(values.view(1, -1))[0]
+        norm = total.pow(1.0 / norm_type)
     return norm.to(tensors[0].dtype)
 
 
@@ -66,6 +69,8 @@ def _values_of_tensors(tensors: Sequence[Tensor], norm_type: float) -> list[Tens
     type inf or -inf.
     """
     values_of_tensors = []
+
+    # For each tensor a vector, with the value of each of its rows.
     for values_of_rows in _values_of_all_rows(tensors, norm_type):
         if norm_type == math.inf:
             values_of_tensors.append(values_of_rows.max())
@@ -103,6 +108,8 @@ def _values_of_all_rows(tensors: Sequence[Tensor], norm_type: float) -> list[Ten
         for index, rows in zip(indices, num_rows, strict=True):
             with_zeros.append(_among_zeros(values_here[index], rows, mesh))
 
+        # The backend of the mesh needs the values on its device; the parameters may be offloaded to
+        # the CPU. The rows are sharded over the last dimension of the mesh.
         joined = torch.cat(with_zeros).to(mesh.device_type)
         routing.all_reduce(joined, group=mesh.get_group(mesh.ndim - 1))
 

@@ -100,7 +100,8 @@ def store_at_end(joined: Joined) -> Iterator[Store]:
     """Gives the store of the run a short timeout, for a few last requests at the end of the run.
 
     If the rank that serves the store has left already, the `with` block ends early and no error is
-    raised.
+    raised. Any other RuntimeError of the block is suppressed too, so the block should contain
+    nothing but requests to the store.
     """
     store: Any = joined.store  # torch's annotations leave `timeout` out
     timeout_before = store.timeout
@@ -108,6 +109,7 @@ def store_at_end(joined: Joined) -> Iterator[Store]:
     try:
         yield store
     except RuntimeError:
+        # A request has failed, because the store is gone. `return` suppresses the error.
         return
     finally:
         # Checkpoints that are still being written use the store, too, and need the long timeout.
@@ -125,13 +127,17 @@ def run_of(module: nn.Module) -> Run | None:
 
     # If the module itself was not prepared, the module that was passed to `torch.compile` may have
     # been. Modules can be compiled more than once.
-    while not any(reference() is module for reference in run.prepared):
+    while True:
+        # `run.prepared` contains weak references, which return the module or None.
+        is_prepared = any(reference() is module for reference in run.prepared)
+        if is_prepared:
+            return run
+
         inner_module = without_compile(module)
         if inner_module is module:  # it was not made by `torch.compile`
             return None
 
         module = inner_module
-    return run
 
 
 def blocked_reason() -> str | None:
@@ -191,7 +197,8 @@ def join_run(
     except BaseException:
         close_group()
         if joined is not None:
-            # The other ranks may not have failed and keep the store open; they are not waited for.
+            # This rank does not wait until the others leave: they may not have failed, and may
+            # still use the store.
             joined.close(others_leave=False)
         set_rank(None)
         raise
@@ -272,21 +279,21 @@ def _meet_other_ranks(topology: Topology, settings: Settings, environ: Mapping[s
     """
     from lockstep.distributed.rendezvous import join  # not needed by a single process
 
-    global _num_joins
-    _num_joins += 1
-
     # The manifest, which must be equal on all ranks: the settings, and what `collect` adds, such as
     # versions and the arguments of the script.
     compared_settings: dict[str, object] = dict(settings_of_ranks(settings))
     compared_settings["threads"] = environ.get("OMP_NUM_THREADS")
 
-    # The arguments are compared with their secrets masked, so the secrets are compared as a hash.
+    # The manifest contains the arguments of the script, with `...` in place of secrets such as
+    # `--api-key`. So that different secrets are noticed, it also contains a hash of them.
     compared_settings["hidden arguments"] = digest_of_secrets(sys.argv)
 
     # A launcher's store may outlive this run, and the next run must not find the requests of this
     # one in it. So the keys contain the launcher's run id, its number of restarts, and the number
     # of this join. If the ranks were set by hand, each process may have a launcher of its own, and
     # their ids would differ; they are left out then.
+    global _num_joins
+    _num_joins += 1  # how often this process has joined a run
     run_id = ""
     restart_count = ""
     if not topology.is_set_by_hand:
@@ -381,6 +388,8 @@ def _exchange_on_this_machine(joined: Joined | None, timeout_s: float, text: str
     if joined is None:
         return [text]
 
+    # Each rank writes its text under the key "here/RANK", and reads the keys of the ranks on this
+    # machine.
     store = joined.store
     keys = [f"here/{rank}" for rank in joined.ranks_on_this_host]
     store.set(f"here/{joined.rank}", text)
@@ -432,6 +441,7 @@ def _measure_link(collectives: Collectives) -> Link | None:
     if num_machines == 1:  # although the environment says that there are several
         return None
 
+    # All ranks call `measure`, but on a rank without a position `_shift_in_ring` does nothing.
     rank = collectives.topology.rank
     ring_position = None
     if rank in first_ranks:
@@ -468,8 +478,9 @@ def _shift_in_ring(first_ranks: Sequence[int], ring_position: int | None, size: 
     receiving = dist.irecv(received_data, previous_rank)
     sending = dist.isend(data_to_send, next_rank)
     for work in (receiving, sending):
-        if work is not None:  # torch returns None to a process outside of the group
-            work.wait()
+        # Only a process outside of the group would get None, as the annotations of torch say.
+        assert work is not None
+        work.wait()
     return time.perf_counter() - begin
 
 
@@ -561,6 +572,7 @@ def main_process_first(run: Run, call_id: str) -> Iterator[None]:
                 "look at rank 0's error",
             )
 
+    # Inside the block, collectives raise an error instead of waiting for ranks that are not there.
     run.collectives.in_main_process_first = True
     result = "failed"
     try:

@@ -22,18 +22,19 @@ if TYPE_CHECKING:
 
 
 def open_rank_file(
-    folder: str | Path, collectives: Collectives, name: str | None, setting: str
+    folder: str | Path, collectives: Collectives, suffix: str | None, setting: str
 ) -> io.FileIO | None:
     """Opens a new file of this rank for the present start of the run. All ranks call this.
 
     Args:
         folder: the folder of the files, which is created if necessary.
         collectives: the collectives of the run, with which the ranks agree on a name of the start.
-        name: the end of the file's name, after the name of the start; None to open no file here.
+        suffix: the end of the file's name, such as ".rank3.record". The name begins with the name of
+            the start. None to open no file on this rank.
         setting: the argument of `lockstep.init` that asked for the files, for the error.
 
     Returns:
-        The open file, or None if `name` is None.
+        The open file, or None if `suffix` is None.
 
     Raises:
         SettingError: some rank cannot write there; raised on all ranks.
@@ -41,10 +42,10 @@ def open_rank_file(
     start_name = _agree_on_start_name(Path(folder), collectives)
     file = None
     problem = ""
-    if name is not None:
+    if suffix is not None:
         try:
             Path(folder).mkdir(parents=True, exist_ok=True)
-            file = io.FileIO(Path(folder, f"{start_name}{name}"), "x")
+            file = io.FileIO(Path(folder, f"{start_name}{suffix}"), "x")
         except OSError as error:
             problem = f"rank {collectives.topology.rank}: {error}"
 
@@ -79,7 +80,8 @@ def append_or_end(
         if num_bytes_written == len(data):
             return
 
-        problem = "the disk is full"  # the only reason for which a file takes a part of the data
+        # A short write. A file takes only a part of the data if there is no room for the rest.
+        problem = "the disk is full"
     except OSError as error:
         problem = str(error)
 
@@ -115,6 +117,8 @@ def _agree_on_start_name(folder: Path, collectives: Collectives) -> str:
     start_time_ns, random_hex, _ = proposals[0]
     for _, _, latest_time_on_rank_ns in proposals:
         start_time_ns = max(start_time_ns, latest_time_on_rank_ns + 1)
+
+    # With leading zeros, names that are sorted as texts are in the order of the times.
     return f"{start_time_ns:020d}-{random_hex}"
 
 

@@ -35,13 +35,16 @@ def all_reduced_copy(tensor: Tensor, operation: dist.ReduceOp.RedOpType) -> Tens
         tensor: a tensor of any dtype that `find_problem` accepts.
         operation: SUM, MAX or MIN.
     """
-    # The memory of a conjugated or negated view holds other numbers than the tensor.
+    # `x.conj()` shares the memory of `x`, which holds the numbers before conjugation; likewise a
+    # negated view. Backends send the memory, so the tensor's own numbers are written out first.
     contiguous = tensor.detach().resolve_conj().resolve_neg().contiguous()
     if contiguous.dtype is torch.uint64:
         return _all_reduced_uint64(contiguous, operation)
 
     carrier_dtype = CARRIER_DTYPES.get(contiguous.dtype, contiguous.dtype)
     carrier = contiguous.to(carrier_dtype, copy=True)
+
+    # Only floats can be NaN. Backends may lose a NaN when they take the maximum or minimum.
     if carrier.is_floating_point() and operation != dist.ReduceOp.SUM:
         return _extreme_or_nan(carrier, operation).to(contiguous.dtype)
 
@@ -101,7 +104,7 @@ def identity_element(leaf: Tensor, operation: dist.ReduceOp.RedOpType) -> Tensor
 
     needs_highest = operation == dist.ReduceOp.MIN
     if leaf.dtype == torch.bool:
-        return torch.full_like(leaf, needs_highest)
+        return torch.full_like(leaf, needs_highest)  # True for MIN, False for MAX
 
     is_8_bit = leaf.itemsize == 1  # some floating-point dtypes of 8 bits have no infinity
     if leaf.is_floating_point() and not is_8_bit:
@@ -150,12 +153,14 @@ def number_like(leaf: Any, number: Number, descriptions: Sequence[LeafDescriptio
     Args:
         leaf: the leaf that this rank has passed: a number, or a 0-dimensional tensor.
         number: the result of the reduction.
-        descriptions: the leaf as each rank has passed it. If this rank has passed an integer tensor
-            and another rank a float, the result is a float tensor.
+        descriptions: the type and dtype of the leaf that each rank has passed.
     """
     if not isinstance(leaf, Tensor):
         return number
 
+    # This rank may have passed an integer tensor and another rank the Python number 0.5. Then the
+    # result does not fit into an integer tensor. As in `torch.tensor(3) + 0.5`, it gets the default
+    # dtype of floats.
     dtype = leaf.dtype
     any_floating_point = any(description.is_floating_point for description in descriptions)
     if any_floating_point and not dtype.is_floating_point:
@@ -166,12 +171,12 @@ def number_like(leaf: Any, number: Number, descriptions: Sequence[LeafDescriptio
 def check_fits(name: str, number: Number, descriptions: Sequence[LeafDescription]) -> None:
     """Checks that a reduced integer fits into the dtypes that the ranks have passed.
 
-    All ranks have the same arguments, so all of them raise an error, or none does.
+    Every rank calls this with the same arguments, so either all of them raise the error or none.
 
     Args:
         name: the name of the collective: "sum".
         number: the result of the reduction.
-        descriptions: the leaf as each rank has passed it.
+        descriptions: the type and dtype of the leaf that each rank has passed.
 
     Raises:
         UsageError: the number does not fit into the dtype of some rank.

@@ -80,11 +80,15 @@ class Joined:
             others_leave: True if the other ranks will close the store, too. If False, rank 0 does
                 not wait for them.
         """
+        # Torch closes a store when the last reference to it is gone. So the attribute is deleted
+        # here, and the local variable below.
         store = self.store
         del self.store
 
-        # A store is served by rank 0, is a file, or is served by the launcher, which closes it.
-        served_by_launcher = not self.served_by_rank_0 and self.file is None
+        # There are three kinds of stores: served by rank 0, in a file, and served by the launcher.
+        # The launcher closes its store itself.
+        is_in_file = self.file is not None
+        served_by_launcher = not self.served_by_rank_0 and not is_in_file
         if served_by_launcher:
             return
 
@@ -101,7 +105,7 @@ class Joined:
                 deadline = time.monotonic() + CLOSING_TIMEOUT_S
                 others_have_left = wait_until(partial(store.check, keys), deadline)
 
-        del store  # torch closes the store when the last reference is gone
+        del store
         if others_have_left and self.file is not None:
             _remove_file(self.file)
 
@@ -151,15 +155,30 @@ def join(
     opened = _open_store(topology, init_method, manifest, timeout, attempt)
     run_store = _store_of_run(opened.store, attempt)
     try:
-        hosts = Join(run_store, topology, manifest, opened.location, timeout, opened.file).agree()
+        joining = Join(
+            store=run_store,
+            topology=topology,
+            manifest=manifest,
+            store_location=opened.location,
+            timeout_s=timeout,
+            file=opened.file,
+        )
+        hosts = joining.agree()
     except (errors.JoinError, errors.RanksDifferError) as error:
-        failure = error.with_traceback(None)  # drops the frames below, which refer to the store
+        # A plain `raise` would keep the store open, and its port or file in use, for as long as the
+        # caller keeps the error: its traceback refers to the frames of the calls, and their local
+        # variables to the store. So the traceback is dropped here, and the variables below.
+        failure = error.with_traceback(None)
     else:
-        return Joined(run_store, hosts, topology.rank, opened.served_by_rank_0, opened.file)
+        return Joined(
+            store=run_store,
+            hosts=hosts,
+            rank=topology.rank,
+            served_by_rank_0=opened.served_by_rank_0,
+            file=opened.file,
+        )
 
-    # The caller may keep the error, and with it this frame. Without references to the store here,
-    # the store is closed, and its port or file is free.
-    del opened, run_store
+    del opened, run_store, joining
     raise failure
 
 
@@ -192,7 +211,7 @@ def _open_store(
         store = open_file(location, topology.size, timeout)
         return _OpenedStore(store, f"file://{location}", served_by_rank_0=False, file=location)
 
-    # A store that the launcher serves: all ranks connect to it.
+    # A store that the launcher serves (`agent_store`): all ranks connect to it.
     is_master_address = (
         location.host == topology.master_addr and location.port == topology.master_port
     )
@@ -201,7 +220,8 @@ def _open_store(
         store = connect(location, timeout)
         return _OpenedStore(store, location_text, served_by_rank_0=False, file=None)
 
-    # Any other address: rank 0 serves the store, and the other ranks connect to it.
+    # Any other address: rank 0 serves the store, and the other ranks connect to it. If two
+    # processes are rank 0 by mistake, the second one connects too, so that both report the mistake.
     if topology.is_main:
         store = _serve_or_connect(location, topology, manifest, timeout, attempt)
     else:
@@ -266,8 +286,9 @@ def _endpoint_of_environment(topology: Topology) -> Endpoint:
             f"set {missing}, start with `lockstep run`, or give init_method='tcp://host:port'",
         )
 
-    # If all processes are on one machine, they meet at a loopback address. But a launcher that
-    # serves the store has chosen its address, and listens only there.
+    # If all processes are on one machine, they meet at a loopback address. But if the launcher
+    # serves the store (`agent_store`, after torchrun's TORCHELASTIC_USE_AGENT_STORE), it has chosen
+    # its address, and listens only there.
     meet_at_loopback = topology.one_node and not topology.agent_store
     return Endpoint(topology.master_addr, topology.master_port, one_node=meet_at_loopback)
 
@@ -288,10 +309,11 @@ def _serve_or_connect(
     timeout: float,
     attempt: str,
 ) -> Store:
-    """Serves rank 0's store, or connects to the store of a second process that is rank 0, too.
+    """Serves rank 0's store, or connects to the store that another rank 0 already serves.
 
-    Two processes may be started as rank 0 of the same run by mistake. If the second one also joins
-    at the store of the first, the join protocol reports the duplicate to all ranks.
+    Two processes may be started as rank 0 of the same run by mistake. The first one serves the
+    store. The second one finds the port taken, and joins at the first one's store. Then the join
+    protocol reports the duplicate to all ranks.
 
     Args:
         endpoint: the host and port at which to serve the store.
@@ -334,7 +356,10 @@ def _serve_or_connect(
 
 
 def serve(endpoint: Endpoint, timeout: float) -> Store:
-    """Serves a store at the endpoint, on a loopback address or one other address of this machine.
+    """Serves a store at the endpoint.
+
+    The store listens on a single address of this machine, which is a loopback address if all
+    processes are here.
 
     Args:
         endpoint: a port of this machine.
@@ -346,7 +371,8 @@ def serve(endpoint: Endpoint, timeout: float) -> Store:
         PortTakenError: another program uses the port.
         SettingError: this user is not allowed to listen on the port.
     """
-    # The name of a machine that has just been started may not resolve yet.
+    # The name of a machine that has just been started may not resolve yet. This waits until
+    # `endpoint.addresses()` returns at least one address.
     if not wait_until(endpoint.addresses, time.monotonic() + timeout):
         raise network.unreachable_error("rank 0", endpoint, network.UNRESOLVED)
 
@@ -399,7 +425,8 @@ def connect(endpoint: Endpoint, timeout: float) -> Store:
         )
     except RuntimeError as error:
         # Example of torch's message: "The client socket has timed out after 2000ms while trying to
-        # connect to (10.0.0.5, 29500)". All other errors mean that the connection was closed.
+        # connect to (10.0.0.5, 29500)". Any other message means that the store has closed the
+        # connection (`CUT`).
         reason = network.NO_ANSWER if "timed out" in str(error) else network.CUT
         raise network.unreachable_error("rank 0", endpoint, reason, address=found.address) from None
 
@@ -446,8 +473,9 @@ def _look_for_store(endpoint: Endpoint, deadline: float) -> LookupResult:
             if answers_as_store(connection):
                 return LookupResult(address, why_no_store="")
 
-        # A later version of torch may use another greeting. Then the answer says nothing, and any
-        # program that listens is taken for a store.
+        # The program did not answer the greeting of torch's stores. But the installed version of
+        # torch may use another greeting than the one that is known here. Then the missing answer
+        # says nothing, and any program that listens is taken for a store.
         if not _greeting_is_current():
             return LookupResult(address, why_no_store="")
 

@@ -74,6 +74,8 @@ def preserve_rng_state() -> Iterator[None]:
 
 def rng_state(device: torch.device) -> dict[str, Any]:
     """Returns the current state of every stream, in values that a checkpoint can store."""
+    # `words` is a tuple of 625 integers, which a checkpoint would store one by one. So it becomes
+    # an array.
     version, words, gauss = random.getstate()
     return {
         "torch": torch.get_rng_state(),

@@ -149,20 +149,26 @@ class Topology:
         Args:
             hosts: the host of each rank, which the ranks know once they have met.
         """
+        # With hosts ["a", "a", "b", "b"], rank 3 has local rank 1 of 2, and node rank 1.
         this_host = hosts[self.rank]
         ranks_here = [rank for rank, host in enumerate(hosts) if host == this_host]
-        different_hosts = list(dict.fromkeys(hosts))  # in the order of their first ranks
+
         local_rank = self.local_rank
         if "local_rank" in self.unknown:
             local_rank = ranks_here.index(self.rank)
+
+        # Each container of a machine may have a host name of its own, while LOCAL_RANK is set to
+        # the number of the process on the whole machine. With LOCAL_RANK=1 there are at least two
+        # processes on the machine, even if only one has this host name.
         local_size = self.local_size
         if "local_size" in self.unknown:
-            # Containers of one machine may each have a host name of their own, and a LOCAL_RANK
-            # that counts the ranks of the machine.
             local_size = max(len(ranks_here), local_rank + 1)
+
         node_rank = self.node_rank
         if "node_rank" in self.unknown:
+            different_hosts = list(dict.fromkeys(hosts))  # in the order of their first ranks
             node_rank = different_hosts.index(this_host)
+
         return replace(
             self,
             local_rank=local_rank,
@@ -290,15 +296,17 @@ def _check_agrees_with_scheduler(topology: Topology, environ: Environ) -> None:
         "Slurm": _read_slurm_task(environ),
     }
     for scheduler, task in tasks.items():
-        if task is None or task.size == 1:  # one task may start ranks of any numbers
+        # With a single task, which may start any ranks, nothing can be wrong.
+        if task is None or task.size == 1:
             continue
 
-        # With 8 ranks in 4 tasks, task 1 has the ranks 2 and 3.
-        ranks_are_shared_out_equally = topology.size % task.size == 0
+        # With 8 ranks in 4 tasks, task 1 has the ranks 2 and 3. 7 ranks do not fit 4 tasks.
         fits = False
+        ranks_are_shared_out_equally = topology.size % task.size == 0
         if ranks_are_shared_out_equally:
             ranks_per_task = topology.size // task.size
             fits = topology.rank // ranks_per_task == task.rank
+
         if not fits:
             raise SettingError(
                 f"RANK={topology.rank} and WORLD_SIZE={topology.size}",
@@ -315,9 +323,12 @@ def _local_rank(environ: Environ, argv: Sequence[str]) -> int | None:
         flag, equals_sign, value = argument.partition("=")
         if flag not in LOCAL_RANK_FLAGS:
             continue
+
         if not equals_sign:  # `--local_rank 1`: the value is the next argument
             is_last = position + 1 == len(argv)
             value = "" if is_last else argv[position + 1]
+
+        # `_number` reads a variable of an environment. Here the flag takes the place of a variable.
         from_argument = _number({flag: value}, flag)
         if from_variable is not None and from_variable != from_argument:
             raise SettingError(
@@ -489,24 +500,26 @@ def port_of(job: str) -> int:
 def _check_consecutive_ranks(topology: Topology, command: str) -> None:
     """Raises SettingError if the ranks of a machine are certainly not consecutive.
 
-    Lockstep relies on consecutive ranks when it reduces within a machine first.
+    Lockstep relies on consecutive ranks when it reduces within a machine first. A process only
+    knows its own numbers. For example, with 8 ranks of which 4 are on each machine:
+
+        rank 5, local rank 1: local rank 0 has rank 4; the machine has ranks 4 to 7
+        rank 2, local rank 1: local rank 0 would have rank 1; no machine begins there: an error
+        rank 0, local rank 1: local rank 0 would have rank -1: an error
 
     Args:
         topology: this process's place.
         command: how to start the processes, so that the ranks are consecutive.
     """
-    # If ranks are consecutive, this is the rank of local rank 0 of this machine.
+    # The rank of this machine's local rank 0, provided that the ranks are consecutive.
     first_rank_here = topology.rank - topology.local_rank
+    may_be_consecutive = first_rank_here >= 0
 
-    # With 8 ranks and 4 of them here, there may be two machines of 4, which begin at rank 0 or 4. A
-    # machine that seems to begin at rank 1 does not have consecutive ranks. With 7 ranks, another
-    # machine has fewer, such as 3, and this one may begin at rank 3.
+    # If all machines have equally many ranks, each begins at a multiple of this number. With 7
+    # ranks and 4 of them here, another machine has fewer, and this one may begin at any rank.
     machines_may_be_equal = topology.size % topology.local_size == 0
-    may_begin_here = first_rank_here % topology.local_size == 0
-    if machines_may_be_equal:
-        may_be_consecutive = first_rank_here >= 0 and may_begin_here
-    else:
-        may_be_consecutive = first_rank_here >= 0
+    if machines_may_be_equal and first_rank_here % topology.local_size != 0:
+        may_be_consecutive = False
 
     if not may_be_consecutive:
         raise SettingError(

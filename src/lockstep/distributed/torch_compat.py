@@ -85,12 +85,16 @@ def list_keys(store: Any) -> list[str] | None:
 
 
 def separate_attempts(attempt: int) -> None:
-    """Keeps the ranks of a restarted run from reading what the ranks before them have written.
+    """Makes `init_process_group` of torch usable in a script that the launcher starts again.
 
-    The launcher's store outlives the ranks. If they are started again, they would connect to the
-    addresses of ranks that are gone. With torch 2.10 or later, the launcher lists the keys in its
-    store and deletes these. Older versions cannot list keys, so here the number of the attempt is
-    put before each key. `lockstep.init` has such a prefix of its own.
+    The launcher's store outlives the ranks. Without this, the ranks of the second attempt would
+    read the addresses that the ranks of the first one have written, and connect to processes that
+    are gone. With torch 2.10 or later, the launcher deletes these keys before it starts the ranks
+    again. Older versions cannot list keys. There this replaces a function of torch, so that each
+    key begins with the number of the attempt: `attempt_1/...`.
+
+    Only scripts that call `init_process_group` themselves need this. `lockstep.init` opens its
+    store in another way, with such a prefix of its own.
 
     Args:
         attempt: how often the ranks of the run have been started before.
@@ -102,16 +106,16 @@ def separate_attempts(attempt: int) -> None:
         return
 
     rendezvous: Any = import_module("torch.distributed.rendezvous")
-    original = rendezvous._create_c10d_store
+    create_store_of_torch = rendezvous._create_c10d_store
 
     def create_store(*args: Any, **kwargs: Any) -> Any:
-        store = original(*args, **kwargs)
+        store = create_store_of_torch(*args, **kwargs)
         is_store_of_launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         if is_store_of_launcher:
             return PrefixStore(f"attempt_{attempt}", store)
         return store
 
-    rendezvous._create_c10d_store = create_store
+    rendezvous._create_c10d_store = create_store  # `init_process_group` calls it
 
 
 # Classes and modules without a public name
@@ -166,8 +170,11 @@ def run_as_it_is(function: Callable[P, T]) -> Callable[P, T]:
     """Marks a function so that torch's compiler does not begin to compile at this function.
 
     Python runs the function as it is, and the compiler may still compile the functions that it
-    calls. The mark has no effect inside of a function that is being compiled: there the compiler
-    traces through the marked function, while `never_compiled` would break the graph.
+    calls. Use it for a wrapper around a forward pass, for example: the forward pass is compiled,
+    and the wrapper is not.
+
+    If a function that is being compiled calls the marked function, the mark has no effect: both
+    become parts of one graph. With `never_compiled` the graph would be broken there.
 
     Torch marks its own functions in the same way (`torch._dynamo.eval_frame.skip_code`). Setting
     the mark does not load the compiler.
@@ -193,25 +200,28 @@ def compiler_is_loaded() -> bool:
 
 
 def outside_compiled_code(function: Callable[P, T]) -> Callable[P, T]:
-    """Returns a hook of a module in a form that torch's compiler does not trace, nor what it calls.
+    """Returns a hook of a module that neither is compiled itself, nor the functions that it calls.
 
     `torch.compile(model)` and `model.compile()` call hooks and compile the forward pass between
     them. Without this they would compile each hook separately, with a graph break where the hook
     reads what a graph does not have (`grad_fn`), and again whenever a number changes that the hook
     has read. Torch excludes the hooks of `fully_shard` in the same way.
 
-    If the compiler is not loaded, calling the hook does not load it.
-    """
-    # `never_compiled` also covers what the hook calls, but loads the compiler at its first call.
-    # `run_as_it_is` covers only `call` itself, which decides whether to go through the former.
-    uncompiled = never_compiled(function, recursive=True)
+    If the compiler is not loaded, calling the hook does not load it. It takes about a second.
 
+    Args:
+        function: the hook.
+    """
+    # This turns the compiler off while the hook runs. Its first call loads the compiler.
+    with_compiler_off = never_compiled(function, recursive=True)
+
+    # The compiler is told to skip `call`, so that it does not compile the `if`.
     @run_as_it_is
     @wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
-        if compiler_is_loaded():
-            return uncompiled(*args, **kwargs)
-        return function(*args, **kwargs)
+        if not compiler_is_loaded():  # then nothing can be compiled
+            return function(*args, **kwargs)
+        return with_compiler_off(*args, **kwargs)
 
     return call
 
@@ -229,18 +239,23 @@ def enclosing_ddp() -> DistributedDataParallel | None:
 def await_another_backward(module: DistributedDataParallel, roots: Sequence[Tensor]) -> None:
     """Lets DDP average the gradients of one more backward pass of the same forward passes.
 
-    Torch does this at the end of each forward pass (`DistributedDataParallel._post_forward`). If
-    the previous backward pass has not produced all gradients, nothing changes: DDP still expects
-    them from the next one.
+    Torch calls `prepare_for_backward` at the end of each forward pass, so that DDP averages the
+    gradients of one backward pass. This calls it once more.
+
+    If the previous backward pass has not produced the gradients of all parameters, nothing changes:
+    DDP still expects the missing gradients from the next backward pass.
 
     Args:
         module: the DDP module, after a forward pass.
-        roots: the outputs from which DDP looks for unused parameters; empty: all are used.
+        roots: the outputs from which DDP looks for unused parameters. If empty, DDP expects a
+            gradient of every parameter.
     """
+    # DDP does not say whether it has averaged all gradients. But `_rebuild_buckets`, which torch
+    # calls before each forward pass, raises a RuntimeError if it has not.
     try:
         module.reducer._rebuild_buckets()
     except RuntimeError:
-        # The reduction is unfinished, and `prepare_for_backward` would give it up.
+        # `prepare_for_backward` would forget which gradients have come already.
         return
 
     module.reducer.prepare_for_backward(list(roots))
@@ -296,14 +311,16 @@ def gathered_dtype(unit: FSDPModule) -> torch.dtype | None:
 def set_dtypes_of_frozen_unit(unit: FSDPModule) -> None:
     """Tells torch the dtypes of a unit whose parameters are all frozen.
 
-    Torch takes these dtypes from the parameters that are trained when the unit runs first. Here
-    there are none yet, but the parameters may be trained later. Then, without the dtypes, a
-    gradient in half precision would not fit its parameter in fp32.
+    When a unit runs for the first time, torch takes these dtypes from its trained parameters. A
+    unit whose parameters are all frozen gets none. If its parameters are trained later, a gradient
+    in half precision would then not fit its parameter in fp32.
     """
     for parameter_group in _parameter_groups(unit):
-        if parameter_group._orig_dtype is not None:
+        if parameter_group._orig_dtype is not None:  # torch knows the dtypes
             continue
 
+        # All parameters of a group have the same dtypes, so take those of the first one with
+        # floating-point numbers.
         for fsdp_parameter in parameter_group.fsdp_params:
             if fsdp_parameter.orig_dtype.is_floating_point:
                 parameter_group._orig_dtype = fsdp_parameter.orig_dtype
@@ -335,40 +352,48 @@ def drop_accumulated_gradients(unit: FSDPModule) -> None:
 def accumulate_late_gradients(unit: FSDPModule, *, zeros_if_unused: bool) -> list[RemovableHandle]:
     """Gives all gradients of a unit one dtype, before the backward pass that averages them.
 
-    Torch has converted the gradients of earlier micro-batches to the dtype that they are averaged
-    in. A parameter that only the last micro-batch uses gets a *late* gradient in half precision,
-    and torch refuses to send both together. So the late gradient is converted too.
+    A unit is a module under `fully_shard`; torch sends the gradients of all its parameters in one
+    message. For example, the gradients of two micro-batches are summed in fp32, while the backward
+    pass itself is in bf16:
+
+        weight, used by both micro-batches: torch has its fp32 gradient from the first one
+        bias, used by the second only: its gradient is *late*, and would stay in bf16
+
+    Torch refuses to send both together. So the late gradient is converted to fp32.
 
     Args:
         unit: the unit.
-        zeros_if_unused: let late gradients be added to zeros in the right dtype, which are sent
-            if no micro-batch uses the parameter.
+        zeros_if_unused: what happens to a parameter that the last micro-batch does not use either.
+            If True, zeros are sent for it. If False, it has no gradient, and is left out of the
+            message.
 
     Returns:
         Hooks of the parameters that no micro-batch has used yet, to be removed after the pass.
     """
     hooks: list[RemovableHandle] = []
     for parameter_group in _parameter_groups(unit):
-        without_gradient: list[Any] = []
+        unused_so_far: list[Any] = []
         for fsdp_parameter in parameter_group.fsdp_params:
             if fsdp_parameter.unsharded_accumulated_grad is None:
-                without_gradient.append(fsdp_parameter)
+                unused_so_far.append(fsdp_parameter)
 
-        # There was no earlier micro-batch, so all gradients are late and have one dtype.
-        all_are_late = len(without_gradient) == len(parameter_group.fsdp_params)
-        if all_are_late:
+        # This is the first micro-batch, or no earlier one has used any of these parameters. The
+        # gradients of the coming backward pass all have the same dtype.
+        if len(unused_so_far) == len(parameter_group.fsdp_params):
             continue
 
-        for fsdp_parameter in without_gradient:
+        for fsdp_parameter in unused_so_far:
             whole = fsdp_parameter.unsharded_param
             if not whole.requires_grad:
                 continue
 
             if zeros_if_unused:
-                # Torch adds a late gradient to these zeros, and so converts it.
+                # Torch adds a late gradient to these zeros, which converts it. If there is none,
+                # the zeros themselves are sent.
                 zeros = whole.new_zeros(whole.shape, dtype=fsdp_parameter.reduce_dtype)
                 fsdp_parameter.unsharded_accumulated_grad = zeros
             else:
+                # The hook converts a late gradient. If there is none, the hook is not called.
                 convert = partial(_accumulate_gradient, fsdp_parameter)
                 hooks.append(whole.register_post_accumulate_grad_hook(convert))
     return hooks
@@ -476,11 +501,9 @@ def replace_apply(module: nn.Module, apply: Callable[..., Any]) -> None:
 def convert_tensors(
     module: nn.Module, convert: Callable[[Tensor], Tensor], *, recurse: bool = True
 ) -> None:
-    """Replaces the tensors of a module as `module.to()` does, and keeps its parameter objects.
+    """Replaces the tensors of a module as `module.to()` does, and keeps its `Parameter` objects.
 
-    Optimizers and tied modules hold these objects. Some layers keep more than the registered
-    tensors, such as LSTMs and modules under `fully_shard`. Their own `_apply`, which is called
-    here, updates what they keep besides.
+    Optimizers and tied modules refer to these objects, so they see the new tensors.
 
     Args:
         module: the module.
@@ -489,6 +512,11 @@ def convert_tensors(
     """
     import torch
 
+    # With this setting `_apply` swaps the contents of the old `Parameter` and the new one
+    # (`torch.utils.swap_tensors`). By default, it may register a new object in the module instead.
+    #
+    # It is `_apply` that is called, as LSTMs and modules under `fully_shard` override it: they also
+    # refer to their tensors elsewhere, such as in a list of flat weights, and update this list.
     swapped_before = torch.__future__.get_swap_module_params_on_conversion()
     torch.__future__.set_swap_module_params_on_conversion(True)
     try:
@@ -529,7 +557,8 @@ def trunc_normal_replaced(replacement: Callable[..., Tensor]) -> Iterator[None]:
     """Inside this context `nn.init.trunc_normal_` calls another function.
 
     The original draws again until no value is outside of the bounds. How often depends on the
-    values, so it cannot be recorded on tensors without values, such as those on the meta device.
+    values. So it cannot run on tensors without values, such as those on the meta device, where
+    Lockstep records the operations of an initialization to run them later.
 
     Args:
         replacement: called with the original function, and with what that takes: the tensor, mean,
@@ -537,6 +566,7 @@ def trunc_normal_replaced(replacement: Callable[..., Tensor]) -> Iterator[None]:
     """
     from torch.nn import init
 
+    # `nn.init.trunc_normal_` only calls this function.
     original = init._no_grad_trunc_normal_
     init._no_grad_trunc_normal_ = partial(replacement, original)
     try:
@@ -553,12 +583,18 @@ def copy_operation() -> Any:
 
 
 def reads_number(operation: Any) -> bool:
-    """Returns True for operations that return a number: `tensor.item()`, `torch.equal(...)`."""
+    """Returns True for operations that return a Python value, which depends on the elements.
+
+    These are `tensor.item()`, `torch.equal(...)` and `torch.allclose(...)`.
+
+    Args:
+        operation: an operation as a dispatch mode gets it, such as `torch.ops.aten.equal.default`.
+    """
     import torch
 
     aten = torch.ops.aten
     return operation in (
-        aten._local_scalar_dense.default,
+        aten._local_scalar_dense.default,  # `tensor.item()`
         aten.allclose.default,
         aten.equal.default,
     )
@@ -600,8 +636,8 @@ def shallow_copy(module: nn.Module) -> nn.Module:
         replica: nn.Module = replicate(module)
         return replica
 
-    # What torch's own method does, in a third of the time: `__init__` is not called.
-    copy = type(module).__new__(type(module))
+    # The same that torch's own method does, but in a third of its time.
+    copy = type(module).__new__(type(module))  # without a call of `__init__`
     vars(copy).update(vars(module), _is_replica=True)
     return copy
 
@@ -633,22 +669,24 @@ ATTRIBUTES_OF_COMPILED_MODULES = (
 
 
 def let_compile_again(module: nn.Module) -> None:
-    """Lets `torch.compile` compile modules that it has compiled before together with their hooks.
+    """Lets a model that contains compiled modules be compiled as a whole, with all hooks.
 
-    If torch compiles such a module again, it compiles the `forward` that the model had the first
-    time, which it finds by an attribute of the wrapper. Hooks, and a `forward` that was set since
-    then, would silently be left out: under `fully_shard` no parameter would be gathered. Without
-    these attributes torch treats the wrapper like any other module; what is lost is its method
-    `get_compiler_config`.
+    `torch.compile(block)` returns a wrapper, an `OptimizedModule`, whose only child is `block`. It
+    has an attribute `_torchdynamo_orig_callable`: the `forward` that `block` had at that time. If a
+    model that contains the wrapper is compiled, torch compiles this old `forward`. Hooks that were
+    registered since then would silently be left out; under `fully_shard`, for example, no parameter
+    would be gathered. Without the attribute torch treats the wrapper like any other module.
 
     Args:
-        module: the attributes of this module and of all its submodules are removed.
+        module: the model. The attributes are removed from each wrapper that it is or contains,
+            which thereby loses its method `get_compiler_config`.
     """
     if not compiler_is_loaded():  # nothing can have been compiled
         return
 
     for part in module.modules():
-        if COMPILED_CHILD_NAME in part._modules:
+        is_wrapper = COMPILED_CHILD_NAME in part._modules
+        if is_wrapper:
             for name in ATTRIBUTES_OF_COMPILED_MODULES:
                 vars(part).pop(name, None)
 
@@ -692,12 +730,13 @@ def in_function_transform() -> bool:
 def watch_indices(
     draw_indices: Callable[[Any, Callable[[], Any]], Any], on_new_pass: Callable[[Any], object]
 ) -> None:
-    """Has a function called in place of every draw of a batch's indices, in every DataLoader.
+    """Replaces the function that draws the indices of a batch, in all DataLoaders.
 
     Args:
-        draw_indices: called with the loader's iterator and the function that draws the indices;
-            must return what that function returns.
-        on_new_pass: called with the iterator when its persistent workers begin another pass.
+        draw_indices: called for each batch, with the loader's iterator and torch's function that
+            draws the indices. It must call this function and return its result.
+        on_new_pass: called with the iterator whenever torch resets it: when it is created, if the
+            DataLoader has workers, and when persistent workers begin another pass.
     """
     from torch.utils.data.dataloader import _BaseDataLoaderIter
 
@@ -720,10 +759,10 @@ END_OF_PASS = object()
 
 
 def watch_data_loaders(on_batch: Callable[[Any, Any, Any, Any], None]) -> Callable[[], None]:
-    """Has a function called with each batch that a DataLoader delivers in this process.
+    """Calls `on_batch` with each batch that a DataLoader delivers in this process.
 
-    Torch has no public hook for batches. A wrapper around torch's iterator would lack what some
-    programs use of it, such as its length.
+    Torch has no public hook for batches, so this replaces `__next__` of torch's iterators. An
+    iterator of our own around them would not have all their attributes, which some programs use.
 
     Args:
         on_batch: called with the iterator, its dataset, the sampler (the batch sampler, if that is
@@ -738,13 +777,13 @@ def watch_data_loaders(on_batch: Callable[[Any, Any, Any, Any], None]) -> Callab
     original_next = iterator_class.__next__
 
     def watched_next(iterator: Any) -> Any:
-        """Replaces the method `__next__` of a DataLoader's iterator.
+        """Returns the next batch of a DataLoader's iterator, as `original_next` does.
 
-        Returns the next batch as before. `on_batch` is called with each batch, and with
-        `END_OF_PASS` after the last one.
+        This takes the place of torch's `__next__`. It calls `on_batch` (the argument of
+        `watch_data_loaders`) with each batch, and with `END_OF_PASS` after the last one.
         """
-        # The user's sampler is usually inside of torch's own BatchSampler, which only groups the
-        # samples. A batch sampler of the user's own is passed on itself.
+        # Usually the user's sampler is inside of torch's own BatchSampler, which only groups the
+        # samples. If the user has written the batch sampler, `on_batch` gets the batch sampler.
         sampler = iterator._index_sampler
         if type(sampler) is BatchSampler:
             sampler = sampler.sampler
@@ -787,10 +826,13 @@ def without_worker_info() -> Iterator[None]:
 
 
 def on_shadowed_iteration(callback: Callable[[], object]) -> None:
-    """Has a function called on a rank that has no more batches (`Join`), for each batch of others.
+    """Calls `callback` on a rank that has run out of batches, for each batch of the other ranks.
+
+    Under torch's `Join`, such a rank shadows the iterations of the others: it takes part in their
+    collectives, without a batch of its own.
 
     Args:
-        callback: called before this rank takes part in the collectives of the iteration.
+        callback: called before this rank takes part in the collectives of an iteration.
     """
     from torch.distributed.algorithms.join import Join
 
@@ -898,14 +940,15 @@ def answers_as_store(connection: socket.socket) -> bool:
 
 
 def store_elsewhere(announced_port: int, store_port: int) -> None:
-    """Makes `env://` and `tcp://` connect to a running store instead of serving one.
+    """Makes `init_process_group` connect to a running store instead of serving one.
 
-    A store that torch serves would listen on all interfaces.
+    A store that torch serves listens on all interfaces of the machine, so others could reach it.
+    Lockstep serves a store that listens on one address only, and redirects torch to it.
 
     Args:
-        announced_port: the port that `env://` or `tcp://` names.
-        store_port: the port of the store that is used instead. Other announced ports are not
-            affected.
+        announced_port: the port in `tcp://HOST:PORT`, or MASTER_PORT for `env://`. Calls with any
+            other port are not changed.
+        store_port: the port of the running store.
     """
     rendezvous: Any = import_module("torch.distributed.rendezvous")
     original = rendezvous._create_c10d_store
@@ -926,13 +969,16 @@ NCCL. With `_json` at the end of its name, each returns them without stacks and 
 
 
 def flight_record(*, lines: bool) -> str:
-    """Returns the calls in torch's Flight Recorder, as a JSON list with a record of each recorder.
+    """Returns the calls in torch's Flight Recorder, as JSON.
+
+    Torch has a recorder for each kind of backend, such as NCCL. The result is a list with one
+    element for each recorder.
 
     Args:
-        lines: include the stack of each call. 2000 calls take 0.2 s with stacks, 50 ms without.
-            Stacks are left out in a process that has not loaded torch's compiler, because torch
-            would load it now, in 2 s and while it holds the interpreter's lock. A process that
-            uses DDP has loaded it.
+        lines: include the stack of each call, which has the lines of the script. 2000 calls take
+            0.2 s with stacks, 50 ms without. Stacks are left out in a process that has not loaded
+            torch's compiler, because torch would load it now, in 2 s and while it holds the
+            interpreter's lock. A process that uses DDP has loaded it.
     """
     import torch._C._distributed_c10d as c10d
 
@@ -956,8 +1002,9 @@ def _compiler_is_fully_imported() -> bool:
     compiler = sys.modules.get("torch._dynamo")
     if compiler is None:
         return False
-    # Python's import system sets this attribute while a module is being imported. A module that has
-    # no such attribute counts as being imported, to be safe.
+
+    # Python's import system sets `__spec__._initializing` to True while it imports the module. If
+    # the attribute is missing, the module is taken to be still importing, to be safe.
     import_spec = getattr(compiler, "__spec__", None)
     is_being_imported = getattr(import_spec, "_initializing", True)
     return not is_being_imported
@@ -971,8 +1018,8 @@ def take_gpu(index: int | None = None) -> None:
     memory.
 
     Args:
-        index: number of the GPU. If the process group says which GPU it uses, this one is taken
-            instead; if neither says it, the number in LOCAL_RANK is.
+        index: number of the GPU to take if the process group does not say which GPU it uses. If it
+            is None, the number in LOCAL_RANK is used.
     """
     cuda = sys.modules.get("torch.cuda")
     c10d = sys.modules.get("torch.distributed.distributed_c10d")
@@ -1022,7 +1069,8 @@ def process_groups() -> list[dict[str, Any]]:
 
     descriptions = []
 
-    # A copy: another thread may open a group meanwhile.
+    # `pg_group_ranks` has a dictionary for each group: from the ranks in the run to those in the
+    # group. The list is a copy, as another thread may open a group meanwhile.
     for group, name in list(c10d._world.pg_names.items()):
         descriptions.append(
             {
@@ -1054,11 +1102,11 @@ def group_being_made(frame: FrameType | None) -> dict[str, Any] | None:
 
             assert c10d is not None  # the frame is one of its functions
 
-            # After `new_group` all ranks of the run wait for each other, if torch has a barrier
-            # there and the caller did not ask that only the members of the group do.
-            has_barrier_of_all = c10d._is_barrier_after_init() == 1
-            members_only = values["use_local_synchronization"]
-            all_ranks_wait = has_barrier_of_all and not members_only
+            # At the end of `new_group` all ranks of the run wait for each other, if
+            # TORCH_DIST_INIT_BARRIER is 1 and the caller did not choose a barrier of the members.
+            is_barrier_on = c10d._is_barrier_after_init() == 1
+            caller_chose_members = bool(values["use_local_synchronization"])
+            all_ranks_wait = is_barrier_on and not caller_chose_members
             return {
                 "name": str(values["group_name"]),
                 "ranks": [int(rank) for rank in values["ranks"]],
@@ -1071,9 +1119,10 @@ def group_being_made(frame: FrameType | None) -> dict[str, Any] | None:
 
 
 def on_default_group(on_opened: Callable[[object], object]) -> None:
-    """Has a function called with each default process group that this process opens.
+    """Calls `on_opened` with each default process group that this process opens from now on.
 
-    `init_process_group` sets the group by `_update_default_pg`; closing it sets None.
+    `init_process_group` sets the group by `_update_default_pg`, which this replaces. When the group
+    is closed, torch calls the same function with None.
     """
     c10d: Any = sys.modules.get("torch.distributed.distributed_c10d")
     if c10d is None:  # a torch that was built without torch.distributed
@@ -1106,8 +1155,8 @@ def bound_to_processors(line: tuple[str, ...], gpu: int, mode: str) -> tuple[str
     """Returns a command that runs on the processors near a GPU, as torchrun's --numa-binding does.
 
     Args:
-        line: the command.
-        gpu: index of the GPU.
+        line: the command line of a rank, as words.
+        gpu: index of the GPU, which is the local rank of this rank.
         mode: a value of the flag, see `torch.numa.binding.AffinityMode`.
 
     Raises:
