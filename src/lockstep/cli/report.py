@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 
@@ -141,14 +142,17 @@ def _write_page(path: Path, page: str) -> None:
     """
     from lockstep.run.watch.evidence import write_atomically
 
-    is_pipe_or_device = path.exists() and not path.is_file()
+    target = Path(os.path.realpath(path))  # so that a symbolic link is kept
     try:
+        is_pipe_or_device = path.exists() and not path.is_file()
         if is_pipe_or_device:  # it cannot be replaced by a new file
             path.write_text(page, encoding="utf-8")
         else:
-            # If the path is a symbolic link, the file that it points to is replaced.
-            write_atomically(Path(os.path.realpath(path)), page)
+            write_atomically(target, page)
     except OSError as error:
+        with contextlib.suppress(OSError):
+            # Remove the temporary file of `write_atomically`.
+            target.with_name(f"{target.name}.new").unlink()
         found = f"it cannot be written: {error.strerror}"
         raise SettingError(f"--out {path}", found, "name another file") from error
 

@@ -919,10 +919,10 @@ def _given_options(ctx: click.Context) -> list[str]:
     Options from the launch file are included, as other launchers do not read it. Options that these
     launchers do not get, or get in another way, are left out.
     """
-    left_out = {
-        *(*OPTIONS_OF_HOSTS, *OPTIONS_OF_RAY, *OPTIONS_OF_SLURM),
-        *("nproc", "module", "dry_run", "launch_file", "from_file"),
-    }
+    left_out = {*OPTIONS_OF_HOSTS, *OPTIONS_OF_RAY, *OPTIONS_OF_SLURM}
+    left_out |= {"nproc", "module"}  # the caller passes them on
+    left_out |= {"dry_run", "launch_file"}  # they are for this command only
+    left_out.add("from_file")  # added below, with this command's own options from the file
 
     # --from-file says which of the options come from a launch file, for messages.
     words = [f"--from-file={_source(ctx)}"]

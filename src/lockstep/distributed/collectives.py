@@ -429,13 +429,10 @@ class Collectives:
         call_for_message = f"{call.name} {call.detail}".rstrip()
         self.check_not_in_main_process_first(call_for_message)
 
-        if self.single_process:
-            return self._same_leaves_on_all_ranks(call)
-
         # The usual case: 16 bytes from each rank show that all make the same call. They also show
         # that all did the same before it, such as training with the same number of batches.
         history_digests = [history.history_digest() for history in self.rank_histories]
-        if self._digests_agree(call, history_digests):
+        if self.single_process or self._digests_agree(call, history_digests):
             return self._same_leaves_on_all_ranks(call)
 
         # The slow case: the ranks exchange the full descriptions, to find out what differs.

@@ -29,8 +29,8 @@ def open_rank_file(
     Args:
         folder: the folder of the files, which is created if necessary.
         collectives: the collectives of the run, with which the ranks agree on a name of the start.
-        suffix: the end of the file's name, such as ".rank3.record". The name begins with the name of
-            the start. None to open no file on this rank.
+        suffix: the end of the file's name, after the name of the start: ".rank3.record". None to
+            open no file on this rank.
         setting: the argument of `lockstep.init` that asked for the files, for the error.
 
     Returns:

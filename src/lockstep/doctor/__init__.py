@@ -174,16 +174,16 @@ def lines(findings: Mapping[str, Finding]) -> list[str]:
     """
     shown_names = {name: translate(name.replace("_", " ")) for name in findings}
     name_width = max(width_of(name) for name in shown_names.values()) + 2
-    text = []
+    formatted = []
     for name, finding in findings.items():
         level = pad(translate(finding.level), LEVEL_WIDTH)
         padded_name = pad(shown_names[name], name_width)
-        text.append(f"{level}{padded_name}{translate(finding.found)}")
+        formatted.append(f"{level}{padded_name}{translate(finding.found)}")
         if finding.level != OK and finding.do:
             indent = " " * (LEVEL_WIDTH + name_width)
-            text.append(indent + join_label(translate("do:"), translate(finding.do)))
+            formatted.append(indent + join_label(translate("do:"), translate(finding.do)))
 
-    return text
+    return formatted
 
 
 def as_json(facts: Mapping[str, Facts], findings: Mapping[str, Finding]) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from lockstep.doctor.base import ERROR, OK, WARNING, Facts, Finding
 
-TIME_ERROR = 5  # the result of adjtimex(2) if the clock is not synchronised
+TIME_ERROR = 5  # the clock's state if it is not synchronised, see adjtimex(2)
 TIMEX_SIZE = 512  # bytes; struct timex is smaller
 EARLIEST_TIME = datetime(2025, 1, 1, tzinfo=UTC).timestamp()
 
@@ -23,9 +23,11 @@ def gather(folder: Path) -> Facts:
 
     `synchronised` is None if that is not known.
     """
-    timex = ctypes.create_string_buffer(TIMEX_SIZE)  # all zero, so that nothing is changed
+    # adjtimex(2) changes the clock where its argument says so, and returns the clock's state. All
+    # bytes of this argument are zero, so that it changes nothing.
+    timex = ctypes.create_string_buffer(TIMEX_SIZE)
     try:
-        state = ctypes.CDLL(None).adjtimex(timex)  # returns the state of the clock, or -1
+        state = ctypes.CDLL(None).adjtimex(timex)  # -1 if it has failed
     except AttributeError:  # only Linux has this function
         state = -1
     has_failed = state < 0
@@ -34,7 +36,7 @@ def gather(folder: Path) -> Facts:
 
 
 def judge(facts: Facts) -> Finding:
-    """Finds a clock that is wrong, or that is not kept in time."""
+    """Finds a clock that is wrong, or that is not synchronised with a time server (NTP)."""
     now = f"{datetime.fromtimestamp(facts['time'], UTC):%Y-%m-%d %H:%M:%S} UTC"
     do = "timedatectl set-ntp true, or start chrony, as root"
     if facts["time"] < EARLIEST_TIME:

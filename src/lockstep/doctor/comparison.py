@@ -48,6 +48,7 @@ def judge(machines: Machines) -> dict[str, Finding]:
 
     The script and the data set are only compared if the user has named them.
     """
+    # "names" are the host names of the machines, and "folder" is the folder for checkpoints.
     findings = {
         "versions": _judge_versions(machines),
         "packages": _judge_packages(machines),
@@ -79,6 +80,7 @@ def _differences(values_of_machine: Mapping[str, Mapping[str, Any]]) -> list[str
 
     differences = []
     for name in names:
+        # The machines with each value: {"2.1": ["a"], "2.2": ["b", "c"]}.
         machines_with_value: dict[str, list[str]] = defaultdict(list)
         for machine, values in values_of_machine.items():
             value = values.get(name)
@@ -86,10 +88,9 @@ def _differences(values_of_machine: Mapping[str, Mapping[str, Any]]) -> list[str
             machines_with_value[text].append(machine)
 
         if len(machines_with_value) > 1:
-            parts = [
-                f"{text} on {_name_machines(machines)}"
-                for text, machines in machines_with_value.items()
-            ]
+            parts: list[str] = []
+            for text, machines in machines_with_value.items():
+                parts.append(f"{text} on {_name_machines(machines)}")
             differences.append(f"{name} {', '.join(parts)}")
 
     return differences
@@ -214,8 +215,8 @@ def _judge_variables(machines: Machines) -> Finding:
         keys = [key for key in variables if key not in NAMES_OF_ONE_MACHINE]
         compared[name] = {key: variables[key] for key in keys}
 
-    # In a run, `lockstep run --hosts` sends some variables from this machine to all of them. So
-    # `hosts` has put them into the facts of each machine, and they do not differ here.
+    # In a run, `lockstep run --hosts` sends some variables from this machine to all others. In the
+    # facts, `hosts` has given these variables the same value on each machine.
     return _compare(
         compared,
         level=WARNING,
@@ -370,6 +371,8 @@ def _warnings_about_slow_link(measured: Sequence[_MeasuredLink]) -> list[Finding
     fastest = max(measured, key=lambda link: link.bandwidth)
     if slowest.bandwidth * MAX_BANDWIDTH_RATIO >= fastest.bandwidth:
         return []
+
+    # `direction` is a text: "a to b is 20 times as slow as b to c".
     ratio = fastest.bandwidth / slowest.bandwidth
     found = f"{slowest.direction} is {ratio:.0f} times as slow as {fastest.direction}"
     return [Finding(WARNING, found, "check its cable, port and network interface")]
@@ -410,7 +413,7 @@ def _judge_folder(machines: Machines) -> Finding:
     folder.
 
     The fact `shared` is True if a machine has seen the file, and False if not. It is None on the
-    machine that could not write it, and missing if a machine did not answer.
+    first machine if that could not write the file, and missing if a machine did not answer.
     """
     sees_file = {name: facts["shared"] for name, facts in machines.items() if "shared" in facts}
     no_answer = [name for name in machines if name not in sees_file]
@@ -448,13 +451,14 @@ def _judge_token(machines: Machines) -> Finding:
     """Finds tokens that differ. A token is the secret by which the machines of a run recognize each
     other.
 
-    Only a few digits of their digests are compared, as the token itself is never sent.
+    Tokens are compared by the first digits of their digests, as a token itself is never sent.
     """
     digests = {}
     for name, token in _facts_of_check(machines, "token").items():
         digests[name] = _one_fact(token, "digest")
 
-    # With `lockstep run --hosts`, different tokens do no harm.
+    # This is only a warning: `lockstep run --hosts` sends the token of one machine to all others.
+    # Different tokens matter if the user starts a launcher on each machine by hand.
     do = (
         "launchers started by hand on each machine will reject each other (lockstep run --hosts "
         "sends one): copy the file ~/.config/lockstep/token of one machine to the others"
@@ -498,5 +502,6 @@ def _judge_data(machines: Machines) -> Finding:
     if differences:
         return differences[0]
 
-    # Nothing differs, so all findings are the same: equal, or not known of some machines.
+    # Nothing differs. A machine that has not answered is unknown in every comparison, so all
+    # findings are the same.
     return findings[0]

@@ -31,9 +31,9 @@ def gather(folder: Path) -> Facts:
 
 def judge(facts: Facts) -> Finding:
     """Finds a quota below the number of cores that libraries count, and busy cores."""
-    machine = facts["machine"]
-    quota = facts["quota"]
-    load = facts["load"]
+    machine = facts["machine"]  # the number of all cores
+    quota = facts["quota"]  # in cores, such as 2.5
+    load = facts["load"]  # in processes
 
     # The texts of the problems follow the summary: `4 of 8; 60.0 processes want them`.
     problems = []

@@ -32,14 +32,16 @@ def gather(path: Path) -> dict[str, Any] | None:
         return None
 
     size_of_file = dict(islice(_files(path), MAX_FILES))
+
+    # If there are few files, `_spread` returns some of them several times.
     chosen_files = _spread(list(size_of_file), NUM_DIGESTED_FILES)
-    digested = sorted(set(chosen_files))
+    digested_files = sorted(set(chosen_files))
     return {
         "files": len(size_of_file),
         "bytes": sum(size_of_file.values()),
         "sizes": dict(islice(size_of_file.items(), MAX_LISTED_SIZES)),
         "names": hashlib.sha256(repr(size_of_file).encode()).hexdigest(),
-        "contents": {name: _digest(path / name, size_of_file[name]) for name in digested},
+        "contents": {name: _digest(path / name, size_of_file[name]) for name in digested_files},
     }
 
 
@@ -63,6 +65,7 @@ def _files(path: Path) -> Iterator[tuple[str, int]]:
     """
     if path.is_file():
         yield "", path.stat().st_size
+        return
 
     for folder, subfolders, names in os.walk(path, followlinks=True):
         subfolders.sort()  # os.walk visits the subfolders in the order of this list

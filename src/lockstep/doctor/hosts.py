@@ -172,6 +172,9 @@ class _Examination:
         The fact `links` of a machine then has an entry for each other machine: its `error`, which
         is empty if the connection works, or the measurements.
         """
+        # The first two steps get a part of the remaining time each, so that a machine that hangs
+        # leaves time for the rest.
+
         # 1. Make all machines listen.
         token = self._token
         answers = await self._ask(
@@ -181,6 +184,7 @@ class _Examination:
         for name, answer in answers.items():
             can_listen = "port" in answer
             if can_listen:
+                # The address that the machine has given for itself, or the one from the user.
                 address = self.facts[name]["own"] or self._remotes[name].host.address
                 places[name] = (address, answer["port"])
 
@@ -212,6 +216,8 @@ class _Examination:
             neighbors = {}
             for index, name in enumerate(names):
                 neighbor = names[(index + distance) % len(names)]
+
+                # `_try_links` has set the error of each link. It is empty if the link works.
                 if not self.facts[name]["links"][neighbor]["error"]:
                     neighbors[name] = neighbor
             await self._measure_links_to(neighbors, places)
@@ -299,6 +305,8 @@ class _Examination:
 
         self.facts[writer]["shared"] = None  # stays None if the machine cannot write
         if answers[writer]["error"] is None:
+            # If the folder does not exist, the file was written into a folder above it. So the path
+            # is taken from the answer.
             await self._read_shared_file(answers[writer]["path"], expected_text=path)
 
     async def _read_shared_file(self, path: str, expected_text: str) -> None:

@@ -95,7 +95,7 @@ def _old_logs() -> list[FileAndSize]:
         if run.is_dir():
             files = [path.lstat() for path in run.rglob("*")]
 
-        # An empty folder is as old as its own time says.
+        # An empty folder, or a single file beside the folders, is as old as its own time says.
         newest_time = max((file.st_mtime for file in files), default=run.lstat().st_mtime)
         if time.time() - newest_time > LOGS_MIN_AGE_S:
             old.append((str(run), sum(file.st_size for file in files)))
@@ -152,6 +152,8 @@ def judge(facts: Facts) -> Finding:
         files = count_noun(len(shared), "file")
         found = f"/dev/shm holds {size_mib} MiB in {files} of ended processes"
 
+        # The name of a file has the id of the process that created it. In a container, a process
+        # has another id, so it may be running although no process here has this id.
         if facts["sees_all"]:
             do = "--fix removes them"
         else:

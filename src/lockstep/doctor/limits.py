@@ -21,7 +21,8 @@ def gather(folder: Path) -> Facts:
     """Reads the limits. A limit that does not exist is None.
 
     `files` is the present limit on open files (the soft limit), and `most_files` the value up to
-    which a user who is not root may raise it (the hard limit). `locked` is in bytes.
+    which a user who is not root may raise it (the hard limit). `locked` is in bytes. `infiniband`
+    is True if this machine has such a network.
     """
     soft_files, hard_files = resource.getrlimit(resource.RLIMIT_NOFILE)
     processes = None
@@ -53,8 +54,9 @@ def judge(facts: Facts) -> Finding:
 
     problems = []
     if files is not None and files < MIN_OPEN_FILES:
+        hard_limit = facts["most_files"]
         found = "loaders with workers may need more open files"
-        problems.append(Finding(WARNING, found, _how_to_raise_open_files(facts["most_files"])))
+        problems.append(Finding(WARNING, found, _how_to_raise_open_files(hard_limit)))
 
     if processes is not None and processes < MIN_PROCESSES:
         found = f"at most {processes} processes and threads"

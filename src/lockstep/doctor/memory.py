@@ -35,10 +35,11 @@ def judge(facts: Facts) -> Finding:
     group = facts["group"]
     do = "end the programs that use it"
 
-    # Their texts follow the summary: `3 GiB of 8 GiB available; ...`.
+    # The texts of the findings follow the summary: `3 GiB of 8 GiB available; ...`.
     findings = []
 
-    # The smaller of the two limits matters: that of the machine, or that of the control group.
+    # If the control group leaves less than the machine has, that is mentioned and counts. It is no
+    # problem by itself.
     if group is not None and group < available:
         available = group
         findings.append(Finding(OK, f"its control group leaves {gib(group)}"))

@@ -89,7 +89,9 @@ def judge(facts: Facts) -> Finding:
             do = f"set it to one of {', '.join(interfaces)}, or unset it"
             problems.append(Finding(ERROR, found, do))
 
-    if facts["interface"] is None:  # other machines cannot be reached
+    # Without a default route, other machines cannot be reached through one interface for all. The
+    # interfaces that could lead to some of them are listed.
+    if facts["interface"] is None:
         other_interfaces = facing_outward(interfaces)
         if other_interfaces:
             summary = f"no default route: {listing(other_interfaces)}"

@@ -121,7 +121,8 @@ def acknowledge(connection: socket.socket, token: bytes) -> None:
             if not secrets.compare_digest(receive(connection, TOKEN_SIZE), token):
                 return
 
-            while True:  # until the other end closes the connection, which raises here
+            # When the other end closes the connection, `receive` raises an OSError.
+            while True:
                 remaining = int.from_bytes(receive(connection, 8))
                 if remaining == 0:  # no message is empty, so this comes from another program
                     return
@@ -195,12 +196,14 @@ def measure(address: str, port: int, token: str) -> dict[str, Any]:
         connection.settimeout(ANSWER_TIMEOUT_S)
         try:
             connection.sendall(token.encode())
-            _send_message(connection, 1)  # not measured, as the other end starts a thread first
-            round_trips = [_send_message(connection, 1) for _ in range(NUM_PINGS)]
+
+            # The first message of one byte is not measured, as the other end starts a thread first.
+            _send_message(connection, size=1)
+            round_trips_s = [_send_message(connection, size=1) for _ in range(NUM_PINGS)]
         except OSError as error:
             return {"error": _describe(error, ANSWER_TIMEOUT_S)}
 
-        latency_s = statistics.median(round_trips) / 2
+        latency_s = statistics.median(round_trips_s) / 2
         bandwidth = _measure_bandwidth(connection, latency_s)
 
     if bandwidth is None:
@@ -238,8 +241,9 @@ def _measure_bandwidth(connection: socket.socket, latency_s: float) -> float | N
         except OSError:  # not acknowledged in time: the result of the shorter messages is kept
             break
 
-        # `seconds` includes one latency, in which the acknowledgement came back. At least half of
-        # `seconds` is regarded as the time of sending, as the measured latency may be too large.
+        # In `seconds`, the message was sent and the acknowledgement came back, which takes one
+        # latency. The measured latency may be too large, so no more than half of `seconds` is
+        # subtracted.
         sending_s = max(seconds - latency_s, seconds / 2)
         bandwidth = size / sending_s
 
@@ -247,12 +251,14 @@ def _measure_bandwidth(connection: socket.socket, latency_s: float) -> float | N
 
 
 def write(path: str, text: str) -> dict[str, Any]:
-    """Writes a small file, which is removed when this process ends.
+    """Writes a small file, for other machines to see whether they have the same folder.
 
-    If its folder does not exist, the file is written into the nearest existing folder above.
+    If the folder does not exist yet, the file is written into the nearest existing folder above,
+    where the run would create the missing ones. The file is removed when this process ends.
 
     Returns:
-        `error`, the reason why it could not be written, or None; and `path`, where it was written.
+        `error`, the reason why it could not be written, or None; and on success also `path`, where
+        it was written.
     """
     folder = Path(path).parent
     while not os.path.isdir(folder):
@@ -298,8 +304,8 @@ def main() -> None:
     os.dup2(2, 1)
     for line in sys.stdin:
         request = json.loads(line)
-        answer = ANSWER_FUNCTIONS[request.pop("ask")]
-        send_answer(answer(**request), output)
+        answer_function = ANSWER_FUNCTIONS[request.pop("ask")]
+        send_answer(answer_function(**request), output)
 
 
 if __name__ == "__main__":

@@ -42,6 +42,7 @@ def judge(facts: Facts) -> Finding:
         found = "so little that DataLoader workers may die with a bus error"
         problems.append(Finding(WARNING, found, "docker run --shm-size=8g, or num_workers=0"))
     elif facts["free"] < MIN_FREE:
+        # The check `leftovers` lists the files of torch that no process uses any more.
         do = "see ls -l /dev/shm, and leftovers below for what is torch's"
         problems.append(Finding(WARNING, "it is nearly full", do))
 

@@ -24,7 +24,8 @@ def gather(folder: Path) -> Facts:
 
     If torch cannot be imported, `torch` is None, `problem` says why, and the facts of torch's
     libraries are missing. `cuda`, `rocm`, `nccl` and `driver` are None if they do not exist. With
-    ROCm, `nccl` is the version of RCCL. `driver` is NVIDIA's.
+    ROCm, `nccl` is the version of RCCL. `driver` is NVIDIA's. `available` is True if torch can
+    compute on a GPU.
     """
     packages = {}
     for distribution in metadata.distributions():
@@ -54,7 +55,7 @@ def gather(folder: Path) -> Facts:
     facts["torch"] = torch.__version__
     facts["cuda"] = torch.version.cuda
     facts["rocm"] = torch.version.hip
-    facts["nccl"] = None if nccl == "none" else nccl
+    facts["nccl"] = None if nccl == "none" else nccl  # "none": torch is built without NCCL
     facts["available"] = torch.cuda.is_available() and why_cuda_fails() is None
     return facts
 
@@ -91,7 +92,7 @@ def judge(facts: Facts) -> Finding:
     if _major_and_minor(facts["python"]) < MIN_PYTHON:
         problems.append(Finding(ERROR, "Python is older than 3.11", "use a newer Python"))
 
-    if facts["torch"] is None:
+    if facts["torch"] is None:  # `problem` is the error of the import
         found = f"torch cannot be imported: {facts['problem']}"
         problems.append(Finding(ERROR, found, "reinstall torch in this environment"))
         return join_findings(", ".join(versions), problems)

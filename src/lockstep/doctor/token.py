@@ -21,7 +21,7 @@ def gather(folder: Path) -> Facts:
     """Reads where the token comes from, what is wrong with it, and a part of its digest.
 
     `source` is a text, such as the path of its file, or None if there is no token yet. `open` is
-    True if the user has chosen to have none. `problem` and `do` say what is wrong, if anything.
+    True if the user has chosen to have no token. `problem` and `do` say what is wrong, if anything.
     """
     facts: dict[str, Any] = {
         "source": None,
@@ -74,6 +74,7 @@ def fix(facts: Facts) -> list[str]:
     if not facts["problem"]:
         return []
 
+    # The source is the path of a file, or a text such as the name of an environment variable.
     path = Path(facts["source"])
     if not path.is_file():
         return []

@@ -41,7 +41,11 @@ def gather(folder: Path) -> Facts:
 
 
 def judge(facts: Facts) -> Finding:
-    """Finds variables that a launcher left in this shell, or that were set for debugging."""
+    """Finds variables that a launcher left in this shell, or that were set for debugging.
+
+    Args:
+        facts: the values of the variables, by name.
+    """
     problems = []
     rank_variables = [name for name in RANK_VARIABLES if name in facts]
     if rank_variables:

@@ -50,8 +50,9 @@ class EvaluationPassesCheck(Check):
     def history_digest(self) -> list[tuple[int, int]]:
         """Returns the numbers of passes since the latest detailed comparison, for each loader.
 
-        They are pairs (begun, evaluated), as in `LoaderPasses`. If they differ between ranks, the
-        collectives call `history_details` and `compare_histories`.
+        They are pairs: how many passes were begun, and how many came to their end without training
+        (`LoaderPasses.evaluated`). If they differ between ranks, the collectives call
+        `history_details` and `compare_histories`.
         """
         if self._has_warned:
             return []  # the same on all ranks, so that nothing is compared any more
@@ -98,7 +99,7 @@ class EvaluationPassesCheck(Check):
             num_ranks_at_end = store.add("passes", 1)
             if num_ranks_at_end == topology.size:
                 texts = [store.get(f"passes/{rank}") for rank in range(topology.size)]
-        if texts:  # empty unless this rank is the last
+        if texts:  # empty unless this rank is the last; so no other rank can warn
             self._compare([json.loads(text) for text in texts], on_this_rank=True)
 
     def _passes(self) -> list[LoaderPasses]:
@@ -116,25 +117,27 @@ class EvaluationPassesCheck(Check):
 
         Args:
             passes_of_ranks: for each rank and each loader, the fields of `LoaderPasses` in a list.
-            on_this_rank: warn on this rank instead of rank 0.
+            on_this_rank: True to warn on this rank instead of rank 0.
         """
         if self._has_warned or not passes_of_ranks:
             return
 
         # A rank that is late may not have prepared its last loaders yet.
-        num_loaders = min(len(passes_of_loaders) for passes_of_loaders in passes_of_ranks)
+        num_loaders = min(len(all_of_rank) for all_of_rank in passes_of_ranks)
         for index in range(num_loaders):
-            # What each rank has done with this loader, in the order of the ranks.
-            passes = [
-                LoaderPasses(*passes_of_loaders[index]) for passes_of_loaders in passes_of_ranks
+            # The passes of each rank over this loader, in the order of the ranks.
+            over_this_loader = [
+                LoaderPasses(*all_of_rank[index]) for all_of_rank in passes_of_ranks
             ]
+
             evaluating_ranks: list[int] = []
-            for rank, passes_of_rank in enumerate(passes):
-                if _has_evaluated_more(passes_of_rank, passes):
+            for rank, passes in enumerate(over_this_loader):
+                if _has_evaluated_more(passes, over_this_loader):
                     evaluating_ranks.append(rank)
+
             if evaluating_ranks:
                 self._has_warned = True
-                evaluated_at = passes[evaluating_ranks[0]].evaluated_at
+                evaluated_at = over_this_loader[evaluating_ranks[0]].evaluated_at
                 self._warn(evaluating_ranks, evaluated_at, on_this_rank)
                 return
 
@@ -143,9 +146,9 @@ class EvaluationPassesCheck(Check):
 
         Args:
             ranks: the ranks that have evaluated.
-            evaluated_at: the file and line of the script that began it, in a list because it was
-                read from JSON; None if not known.
-            on_this_rank: warn on this rank instead of rank 0.
+            evaluated_at: the file and line of the script that began the evaluation, in a list
+                because it was read from JSON; None if not known.
+            on_this_rank: True to warn on this rank instead of rank 0.
         """
         location: Location | None = None
         line = ""

@@ -34,6 +34,8 @@ def divides_sum_by_length(source: str, sum_line: int, length_line: int) -> bool:
     length_statement = _simple_statement_at(tree, length_line)
     if sum_statement is None or length_statement is None:
         return False
+
+    # A script that uses the number of ranks there seems to divide by it, which is right.
     if _mentions_number_of_ranks(sum_statement) or _mentions_number_of_ranks(length_statement):
         return False
 
@@ -83,18 +85,18 @@ def _divides_then_sums(length_statement: ast.stmt, sum_statement: ast.stmt) -> b
 
 
 def _simple_statement_at(tree: ast.Module, line: int) -> ast.stmt | None:
-    """Returns the innermost statement that a line belongs to.
+    """Returns the statement that a line belongs to, if it is one without a block.
 
     Returns None for the first line of a block, for example `for x in test:`, because its statement
-    includes the whole block.
+    includes the whole block. Of several statements on a line, `a = 1; b = 2`, the last is returned.
     """
-    innermost = None
-    for node in ast.walk(tree):  # outer statements come before inner ones
-        if not isinstance(node, ast.stmt) or hasattr(node, "body"):
+    found = None
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.stmt) or hasattr(node, "body"):  # not simple
             continue
         if node.lineno <= line <= (node.end_lineno or 0):
-            innermost = node
-    return innermost
+            found = node
+    return found
 
 
 def _names_divided_by_length(statement: ast.stmt) -> set[str]:

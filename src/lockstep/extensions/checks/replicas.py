@@ -25,7 +25,10 @@ class ReplicaCheck(Check):
     """Compares replicas after some of the first global batches and then at regular intervals."""
 
     def global_batch_trained(self) -> None:
-        """Raises RanksDifferError, on all ranks, if replicas differ and a comparison is due."""
+        """Raises RanksDifferError if replicas differ and a comparison is due.
+
+        It is raised on all ranks that have these replicas.
+        """
         number = self.run.step.number
         for wrapped in self.wrapped:
             if wrapped.check_every == 0:  # the strategy wants no comparison

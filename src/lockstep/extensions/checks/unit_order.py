@@ -120,14 +120,16 @@ class _ModuleUsage:
         """
         self._finish_comparison()
 
-        # `_difference` reads the values in the same order.
+        # `_difference` reads the values in the same order. `_num_loads` counts the calls of
+        # `load_state_dict`.
         has_gradient = [p.grad is not None for p in self._parameters.values()]
         values = torch.tensor(
             [*self._num_passes, self._order_checksum, self._num_loads, *has_gradient]
         )
 
-        # The ranks are equal if maximum and minimum are. A single all-reduce finds both, because
-        # the minimum is the negative of the maximum of the negative values.
+        # A value is the same on all ranks if its maximum and its minimum are equal. A single
+        # all-reduce finds both, because the minimum is the negative of the maximum of the negative
+        # values.
         maxima = torch.cat([values, -values])
         work = dist.all_reduce(maxima, dist.ReduceOp.MAX, async_op=True)
         self._comparison = cast(dist.Work, work), maxima
@@ -152,8 +154,8 @@ class _ModuleUsage:
         else:
             work.wait(timeout)
 
-        # Each rank has sent its numbers x and the negative ones, -x. The largest -x of all ranks is
-        # the smallest x with a minus, so one reduction has found both.
+        # Each rank has sent its numbers and their negatives. If two ranks have counted 2 and 3, the
+        # largest number is 3, and the largest negative is -2: the smallest number is 2.
         largest, negative_smallest = maxima.chunk(2)
         differs = (largest != -negative_smallest).tolist()
         if any(differs):

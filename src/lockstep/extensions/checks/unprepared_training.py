@@ -30,15 +30,23 @@ class UnpreparedTrainingCheck(Check):
 
     def before_backward(self, loss: Any, micro_batch: MicroBatch) -> None:
         """Warns once if the loss is of an unprepared loader over the dataset of a prepared one."""
+        # On one process, unprepared loaders are not watched.
         if self._unprepared_loaders is None or self._has_warned:
             return
+
+        # No unprepared loader is being read, or the loss is that of a prepared one.
         dataset = self._unprepared_loaders.dataset_in_use
         if dataset is None or self.run.step.in_training_loop:
-            return  # no unprepared loader is being read, or the loss is of a prepared one
+            return
+
+        # In a pipeline without data parallelism, all ranks need the same samples.
         if self.run.collectives.data_parallel.size == 1:
-            return  # right: in a pipeline all ranks compute the same samples
+            return
+
+        # The script may have divided another dataset between the ranks by itself.
         if not any(loader.dataset is dataset for loader in self.run.loaders):
-            return  # another dataset, which the script may have divided by itself
+            return
+
         self._has_warned = True
         warn(
             "training over an unprepared DataLoader",

@@ -93,7 +93,7 @@ def _first_batch_of_next_epoch(
     Args:
         epochs: the global batches of all epochs, by loader and epoch.
         loader: the number of the loader.
-        epoch: the epoch.
+        epoch: the number of the epoch before.
 
     Returns:
         None if the ledger has no later epoch of this loader.
@@ -123,7 +123,7 @@ def read_folder(folder: Path) -> list[Attempt]:
     for path in sorted(folder.glob(f"*{RANK_INFIX}*{LEDGER_SUFFIX}")):
         # Start and rank are taken from the name, such as
         # "01764321000000000000-3f2a81c0.rank1.ledger", and not from the content, because the file
-        # may have been cut off at its beginning.
+        # may have been cut off within its first record.
         start_name, _, rank = path.name.removesuffix(LEDGER_SUFFIX).rpartition(RANK_INFIX)
         files_of_start[start_name][int(rank)] = read_file(path)
 
@@ -175,9 +175,10 @@ def _check_files(attempt: Attempt, number: int, report: LedgerReport) -> None:
         number: the number of the attempt, from 1.
         report: findings and notes are added to it.
     """
-    # Each rank that has a file has an entry, even if the entry is empty in this attempt.
+    # Each rank that has a file also has a list of batches, even if it is empty in this attempt.
     for rank in range(attempt.num_ranks):
-        if rank not in attempt.batches_of_rank:
+        has_file = rank in attempt.batches_of_rank
+        if not has_file:
             report.add_finding("LS102", f"start {number}: the file of rank {rank} is missing")
 
     # The files of a start belong to its first attempt, so each file is looked at once.
@@ -195,22 +196,30 @@ def _check_files(attempt: Attempt, number: int, report: LedgerReport) -> None:
 def _find_final_attempts(attempts: Sequence[Attempt], report: LedgerReport) -> FinalAttempts:
     """Finds the steps that led to the last state, and which attempt counts for each.
 
-    An attempt replaces all earlier records from its first step on. A description of each attempt
-    is added to the report, and how many steps were trained again.
+    An attempt replaces all earlier records from its first step on. For example, the first attempt
+    trained the steps 0 to 5, and the second one went on from a checkpoint with 4 to 9: the first
+    attempt counts for the steps 0 to 3, and the second one for 4 to 9.
+
+    A description of each attempt is added to the report. So is the number of steps that were
+    trained again (here 2), as `again`.
     """
     final_attempts: dict[int, int] = {}
     for index, attempt in enumerate(attempts):
         steps: set[int] = set()
         for batches in attempt.batches_of_rank.values():
             steps.update(batch.step for batch in batches)
+
+        # Remove the earlier records that this attempt replaces.
         first_step = min(steps, default=None)  # None: the attempt ended before its first step
         retrained_steps: list[int] = []
         if first_step is not None:
             retrained_steps = [step for step in final_attempts if step >= first_step]
         for step in retrained_steps:
             del final_attempts[step]
+
         for step in steps:
             final_attempts[step] = index
+
         report.again += len(retrained_steps)
         report.attempts.append(
             {
@@ -249,11 +258,13 @@ def _collect_loaders(
                         where = f"rank {rank} of start {number}"
                         _report_other_setting(first_description, description, name, where, report)
 
-                # The data may have changed, too. This returns True if it has reported that.
-                if (loader, "data") not in reported and _report_other_data(
-                    first_description, description, number, report
-                ):
-                    reported.add((loader, "data"))
+                # The data may have changed, too.
+                if (loader, "data") not in reported:
+                    has_reported = _report_other_data(
+                        first_description, description, number, report
+                    )
+                    if has_reported:
+                        reported.add((loader, "data"))
     return loaders
 
 
@@ -275,8 +286,8 @@ def _report_other_setting(
     """
     loader = first["loader"]
     report.add_finding(
-        # LS104: the data has changed, which a new length means. LS109: a setting has changed, so
-        # that global batches consist of other samples.
+        # LS104: the dataset has another length, so the data has changed. LS109: a setting has
+        # changed, so that global batches consist of other samples.
         "LS104" if name == "length" else "LS109",
         f"loader {loader}: {name} is {description[name]} on {where}, and was {first[name]}",
         loader=loader,
@@ -405,12 +416,16 @@ def _join_ranks(
 def _parts_by_batch(
     attempt: Attempt, index: int, final_attempts: FinalAttempts
 ) -> dict[tuple[int, int], dict[int, TrainedBatch]]:
-    """Returns what each rank has trained in an attempt: by step and loader, then by rank.
+    """Returns the parts of each global batch that the ranks have trained in an attempt.
 
     Args:
         attempt: the attempt.
         index: the index of the attempt. Only steps are returned for which this attempt counts.
-        final_attempts: see `FinalAttempts`.
+        final_attempts: for each step, the index of the attempt that counts.
+
+    Returns:
+        The parts by the rank, for each pair of a step and a loader, as a step trains one global
+        batch of a loader.
     """
     parts_by_batch: dict[tuple[int, int], dict[int, TrainedBatch]] = defaultdict(dict)
     for rank, batches in sorted(attempt.batches_of_rank.items()):
@@ -436,8 +451,8 @@ def _find_fault(
     """Compares what the ranks trained in a step; returns a fault if it is not one global batch.
 
     Args:
-        parts: by rank, what each rank that recorded the step has trained of a global batch. All
-            of them should name the same global batch and its number of samples over all ranks.
+        parts: the part of a global batch that each rank has recorded, by rank. All parts should
+            name the same global batch, and the same number of its samples over all ranks.
         absent_ranks: ranks that have a file and did not record the step.
         num_ranks: how many ranks the attempt has. There are fewer files if some are missing.
 
@@ -626,7 +641,7 @@ def _add_epoch_finding(
         loader: the description of the loader.
         epoch: the epoch.
         code: the code of the finding, such as `LS101`.
-        what: a text for the user.
+        what: a text for the user that says what is wrong.
         samples: the samples that the finding is about; the first few are added to it.
         report: the report, which is added to.
     """
@@ -719,11 +734,10 @@ def _check_samples(
     if repeated.count:
         number = count_noun(repeated.count, "sample")
 
-        # One more than the text shows, so that `join_first` adds ", ..." if there are more.
-        examples = [
-            _describe_sample_with_steps(sample, batches)
-            for sample in repeated.first_samples[: MAX_ITEMS_IN_TEXT + 1].tolist()
-        ]
+        # The text shows `MAX_ITEMS_IN_TEXT` samples. One more is passed, so that `join_first` adds
+        # ", ..." if there are more.
+        first_samples = repeated.first_samples[: MAX_ITEMS_IN_TEXT + 1].tolist()
+        examples = [_describe_sample_with_steps(sample, batches) for sample in first_samples]
         what = f"{number} trained more than once: {join_first(examples, MAX_ITEMS_IN_TEXT)}"
         _add_epoch_finding(loader, epoch, "LS101", what, repeated.first_samples, report)
     if absent.count:

@@ -111,9 +111,10 @@ class LedgerReport:
 
     def as_json(self) -> dict[str, Any]:
         """Returns the fields of the report and a verdict, as values for `json.dumps`."""
-        # The verdict is about all loaders. It says no more than the loader with the least complete
-        # records allows: positions in a stream, global batches of the script's own order, or
-        # samples.
+        # There is one verdict for all loaders, so it claims no more than is known of each of them.
+        # Of a stream, only positions are known (`by_position` is True if there is one), and of a
+        # sampler of the script's own only global batches (`by_batch`). Of all others, the samples
+        # are known.
         if self.findings:
             verdict = "REPEATS OR GAPS"
         elif self.by_position:

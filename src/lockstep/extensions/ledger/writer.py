@@ -86,9 +86,9 @@ class Ledger(Extension):
         """
         wrote_samples = False
         for loader, batches in self._untrained.items():
-            # A pass ends only after its last global batch was trained, unless the script left its
-            # loop before. So if there are untrained batches and the pass has ended, the script has
-            # dropped them, and this step has trained something else.
+            # The loop over a loader ends only when its last global batch was trained. If the loop
+            # has ended although there is an untrained batch, the script has left it by a `break`,
+            # and this step has trained something else.
             pass_is_running = loader.mid_epoch
             if pass_is_running:
                 self._write_step(number, loader, batches)
@@ -136,7 +136,7 @@ class Ledger(Extension):
 
         source = loader.source
         fingerprint = loader.fingerprint
-        length_is_known = source.steps is not None  # a stream need not say its length
+        length_is_known = source.steps is not None  # None for a stream that does not say its length
         description = {
             "loader": number,
             "dataset": type(source.dataset).__name__,
@@ -156,15 +156,15 @@ class Ledger(Extension):
         if (loader_number, epoch) in self._recorded_beginnings:
             return
 
-        first_samples = loader.first_samples_of_epoch
-        if not first_samples:  # the dataset is not a stream
+        digests_of_first_samples = loader.first_samples_of_epoch
+        if not digests_of_first_samples:  # the dataset is not a stream
             return
 
         self._recorded_beginnings.add((loader_number, epoch))
         values: dict[str, Any] = {
             "stream": loader_number,
             "epoch": epoch,
-            "beginning": first_samples,
+            "beginning": digests_of_first_samples,
         }
         self._write(json_content(values))
 
@@ -179,7 +179,7 @@ class Ledger(Extension):
         """
         if self._file is None:  # this rank has no samples of its own
             return
-        if self._file.closed:
+        if self._file.closed:  # the run has ended
             return
 
         record = record_bytes(content)

@@ -183,17 +183,12 @@ def write_atomically(path: Path, text: str) -> None:
     """Writes a file under a temporary name and renames it, so that nobody sees it half written.
 
     Raises:
-        OSError: the file cannot be written. The temporary file is removed.
+        OSError: the file cannot be written.
     """
     temporary_path = path.with_name(f"{path.name}.new")
-    try:
-        # File names in the text may contain bytes that are not valid UTF-8.
-        temporary_path.write_text(text, encoding="utf-8", errors="backslashreplace")
-        temporary_path.replace(path)
-    except OSError:
-        with contextlib.suppress(OSError):
-            temporary_path.unlink()
-        raise
+    # File names in the text may contain bytes that are not valid UTF-8.
+    temporary_path.write_text(text, encoding="utf-8", errors="backslashreplace")
+    temporary_path.replace(path)
 
 
 def _open_pipe() -> int:
