@@ -376,6 +376,34 @@ def test_the_process_groups_of_this_rank(tmp_path):
     assert torch_compat.process_groups() == []
 
 
+def test_collectives_are_counted(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", "10")
+    assert torch_compat.num_collectives() == 0
+    store = dist.FileStore(str(tmp_path / "store"), 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    group = dist.group.WORLD
+    try:
+        assert torch_compat.num_collectives() == 0
+        dist.barrier()
+        dist.barrier(group=dist.new_group())
+        assert torch_compat.num_collectives() == 2
+    finally:
+        dist.destroy_process_group()
+    assert not torch_compat.has_called_no_rank([group])
+
+    class Uncounted:
+        def _get_sequence_number_for_group(self):
+            raise RuntimeError("MPI does not count")
+
+    monkeypatch.setattr(torch_compat, "flight_record", lambda lines: '[{"version": "2.10"}]')
+    assert torch_compat.has_called_no_rank([])
+    assert not torch_compat.has_called_no_rank([Uncounted()])
+    monkeypatch.setattr(torch_compat, "flight_record", lambda lines: '[{"entries": [{}]}]')
+    assert not torch_compat.has_called_no_rank([])
+    monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", "0")
+    assert not torch_compat.has_called_no_rank([])
+
+
 def test_a_store_elsewhere_serves_an_address(monkeypatch):
     rendezvous = importlib.import_module("torch.distributed.rendezvous")
     monkeypatch.setattr(rendezvous, "_create_c10d_store", rendezvous._create_c10d_store)

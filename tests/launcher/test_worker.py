@@ -176,6 +176,14 @@ optimizer.step()
 """
 
 
+SENT_AROUND = """
+if dist.get_rank():
+    dist.send(torch.ones(1), 0)
+else:
+    dist.recv(torch.ones(1), 1)
+"""
+
+
 @pytest.mark.parametrize("joined", [True, False])
 def test_ranks_that_train_without_each_other_are_warned(tmp_path: Path, joined: bool) -> None:
     join = "dist.init_process_group('gloo'); dist.destroy_process_group()\n"
@@ -184,6 +192,18 @@ def test_ranks_that_train_without_each_other_are_warned(tmp_path: Path, joined: 
     assert done.returncode == 0, done.stderr
     text = "no process group was opened, but the optimizer made 1 step: each"
     assert done.stderr.count(text) == (not joined)
+    text = "the optimizer made 1 step on rank 0, which has called no collective and sent nothing"
+    assert done.stderr.count(text) == joined
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("call", ["dist.barrier()", SENT_AROUND])
+def test_ranks_that_call_each_other_are_not_warned(tmp_path: Path, call: str) -> None:
+    text = "dist.init_process_group('gloo')\n" + call
+    (tmp_path / "script.py").write_text(TRAINING + text + "\ndist.destroy_process_group()\n")
+    done = launch(["run", "--nproc", "2", "script.py"], tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "LockstepWarning" not in done.stderr
 
 
 @pytest.mark.parametrize(

@@ -288,6 +288,12 @@ MESSAGES: dict[str, str] = {
         "  do:    give the model to world.prepare with its optimizer, and use what it returns: model, optimizer = world.prepare(model, optimizer)\n"
         "  more:  [LS311: lockstep explain LS311]"
     ),
+    "nothing prepared": (
+        "training without world.prepare\n"
+        "  found: optimizers made 3 steps on this rank, and there was no collective between them on any rank: unless the script exchanges gradients in another way, each process has trained a model of its own\n"
+        "  do:    give the model to world.prepare with its optimizer, and use what it returns: model, optimizer = world.prepare(model, optimizer)\n"
+        "  more:  [LS311: lockstep explain LS311]"
+    ),
     "optimizer not prepared": (
         "SGD.step() of an optimizer that is not prepared\n"
         "  found: it holds 4 parameters of a prepared model: with micro-batches it steps in each of them, world.step does not count, and the checks of gradients and replicas do not run\n"

@@ -76,6 +76,16 @@ def train(
             optimizer.zero_grad()
 
 
+def plain_training(model: nn.Module, after_backward: Callable[[], Any] = lambda: None) -> None:
+    """One pass over all samples, as a script for one process has it."""
+    optimizer = sgd(model)
+    for x, y in DataLoader(tensors(24), 8):
+        F.cross_entropy(model(x), y).backward()
+        after_backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 def trained(world: lockstep.World) -> nn.Module:
     model = mlp()
     model, optimizer = world.prepare(model, sgd(model))
@@ -106,6 +116,13 @@ def model_not_prepared(world: lockstep.World) -> None:
 def model_not_prepared_in_a_short_training(world: lockstep.World) -> None:
     model = mlp()
     train(world, model, sgd(model), loader=world.loader(tensors(24), 8))
+
+
+def nothing_prepared(world: lockstep.World) -> None:
+    """Each rank trains alone; a sum at the end changes nothing about that."""
+    model = mlp()
+    plain_training(model)
+    world.sum(hits(model, plain_test()) / world.size)
 
 
 def discriminator_not_prepared(world: lockstep.World) -> None:
@@ -221,6 +238,7 @@ _HITS = "for x, y in loader:"
 MISTAKES: dict[Use, str] = {
     model_not_prepared: f"LS311 {_BACKWARD}",
     model_not_prepared_in_a_short_training: f"LS311 {_BACKWARD}",
+    nothing_prepared: "LS311 optimizer.step()",
     discriminator_not_prepared: "LS311 world.backward(fake - real)",
     optimizer_not_prepared: "LS407 optimizer.step()",
     optimizer_that_was_given: "LS407 optimizer.step()",
@@ -495,7 +513,31 @@ def plain_pass_before_a_prepared_one(world: lockstep.World) -> None:
     world.sum(hits(model, test))
 
 
+def averaged_by_hand_and_nothing_prepared(world: lockstep.World) -> None:
+    model = mlp()
+
+    def average() -> None:
+        for parameter in model.parameters():
+            parameter.grad = world.mean(parameter.grad)
+
+    plain_training(model, average)
+
+
+def ddp_by_hand_and_nothing_prepared(world: lockstep.World) -> None:
+    model: Any = DistributedDataParallel(mlp()) if world.size > 1 else mlp()
+    plain_training(model)
+    model.reducer = model.logger = model.process_group = None
+
+
+def rank_0_trains_alone(world: lockstep.World) -> None:
+    if world.is_main:
+        plain_training(mlp())
+
+
 HONEST: list[Use] = [
+    averaged_by_hand_and_nothing_prepared,
+    ddp_by_hand_and_nothing_prepared,
+    rank_0_trains_alone,
     teacher_that_is_not_prepared,
     frozen_backbone_and_a_head,
     learned_prompt_of_a_frozen_model,
@@ -519,6 +561,10 @@ HONEST: list[Use] = [
     plain_pass_before_a_prepared_one,
 ]
 ALWAYS_TRIED: list[Use] = [
+    nothing_prepared,
+    averaged_by_hand_and_nothing_prepared,
+    ddp_by_hand_and_nothing_prepared,
+    rank_0_trains_alone,
     model_not_prepared_in_a_short_training,
     optimizer_not_prepared,
     evaluation_loader_not_prepared,

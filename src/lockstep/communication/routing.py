@@ -34,6 +34,11 @@ def shared_memory() -> SharedMemory | None:
     return _shared_memory
 
 
+def num_calls_in_shared_memory() -> int:
+    """Returns how many collectives have gone through shared memory so far."""
+    return 0 if _shared_memory is None else _shared_memory.completed
+
+
 def use_shared_memory(shared: SharedMemory | None) -> None:
     """Sets the shared memory that collectives use from now on; None to use only the backend."""
     global _shared_memory

@@ -1061,6 +1061,55 @@ def cuda_is_refused_in_this_copy() -> bool:
     return bool(torch.cuda._is_in_bad_fork())
 
 
+def num_collectives() -> int | None:
+    """Returns how many collectives this rank has begun, in all process groups that are open.
+
+    Messages between two ranks (`dist.send`) are not counted. The result is None if a backend, such
+    as MPI, does not count its collectives.
+    """
+    c10d = sys.modules.get("torch.distributed.distributed_c10d")
+    if c10d is None:
+        return 0
+
+    total = 0
+    for group in list(c10d._world.pg_names):
+        try:
+            total += group._get_sequence_number_for_group()
+        except RuntimeError:
+            return None
+    return total
+
+
+def has_called_no_rank(groups: Iterable[Any]) -> bool:
+    """Returns True if this rank has certainly called no collective and sent no message.
+
+    The Flight Recorder has both, of Gloo and NCCL. The groups themselves count the collectives of
+    other backends.
+
+    Args:
+        groups: all default process groups that were opened; they may be closed by now.
+    """
+    import torch._C._distributed_c10d as c10d
+
+    # Torch before 2.8 records NCCL alone. Without a buffer it records nothing.
+    records_gloo = hasattr(c10d, f"{RECORDERS[0]}_json")
+    buffer_size = os.environ.get("TORCH_FR_BUFFER_SIZE", "")
+    if not records_gloo or not buffer_size.isdigit() or int(buffer_size) == 0:
+        return False
+
+    for record in json.loads(flight_record(lines=False)):
+        if record.get("entries"):
+            return False
+
+    for group in groups:
+        try:
+            if group._get_sequence_number_for_group() > 0:
+                return False
+        except RuntimeError:  # its backend does not count
+            return False
+    return True
+
+
 def process_groups() -> list[dict[str, Any]]:
     """Returns the names, descriptions and ranks of this rank's process groups."""
     c10d = sys.modules.get("torch.distributed.distributed_c10d")

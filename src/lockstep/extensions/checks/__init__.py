@@ -7,6 +7,7 @@ from lockstep.extensions.checks.coverage import CoverageCheck
 from lockstep.extensions.checks.evaluation_passes import EvaluationPassesCheck
 from lockstep.extensions.checks.gradients import GradientVersionCheck
 from lockstep.extensions.checks.loss import LossCheck
+from lockstep.extensions.checks.nothing_prepared import NothingPreparedCheck
 from lockstep.extensions.checks.parameters import ParameterCheck
 from lockstep.extensions.checks.preparation import PreparationCheck
 from lockstep.extensions.checks.replicas import ReplicaCheck
@@ -27,5 +28,6 @@ CHECKS: tuple[type[Check], ...] = (
     SumOfMeansCheck,
     UnpreparedTrainingCheck,  # after UnpreparedSumCheck, whose watcher of loaders it uses
     PreparationCheck,
+    NothingPreparedCheck,
 )
 """The checks, in the order in which they are told of an event."""

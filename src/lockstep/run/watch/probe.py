@@ -102,13 +102,25 @@ class Probe:
             return
 
         steps = self._heartbeat.steps
+        if not steps:
+            return
+
         has_opened_group = bool(_groups_kept_alive)  # contains every group that was opened
-        if steps and not has_opened_group:
+        if not has_opened_group:
             warn(
                 f"{size} processes",
                 f"no process group was opened, but the optimizer made {count_noun(steps, 'step')}: "
                 "each process trained its own model",
                 "join them by lockstep.init() and world.prepare(...), or run one process",
+            )
+        elif torch_compat.has_called_no_rank(_groups_kept_alive):
+            warn(
+                f"{size} processes",
+                f"the optimizer made {count_noun(steps, 'step')} on rank 0, which has called no "
+                "collective and sent nothing: its gradients were not averaged with those of others",
+                "wrap the model in DistributedDataParallel, or use lockstep.init() and "
+                "world.prepare(...)",
+                code="LS311",
             )
 
     def forget_in_child(self) -> None:
