@@ -40,7 +40,7 @@ PASSED_ON = {
     "distributed.collectives:do",
     "errors:error.do",
     "run.machines.ssh_connection:advice",
-    "run.machines.ssh_errors:cause.advice.format(**values)",
+    "run.machines.ssh_errors:cause.advice.format(**fields_of_texts)",
     "run.machines.ssh_errors:do",
     "run.machines.ssh_run:'; '.join(advice)",
     "settings:error.do",

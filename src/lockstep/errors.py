@@ -32,7 +32,7 @@ The attributes of an error (`text`, `found`, ...) are in English, for programs a
 
 `lockstep run` exits with 0, or with a code for the first failure: the exit code of that rank's
 script (1 for a Python exception, the codes above for ours), `EXIT_DEADLOCK`, `EXIT_LOST_RANK`, or
-128 + N if signal N (SIGHUP, SIGINT, SIGQUIT, SIGTERM) ended the run from outside.
+`EXIT_SIGNAL` + N if signal N (SIGHUP, SIGINT, SIGQUIT, SIGTERM) ended the run from outside.
 """
 
 from __future__ import annotations
@@ -62,6 +62,9 @@ EXIT_DEADLOCK = 70
 """The ranks waited for each other and could not go on."""
 EXIT_LOST_RANK = 71
 """A rank was killed by a signal or the kernel, was stopped, left early, or its machine is gone."""
+EXIT_SIGNAL = 128
+"""The exit code of a run that was sent signal N, or of a process that signal N has killed, is
+`EXIT_SIGNAL + N`, as in a shell."""
 
 _rank: int | None = None
 

@@ -255,7 +255,7 @@ def test_a_failed_connection_says_what_answers_at_the_port(
 
         cutter = threading.Thread(target=cut)
         cutter.start()
-        assert knock(server.getsockname()[1]) == network.CUT
+        assert knock(server.getsockname()[1]) == network.CONNECTION_CUT
         cutter.join()
 
     async def lost(*_: object) -> None:

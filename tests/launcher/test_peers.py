@@ -13,7 +13,7 @@ from lockstep.run.machines.nodes import (
     Peers,
     describe_departure,
     describe_missing,
-    without_replaced,
+    without_replaced_nodes,
 )
 from lockstep.run.machines.wait_announcer import WaitAnnouncer
 
@@ -66,7 +66,7 @@ def test_a_node_may_come_again_after_it_was_lost_and_takes_its_place() -> None:
     peers.admit(node(1))
     peers.write(1, {"state": LOST, "why": "its connection ended"})
     assert peers.admit(node(1, pid=7)).number == 2
-    assert [n.number for n in without_replaced(peers.all())] == [0, 2]
+    assert [n.number for n in without_replaced_nodes(peers.all())] == [0, 2]
 
 
 @pytest.mark.parametrize(
@@ -84,7 +84,7 @@ def test_of_two_nodes_of_a_rank_the_one_that_has_started_last_counts(
     older: dict[str, object], newer: dict[str, object], expected: int
 ) -> None:
     nodes = [node(0), node(1, 1, **older), node(1, 2, **newer)]
-    assert [each.number for each in without_replaced(nodes)] == [0, expected]
+    assert [each.number for each in without_replaced_nodes(nodes)] == [0, expected]
 
 
 @pytest.mark.parametrize(

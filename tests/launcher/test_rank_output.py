@@ -284,13 +284,13 @@ def test_a_slow_console_is_waited_for_until_it_has_everything(
     sink.waiting += bytes(5)
     deadline = FlushDeadline([sink])
     for _ in range(5):
-        ended.append(deadline.over())
+        ended.append(deadline.wait_is_over())
         now += 50
         del sink.waiting[:1]
     assert ended == [False] * 5
-    assert deadline.over()
+    assert deadline.wait_is_over()
     sink.waiting += b"x"
-    assert not FlushDeadline([sink], hurry=True).over()
+    assert not FlushDeadline([sink], hurry=True).wait_is_over()
 
 
 def test_a_console_that_takes_nothing_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -299,14 +299,14 @@ def test_a_console_that_takes_nothing_is_given_up(monkeypatch: pytest.MonkeyPatc
     sink = open_sinks({})["stdout"]
     sink.waiting += bytes(5)
     patient, hurried = FlushDeadline([sink]), FlushDeadline([sink], hurry=True)
-    assert not patient.over()
-    assert not hurried.over()
+    assert not patient.wait_is_over()
+    assert not hurried.wait_is_over()
     now += 3
     del sink.waiting[:1]
-    assert not patient.over()
-    assert hurried.over()
+    assert not patient.wait_is_over()
+    assert hurried.wait_is_over()
     now += 61
-    assert patient.over()
+    assert patient.wait_is_over()
 
 
 def test_output_that_a_full_disk_has_lost_is_announced(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from __future__ import annotations
 import math
 import os
 import secrets
+import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
@@ -76,7 +77,7 @@ from lockstep.distributed.collectives import (
     run_on_all_ranks,
 )
 from lockstep.distributed.process_group import Run
-from lockstep.errors import CheckpointError, UsageError
+from lockstep.errors import EXIT_SIGNAL, CheckpointError, UsageError
 from lockstep.language import translate
 from lockstep.optim.deferred_init import shapes_are_enough
 from lockstep.session.extension import Extension, Place
@@ -85,8 +86,6 @@ from lockstep.wording import count_noun
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
-EXIT_CODE_AFTER_SIGTERM = 128 + 15
-"""What a shell reports for a process that was ended by SIGTERM."""
 MAX_WRITING_AFTER_SIGTERM_S = 5.0
 """How long a checkpoint may still be written if the run fails after SIGTERM: whoever has sent the
 signal kills the process before long."""
@@ -544,7 +543,7 @@ class Checkpoint:
             path = self.save()  # the earlier one is complete now, so this one is not skipped
             self.wait()
         self._say(f"stopped by SIGTERM; {path} is complete, resume() goes on")
-        raise SystemExit(EXIT_CODE_AFTER_SIGTERM)
+        raise SystemExit(EXIT_SIGNAL + signal.SIGTERM)
 
     @_in_checkpoint_phase
     def resume(self) -> bool:

@@ -16,7 +16,7 @@ import click
 
 from lockstep import __version__
 from lockstep.cli.help_text import TranslatedUsageError, translate_help
-from lockstep.errors import LockstepError, check_language
+from lockstep.errors import EXIT_SIGNAL, LockstepError, check_language
 
 COMMANDS = ("run", "verify", "doctor", "report", "ledger", "journal", "checkpoint", "explain")
 
@@ -89,7 +89,7 @@ class LazyGroup(click.Group):
         except click.UsageError as error:  # of the subcommand
             raise TranslatedUsageError(error) from None
         except KeyboardInterrupt:
-            ctx.exit(128 + signal.SIGINT)
+            ctx.exit(EXIT_SIGNAL + signal.SIGINT)
 
 
 @click.group(

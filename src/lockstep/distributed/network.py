@@ -456,12 +456,12 @@ def owner_of(port: int) -> str:
 UNRESOLVED = "the host name does not resolve"
 REFUSED = "the machine answers, but nothing listens on that port"
 NO_ANSWER = "no answer"
-CUT = "the connection was accepted and then cut"
+CONNECTION_CUT = "the connection was accepted and then cut"
 ADVICE_OF_REASON = {
     UNRESOLVED: "check the spelling, or give the address of the machine of {}",
     REFUSED: "look at the output of {}: it has not started, has ended, or uses another port",
     NO_ANSWER: "check the address, and that no firewall stands between the machines",
-    CUT: "look at the output of {}: it has not started, or has ended",
+    CONNECTION_CUT: "look at the output of {}: it has not started, or has ended",
 }
 
 
@@ -473,8 +473,8 @@ def unreachable_error(
     Args:
         server: the name of the server, such as "rank 0".
         endpoint: the endpoint at which it should be.
-        reason: `UNRESOLVED`, `REFUSED`, `NO_ANSWER` or `CUT`. Any other text says which program
-            listens there instead.
+        reason: `UNRESOLVED`, `REFUSED`, `NO_ANSWER` or `CONNECTION_CUT`. Any other text says which
+            program listens there instead.
         address: the address that was tried last; "" if the host has none.
         tried: how many seconds were spent on trying; 0 to leave this out of the message.
     """

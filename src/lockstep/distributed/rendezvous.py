@@ -426,8 +426,8 @@ def connect(endpoint: Endpoint, timeout: float) -> Store:
     except RuntimeError as error:
         # Example of torch's message: "The client socket has timed out after 2000ms while trying to
         # connect to (10.0.0.5, 29500)". Any other message means that the store has closed the
-        # connection (`CUT`).
-        reason = network.NO_ANSWER if "timed out" in str(error) else network.CUT
+        # connection (`CONNECTION_CUT`).
+        reason = network.NO_ANSWER if "timed out" in str(error) else network.CONNECTION_CUT
         raise network.unreachable_error("rank 0", endpoint, reason, address=found.address) from None
 
 

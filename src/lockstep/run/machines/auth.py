@@ -31,7 +31,7 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass
 
-from lockstep.distributed.network import CUT, LOOPBACK, NO_ANSWER, REFUSED
+from lockstep.distributed.network import CONNECTION_CUT, LOOPBACK, NO_ANSWER, REFUSED
 from lockstep.run.machines.run_token import TOKEN_VARIABLE, Token
 
 OnPeer = Callable[[StreamReader, StreamWriter, str], Awaitable[None]]
@@ -257,7 +257,7 @@ async def authenticate(address: str, port: int, token: Token, purpose: bytes) ->
     except (OSError, EOFError):
         # The connection broke, or the other side closed it.
         proxy.writer.transport.abort()
-        raise ConnectionFailed(CUT) from None
+        raise ConnectionFailed(CONNECTION_CUT) from None
     except BaseException:
         proxy.writer.transport.abort()
         raise
@@ -313,7 +313,7 @@ async def relay(client: Streams, target: Streams) -> None:
     to_target = asyncio.create_task(copy_bytes(client.reader, target.writer))
     to_client = asyncio.create_task(copy_bytes(target.reader, client.writer))
     try:
-        # The store's clients never close only one direction.
+        # The store's clients never close only one direction, so the end of one is the end of both.
         await asyncio.wait([to_target, to_client], return_when=asyncio.FIRST_COMPLETED)
     except asyncio.CancelledError:  # the launcher ends, and the unsent bytes are not needed
         client.writer.transport.abort()

@@ -95,10 +95,12 @@ class DynamicRendezvous(Rendezvous):
             if self._takes_part(decided):
                 return decided["round"], decided["nodes"]
 
-            # Ask for a round. The server, which is one of the waiting nodes, also decides on it.
+            # Ask for the next round, unless this node has done so. The server, which is one of the
+            # waiting nodes, also decides on it.
             own = self._peers.own
             round_number = self._choose_round(present)
-            if round_number > own.round:
+            has_asked_for_it = round_number <= own.round
+            if not has_asked_for_it:
                 self._peers.update(round=round_number)
 
             is_server = own.number == SERVER_NUMBER
@@ -166,10 +168,10 @@ class DynamicRendezvous(Rendezvous):
         A node whose ranks must be restarted asks for the round after its last one, or for a later
         one that others have asked for. For a new node there are three cases:
 
-            the others have asked for round 2, and none has started it      2
-            the others run round 2, and there is room for one more node     3, so that all restart
-            the others run round 2, and --nnodes allows no more nodes       its present `round`, so
-                                                                            that it goes on waiting
+            1. the others have asked for round 2, and none has started it    2
+            2. the others run round 2, and --nnodes allows no more nodes     its present `round`, so
+                                                                             that it goes on waiting
+            3. the others run round 2, and there is room for one more node   3, so that all restart
 
         Args:
             present: the nodes that are present.
@@ -178,17 +180,16 @@ class DynamicRendezvous(Rendezvous):
         last_started_round = max(node.started for node in present)
         latest_asked_round = max(node.round for node in present)
 
-        # The next round is one that others have asked for too, or the one after this node's last.
+        # The round that others ask for, or the one after the round that this node has started last.
         next_round = max(latest_asked_round, own.started + 1)
-        others_have_started_it = next_round == last_started_round
-        if not others_have_started_it:
-            return next_round
+        others_run_it_already = next_round == last_started_round
+        if not others_run_it_already:
+            return next_round  # case 1, and every node whose ranks must be restarted
 
-        # This node comes while the others are running that round.
         num_running = len([node for node in present if node.started == last_started_round])
         if num_running >= self._parameters.max_nodes:
-            return own.round
-        return last_started_round + 1
+            return own.round  # case 2
+        return last_started_round + 1  # case 3
 
     def _decide_participants(self, round_number: int) -> None:
         """Decides which nodes take part in a round, and tells all nodes. Only the server calls
@@ -202,7 +203,7 @@ class DynamicRendezvous(Rendezvous):
         now = time.monotonic()
 
         if len(present) < self._parameters.min_nodes:
-            self._enough_nodes_since = math.inf
+            self._enough_nodes_since = math.inf  # not enough yet
             return
         if self._enough_nodes_since == math.inf:
             self._enough_nodes_since = now

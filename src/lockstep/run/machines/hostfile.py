@@ -40,7 +40,7 @@ def parse_hosts(text: str) -> list[Host]:
             without_comment = line.partition("#")[0]
             words = EQUALS_WITH_SPACES_PATTERN.sub("=", without_comment).split()
             if words:
-                hosts.append(_parse_line(f"--hosts {text}, line {line_number}", words))
+                hosts.append(_parse_line(f"{setting}, line {line_number}", words))
     else:
         for part in text.split(","):
             hosts.append(_parse_list_item(setting, part.strip()))
@@ -126,7 +126,8 @@ def _parse_line(setting: str, words: list[str]) -> Host:
             raise SettingError(setting, f"{option!r} is not understood", LINE_ADVICE)
         numbers[key] = int(value)
 
-    # "slots=0" and "slots=8 max_slots=4" leave no room for the processes.
+    # "slots=0" and "slots=8 max_slots=4" leave no room for the processes. Without "slots" there is
+    # one process, which "max_slots=0" leaves no room for.
     slots = numbers.get("slots")
     max_slots = numbers.get("max_slots")
     needed_slots = 1 if slots is None else slots

@@ -91,12 +91,14 @@ class Host:
 
         The value is cached, because resolving a name can take seconds.
         """
-        return self._is_here()
+        return self._is_this_machine()
 
-    def _is_here(self) -> bool:
+    def _is_this_machine(self) -> bool:
         """Computes `here`, which may take seconds."""
+        # Another user of this machine is reached by ssh. If the current user has no name, `getuser`
+        # raises an error, and the users are taken to be the same.
         user = self.name.rpartition("@")[0]  # empty if the name contains no user
-        with contextlib.suppress(KeyError, OSError):  # raised if the current user has no name
+        with contextlib.suppress(KeyError, OSError):
             if user and user != getpass.getuser():
                 return False
 
@@ -124,7 +126,7 @@ def resolve_all(hosts: Iterable[Host]) -> None:
     def resolve_host(host: Host) -> None:
         # This writes into the cache directly. In Python 3.11 a cached_property has one lock for all
         # instances, so reading `host.here` in threads would resolve one name after the other.
-        vars(host)["here"] = host._is_here()
+        vars(host)["here"] = host._is_this_machine()
 
     # Daemon threads do not make Ctrl-C wait.
     threads = [threading.Thread(target=resolve_host, args=(host,), daemon=True) for host in hosts]
@@ -223,7 +225,7 @@ class HostsSpec:
         # machine needs neither.
         other_flags = self._torchrun_without("--master-addr", "--master-port")
         nproc = self.hosts[node_rank].nproc or self.nproc
-        first_arguments = self.launcher[1:]
+        first_arguments = self.launcher[1:]  # ["run"] of `python -m lockstep run`
         arguments = [*first_arguments, f"--nproc={nproc}", *meeting, *self.arguments, *other_flags]
         if self.module:
             arguments.append("-m")

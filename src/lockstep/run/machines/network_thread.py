@@ -37,9 +37,8 @@ class NetworkThread:
         """Keeps the event loop running until `close` is called."""
         await self._closing.wait()
 
-        # The handler of a connection, which closes the connection, runs a few iterations of the
-        # loop after the connection was accepted. If it were cancelled before, nothing would be
-        # closed.
+        # When a connection was accepted, its handler begins to run a few iterations of the loop
+        # later. A handler that is cancelled before that cannot close its connection.
         for _ in range(ITERATIONS_BEFORE_END):
             await asyncio.sleep(0)  # lets the loop run once
 

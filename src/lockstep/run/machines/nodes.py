@@ -185,7 +185,7 @@ def format_nnodes(nodes: str) -> str:
     return nodes
 
 
-def without_replaced(nodes: Iterable[Node]) -> list[Node]:
+def without_replaced_nodes(nodes: Iterable[Node]) -> list[Node]:
     """Returns the nodes without those that have been replaced by a newer node of the same rank.
 
     A launcher that is started again gets a new node, with the rank of its old one. In an elastic
@@ -198,8 +198,8 @@ def without_replaced(nodes: Iterable[Node]) -> list[Node]:
         here          gone          older
         gone          gone          the one that has started ranks last; in doubt the newer
 
-    In the last case the node that was lost before has an outdated report. If it were returned, the
-    report of the other, which has ended well, would be missing, and would be waited for.
+    In the last case, one node was lost earlier, and the other one has worked until the end of the
+    run. The launchers wait for the report of the latter, so that one is returned.
 
     Nodes without a rank are all returned.
     """
@@ -243,7 +243,7 @@ def describe_missing(nodes: Sequence[Node], num_nodes: int, round_number: int) -
         A text for the user, or an empty string if all nodes are ready.
     """
     # A launcher that was started again has two nodes with its rank. Only the present one matters.
-    node_of_rank = {node.rank: node for node in without_replaced(nodes)}
+    node_of_rank = {node.rank: node for node in without_replaced_nodes(nodes)}
     reasons = []
     for rank in range(num_nodes):
         node = node_of_rank.get(rank)

@@ -86,8 +86,8 @@ def open_rendezvous(
     is_static = parameters.backend == "static"
     own = _own_node(parameters)
     if _needs_torch_rendezvous(parameters):
-        # The launchers report a hang of ranks on several machines after they have sent each other
-        # what they see. With torch's rendezvous they cannot do so.
+        # To report a hang of ranks on several machines ("ranks that hang ... are told"), the
+        # launchers must send each other what they see. With torch's rendezvous they cannot do so.
         say(
             f"--rdzv-backend {parameters.backend}: torch's own rendezvous; its store asks for no "
             "token and listens on all interfaces of the node of rank 0, and ranks that hang on "
@@ -139,7 +139,7 @@ def _own_node(parameters: RendezvousParameters) -> Node:
         host=socket.gethostname(),
         pid=os.getpid(),
         run_id=parameters.run_id,
-        nodes=f"{min_nodes}:{num_nodes}",  # compared with the server's, as each has the same flag
+        nodes=f"{min_nodes}:{num_nodes}",  # the server refuses a node with another --nnodes
     )
 
 
@@ -197,13 +197,15 @@ class _MultiNodeOpener:
         """
         endpoint = self._endpoint
 
-        # First case: the address of the endpoint is not one of this machine, and somebody serves
-        # the run there. The address may belong to a port forwarding that leads to this machine. Or
-        # it belongs to another machine, on which another launcher was started as node 0 by mistake.
+        # The address of the endpoint may not be one of this machine. It may belong to a port
+        # forwarding that leads to this machine, which can then serve. Or it belongs to another
+        # machine, on which another launcher was started as node 0 by mistake, and serves the run.
         if is_server_by_flags and not _is_this_machine(endpoint.host):
             with suppress(MasterUnreachableError):
                 return self._connect(OTHER_SERVER_TIMEOUT_S)
 
+        # Serve the run. If the port is taken, its user may be a launcher that serves the run. If it
+        # is not, the error is raised.
         address = network.serving_address(endpoint, self._parameters.local_addr)
         try:
             listener = network.listening_socket(address, endpoint.port)
@@ -224,6 +226,8 @@ class _MultiNodeOpener:
             port_taken: error that is raised if no launcher of this run uses the port.
             is_server_by_flags: see `_serve_unless_served`.
         """
+        # If the flags say that this node is the server, there should be no other one, so this does
+        # not wait long for one.
         timeout = OTHER_SERVER_TIMEOUT_S if is_server_by_flags else self._timeout
         try:
             return self._connect(timeout)
@@ -234,6 +238,9 @@ class _MultiNodeOpener:
 
     def _choose_server(self) -> _ServerChoice:
         """Decides whether this node is the server, by torchrun's rules.
+
+        If another node has already taken the port, a server by flags looks only for a moment
+        whether that one serves the run. A server by guess tries for the whole join timeout.
 
         Raises:
             SettingError: `is_host` in --rdzv-conf is neither yes nor no.
@@ -270,13 +277,15 @@ class _MultiNodeOpener:
         store = network.serve_store(LOOPBACK, 0, store_timeout(self._parameters))
         peers = Peers(self._own)
 
-        # After an error, the `with` closes everything. Otherwise the rendezvous takes it over.
+        # After an error, the `with` closes everything. Otherwise the rendezvous takes it over, by
+        # `resources.pop_all()`.
         with ExitStack() as resources:
             thread = resources.enter_context(closing(NetworkThread()))
             server = PeerServer(peers, self._say)
 
-            # Changes that this launcher makes to its own node are sent to the launcher with the
-            # number `to`, or to all others, without waiting until they are sent.
+            # `peers` calls this when this launcher changes its own node. The changes go to the
+            # launcher with the number `to`, or to all others (None). This does not wait until they
+            # are sent.
             def send_changes(changes: Mapping[str, Any], to: int | None) -> None:
                 thread.call_soon(lambda: server.send(changes, to=to))
 
@@ -304,6 +313,8 @@ class _MultiNodeOpener:
         Args:
             timeout: the time within which the server must answer, in seconds.
         """
+        # After an error, the `with` closes everything. Otherwise the rendezvous takes it over, by
+        # `resources.pop_all()`.
         with ExitStack() as resources:
             thread = resources.enter_context(closing(NetworkThread()))
             address, streams = self._authenticate(thread, timeout)
@@ -337,7 +348,7 @@ class _MultiNodeOpener:
             return thread.run(join_server(connection, self._own))
         except (OSError, EOFError, ValueError):
             raise network.unreachable_error(
-                SERVER, self._endpoint, network.CUT, address=address
+                SERVER, self._endpoint, network.CONNECTION_CUT, address=address
             ) from None
 
     def _connect_to_store(self, forwarder_port: int) -> TCPStore:
@@ -358,7 +369,9 @@ class _MultiNodeOpener:
                 timeout=store_timeout(self._parameters),
             )
         except RuntimeError:
-            raise network.unreachable_error(SERVER, self._endpoint, network.CUT) from None
+            raise network.unreachable_error(
+                SERVER, self._endpoint, network.CONNECTION_CUT
+            ) from None
 
     def _start_forwarder(
         self, thread: NetworkThread, address: str, resources: ExitStack
@@ -394,8 +407,9 @@ class _MultiNodeOpener:
         announcer = WaitAnnouncer(self._say)
         while True:
             # If all addresses fail, the last one and the reason for its failure decide what to do.
+            # The reason is one of the texts that are defined in `auth` and `network`.
             address = ""
-            reason = network.UNRESOLVED  # if the name of the endpoint has no address
+            reason = network.UNRESOLVED  # stays if the name of the endpoint has no address
             for address in endpoint.addresses():
                 try:
                     connecting = authenticate(address, endpoint.port, self._token, auth.TO_LAUNCHER)
@@ -457,11 +471,11 @@ class _MultiNodeOpener:
 def _start_exchanging_changes(
     thread: NetworkThread, connection: Connection, peers: Peers, forwarder: Forwarder
 ) -> None:
-    """Starts to exchange changes of nodes with the server in the network thread, until the
-    connection ends.
+    """Starts to exchange changes in the table of the nodes with the server, in the network thread,
+    until the connection ends.
 
-    Changes that this launcher makes to its own node are sent to the server, which passes them on,
-    and changes of other nodes are received from it.
+    Changes that this launcher makes to its own node, such as `{"round": 2}`, are sent to the
+    server, which passes them on. Changes of other nodes are received from it.
 
     Args:
         thread: the thread in which the connection runs.

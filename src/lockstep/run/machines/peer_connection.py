@@ -118,8 +118,8 @@ class Connection:
             while True:
                 handle(await self.receive())
         except (OSError, EOFError, ValueError, TypeError, KeyError):
-            # ValueError, TypeError and KeyError are raised by a message that is not valid. Nobody
-            # but a launcher sends messages, so this connection is of no use any more.
+            # ValueError, TypeError and KeyError are raised by a message that is not valid. A
+            # launcher sends only valid ones, so such a connection is given up.
             if self._missed_heartbeats < MAX_MISSED_HEARTBEATS:
                 return CONNECTION_ENDED
             # `_send_heartbeats` has aborted the connection.
@@ -193,7 +193,7 @@ class PeerServer:
         # Tell the other clients about the new node. It is not among the clients yet, as it has just
         # received all nodes.
         fields_of_new_node = vars(self._peers.node(number))
-        self.send(fields_of_new_node, number)
+        self.send(fields_of_new_node, number=number)
 
         self._clients[number] = connection
         reason = await connection.handle_messages(
@@ -247,9 +247,9 @@ class PeerServer:
         if not has_just_gone:
             return
 
-        # If the node said so after its ranks were started, they have failed. The report at the end
-        # of the run tells the user about that.
-        has_started_ranks = node.started > 0
+        # If the node said that it leaves after it had started its ranks, they have failed. The
+        # report at the end of the run tells the user about that.
+        has_started_ranks = node.started > 0  # its last started round; 0 before the first one
         if node.state == LEFT and has_started_ranks:
             return
 
@@ -265,7 +265,9 @@ class PeerServer:
         """
         change = {"number": number, "changes": changes}
         if to is not None:
-            self._send_unsent()  # so that changes arrive in the order in which they were made
+            # Send the collected changes now, so that all changes arrive in the order in which they
+            # were made. The next iteration of the event loop then has nothing left to send.
+            self._send_unsent()
             if to in self._clients:
                 self._clients[to].send({"nodes": [change]})
             return

@@ -37,7 +37,7 @@ class CallFacts:
 
     name: str
     """The name of the function."""
-    was_set: str
+    launch_text: str
     """Text that names the launch in errors."""
     timeout: float | None
     """The seconds after which the ranks are ended; None for no limit."""
@@ -82,7 +82,7 @@ def pack_call(fn: Callable[..., Any], args: Sequence[Any], facts: CallFacts) -> 
         pickled_call = cloudpickle.dumps(functools.partial(fn, *args))
     except Exception as error:  # a reducer of the user's may raise anything
         raise UsageError(
-            facts.was_set,
+            facts.launch_text,
             f"the function and its arguments cannot be sent to other nodes: {error}",
             "create in the function what cannot be sent, such as open files, locks and connections",
         ) from error

@@ -190,6 +190,8 @@ class HelperProcess:
 
     def take_outcome(self) -> CallOutcome | None:
         """Returns how the call has ended, or None if the launcher or its node was lost before."""
+        # `_call` returns None if the launcher has left nothing. An OSError says that the node is
+        # lost.
         content = None
         with contextlib.suppress(OSError):
             content = self._call("take_outcome")

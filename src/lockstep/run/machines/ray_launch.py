@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-from lockstep.errors import HostError, LockstepError, RankFailedError, SettingError
+from lockstep.errors import EXIT_SIGNAL, HostError, LockstepError, RankFailedError, SettingError
 from lockstep.language import translate
 from lockstep.run.machines import ray_placement
 from lockstep.run.machines.hosts import HostsSpec, forwarded_environment
@@ -29,7 +29,7 @@ from lockstep.run.machines.ray_call import (
     values_of,
 )
 from lockstep.run.machines.ray_placement import RUNNING_CLUSTER
-from lockstep.run.machines.ray_run import EXIT_SIGNAL, MAX_RESTARTS, RayRun
+from lockstep.run.machines.ray_run import MAX_RESTARTS, RayRun
 from lockstep.run.start import job_control
 from lockstep.user_code import user_line
 from lockstep.wording import count_noun
@@ -78,16 +78,17 @@ def launch_on_ray(fn: Callable[..., Any], args: Sequence[Any], request: RayReque
     group = None
     try:
         size = ray_placement.num_ranks(request.nproc, OPTION)
-        was_set = f"launch({request.name}) on {count_noun(size, 'process')} of a Ray cluster"
-        content = pack_call(fn, args, _facts(fn, was_set, request))
+        launch_text = f"launch({request.name}) on {count_noun(size, 'process')} of a Ray cluster"
+        facts = _facts(fn, launch_text, request)
+        packed_call = ray_placement.share(pack_call(fn, args, facts))
         group = ray_placement.reserve([ray_placement.bundle()] * size, _say)
-        run = RayRun(_spec(size, request), group, _say, ray_placement.share(content))
+        run = RayRun(_spec(size, request), group, _say, packed_call)
         exit_code = _wait_in_thread(run)
         if run.interrupted_by == signal.SIGINT:
             raise KeyboardInterrupt
         if run.interrupted_by is not None:
             raise SystemExit(EXIT_SIGNAL + run.interrupted_by)
-        return returned_values(run.outcomes, exit_code, was_set)
+        return returned_values(run.outcomes, exit_code, launch_text)
     finally:
         if group is not None:
             ray_placement.release(group)
@@ -95,11 +96,17 @@ def launch_on_ray(fn: Callable[..., Any], args: Sequence[Any], request: RayReque
             ray_placement.disconnect()
 
 
-def _facts(fn: Callable[..., Any], was_set: str, request: RayRequest) -> CallFacts:
-    """Returns what the launchers of the nodes must know."""
+def _facts(fn: Callable[..., Any], launch_text: str, request: RayRequest) -> CallFacts:
+    """Returns what the launchers of the nodes must know.
+
+    Args:
+        fn: the function that the ranks will call.
+        launch_text: text that names the launch in errors: `launch(train) on 2 processes`.
+        request: what `lockstep.launch` was asked for.
+    """
     return CallFacts(
         name=request.script_name,
-        was_set=was_set,
+        launch_text=launch_text,
         timeout=request.timeout,
         modules=request.modules,
         argv=sys.argv,
@@ -117,7 +124,7 @@ def _spec(size: int, request: RayRequest) -> HostsSpec:
         torchrun=[MAX_RESTARTS, str(request.max_restarts)],
         launcher=(LAUNCHER,),
         nproc=str(size),
-        environment={**forwarded_environment(os.environ, ()), **request.environment},
+        environment={**forwarded_environment(os.environ, names=()), **request.environment},
         option=OPTION,
     )
 
@@ -137,20 +144,21 @@ def _wait_in_thread(run: RayRun) -> int:
         try:
             return ending.result()
         except BaseException:
-            # A signal handler of the user's may have raised. The executor waits for the run.
+            # A signal handler of the user's may have raised. End the run; on leaving the `with`
+            # block, the executor waits for its end.
             run.interrupt(signal.SIGINT)
             raise
 
 
 def returned_values(
-    outcomes: Sequence[CallOutcome | None], exit_code: int, was_set: str
+    outcomes: Sequence[CallOutcome | None], exit_code: int, launch_text: str
 ) -> list[Any]:
     """Returns the values of all ranks, from the outcomes of all nodes in the order of the ranks.
 
     Args:
         outcomes: the outcome of each node; None if it has left none.
         exit_code: the exit code of the run.
-        was_set: text that names the launch in errors.
+        launch_text: text that names the launch in errors.
 
     Raises:
         LockstepError: a rank, a launcher or a node has failed.
@@ -164,7 +172,7 @@ def returned_values(
 
     if exit_code != 0 or len(known) < len(outcomes):
         raise HostError(
-            was_set,
+            launch_text,
             f"a launcher or its node has failed, and no rank has (exit code {exit_code})",
             "see what is printed above this error, and Ray's logs in "
             "/tmp/ray/session_latest/logs on the nodes",
@@ -174,7 +182,7 @@ def returned_values(
         return values_of(known)
     except Exception as error:  # the classes of the values may raise anything
         raise RankFailedError(
-            was_set,
+            launch_text,
             f"what the ranks returned cannot be read here: {error}",
             "return plain values, tensors, or objects of importable classes",
             0,

@@ -49,7 +49,7 @@ class RayNode(Host):
         """The IP address of the node."""
         return self.ip_address
 
-    def _is_here(self) -> bool:
+    def _is_this_machine(self) -> bool:
         """Returns False, as the helper is started by Ray even on this machine."""
         return False
 

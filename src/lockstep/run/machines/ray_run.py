@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 from lockstep.distributed.network import wait_until
-from lockstep.errors import HostError
+from lockstep.errors import EXIT_SIGNAL, HostError
 from lockstep.language import translate
 from lockstep.run.machines import ray_placement
 from lockstep.run.machines.hosts import Host, HostsSpec
@@ -28,8 +28,6 @@ from lockstep.wording import count_noun
 
 MAX_RESTARTS = "--max-restarts"
 """torchrun's flag: how often the ranks are started again."""
-EXIT_SIGNAL = 128
-"""The exit code of a run that signal N has ended is this plus N."""
 EXIT_INTERRUPTED = EXIT_SIGNAL + signal.SIGINT
 
 
@@ -106,11 +104,14 @@ class RayRun:
         while self.interrupted_by is None:
             exit_code = self._run_on_nodes(restarts_left)
             lost_nodes = self._lost_nodes()
+
+            # A lost node or a killed rank gives the exit code EXIT_LOST_RANK. A code above
+            # EXIT_SIGNAL says that a signal was sent to the run itself.
             is_interrupted = exit_code > EXIT_SIGNAL
             if not lost_nodes or is_interrupted or restarts_left == 0:
                 return exit_code
-            if not ray_placement.have_died(lost_nodes):  # the nodes are there, the helper is not
-                return exit_code
+            if not ray_placement.have_died(lost_nodes):
+                return exit_code  # only the helper on a node has ended
 
             restarts_left -= 1
             self._wait_until_replaced(lost_nodes, restarts_left)
@@ -144,7 +145,7 @@ class RayRun:
         try:
             return self._hosts_run.wait()
         finally:
-            if self._call is not None:
+            if self._call is not None:  # the ranks called a function, and did not run a script
                 self.outcomes = [remote.take_outcome() for remote in self._remotes]
             for remote in self._remotes:
                 remote.end()
@@ -168,7 +169,8 @@ class RayRun:
             f"{count_noun(restarts_left, 'restart')} left after that"
         )
 
-        # The flags are read as by launchers of several nodes: --rdzv-conf timeout=SECONDS.
+        # Only the join timeout is needed, which --rdzv-conf timeout=SECONDS sets for launchers of
+        # several nodes. So the parser is given two nodes, and any script.
         flags = parse_flags([*self._spec.torchrun, "--nnodes=2", "script"])
         timeout_s = join_timeout(rendezvous_parameters(flags))
 
@@ -190,7 +192,8 @@ def describe(address: str, spec: HostsSpec) -> str:
     """Describes for `--dry-run` what would be started, in the language of this process, without
     connecting to the cluster.
     """
-    # With a single host, the arguments contain no node rank, address and port.
+    # As there is only one host, the arguments of the example contain no node rank, address or port,
+    # and the values given for these are not used.
     example = replace(spec, hosts=(Host("NODE", "N"),))
     arguments = example.launcher_arguments(node_rank=0, address="", port=0)
     variables = ", ".join(sorted(spec.environment)) or translate("none")

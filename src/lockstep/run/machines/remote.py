@@ -45,6 +45,7 @@ from typing import IO, Any
 
 from lockstep import __version__
 from lockstep.distributed.network import address_reaching, boot_id, is_loopback_address, wait_until
+from lockstep.errors import EXIT_SIGNAL
 from lockstep.run.start.zygote import die_with_parent
 
 ANSWER_MARK = b"\x1elockstep "
@@ -113,7 +114,7 @@ def describe_machine(request: dict[str, Any]) -> dict[str, Any]:
 
     # Without a usable address of ssh's, take that of the default route, if there is one.
     if not own_address or is_loopback_address(own_address):
-        address_of_default_route = address_reaching()
+        address_of_default_route = address_reaching()  # without an argument, any public address
         own_address = address_of_default_route or ""
 
     return {
@@ -175,8 +176,8 @@ def listen(port: int, any_port_if_taken: bool) -> tuple[socket.socket | None, di
 def try_connection(address: str, port: int) -> dict[str, str]:
     """Tests whether another machine that listens can be reached.
 
-    A message of several packets is sent: if the MTU of an interface is too large, connections can
-    be opened, but long packets do not arrive.
+    A message of several packets is sent. If the MTU of an interface, its largest packet, is larger
+    than the network carries, a connection can be opened, but its long packets do not arrive.
 
     Returns:
         `why`, the reason why it cannot be reached, or empty; and `own`, the address of this machine
@@ -295,6 +296,7 @@ def forward_output(source: IO[bytes], target: int, nobody_reads: threading.Event
         nobody_reads: set when a write fails, here or in the other thread of this kind.
     """
     while data := os.read(source.fileno(), READ_BYTES):  # empty at the end of the output
+        # A write may accept only a part of the data, so the rest of it is written again.
         while data and not nobody_reads.is_set():
             try:
                 # If the output accepts nothing, this waits for a moment and returns 0.
@@ -323,7 +325,7 @@ def watch_launcher(
         grace: the seconds that the ranks get to end.
 
     Returns:
-        The launcher's exit code, or 128 + N if signal N ended it.
+        The launcher's exit code, or `EXIT_SIGNAL` + N if signal N ended it.
     """
     nobody_reads = threading.Event()
     threads = []
@@ -374,7 +376,7 @@ def watch_launcher(
 
     if exit_code < 0:
         signal_number = -exit_code
-        return 128 + signal_number
+        return EXIT_SIGNAL + signal_number
     return exit_code
 
 
@@ -392,7 +394,7 @@ def main() -> int:
             if "folder" in request:
                 send_answer(describe_machine(request))
             elif "listen" in request:
-                any_port_if_taken = request["instead"]
+                any_port_if_taken = request["instead"]  # another port may be used instead
                 listener, answer = listen(request["listen"], any_port_if_taken)
                 send_answer(answer)
             elif "reach" in request:

@@ -35,7 +35,14 @@ from lockstep.distributed import network
 from lockstep.distributed.network import LOOPBACK
 from lockstep.distributed.torch_compat import list_keys
 from lockstep.errors import LockstepError
-from lockstep.run.machines.nodes import HERE, LEFT, SERVER_NUMBER, Node, Peers, without_replaced
+from lockstep.run.machines.nodes import (
+    HERE,
+    LEFT,
+    SERVER_NUMBER,
+    Node,
+    Peers,
+    without_replaced_nodes,
+)
 
 Say = Callable[[str], None]
 """A function that shows a line to the user."""
@@ -107,7 +114,7 @@ class Rendezvous(RendezvousHandler):
         own_round = self._peers.own.round
         if own_round == 0:  # this node has not asked for a round yet
             return []
-        nodes = without_replaced(self._peers.all())
+        nodes = without_replaced_nodes(self._peers.all())
         return [node for node in nodes if node.gone_early and node.round >= own_round]
 
     def publish(self, key: str, value: Any, to: int | None = None) -> bool:
@@ -133,7 +140,7 @@ class Rendezvous(RendezvousHandler):
 
         # Changes are sent to the number of a node. Two nodes may have the rank if a launcher was
         # started again; the old one of them is left out.
-        for node in without_replaced(self._peers.all()):
+        for node in without_replaced_nodes(self._peers.all()):
             if node.rank == to:
                 self._peers.send({"published": published}, node.number)
         return True
@@ -146,7 +153,7 @@ class Rendezvous(RendezvousHandler):
             The values by node rank.
         """
         value_of_rank = {}
-        for node in without_replaced(self._peers.all()):
+        for node in without_replaced_nodes(self._peers.all()):
             entry = node.published.get(key)
             if node.rank is not None and entry is not None and entry["attempt"] == self.attempt:
                 value_of_rank[node.rank] = entry["value"]
@@ -180,7 +187,7 @@ class Rendezvous(RendezvousHandler):
                 timeout = LEAVE_TIMEOUT_AFTER_FAILURE_S if why else LEAVE_TIMEOUT_S
                 network.wait_until(only_server_is_present, time.monotonic() + timeout)
 
-            # Changes nothing if there was a reason to leave: it has been set above.
+            # With a reason to leave, this node has already left above, and this changes nothing.
             self._peers.update(state=LEFT)
 
     def __enter__(self) -> Rendezvous:

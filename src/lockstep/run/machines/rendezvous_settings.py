@@ -46,7 +46,8 @@ def _read_seconds(parameters: RendezvousParameters, name: str, default: float) -
     Raises:
         SettingError: it is not a number above 0.
     """
-    if parameters.backend == "static":  # this backend has one option for all timeouts
+    # The static backend has one option for all timeouts, which replaces the given one.
+    if parameters.backend == "static":
         name = "timeout"
         default = DEFAULT_JOIN_TIMEOUT_S
 
@@ -86,7 +87,8 @@ def read_endpoint(parameters: RendezvousParameters) -> Endpoint:
             do = "give --master-port a number from 1 to 65535"
         raise SettingError(was_set, str(error), do) from None
 
-    if port < 1 and parameters.max_nodes > 1:
+    has_port = port >= 1
+    if not has_port and parameters.max_nodes > 1:
         raise SettingError(
             was_set,
             "no port is given at which the machines can meet",

@@ -154,7 +154,8 @@ def _tasks_per_node(environ: Mapping[str, str]) -> str | None:
     """Returns the number of tasks on each machine that the job requests.
 
     Returns:
-        The number; None if it is one, which is the default, or if the job does not say.
+        The number as a text, which becomes the value of --nproc; None if it is one, which is the
+        default, or if the job does not say.
 
     Raises:
         SettingError: the machines have different numbers of tasks.

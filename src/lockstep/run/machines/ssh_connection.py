@@ -164,11 +164,14 @@ class Remote:
                     raise last_drop from None
                 raise
 
+            # The connection was dropped: end this ssh process, and try again after the pause.
             await self.close()
             await asyncio.sleep(pause)
 
     async def _start_helper(self) -> None:
         """Starts the helper, and the tasks that read its output."""
+        # Each answer begins with a mark. It contains a random number, which output of the ranks
+        # cannot contain by accident.
         nonce = secrets.token_hex(8)
         self._answer_mark = ANSWER_MARK + f"{nonce} ".encode()
         self._error_output = b""
@@ -187,6 +190,7 @@ class Remote:
         self._process = process
         loop = asyncio.get_running_loop()
         self._input, _ = await loop.connect_write_pipe(asyncio.BaseProtocol, process.stdin)
+
         for stream, pipe in (("stdout", process.stdout), ("stderr", process.stderr)):
             reader = asyncio.StreamReader()
             transport, _ = await loop.connect_read_pipe(
@@ -228,8 +232,8 @@ class Remote:
         time_after = time.time()
 
         # How far the clock there is certainly ahead of the clock here, or behind it (negative). The
-        # helper has read its clock at some moment between the two times, so a time between them is
-        # no difference.
+        # helper has read its clock at some moment between the two times. If its time lies between
+        # them too, the clocks may be equal.
         remote_time = self.facts["time"]
         if remote_time > time_after:
             self.clock_offset_s = remote_time - time_after
@@ -281,6 +285,7 @@ class Remote:
             # Exclude (-) what the .gitignore of each folder (:) lists.
             command.append("--filter=:- .gitignore")
         else:
+            # Read the names from standard input (-).
             command += ["--from0", "--files-from=-", "--ignore-missing-args"]
         command += [f"{folder}/", f"{self.host.name}:{folder}/"]
 
@@ -307,7 +312,8 @@ class Remote:
                 await _wait_for_exit(process)
             finally:
                 # If a signal ends the run, the wait is cancelled while rsync is still running. Ask
-                # rsync and its ssh to end, so that rsync can remove its temporary files there.
+                # rsync and its ssh to end, so that rsync can remove its temporary files on the
+                # other machine. Kill them only if they do not end.
                 is_running = process.returncode is None
                 if is_running:
                     os.killpg(process.pid, signal.SIGTERM)
@@ -388,8 +394,8 @@ class Remote:
         answer = await self.ask(reach=other.listen_address)
         reason = answer["why"]
         if reason:
-            # In the advice, a "way" is a connection between two machines over the network. How long
-            # a packet it carries is its MTU, which may be less than that of the interfaces.
+            # The MTU is the length of the largest packet. The network between two machines ("the
+            # way") may have a smaller one than their interfaces.
             address, port = other.listen_address
             advice = (
                 "a firewall must let them reach each other at all ports; --master-addr and "
@@ -458,7 +464,7 @@ class Remote:
             await self._process_output(stream, b"\n")
 
         if stream == "stdout":
-            self._answers.put_nowait(None)  # there will be no more answers
+            self._answers.put_nowait(None)  # all answers were put before; there will be no more
 
     async def _read_until_end(self, stream: str, reader: asyncio.StreamReader) -> None:
         """Reads a stream until it is closed, or for a while after the process has ended."""
@@ -506,7 +512,7 @@ class Remote:
 
         - the stream ends;
         - nothing arrives within 2 s (`FINISH_TIMEOUT_S`);
-        - after 2 s of waiting in all: nothing arrives within a quarter of that;
+        - the reads have waited 2 s in all, and then nothing arrives within 0.5 s;
         - data has arrived `MAX_READS_AFTER_END` times.
         """
         waited_s = 0.0
@@ -533,9 +539,16 @@ class Remote:
         Before the launcher was started, no line is shown. Standard error is then kept in
         `_error_output`, because it says why ssh has failed.
         """
-        # The earlier data may have ended with an unfinished line, and after that with the beginning
-        # of an answer, as an answer may interrupt a line. Put both before the new data. (They are
-        # kept apart because an unfinished line may be shown at the end, but not an answer.)
+        # An answer may interrupt a line, and the data may end at any byte. So put before the new
+        # data what the earlier data has ended with:
+        #
+        #     an unfinished line             b"loss "
+        #     the beginning of an answer     b'\x1elockstep 5f {"ali'
+        #     the new data                   b've": true}\n0.25\n'
+        #     `text`, without the answer     b"loss 0.25\n"
+        #
+        # The first two are kept apart because an unfinished line may be shown at the end of the
+        # run, but not an answer.
         rest_of_earlier_data = self.unfinished_lines[stream] + self._begun_answers[stream]
         text = self._take_answers(rest_of_earlier_data + data)
 
@@ -577,7 +590,8 @@ class Remote:
 
             is_heartbeat = answer == ALIVE
             if not is_heartbeat:
-                self.exit_code = answer.get("exit")  # None in all answers except the last
+                # Only the last answer has an exit code, so until then this stays None.
+                self.exit_code = answer.get("exit")
                 self._answers.put_nowait(answer)
 
     def _find_begun_answer(self, text: bytes) -> int:
@@ -609,20 +623,21 @@ class Remote:
 
         with contextlib.suppress(ProcessLookupError):
             if self.here:  # the helper runs on this machine, without ssh
-                # Kill only the helper. Killing its process group would also kill the launcher
-                # before it has ended its ranks. The launcher ends when the helper does.
+                # Kill only the helper. The kernel then kills the launcher too (`die_with_parent`),
+                # and the launcher's zygote, which is still running, ends the ranks.
                 os.kill(process.pid, signal.SIGKILL)
             else:
                 os.killpg(process.pid, signal.SIGKILL)  # ssh and its ProxyCommand
 
     async def close(self) -> None:
-        """Ends everything that is still running there, and the connection."""
+        """Ends the launcher and the helper if they are still running on the machine, and then the
+        connection.
+        """
         if self._input:
             self._input.close()  # makes the helper end the launcher and itself
 
-        if not self._launcher_started:
-            timeout = FINISH_TIMEOUT_S
-        else:
+        timeout = FINISH_TIMEOUT_S
+        if self._launcher_started:
             timeout = LAUNCHER_END_S + self._shutdown_timeout_s
 
         if not await wait_all([self.wait_for_end()], timeout):

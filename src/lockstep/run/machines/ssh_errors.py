@@ -186,15 +186,15 @@ def ssh_failure(
         advice: what the user can do if the cause is not known; by default, to try ssh by hand.
     """
     ssh_call = f"{shlex.join(ssh)} {host.ssh_name}"
-    values = {
+    fields_of_texts = {
         "name": host.name,
         "address": host.address,
         "python": sys.executable,
         "ssh": ssh_call,
     }
-    problem = _known_problem_on_host(error_output, values)
+    problem = _known_problem_on_host(error_output, fields_of_texts)
     if problem is None:
-        problem = _known_problem_of_ssh(error_output, values)
+        problem = _known_problem_of_ssh(error_output, fields_of_texts)
     if problem is not None:
         return problem
 
@@ -210,36 +210,40 @@ def ssh_failure(
     return Problem(f"no answer in time: {last_line}", do)
 
 
-def _known_problem_on_host(error_output: str, values: Mapping[str, str]) -> Problem | None:
+def _known_problem_on_host(error_output: str, fields_of_texts: Mapping[str, str]) -> Problem | None:
     """Returns the first cause on the host whose pattern is in the error output, if there is one.
 
     Args:
         error_output: the standard error.
-        values: the values of `{name}`, `{address}`, `{python}` and `{ssh}` in the texts for the
-            user.
+        fields_of_texts: the values of `{name}`, `{address}`, `{python}` and `{ssh}` in the texts
+            for the user.
     """
     for cause in CAUSES_ON_HOST:
         pattern = cause.pattern.replace("{python}", re.escape(sys.executable))
         if re.search(pattern, error_output):
-            return Problem(cause.found.format(**values), cause.advice.format(**values))
+            return Problem(
+                cause.found.format(**fields_of_texts), cause.advice.format(**fields_of_texts)
+            )
     return None
 
 
-def _known_problem_of_ssh(error_output: str, values: Mapping[str, str]) -> Problem | None:
+def _known_problem_of_ssh(error_output: str, fields_of_texts: Mapping[str, str]) -> Problem | None:
     """Returns the first cause that ssh itself reports in the error output, if there is one.
 
     Args:
         error_output: the standard error.
-        values: see `_known_problem_on_host`.
+        fields_of_texts: see `_known_problem_on_host`.
     """
     lines_of_ssh = _lines_of_ssh(error_output)
     for cause in CAUSES_OF_SSH:
         if not re.search(cause.pattern, lines_of_ssh):
             continue
 
-        found = cause.found.format(**values)
-        do = cause.advice.format(**values)  # what the user can do
-        is_drop = cause.pattern == DROP_PATTERN  # one of the causes has this pattern
+        found = cause.found.format(**fields_of_texts)
+        do = cause.advice.format(**fields_of_texts)  # what the user can do
+
+        # Of all causes, only a dropped connection may go away by itself. It has its own error.
+        is_drop = cause.pattern == DROP_PATTERN
         if not is_drop:
             return Problem(found, do)
 

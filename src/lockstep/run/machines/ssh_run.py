@@ -22,7 +22,7 @@ from collections.abc import Callable, Coroutine, Iterable, Sequence
 from typing import Any
 
 from lockstep.distributed.network import address_reaching, is_here
-from lockstep.errors import EXIT_LOST_RANK, HostError
+from lockstep.errors import EXIT_LOST_RANK, EXIT_SIGNAL, HostError
 from lockstep.run.machines.hosts import (
     DEFAULT_MASTER_PORT,
     NUM_NEIGHBORS_TRIED,
@@ -137,13 +137,15 @@ class HostsRun:
             if signal.getsignal(number) is not signal.SIG_IGN:
                 loop.add_signal_handler(number, self._on_signal, name)
 
-        # When the loop is closed, it removes its handlers.
+        # All these handlers are removed when the loop is closed.
         loop.add_signal_handler(signal.SIGTSTP, self._say, CANNOT_SUSPEND)
 
     async def _run(self) -> int:
         """Carries out the run, inside the event loop."""
         self._main_task = asyncio.current_task()
         self._loop = asyncio.get_running_loop()
+        # Handle the signals that the system sends from now on, and then those that `interrupt` may
+        # have been given before the loop was there.
         self._handle_signals(self._loop)
         self._loop.call_soon(self._handle_interrupts)
 
@@ -154,7 +156,7 @@ class HostsRun:
         except asyncio.CancelledError:
             if self._ending_signal is None:
                 raise
-            return 128 + self._ending_signal  # `_on_signal` has cancelled this task
+            return EXIT_SIGNAL + self._ending_signal  # `_on_signal` has cancelled this task
         finally:
             self._main_task = None  # so that a signal does not cancel the following steps
             await asyncio.gather(*(remote.close() for remote in self._remotes))
@@ -222,8 +224,9 @@ class HostsRun:
         # new line.
         sink.write(f"[{host.name}] ".encode() + line + b"\n", self._bottom_row(sink))
 
-        # While the terminal accepts nothing, no further line of this machine is read. But if a
-        # signal has asked the run to end, its end does not wait for the terminal.
+        # `sink.waiting` is what the terminal has not accepted yet. While there is much of it, no
+        # further line of this machine is read. But if a signal has asked the run to end, its end
+        # does not wait for the terminal.
         while len(sink.waiting) > MAX_UNPRINTED_BYTES and self._ending_signal is None:
             await asyncio.sleep(POLL_INTERVAL_S)
 
@@ -259,7 +262,9 @@ class HostsRun:
         was_asked_to_end = self._ending_signal is not None
         deadline = FlushDeadline(self._sinks.values(), hurry=was_asked_to_end)
         self._write_waiting_output()
-        while not deadline.over():  # until all is written, or the terminal accepts nothing
+
+        # Go on until all is written, or until the terminal has accepted nothing for too long.
+        while not deadline.wait_is_over():
             await asyncio.sleep(POLL_INTERVAL_S)
             self._write_waiting_output()
 
@@ -312,7 +317,7 @@ class HostsRun:
         # exist there.
         script = None
         if spec.script and not spec.module:
-            script = spec.script[0]
+            script = spec.script[0]  # without the arguments of the script, which follow
         request = {"folder": working_folder(), "script": script}
         await self._run_on_all(
             self._remotes, lambda remote: remote.open(request, was_copied=spec.copy)
@@ -333,12 +338,13 @@ class HostsRun:
             remote.start_launcher(command, environment, spec.keep, self._shutdown_timeout_s)
 
         names = ", ".join(host.name for host in spec.hosts)
-        line = f"{count_noun(len(self._remotes), 'host')}: {names}"
         if address:
             line = (
                 f"{count_noun(len(self._remotes), 'host')}: {names}; "
                 f"they meet at {address}, port {port}"
             )
+        else:
+            line = f"{count_noun(len(self._remotes), 'host')}: {names}"
         if not spec.quiet:
             self._say(line)
 
@@ -401,7 +407,8 @@ class HostsRun:
         await self._run_on_all([first], listen_first)
         await self._run_on_all(remotes[1:], reach_first)
 
-        # If the user has chosen an interface for Gloo, the one tested here may be another.
+        # If the user has chosen an interface for Gloo, the ranks may use another one than these
+        # connections. So connections between neighbors are not tested then.
         if "GLOO_SOCKET_IFNAME" not in self._spec.environment:
             await self._run_on_all(remotes, reach_neighbors)
 
@@ -413,14 +420,18 @@ class HostsRun:
         second = self._remotes[1]
         first_is_this_machine = first.here
         if not first_is_this_machine:
+            # ssh has connected from here to the first machine, at one of its addresses.
             address_that_ssh_reached = first.facts["own"]
             return str(address_that_ssh_reached or first.host.address)
 
-        # No ssh leads to this machine, but one leads from here to the second machine. The address
-        # from which it arrived there belongs to this machine, or to a jump host in between.
+        # This is the first machine, and ssh has connected from here to the second one. The second
+        # has seen the address that ssh came from. It belongs to this machine, or to a jump host in
+        # between.
         address_that_ssh_came_from = str(second.facts["first"])
         if address_that_ssh_came_from and is_here(address_that_ssh_came_from):
             return address_that_ssh_came_from
+
+        # Otherwise take the address of the interface over which this machine sends to the second.
         return address_reaching(second.host.address) or first.host.address
 
     async def _wait_for_launchers(self) -> int:
@@ -483,10 +494,10 @@ class HostsRun:
         """Tells the user that the connection to a machine is lost, and what follows from that."""
         if self._spec.keep:
             what_follows = "its ranks go on if the other machines reach them (--on-lost keep)"
-        else:
+        elif self._spec.option == "--hosts":
+            what_follows = "the run is ended (--on-lost stop)"
+        else:  # Ray has no option --on-lost
             what_follows = "all ranks are ended"
-            if self._spec.option == "--hosts":  # Ray has no option --on-lost, and never keeps
-                what_follows = "the run is ended (--on-lost stop)"
         self._say(f"the connection to {remote.host.name} is lost; {what_follows}")
 
     def _send_signal(self, name: str, remotes: Iterable[Remote]) -> None:

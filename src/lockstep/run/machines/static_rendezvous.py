@@ -22,7 +22,7 @@ from lockstep.run.machines.nodes import (
     Node,
     describe_departure,
     describe_missing,
-    without_replaced,
+    without_replaced_nodes,
 )
 from lockstep.run.machines.rendezvous import POLL_INTERVAL_S, Rendezvous, delete_keys_of_ranks
 from lockstep.run.machines.rendezvous_settings import join_timeout
@@ -41,9 +41,9 @@ class StaticRendezvous(Rendezvous):
         Raises:
             MissingRankError: a node has not come within the join timeout, or has left for good.
         """
-        # Ask for a round that no node has started yet, but one that another node has already asked
-        # for, if there is one. If a node has started round 2 (`started`), that is at least round 3;
-        # if another one has asked for round 4 (`round`), it is round 4.
+        # Ask for the first round that no node has started yet, or for a later one if another node
+        # has asked for it. If a node has started round 2 (`started`), that is round 3. If another
+        # one has already asked for round 4 (`round`), it is round 4.
         round_number = 1
         for node in self._peers.present():
             round_after_last_start = node.started + 1
@@ -113,7 +113,7 @@ class StaticRendezvous(Rendezvous):
             return None
 
         # A node that has left, and whose launcher was started again, has been replaced.
-        for node in without_replaced(self._peers.all()):
+        for node in without_replaced_nodes(self._peers.all()):
             if node.state == LEFT:
                 return node
         return None

@@ -37,7 +37,7 @@ from torch.distributed.elastic.multiprocessing import ProcessFailure, SignalExce
 from lockstep.distributed.interface import NCCL_INTERFACE, choose_nccl_interfaces, gloo_variables
 from lockstep.distributed.network import running_interfaces, wait_until
 from lockstep.distributed.torch_compat import accepted, skip_exit_barrier
-from lockstep.errors import LockstepError
+from lockstep.errors import EXIT_SIGNAL, LockstepError
 from lockstep.language import translate
 from lockstep.run.machines.nodes import Node
 from lockstep.run.machines.open_rendezvous import open_rendezvous
@@ -340,7 +340,7 @@ class Agent(api.SimpleElasticAgent):
         if self.failure is not None:
             return self.failure.exit_code
         if self.interrupted is not None:
-            return 128 + self.interrupted.signal  # as a shell does
+            return EXIT_SIGNAL + self.interrupted.signal  # as a shell does
         return 0
 
     # Starting the ranks

@@ -354,7 +354,7 @@ class Console:
         It ends when `__exit__` has set `_flush_deadline` and this deadline is over.
         """
         sinks = set(self._sinks.values())
-        while self._flush_deadline is None or not self._flush_deadline.over():
+        while self._flush_deadline is None or not self._flush_deadline.wait_is_over():
             poll = select.poll()
             poll.register(self._wake_reader, select.POLLIN)
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from lockstep.errors import EXIT_SIGNAL
 from lockstep.run.start.process_memory import (
     OomCounts,
     kernel_log_on,
@@ -174,11 +175,12 @@ def describe_exit_code(code: int) -> str:
         return f"killed by {_describe_signal(-code)}"
 
     # If a shell ran a command that was killed, the shell ends with 128 plus the signal's number.
-    if 128 < code <= 128 + _MAX_SIGNAL_NUMBER:
-        signal_text = _describe_signal(code - 128)
+    signal_number = code - EXIT_SIGNAL
+    if 0 < signal_number <= _MAX_SIGNAL_NUMBER:
+        signal_text = _describe_signal(signal_number)
         is_known_signal = signal_text.startswith("SIG")
         if is_known_signal:
-            return f"exit code {code} (128 + {code - 128}: {signal_text})"
+            return f"exit code {code} (128 + {signal_number}: {signal_text})"
 
     return f"exit code {code}"
 

@@ -70,7 +70,7 @@ def _returned_values(content: bytes, facts: CallFacts, arguments: Sequence[str])
 
     pickled_call = pickle.dumps(functools.partial(run_sent_call, content))
     modules = {*facts.modules, PICKLER}
-    return run_in_fresh_processes(pickled_call, modules, plan, facts.was_set)
+    return run_in_fresh_processes(pickled_call, modules, plan, facts.launch_text)
 
 
 if __name__ == "__main__":

@@ -178,7 +178,7 @@ class FlushDeadline:
         self._least_waiting: float = math.inf
         self._stop_at = time.monotonic() + (_HURRY_S if hurry else _PATIENCE_S)
 
-    def over(self) -> bool:
+    def wait_is_over(self) -> bool:
         """Returns True if the sinks have accepted everything, or if the wait is over.
 
         This must be called repeatedly, as it also measures the progress of the sinks.

@@ -32,7 +32,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from lockstep.errors import RankFailedError, SettingError, UsageError
+from lockstep.errors import EXIT_SIGNAL, RankFailedError, SettingError, UsageError
 from lockstep.language import in_english, translate
 from lockstep.run.start import worker
 from lockstep.run.start.cuda_state import how_cuda_was_initialised
@@ -161,12 +161,12 @@ def launch(
 
     machine = read_machine()
     size = choose_nproc(nproc, machine.cores, machine.gpus)
-    was_set = f"launch({name}) on {count_noun(size, 'process')}"
+    launch_text = f"launch({name}) on {count_noun(size, 'process')}"
     call = functools.partial(fn, *args)
 
     pickled_call, why_not_pickled = _pickle_if_possible(call)
     if pickled_call is None:
-        _check_copies_can_use_gpus(was_set, why_not_pickled, machine.gpus, users_variables)
+        _check_copies_can_use_gpus(launch_text, why_not_pickled, machine.gpus, users_variables)
 
     script = worker.Script(path=script_name)
     spec = LaunchSpec(
@@ -186,12 +186,12 @@ def launch(
         launcher="lockstep.launch",
     )
     if pickled_call is None:
-        return _run_with_zygote(_fork_zygote(call), None, plan, was_set)
-    return run_in_fresh_processes(pickled_call, _probable_imports(fn), plan, was_set)
+        return _run_with_zygote(_fork_zygote(call), None, plan, launch_text)
+    return run_in_fresh_processes(pickled_call, _probable_imports(fn), plan, launch_text)
 
 
 def run_in_fresh_processes(
-    pickled_call: bytes, modules: Iterable[str], plan: LaunchPlan, was_set: str
+    pickled_call: bytes, modules: Iterable[str], plan: LaunchPlan, launch_text: str
 ) -> list[Any]:
     """Runs a call on the ranks of this machine, in fresh processes.
 
@@ -199,7 +199,7 @@ def run_in_fresh_processes(
         pickled_call: the pickled call.
         modules: names of modules that the ranks will probably import.
         plan: the plan of the run.
-        was_set: text that names the launch in errors.
+        launch_text: text that names the launch in errors.
 
     Returns:
         The returned values of this machine's ranks, in the order of the ranks.
@@ -208,11 +208,11 @@ def run_in_fresh_processes(
         RankFailedError, UsageError, KeyboardInterrupt, SystemExit: see `launch`.
     """
     start_zygote = functools.partial(_start_fresh_zygote, modules, pickled_call, plan)
-    return _run_with_zygote(start_zygote(), start_zygote, plan, was_set)
+    return _run_with_zygote(start_zygote(), start_zygote, plan, launch_text)
 
 
 def _run_with_zygote(
-    zygote: Zygote, start_zygote: Callable[[], Zygote] | None, plan: LaunchPlan, was_set: str
+    zygote: Zygote, start_zygote: Callable[[], Zygote] | None, plan: LaunchPlan, launch_text: str
 ) -> list[Any]:
     """Runs the ranks of this machine; see `run_in_fresh_processes`.
 
@@ -220,7 +220,7 @@ def _run_with_zygote(
         zygote: the process that forks the ranks.
         start_zygote: function that starts another zygote; None if that is not possible.
         plan: the plan of the run.
-        was_set: text that names the launch in errors.
+        launch_text: text that names the launch in errors.
     """
     with contextlib.closing(zygote):
         # These imports take long. They come after the zygote is started, which imports torch in
@@ -235,7 +235,7 @@ def _run_with_zygote(
         try:
             agent = launch_agent(plan, flags, zygote, folder, start_zygote)
             _raise_if_interrupted(agent)
-            return _returned_values(agent, was_set, plan.timeout)
+            return _returned_values(agent, launch_text, plan.timeout)
         except RankFailedError:
             keep_folder = True
             raise
@@ -306,12 +306,12 @@ def _pickle_if_possible(call: FunctionCall) -> tuple[bytes | None, str]:
 
 
 def _check_copies_can_use_gpus(
-    was_set: str, why_copies: str, gpus: int, users_variables: Mapping[str, str]
+    launch_text: str, why_copies: str, gpus: int, users_variables: Mapping[str, str]
 ) -> None:
     """Checks that copies of this process can use the GPUs of this machine, if there are any.
 
     Args:
-        was_set: the launch, with which the error begins: `launch(train) on 2 processes`.
+        launch_text: the launch, with which the error begins: `launch(train) on 2 processes`.
         why_copies: why the function can only run in copies.
         gpus: number of visible GPUs.
         users_variables: environment variables of the copies, which may hide the GPUs.
@@ -330,7 +330,7 @@ def _check_copies_can_use_gpus(
         return
 
     raise UsageError(
-        was_set,
+        launch_text,
         f"{why_copies}, so only a copy of this process can run it. But CUDA was initialised in "
         f"this process ({how}), and then it does not work in copies",
         "restart the notebook's kernel, import lockstep before anything looks for GPUs, and launch "
@@ -409,22 +409,22 @@ def _raise_if_interrupted(agent: Agent) -> None:
     elif agent.interrupted is not None:
         # This process was sent the signal, but the signal is not what ended the ranks: none had
         # been started yet, or another failure had ended them before.
-        exit_code = 128 + agent.interrupted.signal
+        exit_code = EXIT_SIGNAL + agent.interrupted.signal
     else:
         return
 
-    is_ctrl_c = exit_code == 128 + signal.SIGINT
+    is_ctrl_c = exit_code == EXIT_SIGNAL + signal.SIGINT
     if is_ctrl_c:
         raise KeyboardInterrupt
     raise SystemExit(exit_code)
 
 
-def _returned_values(agent: Agent, was_set: str, timeout: float | None) -> list[Any]:
+def _returned_values(agent: Agent, launch_text: str, timeout: float | None) -> list[Any]:
     """Reads the return value of each rank, and deletes the files.
 
     Args:
         agent: the agent that has run the ranks.
-        was_set: the launch, with which errors begin: `launch(train) on 2 processes`.
+        launch_text: the launch, with which errors begin: `launch(train) on 2 processes`.
         timeout: the timeout of the launch, for the error.
 
     Raises:
@@ -434,11 +434,11 @@ def _returned_values(agent: Agent, was_set: str, timeout: float | None) -> list[
     attempt = agent.attempts[-1]  # there is one, since the run was not interrupted
     try:
         if attempt.failure is not None:
-            raise _error_of_failure(attempt.failure, attempt, was_set)
+            raise _error_of_failure(attempt.failure, attempt, launch_text)
 
         if agent.timed_out_ranks:
             raise RankFailedError(
-                f"{was_set}, timeout={timeout}",
+                f"{launch_text}, timeout={timeout}",
                 f"{format_ranks(agent.timed_out_ranks)} had not ended in time\n"
                 f"    logs: {attempt.folder}",
                 "allow more time, or see what those ranks wait for",
@@ -446,14 +446,15 @@ def _returned_values(agent: Agent, was_set: str, timeout: float | None) -> list[
             )
 
         return [
-            _returned_value(process.folder, process.rank, was_set) for process in attempt.processes
+            _returned_value(process.folder, process.rank, launch_text)
+            for process in attempt.processes
         ]
     finally:
         for process in attempt.processes:
             (process.folder / RESULT_NAME).unlink(missing_ok=True)
 
 
-def _error_of_failure(failure: FirstFailure, attempt: Attempt, was_set: str) -> Exception:
+def _error_of_failure(failure: FirstFailure, attempt: Attempt, launch_text: str) -> Exception:
     """Returns the error that `launch` raises for the first failure of a run.
 
     The error names the first of the failed ranks that recorded an exception, or the lowest of them
@@ -469,7 +470,7 @@ def _error_of_failure(failure: FirstFailure, attempt: Attempt, was_set: str) -> 
     for record in record_of_rank.values():
         if record.type == NoMainGuard.__name__:
             return UsageError(
-                was_set,
+                launch_text,
                 "each new process imports the script, and the script launches again when imported",
                 'put the call of launch() under `if __name__ == "__main__":`',
             )
@@ -491,7 +492,7 @@ def _error_of_failure(failure: FirstFailure, attempt: Attempt, was_set: str) -> 
     found = render_failure(failure_without_advice)
     found_for_people = render_failure(failure_without_advice, translate)
     return RankFailedError(
-        was_set,
+        launch_text,
         _as_found(found, in_english("FIRST FAILURE:")),
         "; ".join(failure.advice) or usual_advice,
         failed_rank,
@@ -526,7 +527,7 @@ def _recorded_errors(ranks: Iterable[int], attempt: Attempt) -> dict[int, ErrorR
     return record_of_rank
 
 
-def _returned_value(folder: Path, rank: int, was_set: str) -> Any:
+def _returned_value(folder: Path, rank: int, launch_text: str) -> Any:
     """Reads the return value of a rank.
 
     Raises:
@@ -537,10 +538,10 @@ def _returned_value(folder: Path, rank: int, was_set: str) -> Any:
             return pickle.load(file)  # written by our own process, in a folder of this user only
     except FileNotFoundError:
         found = f"rank {rank} ended with exit code 0, but without returning (os._exit?)"
-        raise RankFailedError(was_set, found, "let the function return", rank) from None
+        raise RankFailedError(launch_text, found, "let the function return", rank) from None
     except Exception as error:
         raise RankFailedError(
-            was_set,
+            launch_text,
             f"what rank {rank} returned cannot be read here: {error}",
             "return plain values, tensors, or objects of importable classes",
             rank,

@@ -27,7 +27,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from lockstep.errors import EXIT_DEADLOCK, EXIT_LOST_RANK
+from lockstep.errors import EXIT_DEADLOCK, EXIT_LOST_RANK, EXIT_SIGNAL
 from lockstep.run.watch.error_record import ErrorRecord
 from lockstep.run.watch.exit_status import ExitStatus, Interruption
 from lockstep.run.watch.failure_advice import ADVICE_BY_KIND, NOT_ENDED, advise
@@ -265,7 +265,7 @@ def _was_interrupted_too(end: ExitStatus, interrupted: Interruption | None) -> b
         return True
 
     # -2 says that the process was killed by signal 2; a shell reports the same as 128 + 2.
-    return end.code in (-interrupted.signal, 128 + interrupted.signal)
+    return end.code in (-interrupted.signal, EXIT_SIGNAL + interrupted.signal)
 
 
 def _is_follower(end: ExitStatus) -> bool:
@@ -485,9 +485,9 @@ def _launcher_exit_code(end: ExitStatus) -> int:
         return error.exit_code
 
     # 3. The exception is KeyboardInterrupt, which has no exit code: Python then ends itself by
-    # SIGINT. A shell reports an end by a signal as 128 plus its number: 130.
+    # SIGINT, and the exit code is 130, as in a shell.
     signal_number = -end.code
-    return 128 + signal_number
+    return EXIT_SIGNAL + signal_number
 
 
 def _roots_without_error(ends: _Ends, first_peer_lost_at: float) -> list[FirstFailure]:
@@ -601,7 +601,7 @@ def _root_of_interruption(interrupted: Interruption) -> FirstFailure:
         kind="interrupted",
         time=interrupted.time,
         headline=f"lockstep was sent {name}",
-        exit_code=128 + interrupted.signal,
+        exit_code=EXIT_SIGNAL + interrupted.signal,
     )
 
 
