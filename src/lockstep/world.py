@@ -606,7 +606,7 @@ class World:
         every step.
         """
         state: dict[str, Any] = {
-            "epoch": self._epochs.next,
+            "epoch": self._epochs.epoch_to_resume,
             "step": self._run.step.number,
             "scaler": self._preparer.precision.state_dict(),
         }

@@ -104,11 +104,14 @@ class _OpenPass:
         """
         self._delivered_samples.append(samples)
 
-        # A global batch counts as planned when its last micro-batch comes, and only if it is the
-        # next one of the plan. If one comes twice, or one is skipped, what follows is delivered but
-        # not planned. The tallies then differ, which the comparison of the ranks detects.
-        is_next_of_plan = micro_batch.last and position == self.next_position
-        if not is_next_of_plan:
+        # The planned samples of a global batch are added once, with its last micro-batch.
+        if not micro_batch.last:
+            return
+
+        # They are only added if it is the next global batch of the plan. If one comes twice, or one
+        # is skipped, what follows is delivered but not planned. The tallies then differ, which the
+        # comparison of the ranks detects.
+        if position != self.next_position:
             return
 
         self._planned_samples.append(global_batch)
@@ -205,8 +208,9 @@ class Coverage:
         if global_batch is None:
             return
 
-        # Only the pass that began last is checked. If it began inside the loop of this pass, it has
-        # another epoch number; once it has ended, there is no open pass any more.
+        # Only the pass that began last is checked. This micro-batch may belong to an outer pass,
+        # inside whose loop that pass began: then the two have different epoch numbers, or the inner
+        # pass has ended and no pass is open.
         open_pass = self._open_pass
         if open_pass is None or open_pass.epoch != epoch:
             return
@@ -223,15 +227,15 @@ class Coverage:
         self._open_pass = None
         ended_pass.tally_samples()
 
-        # `ended_pass.planned` has only the global batches that came. If one never came, it is
-        # missing there as it is in `ended_pass.delivered`, and the two would agree. So the number
-        # of planned samples is taken from the plan itself. The checksum still lacks the missing
-        # samples, but the numbers already differ, and that is enough to detect the mistake.
+        # `ended_pass.planned` has only the global batches that came. A global batch that never came
+        # is missing in both tallies, so they would agree. The number of planned samples is
+        # therefore taken from the plan itself: then the numbers differ, which is enough to detect
+        # the mistake.
         num_planned = ended_pass.plan.num_samples_from(ended_pass.start)
         self._planned.add(_Tally(num_planned, ended_pass.planned.checksum))
         self._delivered.add(ended_pass.delivered)
 
-        # Several passes may be compared together. Their orders have one CRC-32.
+        # Several passes may be compared together, so the CRC-32 continues from pass to pass.
         bytes_of_crc = ended_pass.crc_of_order.to_bytes(4, "little")
         self._crc_of_all_orders = zlib.crc32(bytes_of_crc, self._crc_of_all_orders)
 
@@ -290,6 +294,7 @@ class Coverage:
             found,
             "give every rank's loader the same shares and micro_batch_size, and do not change "
             "its sampler while a pass is running",
+            # LS102: samples were left out. LS101: samples came more than once.
             code="LS102" if num_delivered < num_planned else "LS101",
         )
 

@@ -65,7 +65,8 @@ def _copy_one_ahead(
     with _Copier(device) as copier:
         previous: tuple[T, _StartedCopy] | None = None
         for description, batch in pairs:
-            # Start to pin and copy this batch, then let the caller use the previous one.
+            # Start to pin and copy this batch, then let the caller use the previous one. `start`
+            # returns a function that waits until the batch is pinned, and returns the copy.
             wait_until_pinned = copier.start(batch)
             if previous is not None:
                 previous_description, previous_copy = previous
@@ -95,7 +96,7 @@ class _Copier:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._copy_stream = side_stream(device, "copies of batches")
-        self._thread: ThreadPoolExecutor | None = None
+        self._executor: ThreadPoolExecutor | None = None
 
     def __enter__(self) -> _Copier:
         return self
@@ -106,8 +107,8 @@ class _Copier:
         exc_value: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        if self._thread is not None:
-            self._thread.shutdown()
+        if self._executor is not None:
+            self._executor.shutdown()
 
     def start(self, batch: Any) -> Callable[[], _StartedCopy]:
         """Starts to pin and copy a batch, in a thread if it is large.
@@ -120,17 +121,18 @@ class _Copier:
             started = self._pin_and_copy(batch)
             return lambda: started
 
-        if self._thread is None:
+        if self._executor is None:
             # Each thread has its own current device. If it were not set, every rank would open
             # GPU 0.
-            self._thread = ThreadPoolExecutor(
+            self._executor = ThreadPoolExecutor(
                 max_workers=1,
                 thread_name_prefix="lockstep-pin",
                 initializer=torch.cuda.set_device,
                 initargs=(self._device,),
             )
 
-        return self._thread.submit(self._pin_and_copy, batch).result
+        future = self._executor.submit(self._pin_and_copy, batch)
+        return future.result  # the method, which waits for the thread when it is called
 
     def _pin_and_copy(self, batch: Any) -> _StartedCopy:
         """Pins a batch, and starts to copy it to the GPU if it has only dense tensors."""

@@ -53,7 +53,8 @@ def digest(value: Any, max_numbers: int = MAX_NUMBERS, *, file_names: bool = Fal
         max_numbers: the digest of an array is made of about this many of its numbers, evenly
             spread, so that a large array does not take long.
         file_names: True to include the file name of a path. Its folders are never included, because
-            they differ between machines.
+            they differ between machines. A fingerprint of a dataset includes the file name. If
+            ranks compare their samples, it is left out, and all paths have the same digest.
     """
     if isinstance(value, Tensor):
         if value.layout is not torch.strided:  # the numbers of a sparse tensor are not compared
@@ -70,7 +71,7 @@ def digest(value: Any, max_numbers: int = MAX_NUMBERS, *, file_names: bool = Fal
         # A path, `images/7.png` -> `7.png`. A text without a slash is left as it is.
         text_without_folders = value.replace("\\", "/").rpartition("/")[2]
         is_path = text_without_folders != value
-        if is_path and not file_names:  # all paths have the same digest
+        if is_path and not file_names:
             return "path"
         return zlib.crc32(text_without_folders.encode())
 
@@ -108,6 +109,8 @@ def _digest_array(array: npt.NDArray[Any], max_numbers: int) -> list[Any]:
     stride = max(1, array.size // max_numbers)
     array = array.reshape(-1)[::stride]
 
+    # Floating-point numbers and pixels are taken for measured numbers. All others are exact, and so
+    # are complex numbers.
     is_small = array.size <= MAX_NUMBERS_KEPT
     may_be_image = array.dtype == np.uint8 and not is_small
     is_measured = array.dtype.kind == "f" or may_be_image

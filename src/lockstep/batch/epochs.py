@@ -43,9 +43,8 @@ class Epochs:
             except GeneratorExit:
                 # The loop was left with `break`. Another loop will continue with this epoch if it
                 # is not done, and otherwise with the next one.
-                epoch_to_continue_with = self.next
-                self.present = epoch_to_continue_with
-                self._passes_before_epoch = None  # no loop runs any more
+                self.present = self.epoch_to_resume
+                self._passes_before_epoch = None  # None: no loop over epochs is running
                 raise
 
             self.present += 1
@@ -53,7 +52,7 @@ class Epochs:
         self._passes_before_epoch = None
 
     @property
-    def next(self) -> int:
+    def epoch_to_resume(self) -> int:
         """The epoch to resume with: the next one if the current one is done, else the current."""
         return self.present + 1 if self._is_done() else self.present
 
@@ -64,8 +63,9 @@ class Epochs:
         only after each of them has been trained on again.
         """
         # `_passes_before_epoch` was recorded at the beginning of the previous epoch, so loaders
-        # that have made more passes by now were trained on in that epoch. Before the first epoch
-        # nothing was recorded. Nor was a loader that was prepared during the previous epoch.
+        # that have made more passes by now were trained on in that epoch. A loader that was
+        # prepared during the previous epoch was not recorded, so the new epoch does not wait for
+        # it. Before the first epoch nothing was recorded.
         passes_before_previous_epoch = self._passes_before_epoch or {}
         self._loaders_of_previous_epoch = []
         for loader, num_passes_before in passes_before_previous_epoch.items():
@@ -78,8 +78,8 @@ class Epochs:
     def _is_done(self) -> bool:
         """Returns True if the current epoch is done.
 
-        It is done when at least one loader was trained on in this epoch, and no loader of the
-        previous epoch is missing.
+        It is done when at least one loader was trained on in this epoch, and every loader that was
+        trained on in the previous epoch was trained on again.
         """
         passes_before = self._passes_before_epoch
         if passes_before is None:  # no loop over epochs is running

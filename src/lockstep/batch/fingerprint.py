@@ -101,7 +101,8 @@ def compare(before: Fingerprint, now: Fingerprint) -> Difference | None:
         if not samples_match(parts_before, parts_now):
             differing.append(str(index))
 
-    # Equal fingerprints of Hugging Face mean equal data, even if samples are read differently.
+    # Equal fingerprints of Hugging Face mean equal data. If samples differ all the same, they are
+    # only read differently: a difference, but no other samples.
     hugging_face_says_same = (
         before.hugging_face is not None and before.hugging_face == now.hugging_face
     )

@@ -277,6 +277,7 @@ class Loader:
 
         if self.micro_batches > 1:
             how += f", in {self.micro_batches} micro-batches"
+        # The request is open until autotuning has measured what this loader asked for.
         waits_for_autotuning = self._plan.request.is_open
         if waits_for_autotuning:
             how += "; how to divide it is measured in the first that is trained on"
@@ -352,10 +353,13 @@ class Loader:
         check_whole_number(call, epoch, 0, UsageError)
 
         # Epochs are numbered from 0, so the number of epochs that have begun is also the number of
-        # the next one. In epoch 2, for example, `self.epoch` is 2 and `_epochs_begun` is 3; between
-        # epochs both are the next one. A script may announce either of them.
-        is_current_or_next = epoch == self.epoch or epoch == self._epochs_begun
-        is_another_epoch = not is_current_or_next
+        # the next one: if the epochs 0, 1 and 2 have begun, the next one is 3.
+        next_epoch = self._epochs_begun
+
+        # A script may call this inside of a loop, for the epoch that is running, or before a loop,
+        # for the next epoch. While no loop is running, `self.epoch` is the next epoch, too.
+        is_running_or_next = epoch == self.epoch or epoch == next_epoch
+        is_another_epoch = not is_running_or_next
         if is_another_epoch and self._is_training:
             raise UsageError(
                 call,
@@ -397,9 +401,9 @@ class Loader:
             epoch = self._epochs_begun - 1
             step = self._position
 
-            # `stepped` is set when the optimizer steps, in the last micro-batch, and reset when the
-            # first micro-batch of the next global batch is trained. If the loop has left that one
-            # out, `stepped` is still about the previous global batch, which is no reason to go on.
+            # `stepped` counts only if the current micro-batch is the last of its global batch. In
+            # an earlier one it may still be True from the previous global batch: it is reset in the
+            # first micro-batch of each global batch, which the loop may have skipped.
             is_in_last_micro_batch = training_pass.micro_batch.last
             if is_in_last_micro_batch and training_pass.stepped:
                 step += 1
@@ -425,6 +429,8 @@ class Loader:
             CheckpointError: the checkpoint was saved with other data, another size of the global
                 batch, or another seed, so that its position would mean other samples.
         """
+        # The position only means the same samples if these values are the same: the length of the
+        # dataset, the batch size, the seed and `shuffle`.
         for name, value in self._identity().items():
             if state.get(name) != value:
                 raise CheckpointError(
@@ -440,7 +446,7 @@ class Loader:
             check_fingerprint(self.source, fingerprint_before, self.fingerprint)
 
         self._epochs_begun = state["epoch"]
-        self.start = state["step"]
+        self.start = state["step"]  # the number of the global batch to begin with
         self._is_resumed = True
         self._training_pass = None
 
@@ -487,29 +493,29 @@ class Loader:
             epoch: number of the epoch.
             start: number of the first global batch, which is above 0 in a resumed epoch.
         """
-        plan: Plan
+        epoch_plan: Plan  # the global batches of this epoch
         resumes_mid_epoch = start > 0
         if resumes_mid_epoch and self._custom_plan is not None:
             # The checkpoint contains the order of this epoch. If the user's sampler were asked
             # again, it might return another order.
-            plan = self._custom_plan
+            epoch_plan = self._custom_plan
         else:
-            plan = self.source.plan(self.seed, epoch)
-        self._custom_plan = plan if isinstance(plan, CustomPlan) else None
-        self.coverage.begin(epoch, start, plan)
+            epoch_plan = self.source.plan(self.seed, epoch)
+        self._custom_plan = epoch_plan if isinstance(epoch_plan, CustomPlan) else None
+        self.coverage.begin(epoch, start, epoch_plan)
 
         # Under DiLoCo, training is refused if a replica of the model would have no samples of some
         # global batch, so no rank ever needs an empty batch. In any other training, a rank needs
-        # one for each micro-batch in which it has no samples.
+        # one for each micro-batch in which it has no samples. (`self._plan` divides global batches
+        # into micro-batches.)
         virtual_ranks = self._plan.virtual_ranks
         trains_replicas = virtual_ranks is not None and virtual_ranks.train_copies
         self._needs_empty_batches = False
         if not trains_replicas:
-            self._needs_empty_batches = not self._plan.every_rank_has_samples(plan)
+            self._needs_empty_batches = not self._plan.every_rank_has_samples(epoch_plan)
 
-        # `plan` is the order of the samples; `self._plan` divides its global batches into
-        # micro-batches. It returns them in segments: groups that are planned and read together.
-        segments = self._plan.plan_training(plan, start, self._step.number)
+        # Plan the micro-batches. They come in segments: groups that are planned and read together.
+        segments = self._plan.plan_training(epoch_plan, start, self._step.number)
         on_device = self._read_segments(epoch, segments)
         if self._plan.check_devices is not None:
             on_device = self._insert_repeats(epoch, on_device)
@@ -651,16 +657,18 @@ class Loader:
             epoch, planned.position, samples, planned.micro_batch, planned.global_batch
         )
 
-        # The step calls `on_begin` when training on the batch begins. If the loop has finished all
-        # earlier batches, that is now, inside of `hand_out`, and extensions get the batch too.
+        # The step calls `on_begin` when training on the batch begins:
+        # 1. usually now, inside of `self._step.hand_out`. `handed_out` then still has the batch,
+        #    which extensions get.
+        # 2. later, if the loop has not finished an earlier batch. `handed_out.batch` is then `()`.
         handed_out = _HandedOut(epoch, training_pass, planned, batch)
         on_begin = partial(self._begin_training_on, handed_out)
         delivery = Delivery(training_pass, planned.micro_batch, storages(batch), on_begin)
         self._step.hand_out(delivery)
 
-        # Otherwise that is later, and extensions then get no batch. Until then the step keeps
-        # `on_begin`, and with it `handed_out`. It must not keep the batch alive too: the step sees
-        # by the release of its tensors that the script has dropped the batch.
+        # In case 2 the step keeps `on_begin`, and with it `handed_out`, until training begins.
+        # Without this line it would also keep the batch alive. But the step recognises that the
+        # script has dropped the batch by the release of its tensors.
         handed_out.batch = ()
 
     def _begin_training_on(self, handed_out: _HandedOut, micro_batch: MicroBatch) -> None:
@@ -692,14 +700,16 @@ class Loader:
             )
 
         # The loader's position is that of its latest pass. If another pass has begun since the
-        # batch was handed out, the position stays where it is. If the pass of this batch has ended
-        # (`_training_pass` is None), the loop still trains on batches that it had fetched ahead, so
-        # the pass is in progress again.
+        # batch was handed out, the position stays where it is.
         training_pass = handed_out.training_pass
-        another_pass_has_begun = self._training_pass not in (None, training_pass)
-        if not another_pass_has_begun:
-            self._training_pass = training_pass
-            self._position = position
+        pass_in_progress = self._training_pass
+        if pass_in_progress is not None and pass_in_progress is not training_pass:
+            return
+
+        # Otherwise the pass of this batch is in progress. If it had ended, it is in progress again:
+        # the loop trains on a batch that it has fetched ahead.
+        self._training_pass = training_pass
+        self._position = position
 
     # Checking devices (`check_devices`)
 
@@ -726,7 +736,10 @@ class Loader:
     def _compare_and_repeat(
         self, epoch: int, planned: PlannedMicroBatch
     ) -> Iterator[ReadMicroBatch]:
-        """Compares the results of the devices, and yields repeats of a disputed virtual rank.
+        """Compares the results of the devices, and yields more micro-batches if two ranks disagree.
+
+        These are the micro-batches of the virtual rank about which they disagree: all ranks compute
+        them again.
 
         Args:
             epoch: number of the epoch.
@@ -764,15 +777,15 @@ class Loader:
         )
         weighing = self._weighing(epoch)
         for repeat, scale in zip(repeats, dispute.scales, strict=True):
-            # Read the samples again. As in any micro-batch, the collate function may have dropped
-            # some of them, so their rows are counted: this gives the micro-batch with its actual
-            # number of rows, and its batch.
+            # Read the samples again, and count the rows of the batch, as the collate function may
+            # have dropped samples.
             collated_batch = self._fetch[epoch, repeat.indices]
             counted = weighing.count_rows(repeat, collated_batch)
+            repeat_with_actual_rows = counted.planned
 
             # The loss gets the factor that it had when the two ranks computed it.
-            micro_batch = replace(counted.planned.micro_batch, scale=scale)
-            repeat_with_scale = counted.planned._replace(micro_batch=micro_batch)
+            micro_batch = replace(repeat_with_actual_rows.micro_batch, scale=scale)
+            repeat_with_scale = repeat_with_actual_rows._replace(micro_batch=micro_batch)
             yield from to_device([(repeat_with_scale, counted.batch)], self._collectives.device)
 
     # Reading the data
@@ -884,10 +897,10 @@ class Loader:
         for planned, collated in read:
             counted = weighing.count_rows(planned, collated)
 
-            # If the collate function has dropped all samples of this rank, it has returned None or
-            # a batch without rows. `counted.batch` is an empty batch that a model can process. It
-            # is only needed if this rank must take part in the forward pass, because the model
-            # needs all ranks. Otherwise the loop gets what the collate function returned.
+            # `counted.batch` is usually the collated batch. If the collate function has dropped all
+            # samples of this rank, it is an empty batch that a model can process. This is only
+            # needed if this rank must take part in the forward pass, because the model needs all
+            # ranks. Otherwise the loop gets what the collate function returned.
             if self._evaluates_together:
                 yield counted.planned, counted.batch
             else:
@@ -918,11 +931,12 @@ class Loader:
             if not self._needs_empty_batches:
                 return
 
+            # The new error names the same batch (`was_set`) and gives the same advice (`do`).
             raise DataError(
                 error.was_set,
                 "some rank gets no samples of a short batch in this pass, and an empty batch "
                 "of this type cannot be made",
-                error.do,  # the advice of the first error
+                error.do,
             ) from error
 
     def _make_empty_batch(self, epoch: int) -> Any:

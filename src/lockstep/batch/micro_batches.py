@@ -48,7 +48,7 @@ class PlannedMicroBatch(NamedTuple):
     micro_batch: MicroBatch
     indices: Indices
     """The indices of its samples in the dataset."""
-    on_all_ranks: bool
+    all_ranks_have_samples: bool
     """True if every rank has samples in this micro-batch."""
     global_batch: Indices | None = None
     """The indices of all samples of the global batch; None for a stream."""
@@ -81,7 +81,7 @@ class _MicroBatchTemplate(NamedTuple):
     micro_batch: MicroBatch
     samples: slice
     """The positions of its samples within the global batch."""
-    on_all_ranks: bool
+    all_ranks_have_samples: bool
     """True if every rank has samples in this micro-batch."""
     compare_before: bool = False
     """True if the ranks compare the results of their devices before this micro-batch starts."""
@@ -173,7 +173,8 @@ class MicroBatchPlan:
         if self.sizes_vary:
             return self._num_micro_batches(count)
 
-        # Otherwise all global batches are full except the last one, which may be short.
+        # Otherwise all global batches are full except the last one, which may be short. The
+        # micro-batches of a short one are to be about as large as those of a full one.
         num_of_full_batch = self._num_micro_batches(self.batch_size)
         is_short = count < self.batch_size
         if is_short and self.virtual_ranks is None:
@@ -192,9 +193,10 @@ class MicroBatchPlan:
             return self._num_micro_batches_of_replica(count, self.virtual_ranks.count)
 
         # All virtual ranks train one model. A single rank processes all samples of a virtual rank,
-        # so the part is not divided any further: it has one share.
+        # so they are divided over one rank, with the share 1.
         largest_part = ceil_div(count, self.virtual_ranks.count)
-        needed = micro_batches_needed(largest_part, (1,), self.micro_batch_size)
+        shares = (1,)
+        needed = micro_batches_needed(largest_part, shares, self.micro_batch_size)
 
         # This may be more than the virtual rank has samples, e.g. 4 micro-batches for 3 samples.
         # `split_over_virtual_ranks` then makes one micro-batch for each sample.
@@ -340,7 +342,7 @@ class MicroBatchPlan:
             count = len(global_batch)
             steps_before_batch = steps_before + position - start
 
-            check_number = self.check_number(steps_before_batch)
+            check_number = self.number_of_check(steps_before_batch)
             if check_number is None:  # devices are not checked in this global batch
                 templates = templates_by_size[count]
             else:
@@ -349,7 +351,7 @@ class MicroBatchPlan:
             for template in templates:
                 yield _planned(position, template, global_batch)
 
-    def check_number(self, steps_before: int) -> int | None:
+    def number_of_check(self, steps_before: int) -> int | None:
         """Returns the number of a global batch among those in which devices are checked.
 
         With `check_devices=100`, the global batches of the steps 100, 200 and 300 have the numbers
@@ -380,23 +382,25 @@ class MicroBatchPlan:
             check_number: number of this global batch among those that are checked. It decides which
                 rank repeats which virtual rank.
         """
+        # A `CheckedPiece` consists of a piece (some consecutive samples of a virtual rank) and of
+        # marks that say whether it is repeated and compared.
         checked = add_repeats(self._pieces_of_ranks(count), check_number)
-        pieces = checked.pieces_of_ranks[self.data_parallel.rank]
-        micro_batches = self._micro_batches_of_pieces(pieces, count)
+        checked_pieces = checked.pieces_of_ranks[self.data_parallel.rank]
+        micro_batches = self._micro_batches_of_pieces(checked_pieces, count)
 
         templates = []
         for index, micro_batch in enumerate(micro_batches):
             # Does some rank have no samples left for this micro-batch? Its piece is then padding.
-            pieces_at_index = [pieces_of_rank[index] for pieces_of_rank in checked.pieces_of_ranks]
-            some_rank_has_none = any(
-                checked_piece.piece.is_padding for checked_piece in pieces_at_index
-            )
+            some_rank_has_none = False
+            for checked_pieces_of_rank in checked.pieces_of_ranks:
+                if checked_pieces_of_rank[index].piece.is_padding:
+                    some_rank_has_none = True
 
-            piece = pieces[index].piece
+            samples = checked_pieces[index].piece
             template = _MicroBatchTemplate(
                 micro_batch=replace(micro_batch, checks_devices=True),
-                samples=slice(piece.begin, piece.end),
-                on_all_ranks=not some_rank_has_none,
+                samples=slice(samples.begin, samples.end),
+                all_ranks_have_samples=not some_rank_has_none,
                 compare_before=index == checked.compare_before,
             )
             templates.append(template)
@@ -431,7 +435,7 @@ class MicroBatchPlan:
                     position=position,
                     micro_batch=repeat,
                     indices=global_batch[piece.begin : piece.end],
-                    on_all_ranks=True,
+                    all_ranks_have_samples=True,
                     global_batch=global_batch,
                 )
             )
@@ -497,9 +501,11 @@ class MicroBatchPlan:
         # this plan; the loader reads it if it has to know the weight of the whole global batch.
         provisional_rest = self._plan_rest(position, batch, num_measured)
 
-        # The measurement takes place while the loop processes the segment, inside of `yield`. It
-        # ends with `profile`, which sets `self.shares` and `self.micro_batch_size`.
-        with self.request.profile(self, measured[0].micro_batch.local_rows):
+        # The loop processes the segment while this generator waits in `yield`, and `profile`
+        # measures that. When the loop asks for the next segment, `self.shares` and
+        # `self.micro_batch_size` are the measured ones.
+        samples_of_this_rank = measured[0].micro_batch.local_rows
+        with self.request.profile(self, samples_of_this_rank):
             yield Segment(measured, rest_of_global_batch=provisional_rest)
 
         # The rest is planned again, now with the measured shares and micro-batch size.
@@ -514,13 +520,17 @@ class MicroBatchPlan:
         Args:
             count: number of samples in the global batch.
         """
-        # As long as the micro-batch size is unknown, a planned micro-batch might not fit into the
-        # memory, so only a few samples are measured. If the size is known, and the model must be
-        # called with micro-batches as they are planned, the first of these is measured.
+        # Usually a micro-batch of only a few samples is measured, because it is quick. But some
+        # models must be called with exactly the planned micro-batches (`must_keep_plan`): with
+        # BatchNorm, for example, the result depends on which samples are in a micro-batch. For
+        # these, the first planned micro-batch is measured.
+        #
+        # While the micro-batch size is unknown, a planned one might not fit into memory. Then a few
+        # samples are measured, whatever the model is.
         size_is_known = not self.request.micro_batch_size_is_open
-        measures_planned_one = size_is_known and self.request.must_keep_plan()
+        take_planned = size_is_known and self.request.must_keep_plan()
         return first_micro_batch(
-            count, self.shares, self.split(count), self.micro_batch_size, whole=measures_planned_one
+            count, self.shares, self.split(count), self.micro_batch_size, take_planned=take_planned
         )
 
     def _plan_rest(
@@ -544,9 +554,11 @@ class MicroBatchPlan:
         if num_done == count:
             return planned_split[:0]  # no micro-batches
 
-        # If a planned micro-batch begins exactly at this sample, the rest keeps the plan. A
-        # micro-batch begins where the part of its first rank does. The indices below mean: of all
-        # micro-batches, of rank 0, the begin of the part.
+        # If a planned micro-batch begins exactly at this sample, the rest keeps the plan. If the
+        # planned micro-batches begin at 0, 8 and 16, for example, the last two of them are left
+        # after 8 samples; after 4 samples, the rest is divided anew. A micro-batch begins where the
+        # part of its first rank does. The indices below mean: of all micro-batches, of rank 0, the
+        # begin of the part.
         first_samples = planned_split[:, 0, 0]
         plan_can_continue = bool((first_samples == num_done).any())
         if plan_can_continue:
@@ -593,15 +605,17 @@ class MicroBatchPlan:
             has_last=end_of_split == count,
         )
 
-        # Under DiLoCo a rank may process fewer replicas than others. Then it has fewer
-        # micro-batches than `split` has rows, and the last rows are not used.
+        # Make a template of each micro-batch: add which samples of the global batch it has. Under
+        # DiLoCo a rank may process fewer replicas than others. `make_micro_batches` then returns
+        # fewer micro-batches than `split` has rows, and the last rows are not used.
         bounds_of_rank = split[:, rank].tolist()  # for each micro-batch, where it begins and ends
         templates = []
         for index, micro_batch in enumerate(micro_batches):
             begin, end = bounds_of_rank[index]
             sizes_on_ranks = sizes[index]
-            on_all_ranks = bool((sizes_on_ranks > 0).all())
-            templates.append(_MicroBatchTemplate(micro_batch, slice(begin, end), on_all_ranks))
+            all_ranks_have_samples = bool((sizes_on_ranks > 0).all())
+            template = _MicroBatchTemplate(micro_batch, slice(begin, end), all_ranks_have_samples)
+            templates.append(template)
         return templates
 
     def make_micro_batches(
@@ -654,6 +668,9 @@ def _planned(
 ) -> PlannedMicroBatch:
     """Applies a template to a global batch: adds the position and the indices of its samples.
 
+    What the template says of the micro-batch (whether all ranks have samples in it, and whether the
+    ranks compare the results of their devices before it) is true in each global batch of this size.
+
     Args:
         position: number of the global batch in the epoch.
         template: a micro-batch of any global batch of this size.
@@ -663,7 +680,7 @@ def _planned(
         position=position,
         micro_batch=template.micro_batch,
         indices=global_batch[template.samples],
-        on_all_ranks=template.on_all_ranks,
+        all_ranks_have_samples=template.all_ranks_have_samples,
         global_batch=global_batch,
         compare_before=template.compare_before,
     )
@@ -690,14 +707,16 @@ def make_micro_batches(
     num_micro_batches, num_ranks = sizes.shape
 
     # If all ranks process equal parts of the global batch in a single micro-batch, DDP's mean over
-    # the ranks is already right, and the loss needs no factor.
+    # the ranks is already right, and the loss needs no factor. The field `plain` says so.
     is_whole = has_first and has_last and num_micro_batches == 1
     sizes_are_equal = bool((sizes == sizes[0, 0]).all())
     needs_no_factor = is_whole and count > 0 and sizes_are_equal
 
     micro_batches = []
     for index, local_rows in enumerate(sizes[:, rank].tolist()):
-        # n * ranks / N, as the module's docstring explains
+        # The loss is a mean over `local_rows` samples. Multiplied by `local_rows / count`, it is
+        # this rank's part of the mean over the global batch. DDP divides the sum over the ranks by
+        # their number, so it is multiplied by that, too.
         scale = 1.0 if needs_no_factor else local_rows * num_ranks / max(1, count)
         micro_batch = MicroBatch(
             global_samples=count,

@@ -91,8 +91,8 @@ def call_with_placeholder(
     if not any(has_no_rows(tensor) for tensor in tensors((args, kwargs))):
         raise refusal
 
-    # Each tensor without rows gets one row. No samples are at hand to take it from, so it is the
-    # sample that the tensor is a view of, or made up.
+    # Each tensor without rows gets one row: the sample that the tensor is a view of, or else
+    # made-up numbers. (No samples are given from which it could be taken.)
     placeholder = Placeholder(samples=())
     args_with_row, kwargs_with_row = placeholder.add_to((args, kwargs))
 
@@ -191,8 +191,8 @@ class Placeholder:
         shape (1, 10), or in `x.flatten(0, 1)` of shape (3, 4), its rows are in dimension 0. A
         result of shape (7,) has no such rows.
         """
-        # First case: an argument was empty in its first dimension, and the first dimension of the
-        # result is as long as a placeholder may be, as it is or flattened.
+        # First case: an argument was empty in its first dimension, and the length of the result is
+        # a possible length of the placeholder there: in the example 1, or 3 or 12 if flattened.
         was_empty_in_first = 0 in self._empty_dimensions
         if was_empty_in_first and result.dim() > 0 and result.shape[0] in self._possible_lengths:
             return 0
@@ -219,9 +219,10 @@ def placeholder_of(tensor: Tensor, samples: Iterable[Tensor]) -> Tensor:
     shape = [max(1, size) for size in tensor.shape]
 
     # First choice: the sample of which the tensor is a view. The tensor's memory then holds the
-    # whole row, so the row's last element lies within the storage.
+    # whole row, up to its last element. The memory of other tensors is empty.
     num_stored = tensor.untyped_storage().nbytes() // tensor.element_size()
-    if _offset_of_last_element(tensor, shape) < num_stored:
+    last_element_is_stored = _offset_of_last_element(tensor, shape) < num_stored
+    if last_element_is_stored:
         row = tensor.detach().as_strided(shape, tensor.stride(), tensor.storage_offset())
         return row.clone()
 
@@ -282,9 +283,9 @@ class _CutRows(torch.autograd.Function):
         shape[dimension] = 0
 
         # The result uses the memory of the tensor, so that `placeholder_of` finds the row there if
-        # a later function refuses the result. `tensor[:0]` would use it too, but it would be a
-        # view, and autograd lets nobody change a view in place that an autograd function returned.
-        # So it is a new tensor that is set to the same memory.
+        # a later function refuses the result. `tensor[:0]` would use it too, but as a view. If an
+        # autograd function returns a view, autograd forbids to change it in place. So the result is
+        # a new tensor that is set to the same memory.
         without_rows = tensor.new_empty(0)
         without_rows.set_(tensor.untyped_storage(), tensor.storage_offset(), shape, tensor.stride())
         return without_rows

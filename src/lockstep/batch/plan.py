@@ -150,6 +150,8 @@ def plan_epoch(
         raise DataError(f"a dataset of length {length}", "a length is at least 0", "fix __len__")
     num_samples = length - length % batch_size if drop_last else length
 
+    # `EpochPlan` gets a function that returns a slice of the order. If the samples are not
+    # shuffled, its result for the slice from 3 to 6 is [3, 4, 5].
     if not shuffle:
         return EpochPlan(num_samples, batch_size, partial(np.arange, dtype=np.int64))
 
@@ -337,8 +339,9 @@ def split_over_virtual_ranks(
         pieces_of_ranks.append(pieces)
 
     # Pad all lists to the same length, at least 1, with empty pieces that stand where the rank's
-    # samples end. They are given to the rank's last virtual rank. A first rank with the share 0 has
-    # none, and its padding is given to virtual rank 0.
+    # samples end. They are given to the rank's last virtual rank. If a rank with the share 0 has
+    # no virtual rank, its padding is given to the last one of the rank before it; if it is the
+    # first rank, to virtual rank 0.
     longest_list = max(len(pieces) for pieces in pieces_of_ranks)
     max_pieces = max(1, longest_list)
     for rank, pieces in enumerate(pieces_of_ranks):
@@ -419,13 +422,19 @@ def _split_over_replicas(
 
     The samples of a replica do not depend on the number of ranks. If there are fewer ranks than
     replicas, a rank processes several replicas one after the other. If there are more, several
-    neighbouring ranks process one replica together. For 12 samples in 3 replicas of 4, and 1
-    micro-batch for each part, the result is
+    neighbouring ranks process one replica together.
 
-    - on 2 ranks `[[[0, 4], [8, 12]], [[4, 8], [0, 0]]]`: rank 0 first processes the replica of the
-      samples 0 to 3, then that of 4 to 7; rank 1 has one replica, and nothing in the second row.
-    - on 6 ranks `[[[0, 2], [2, 4], [4, 6], [6, 8], [8, 10], [10, 12]]]`: ranks 0 and 1 process the
-      first replica together.
+    Example: 12 samples in 3 replicas of 4, and 1 micro-batch for each part. On 2 ranks, rank 0
+    processes two replicas, and rank 1 has nothing to do in the second micro-batch:
+
+        micro-batch  rank 0       rank 1
+        0            [0, 4]       [8, 12]
+        1            [4, 8]       [0, 0]
+
+    On 6 ranks, the ranks 0 and 1 process the first replica together, and so on:
+
+        micro-batch  rank 0       rank 1       rank 2       rank 3       rank 4       rank 5
+        0            [0, 2]       [2, 4]       [4, 6]       [6, 8]       [8, 10]      [10, 12]
 
     Args:
         count: number of samples in the global batch.
@@ -447,23 +456,26 @@ def _split_over_replicas(
     begins = np.cumsum([0, *sizes])
     num_pieces = max(1, min(micro_batches, *sizes))
 
-    # A rank that processes fewer replicas than another one has no samples in its last micro-batches
-    # (0, 0).
-    split = np.zeros((max_replicas_per_rank * num_pieces, num_ranks, 2), dtype=np.int64)
+    # The table, filled with [0, 0]: no samples. A rank that processes fewer replicas than another
+    # one keeps this in its last rows.
+    num_rows = max_replicas_per_rank * num_pieces
+    split = np.zeros((num_rows, num_ranks, 2), dtype=np.int64)
 
-    # Go over the groups of ranks that process the same replicas: a group is a single rank, unless
-    # there are more ranks than replicas.
+    # The columns of the table form groups of ranks that process the same replicas. On 2 ranks the
+    # groups are (0) and (1); on 6 ranks they are (0, 1), (2, 3) and (4, 5).
     for first_rank in range(0, num_ranks, ranks_per_replica):
         ranks_of_group = slice(first_rank, first_rank + ranks_per_replica)
-        replicas = virtual_ranks_of(first_rank, num_ranks, num_virtual_ranks)
-        for index, replica in enumerate(replicas):
-            # First come the micro-batches of the group's first replica, then those of the second.
-            micro_batches_of_replica = slice(index * num_pieces, (index + 1) * num_pieces)
+        replicas_of_group = virtual_ranks_of(first_rank, num_ranks, num_virtual_ranks)
 
-            # Divide the replica's samples, counted from its own first sample, over the group.
+        # The group's first replica has the first `num_pieces` rows, the second has the next ones.
+        for index, replica in enumerate(replicas_of_group):
+            first_row = index * num_pieces
+            rows_of_replica = slice(first_row, first_row + num_pieces)
+
+            # Divide the samples of the replica, counted from its own first sample, over the group.
             equal_shares = (1,) * ranks_per_replica
             split_of_replica = split_batch(sizes[replica], equal_shares, num_pieces)
-            split[micro_batches_of_replica, ranks_of_group] = begins[replica] + split_of_replica
+            split[rows_of_replica, ranks_of_group] = begins[replica] + split_of_replica
 
     split.setflags(write=False)  # the result is cached, and callers share it
     return split

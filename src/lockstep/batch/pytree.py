@@ -30,7 +30,9 @@ from lockstep.wording import describe_type, with_article
 def map_tensors(
     batch: Any,
     change: Callable[[Tensor], Tensor],
-    opaque: Callable[[Any], Any] | None = lambda leaf: leaf,
+    opaque: Callable[[Any], Any] | None = None,
+    *,
+    inside_opaque: bool = False,
 ) -> Any:
     """Returns a copy of a pytree in which each tensor is replaced by `change(tensor)`.
 
@@ -41,16 +43,18 @@ def map_tensors(
         batch: the pytree, which is not modified.
         change: function that is called with each tensor.
         opaque: function that is called with each opaque object and returns what takes its place; by
-            default opaque objects stay as they are. None to look inside of opaque objects that are
-            containers, such as a `PackedSequence`, and change the tensors in them.
+            default opaque objects stay as they are.
+        inside_opaque: True to look inside of opaque objects that are containers, such as a
+            `PackedSequence`, and change the tensors in them.
     """
     if isinstance(batch, Tensor):
         return change(batch)
 
-    looks_inside_opaque = opaque is None
-    children = children_of(batch, opaque_too=looks_inside_opaque)
+    children = children_of(batch, opaque_too=inside_opaque)
     if children is not None:  # it is a container
-        changed = {key: map_tensors(child, change, opaque) for key, child in children.items()}
+        changed = {}
+        for key, child in children.items():
+            changed[key] = map_tensors(child, change, opaque, inside_opaque=inside_opaque)
         return _rebuild(batch, changed)
 
     if opaque is not None and is_opaque(batch):
@@ -109,7 +113,10 @@ def storages(batch: Any) -> list[StorageReference]:
 
 
 def move(batch: Any, device: torch.device) -> Any:
-    """Moves a batch to a device. Tensors in pinned memory are copied without blocking."""
+    """Moves a batch to a device. Tensors in pinned memory are copied without blocking.
+
+    It is only used for copies to a device. A copy from a GPU to the CPU would have to block.
+    """
 
     def move_tensor(tensor: Tensor) -> Tensor:
         return tensor.to(device, non_blocking=True)
@@ -155,7 +162,7 @@ def all_dense(batch: Any) -> bool:
 def cut_to_rows(
     batch: Any, num_samples: int | None = None, *, keep: int = 0, share: bool = False
 ) -> Any:
-    """Removes all samples from a batch, or all but the first one.
+    """Removes all samples from a batch (`keep=0`), or all but the first one (`keep=1`).
 
     With `keep=1`, a tensor of shape `(n, *)` becomes `(1, *)`, a list of texts gets 1 text, and of
     a sequence with one item for each sample 1 item remains. *Opaque* objects, which move themselves
@@ -183,7 +190,8 @@ def cut_to_rows(
         return batch
 
     # First case: a list or tuple with one item for each sample, of which the first ones are kept.
-    # This is a list of plain data, such as file names, or any sequence that looks like it.
+    # This is a list of plain data, such as file names, or any other sequence that seems to have one
+    # item for each of the `num_samples` samples.
     is_sequence = isinstance(batch, list | tuple)
     if is_list_of_plain_data(batch) or (is_sequence and has_item_per_sample(batch, num_samples)):
         first_children = dict(list(children.items())[:keep])
@@ -243,7 +251,8 @@ def join_trees(trees: Sequence[Any], join: Callable[[list[Any]], Any]) -> Any:
     if first_children is None:  # the trees are leaves
         return join(list(trees))
 
-    # If another tree has a leaf here, it is treated as an empty container.
+    # A leaf of another tree is treated as an empty container. It has other keys than the first
+    # tree, unless that is an empty container, too, which is then the result.
     children_of_trees = [children_of(tree) or {} for tree in trees]
     if any(children.keys() != first_children.keys() for children in children_of_trees):
         descriptions = []
@@ -318,11 +327,12 @@ def has_item_per_sample(sequence: Sequence[Any], count: int | None) -> bool:
 
     1. `[a, b, c]` has 3 items: False.
     2. `(images, {"label": labels})` has items of different structures: fields, so False.
-    3. `([image, image], [mask, mask])` has an item that has one item for each sample itself: so
-       its items are fields, images and masks: False.
-    4. `[image, image]` with images of shape `(3, 8, 8)`: a field would have 2 rows, one for each
-       sample, but these tensors have 3. So the items are samples: True.
-    5. `(images, masks)` with two rows in each tensor: fields, so False.
+    3. `([image, image], [mask, mask])`: each item has one item for each sample. So the items are
+       fields, the images and the masks: False.
+    4. `[image, image]` with images of shape `(3, 8, 8)`: the length of these tensors is 3. A field
+       would have the length 2, one row for each sample. So the items are samples: True.
+    5. `(images, masks)` of shape `(2, 3, 8, 8)`: the length of each tensor is 2, so they are
+       fields: False.
 
     Args:
         sequence: a list or a tuple.
@@ -396,7 +406,8 @@ def _rebuild(batch: Any, children: dict[Any, Any]) -> Any:
 
     Args:
         batch: the container.
-        children: the new children by key, index or field name. There may be fewer than before.
+        children: the new children by key, by field name, or, for a sequence, by index, e.g.
+            `{0: a, 1: b}`. There may be fewer than before.
     """
     if type(batch) is dict:
         return children
@@ -405,6 +416,7 @@ def _rebuild(batch: Any, children: dict[Any, Any]) -> Any:
     if not isinstance(batch, Mapping | list | tuple):
         return _rebuild_dataclass(batch, children)
 
+    # A tuple, or a class derived from a mapping, a list or a tuple, e.g. a named tuple.
     try:
         if isinstance(batch, Mapping):
             return _rebuild_mapping(batch, children)

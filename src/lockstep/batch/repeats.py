@@ -126,6 +126,9 @@ def _repeats_of(
         virtual_rank: number of the virtual rank. If it is None, the owner has completed none, and
             nothing is repeated.
     """
+    if virtual_rank is None:
+        return []
+
     repeats = []
     for piece in pieces_of_owner:
         if piece.virtual_rank == virtual_rank and not piece.is_padding:
@@ -134,17 +137,17 @@ def _repeats_of(
 
 
 def _mark_compared(
-    pieces: Sequence[VirtualRankPiece], virtual_rank: int | None
+    pieces: Sequence[VirtualRankPiece], repeated_virtual_rank: int | None
 ) -> list[CheckedPiece]:
     """Returns a rank's own micro-batches; those that another rank repeats are marked as compared.
 
     Args:
         pieces: the micro-batches of the rank.
-        virtual_rank: the virtual rank of this rank that another one repeats, or None.
+        repeated_virtual_rank: the virtual rank of this rank that another one repeats, or None.
     """
     own = []
     for piece in pieces:
-        is_compared = piece.virtual_rank == virtual_rank and not piece.is_padding
+        is_compared = piece.virtual_rank == repeated_virtual_rank and not piece.is_padding
         own.append(CheckedPiece(piece, is_compared=is_compared))
     return own
 
@@ -212,6 +215,7 @@ def pieces_of_virtual_rank(
         pieces_of_ranks: the micro-batches of each rank.
         number: number of the virtual rank.
     """
+    # Padding, which only fills up the list of a rank, has no samples and is left out.
     repeats = []
     for pieces in pieces_of_ranks:
         for piece in pieces:

@@ -170,8 +170,8 @@ def shapes_in(batch: Any, planned: int) -> Iterator[Shape]:
 
         if _looks_like_samples(batch, planned):
             # Fields, such as images and labels, have one row for each sample, so their tensors are
-            # equally long. Tensors of different lengths must be samples, such as sentences. If they
-            # are equally long, they may be either.
+            # equally long. Samples, such as sentences, may have any lengths. So tensors of equal
+            # length may be fields or samples; tensors of different lengths must be samples.
             are_equally_long = len(_tensor_lengths(batch)) == 1
             if are_equally_long:
                 yield UNKNOWN_SHAPE

@@ -70,7 +70,7 @@ def first_micro_batch(
     planned: Indices,
     max_samples_of_rank: int | None,
     *,
-    whole: bool,
+    take_planned: bool,
 ) -> Indices | None:
     """Returns the micro-batch of a global batch on which measurements are made.
 
@@ -81,13 +81,13 @@ def first_micro_batch(
             shape `(micro-batches, ranks, 2)`.
         max_samples_of_rank: the largest number of samples that a rank can compute at once; None if
             not limited.
-        whole: True for the first planned micro-batch; False for two samples on each rank.
+        take_planned: True for the first planned micro-batch; False for two samples on each rank.
 
     Returns:
         Begin and end of each rank's part, of shape `(1, ranks, 2)`. None if some rank with a share
         would have no sample.
     """
-    if whole:
+    if take_planned:
         split = planned[:1]
     else:
         # The same number of samples on each rank that has a share.
@@ -98,8 +98,8 @@ def first_micro_batch(
         num_samples = min(count, samples_of_rank * sum(equal_shares))
         split = split_batch(num_samples, equal_shares)
 
-    size_of_rank = split_sizes(split)[0]
-    for size, share in zip(size_of_rank, shares, strict=True):
+    sizes_of_ranks = split_sizes(split)[0]  # those of the only micro-batch, shape (ranks,)
+    for size, share in zip(sizes_of_ranks, shares, strict=True):
         if share > 0 and size == 0:
             return None
 
@@ -117,18 +117,21 @@ def largest_that_fits(fits: Callable[[int], bool], known: int, most: int) -> int
         most: the largest size to try.
     """
     fitting = min(known, most)  # the largest size that is known to fit
-    too_large = most + 1  # the smallest size that is known not to fit; so far there is none
+    too_large: int | None = None  # the smallest size that is known not to fit
 
     # Double the size until one does not fit.
-    while fitting < most and too_large > most:
+    while fitting < most and too_large is None:
         size = min(2 * fitting, most)
         if fits(size):
             fitting = size
         else:
             too_large = size
 
-    # If a size did not fit, halve the range between the two until it is a tenth of what fits.
-    while too_large <= most and too_large - fitting > max(1, fitting // 10):
+    if too_large is None:
+        return fitting
+
+    # Halve the range between the two until it is a tenth of what fits.
+    while too_large - fitting > max(1, fitting // 10):
         size = (fitting + too_large) // 2
         if fits(size):
             fitting = size
@@ -192,8 +195,8 @@ def choose_shares_by_times(
         SettingError: the limits are too low for the batch.
     """
     if are_equally_fast(times):
-        # Equal shares, unless the limits do not allow them: they take the place of the current
-        # ones, which are kept if no others are better.
+        # Choose equal shares. They are passed as the current ones, which `choose_shares` keeps
+        # unless they do not fit into the limits.
         equal_seconds = [1.0] * len(times)
         equal_shares = (1,) * len(times)
         return choose_shares(
@@ -229,7 +232,8 @@ def confirm_shares(
     if seconds[best] == math.inf:
         return last
 
-    # Keep the shares with which the search began, unless others are measurably faster.
+    # Keep the shares with which the search began, unless others are measurably faster. They were
+    # tried first, so they are the first key.
     initial = next(iter(seconds))
     if seconds[initial] <= seconds[best] * MIN_SPEEDUP:
         return initial
@@ -336,7 +340,7 @@ def _candidates(
     candidates = [present]
 
     # Whole numbers nearly in the proportion of `ideal`, whose sum is about `total`. `parse_shares`
-    # divides them by their common divisor.
+    # divides them by their common divisor: (2, 4) becomes (1, 2).
     for total in range(num_ranks, MAX_SUM_PER_RANK * num_ranks + 1):
         candidates.append(parse_shares(_rounded_division(ideal, total), num_ranks))
 
@@ -396,16 +400,18 @@ def _ideal_division(seconds: Sequence[float], room: Sequence[int], batch_size: i
 def _rounded_division(ideal: Sequence[float], total: int) -> list[int]:
     """Returns whole numbers, one for each rank, nearly in the proportion of `ideal`.
 
-    Their sum is `total`, or more because each of them is at least 1. For example, 1.0 : 2.6 and a
-    total of 4 give `[1, 3]`: exactly they would be 1.11 and 2.89, rounded down 1 and 2, and the
-    missing 1 is added to the second.
+    Each of them is at least 1. Their sum is `total`, unless raising small numbers to 1 has made it
+    larger. For example, 1.0 : 2.6 and a total of 4 give `[1, 3]`: exactly they would be 1.11 and
+    2.89, rounded down 1 and 2, and the missing 1 is added to the second.
     """
     exact = np.asarray(ideal) * total / sum(ideal)
     numbers = np.maximum(1, np.floor(exact)).astype(int)
 
     # Rounding down has made the sum too small. Add 1 to the number that is furthest below its exact
-    # value, as often as needed. If small numbers were raised to 1, the sum may be large enough.
-    for _ in range(total - int(numbers.sum())):
+    # value, as often as needed. (If small numbers were raised to 1, the sum may already be `total`
+    # or more. Then nothing is added.)
+    num_missing = total - int(numbers.sum())
+    for _ in range(num_missing):
         most_below = int(np.argmax(exact - numbers))
         numbers[most_below] += 1
 

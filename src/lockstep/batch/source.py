@@ -118,7 +118,7 @@ class Source:
             self.batch_size,
             int(self.shuffle),
             int(self.drop_last),
-            self.steps or 0,
+            self.steps or 0,  # 0 if it is not known
         )
         checksum = zlib.crc32(repr(numbers).encode())
 
@@ -128,6 +128,7 @@ class Source:
         if self.custom_order:
             plan = self._plan_custom_order(seed=0, epoch=0)
             checksum = zlib.crc32(plan.order.tobytes(), checksum)
+            # The bounds say where in this order the global batches begin and end.
             checksum = zlib.crc32(plan.bounds.tobytes(), checksum)
         return checksum
 
@@ -159,8 +160,8 @@ class Source:
         """
         with preserve_rng_state():
             # The sampler may use global generators (of torch, numpy or Python) or its own. The
-            # global ones are seeded by `seed_sample`, with a constant in the place of the sample's
-            # index.
+            # global ones are seeded by `seed_sample`, whose last argument is usually the index of a
+            # sample. The constant `_SAMPLER` gives a seed that no sample has.
             seed_sample(seed, epoch, _SAMPLER)
             generators = _find_generators(self.batch_sampler, self.sampler)
             for number, generator in enumerate(generators):
@@ -176,7 +177,7 @@ class Source:
                 return CustomPlan(order, bounds)
 
             order = np.fromiter(cast("torch_data.Sampler[int]", self.sampler), dtype=np.int64)
-        return plan_custom_order(order, self.batch_size, drop_last=self.drop_last)
+            return plan_custom_order(order, self.batch_size, drop_last=self.drop_last)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -298,7 +299,7 @@ def index_bytes(indices: Any) -> bytes:
     is_text = array.dtype.kind == "U"
     if is_integer:
         return array.astype(np.int64).tobytes()
-    if array.size == 0:  # an empty list becomes an array of floats
+    if array.size == 0:  # an empty list, which NumPy makes an array of floats, is treated alike
         return b""
     if is_text:
         return array.tobytes()
@@ -417,8 +418,7 @@ def _order_fields(loader: torch_data.DataLoader[Any], shuffle: bool) -> dict[str
     Returns:
         Fields of `Source`. If the DataLoader has a batch sampler of the user's, these are
         `batch_sampler` and `batch_size`. If it has a sampler of the user's, it is `sampler`.
-        Otherwise it is `shuffle`, and Lockstep chooses the order. In the last two cases the batch
-        size is that of the DataLoader.
+        Otherwise it is `shuffle`, and Lockstep chooses the order.
 
     Raises:
         UsageError: the DataLoader has a DistributedSampler.
@@ -436,7 +436,7 @@ def _order_fields(loader: torch_data.DataLoader[Any], shuffle: bool) -> dict[str
             )
 
     # Without a batch sampler of the user's, torch creates a BatchSampler, and the DataLoader has a
-    # batch size.
+    # batch size. With one of the user's, which may be of the same class, it has none.
     was_created_by_torch = (
         type(batch_sampler) is torch_data.BatchSampler and loader.batch_size is not None
     )
@@ -547,7 +547,7 @@ def _check_iterable(dataset: object, *, shuffle: bool, shard: object) -> None:
             "give a function that returns the samples start, start + step, ...; False, if the "
             "stream splits itself over the ranks; or leave it out",
         )
-    if _can_be_read_once(dataset):
+    if _can_be_read_only_once(dataset):
         raise DataError(
             f"data of type {name}, which is an iterator",
             "it can be read once, and every epoch reads from the beginning",
@@ -588,7 +588,7 @@ def _has_mosaic_stream(dataset: Any) -> bool:
     return False
 
 
-def _can_be_read_once(dataset: Any) -> bool:
+def _can_be_read_only_once(dataset: Any) -> bool:
     """Returns True if the dataset is known to be an iterator, which does not start again.
 
     These are generators, files, the iterators of built-in types, and classes that inherit their

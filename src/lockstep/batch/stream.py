@@ -81,6 +81,7 @@ class IterableLoader(Loader):
     def _check_options(self) -> None:
         """Raises SettingError for options that a stream split over the ranks cannot have."""
         is_split = self.source.shard is not None
+        # The request is open until autotuning has measured what this loader asked for.
         waits_for_autotuning = self._plan.request.is_open
 
         if is_split and waits_for_autotuning:
@@ -174,9 +175,9 @@ class IterableLoader(Loader):
         if not digests_read and self._first_samples_in_checkpoint is not None:
             return self._first_samples_in_checkpoint
 
-        # If `shard` is a function, rank 0 of n ranks reads the samples 0, n, 2 n, ... With another
-        # number of ranks it reads other samples, except for sample 0, so only this one can be
-        # compared.
+        # `shard` is None, False, or a function `shard(start, step)`. With a function, rank 0 of n
+        # ranks reads the samples 0, n, 2 n, ... With another number of ranks it reads other
+        # samples, except for sample 0, so only this one can be compared.
         ranks_read_every_nth = callable(self.source.shard)
         num_compared = 1 if ranks_read_every_nth else SAMPLES_COMPARED
         return digests_read[:num_compared]
@@ -248,7 +249,7 @@ class IterableLoader(Loader):
         position = start
         try:
             # With shares="auto" or micro_batch_size="auto", training starts with global batches on
-            # which the devices are measured, until nothing of this request is open.
+            # which the devices are measured, until every "auto" setting has a value.
             autotuning_request = self._plan.request
             while training and autotuning_request.is_open:
                 stream_has_ended = yield from self._read_for_autotuning(epoch, position)
@@ -264,7 +265,8 @@ class IterableLoader(Loader):
                 micro_batches = self._count_rows(epoch, micro_batches)
 
             # In training, each micro-batch needs a factor for its loss. The plan has computed it
-            # from the numbers of samples, unless the user weighs batches by their contents.
+            # from the numbers of samples (`is_planned`), unless the user weighs batches by their
+            # contents.
             weighing = self._weighing(epoch)
             if training and not weighing.is_planned:
                 micro_batches = scale_by_weight(
@@ -283,6 +285,9 @@ class IterableLoader(Loader):
         self, epoch: int, position: int
     ) -> Generator[ReadMicroBatch, None, bool]:
         """Yields the micro-batches of a global batch on which autotuning measures the devices.
+
+        As a generator it also returns a value, the result of `yield from`: True if there was no
+        such global batch, and the pass ends.
 
         The measurements decide which part of the global batch each rank gets, so every rank first
         reads all of its samples and keeps them in `_autotuning_samples`. A planned micro-batch then
@@ -382,7 +387,7 @@ class IterableLoader(Loader):
             # With `check_devices`, the states of the devices are compared after some of the steps.
             # Micro-batches of these steps are marked.
             steps_before = self._steps_before_pass + rank_batch.position
-            is_checked = self._plan.check_number(steps_before) is not None
+            is_checked = self._plan.number_of_check(steps_before) is not None  # None: no check
             for planned, batch in micro_batches:
                 if is_checked:
                     micro_batch = replace(planned.micro_batch, checks_devices=True)
@@ -413,7 +418,7 @@ class IterableLoader(Loader):
 
             # If another rank may skip this micro-batch, refuse collectives; otherwise allow them
             # again, unless they were refused before this pass.
-            no_rank_skips = knows_counts_of_all and planned.on_all_ranks
+            no_rank_skips = knows_counts_of_all and planned.all_ranks_have_samples
             if no_rank_skips:
                 self._collectives.blocked_reason = blocked_before
             else:
@@ -436,7 +441,8 @@ class IterableLoader(Loader):
         global_samples = int(rank_batch.samples_of_ranks.sum())
         micro_batches = self._plan.make_micro_batches(sizes[indices], global_samples)
 
-        # `make_micro_batches` may return fewer micro-batches than there are rows in `sizes`.
+        # Under DiLoCo, a rank that processes fewer replicas of the model than others has fewer
+        # micro-batches than they. Then the last rows of `sizes` are not used.
         indices_of_this_rank = indices[: len(micro_batches)]
         for index, micro_batch in zip(indices_of_this_rank, micro_batches, strict=True):
             if micro_batch.local_rows:
@@ -453,7 +459,7 @@ class IterableLoader(Loader):
                 position=rank_batch.position,
                 micro_batch=micro_batch,
                 indices=rank_batch.indices[index],
-                on_all_ranks=bool((sizes[index] > 0).all()),
+                all_ranks_have_samples=bool((sizes[index] > 0).all()),
             )
             yield planned, batch
 
@@ -569,9 +575,11 @@ class IterableLoader(Loader):
         world_size = self._collectives.topology.size
         count = torch.tensor([int(rank_batch.samples_of_ranks[rank])])
 
-        # The all-gather writes the count of each process to a row of `counts_of_all`, shape (1,).
+        # The all-gather writes the count of each process to a row of this tensor. The rows, of
+        # shape (1,), are views of its memory.
         counts_of_all = torch.empty(world_size, 1, dtype=count.dtype)
-        work: dist.Work = dist.all_gather(list(counts_of_all), count, async_op=True)
+        rows = list(counts_of_all)
+        work: dist.Work = dist.all_gather(rows, count, async_op=True)
 
         # `samples_of_ranks` becomes a view of the same memory. In a pipeline all stages read the
         # same data, so only the processes of the first stage are counted; these have the lowest
@@ -615,8 +623,8 @@ class IterableLoader(Loader):
         """
         plan = self._plan
         num_micro_batches = plan.micro_batches_of(self.batch_size)
-        # In the middle of a resumed epoch, the epoch's first samples are read as well, so that they
-        # can be compared with those of the checkpoint.
+        # If a run was resumed in the middle of an epoch, the first request of the pass asks for the
+        # epoch's first samples as well, so that they can be compared with those of the checkpoint.
         checks_beginning = self._first_samples_in_checkpoint is not None
 
         for position in itertools.count(start):

@@ -58,16 +58,17 @@ def check_global_batch(
         RanksDifferError: the ranks have read the wrong samples; raised on every rank.
     """
     every_rank_reads_whole = source.shard is None
-    digests_by_rank = collectives.exchange(digests)
+    sent_by_rank = collectives.exchange(digests)
     if every_rank_reads_whole:
         # A rank whose stream has ended calls `check_length` instead, which takes part in this same
-        # exchange. Its item in the list is a number of samples instead of a list of digests.
-        _check_ends(epoch, digests_by_rank)
-        _check_same_samples(source, epoch, first, digests_by_rank)
+        # exchange: it sends its number of samples instead of a list of digests. `_check_ends` finds
+        # that, so after it every item is a list of digests.
+        _check_ends(epoch, sent_by_rank)
+        _check_same_samples(source, epoch, first, sent_by_rank)
     else:
         # The first ranks have different parts of the stream. In a pipeline, the other ranks are the
         # later stages, which have the same samples as the first stage.
-        digests_of_parts = digests_by_rank[: collectives.num_contributing_ranks]
+        digests_of_parts = sent_by_rank[: collectives.num_contributing_ranks]
         _check_other_samples(source, epoch, first, digests_of_parts)
 
 
@@ -127,7 +128,8 @@ def _check_other_samples(
     for digests in digests_by_rank:
         # If all samples of this rank are equal, they prove nothing: a stream of zeros is the same
         # on all ranks. The same is true if the rank has no samples.
-        if all_digests_match(digests):
+        samples_are_all_equal = all_digests_match(digests)
+        if samples_are_all_equal:
             continue
 
         # Compare all samples of this rank with all samples of each rank, itself included.
@@ -173,12 +175,13 @@ def _check_ends(epoch: int, found_by_rank: Sequence[Any]) -> None:
         found_by_rank: for each rank, the number of samples if its stream has ended, and otherwise
             the digests of the samples that it has read.
     """
-    # On no rank: then all elements are digests, which `_check_same_samples` compares.
+    # The stream has ended on no rank. All elements are digests, which `_check_same_samples`
+    # compares.
     some_ended = any(isinstance(found, int) for found in found_by_rank)
     if not some_ended:
         return
 
-    # On all ranks, after the same number of samples.
+    # The stream has ended on all ranks, after the same number of samples.
     all_equal = all(found == found_by_rank[0] for found in found_by_rank)
     if all_equal:
         return

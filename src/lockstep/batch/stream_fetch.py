@@ -210,12 +210,14 @@ class IterableFetch(Dataset[Any]):
         # For each micro-batch, this rank's begin and end. On rank 1: [[2, 4], [6, 8]].
         bounds_of_this_rank = begins_and_ends[:, self._data_parallel.rank]
 
-        # All samples have been read, so these planned sizes are also the actual ones.
+        # These planned sizes are also the actual ones, because they follow from the number of
+        # samples that were read.
         sizes = split_sizes(begins_and_ends)  # shape (micro-batches, ranks): [[2, 2], [2, 2]]
         samples_of_ranks = sizes.sum(axis=0)  # shape (ranks,): [4, 4]
 
         return _ReadPart(
             samples=samples,
+            # The samples of all ranks have consecutive numbers in the epoch.
             first_number=key.position * self._source.batch_size,
             stride=1,
             planned_sizes=sizes,
@@ -316,7 +318,7 @@ class IterableFetch(Dataset[Any]):
         begins_and_ends = np.stack([bounds[:-1], bounds[1:]], axis=1)  # e.g. [[0, 4], [4, 5]]
 
         # How many samples each rank has in all micro-batches. How many the others have read is not
-        # known here, so the planned numbers stand for them.
+        # known here. Their planned numbers are used, until the loader exchanges the actual ones.
         samples_of_ranks = planned_sizes.sum(axis=0)
         samples_of_ranks[rank] = len(samples)
 
@@ -354,14 +356,19 @@ class IterableFetch(Dataset[Any]):
         begin_of_batch = key.position * batch_size
         bounds = begin_of_batch + ceil_div(batch_size * edges, key.num_micro_batches)
 
-        # Of n ranks, rank r has the samples r, r + n, r + 2 n, ... So ceil((bound - r) / n) of its
-        # samples lie before a bound. With 2 ranks, rank 0 has the samples 0, 2, 4, of which 0, 2
-        # and 3 lie before the bounds; rank 1 has 1, 3, of which 0, 1 and 2 lie before them.
+        # Then count the samples of each rank before each bound, shape (bounds, ranks). Of n ranks,
+        # rank r has the samples r, r + n, r + 2 n, ..., so there are ceil((bound - r) / n) of them.
+        # In the example, with 2 ranks:
+        #
+        #     bound    rank 0 has before it    rank 1 has before it
+        #     0        0: none                 0: none
+        #     3        2: samples 0, 2         1: sample 1
+        #     5        3: samples 0, 2, 4      2: samples 1, 3
         ranks = np.arange(num_ranks)
-        samples_before_bound = ceil_div(bounds[:, None] - ranks, num_ranks)
+        num_before_bound = ceil_div(bounds[:, None] - ranks, num_ranks)
 
-        # The difference is what lies between two bounds: [[2, 1], [1, 1]] in the example.
-        return np.diff(samples_before_bound, axis=0)
+        # The differences of successive rows are the sizes: [[2, 1], [1, 1]] in the example.
+        return np.diff(num_before_bound, axis=0)
 
     def read_whole(self, epoch: int, position: int, pass_begin: int = 0) -> list[Any]:
         """Reads all samples of a global batch. At the end of the dataset there are fewer or none.
@@ -372,8 +379,8 @@ class IterableFetch(Dataset[Any]):
             pass_begin: position of the first global batch of the pass, which is above 0 in a
                 resumed epoch. It decides for which global batches digests are kept.
         """
-        # Every rank reads all samples, so on this rank, too, each global batch has `batch_size` of
-        # them.
+        # This rank reads all samples of each global batch, not only its own ones. So it reads
+        # `batch_size` samples of each.
         batch_size = self._source.batch_size
         return self._read(
             epoch,
@@ -390,12 +397,12 @@ class IterableFetch(Dataset[Any]):
         # place.
         copy_at_beginning = self.fresh()
         samples = copy_at_beginning._read(epoch, first=0, stride=1, count=count)
+        reader_of_copy = copy_at_beginning._reader  # `_read` has opened it
 
         # But some datasets return the same iterator each time, `iter(dataset) is dataset`. Then the
         # copy has moved the iterator of the pass in progress. Drop this pass's reader: at its next
         # read the pass opens the dataset again, and reads forward to its place.
         present_reader = self._reader
-        reader_of_copy = copy_at_beginning._reader
         if present_reader is not None and reader_of_copy is not None:
             iterator_was_moved = reader_of_copy.samples is present_reader.samples
             if iterator_was_moved:
@@ -416,8 +423,8 @@ class IterableFetch(Dataset[Any]):
             samples: the samples as the dataset yielded them.
             numbers: the numbers of the samples, shape `(n,)`.
         """
-        # Only the user's own `transform` or `collate` may draw random numbers, and
-        # `sample_rng=False` says that they do not.
+        # Seeds are only needed if functions of the user's run, which may draw random numbers. They
+        # are left out with `sample_rng=False`, by which the user says that none are drawn.
         transform = self._source.transform
         needs_seeds = self._runs_user_code and self._sample_rng
         if not needs_seeds:
@@ -451,8 +458,8 @@ class IterableFetch(Dataset[Any]):
     ) -> list[Any]:
         """Reads the samples `first`, `first + stride`, and so on, up to the end of the dataset.
 
-        If samples before `first` must be read and dropped, their digests are kept. The last two
-        arguments are only needed for that.
+        If samples before `first` must be read and dropped, their digests are kept. `pass_begin` and
+        `samples_per_batch` are only needed for that.
 
         Args:
             epoch: number of the epoch.
@@ -480,7 +487,7 @@ class IterableFetch(Dataset[Any]):
             with reader.enter_random_state():
                 self._read_up_to(reader, first, pass_begin, samples_per_batch)
                 samples = reader.take(count)
-            if samples:
+            if samples:  # otherwise the dataset has ended, and the reader stays where it is
                 reader.next_number = first + stride * len(samples)
         return samples
 
@@ -559,7 +566,8 @@ class IterableFetch(Dataset[Any]):
         copy_at_beginning = self.fresh()
         num_batches = ceil_div(SAMPLES_COMPARED, self._source.batch_size)
         for position in range(num_batches):
-            # The request for this global batch in a pass that begins with the epoch.
+            # Make the request that a pass from the beginning of the epoch makes for this global
+            # batch. Such a pass needs not read the beginning in addition.
             key_of_beginning = key._replace(position=position, pass_begin=0, read_beginning=False)
             samples = copy_at_beginning._read_part(key_of_beginning).samples
             copy_at_beginning._keep_digests(position, pass_begin=0, samples=samples)
@@ -590,34 +598,42 @@ class IterableFetch(Dataset[Any]):
     def _open(self, epoch: int, first: int, stride: int) -> StreamReader:
         """Starts a pass over the dataset, which replaces the current one.
 
+        If the dataset can be opened in its middle, the pass begins with the sample `first`.
+        Otherwise it begins with sample 0, and `_read_up_to` will drop the samples before `first`.
+
         Args:
             epoch: number of the epoch.
-            first: number of the first sample that is needed. If the dataset can skip samples, the
-                pass begins with it, otherwise with sample 0.
-            stride: the second argument of the user's function `shard(start, step)`.
+            first: number of the first sample that is needed: the first argument of the user's
+                function `shard(start, step)`.
+            stride: difference between the numbers of neighbouring samples: its second argument.
 
         Returns:
             The reader of the pass, which is also kept in `_reader`.
         """
         dataset: Any = self.dataset
         shard = self._source.shard
-        # While the dataset is read, it draws from random streams of its own in place of the usual
-        # ones. With `sample_rng=False` it draws from the usual ones.
+
+        # While the dataset is read, it draws from random streams of this pass in place of the usual
+        # ones. With `sample_rng=False` it draws from the usual ones. `enter_random_state` is a
+        # function that returns a context.
         enter_random_state: Any = nullcontext
         if self._sample_rng:
-            enter_random_state = PassRandomState(self._seed, epoch).entered
+            random_state_of_pass = PassRandomState(self._seed, epoch)
+            enter_random_state = random_state_of_pass.entered
 
-        next_number = 0
         with enter_random_state():
             if hasattr(dataset, "set_epoch"):
                 dataset.set_epoch(epoch)
+
             if callable(shard):
                 samples = iter(shard(first, stride))
-                next_number = first
+                number_of_first_read = first
             elif first and self._can_skip:
                 samples = iter(dataset.skip(first))
-                next_number = first
+                number_of_first_read = first
             else:
                 samples = iter(dataset)
-        self._reader = StreamReader(epoch, next_number, samples, enter_random_state)
+                number_of_first_read = 0
+
+        self._reader = StreamReader(epoch, number_of_first_read, samples, enter_random_state)
         return self._reader

@@ -73,8 +73,9 @@ class UnpreparedLoaders:
             return
 
         # If the user's loop trains on a dataset that it reads as a whole, that is most likely a
-        # mistake, since every rank reads the same samples. So remember the dataset. With a sampler
-        # of the user's, this rank may read only its part of the dataset, which is no mistake.
+        # mistake, since every rank reads the same samples. The dataset is remembered for a check
+        # before the backward pass, which warns of this. With a sampler of the user's, this rank may
+        # read only its part of the dataset, which is no mistake.
         reads_whole_dataset = type(sampler) in (SequentialSampler, RandomSampler)
         self.dataset_in_use = dataset if reads_whole_dataset else None
 
@@ -94,8 +95,8 @@ def checksum(batch: Any) -> ReadPass:
     0 if there is none.
 
     Returns:
-        The number and the sum, as if the batch were a whole pass. Those of a pass are the sums of
-        those of its batches.
+        The number and the sum, as if the batch were a whole pass. Adding the results of all batches
+        gives the number and the sum of the pass.
     """
     summed = [tensor for tensor in tensors(batch) if _can_be_summed(tensor)][:MAX_TENSORS]
     if not summed:

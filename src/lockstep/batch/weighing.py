@@ -74,12 +74,17 @@ class Weighing:
         Raises:
             DataError: the user's function did not return a number that is at least 0.
         """
+        # Count the rows, if the user's collate function may have made other rows than one for each
+        # sample. If they cannot be counted, one row for each sample is assumed.
         num_samples = planned.micro_batch.local_rows
-
-        counted_rows: int | None = num_samples
+        num_rows = num_samples
+        rows_are_unknown = False
         if self.rows is not None and num_samples > 0:
-            counted_rows = self.rows.count(batch, num_samples)  # None if they cannot be counted
-        num_rows = num_samples if counted_rows is None else counted_rows
+            counted_rows = self.rows.count(batch, num_samples)
+            if counted_rows is None:
+                rows_are_unknown = True
+            else:
+                num_rows = counted_rows
 
         has_other_rows = num_rows != num_samples
         if has_other_rows:
@@ -103,7 +108,7 @@ class Weighing:
             collated=batch,
             weight=weight,
             has_other_rows=has_other_rows,
-            rows_are_unknown=counted_rows is None,
+            rows_are_unknown=rows_are_unknown,
         )
 
 
@@ -180,6 +185,8 @@ def scale_by_weight(
         if all_reduce is not None:
             scaled_previous_batch = all_reduce.wait_for_scaled()
 
+        # Start the all-reduce of this global batch, whose micro-batches the object keeps until the
+        # result is there. The next global batch is read from its beginning: nothing is before it.
         all_reduce = _WeightAllReduce(
             global_batch, weighing, collectives, epoch, weight_before, virtual_ranks
         )
@@ -267,12 +274,13 @@ class _WeightAllReduce:
         ) = self._sums.tolist()
         self._check_same_global_batch(sum_of_epochs, sum_of_positions)
 
-        # The user's function has weighed the batches.
+        # Without a row counter, every sample makes one row. With a function of the user's, batches
+        # are weighed by that function. In both cases the rows need no further attention.
         row_counter = self._weighing.rows
         if self._weighing.weight is not None or row_counter is None:
             return self._scaled(weights)
 
-        # Without such a function, batches are weighed by their rows.
+        # Otherwise batches are weighed by their rows, which were counted.
         first_planned, _ = self._global_batch[0]
         global_samples = first_planned.micro_batch.global_samples
         if num_ranks_with_unknown_rows > 0:
@@ -329,11 +337,11 @@ class _WeightAllReduce:
         scaled = []
         for counted in self._counted:
             # `W` in the formula: the total weight over which the mean loss is taken. Under DiLoCo
-            # each replica takes a mean of its own.
+            # each replica of the model takes a mean of its own.
             total_weight = total_of_global_batch
             if trains_replicas:
-                replica = _index_of_weight(counted)
-                total_weight = weights[replica]
+                number_of_replica = _index_of_weight(counted)
+                total_weight = weights[number_of_replica]
 
             # If nothing has a weight, there is nothing to train on, and every loss counts 0.
             has_weight = total_weight > 0
@@ -341,17 +349,20 @@ class _WeightAllReduce:
             if has_weight:
                 scale = counted.weight * num_averaged_gradients / total_weight
 
-            # `plain` says that `loss.backward()` without a factor is right. This is so if the
-            # micro-batch is the whole global batch, because its scale is then 1 (or 0, if it has no
-            # weight).
-            micro_batch = replace(
-                counted.planned.micro_batch, scale=scale, plain=is_one_micro_batch and has_weight
-            )
+            # A micro-batch that is the whole global batch has the scale 1, unless it has no weight.
+            # `plain` then says that the user may call `loss.backward()`, without a factor.
+            needs_no_factor = is_one_micro_batch and has_weight
+            micro_batch = replace(counted.planned.micro_batch, scale=scale, plain=needs_no_factor)
 
-            # A rank without rows gets an empty batch. If no rank has any rows, each gets the result
-            # of its collate function, as a single device would.
-            batch = counted.batch if total_of_global_batch > 0 else counted.collated
-            scaled.append((counted.planned._replace(micro_batch=micro_batch), batch))
+            # Usually the loop gets `counted.batch`: the result of the collate function, or an empty
+            # batch if that result has no rows, because the model must be called on every rank. If
+            # no rank has any rows, the loop gets the result of the collate function in any case, as
+            # it would on a single device.
+            some_rank_has_rows = total_of_global_batch > 0
+            batch = counted.batch if some_rank_has_rows else counted.collated
+
+            planned = counted.planned._replace(micro_batch=micro_batch)
+            scaled.append((planned, batch))
         return scaled
 
     def _num_averaged_gradients(self) -> int:

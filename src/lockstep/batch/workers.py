@@ -64,8 +64,8 @@ class Workers:
             yield from self._start(fetch, keys, options)
             return
 
-        # Otherwise use the persistent workers. They belong to a DataLoader whose sampler is always
-        # `_sampler_of_persistent`, so the keys of this pass are put into that object.
+        # Otherwise use the persistent workers. Their DataLoader was made with one sampler, which
+        # cannot be replaced. So the keys of this pass are put into that sampler.
         self._persistent_are_busy = True
         self._sampler_of_persistent.keys = keys
         try:

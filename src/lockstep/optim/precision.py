@@ -359,7 +359,7 @@ def _change_tensors(nest: Any, change: Callable[[Tensor], Tensor]) -> Any:
 
 
 def _map_all_tensors(nest: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    return map_tensors(nest, change, opaque=None)
+    return map_tensors(nest, change, inside_opaque=True)
 
 
 _map_tensors_uncompiled = never_compiled(_map_all_tensors, recursive=True)
@@ -390,4 +390,6 @@ def _inputs_in_double(module: nn.Module, args: Any, kwargs: Any) -> Any:
 
 def in_double(nest: Any) -> Any:
     """Returns a nest with its floating-point tensors converted to float64."""
-    return map_tensors(nest, lambda t: t.double() if t.is_floating_point() else t, opaque=None)
+    return map_tensors(
+        nest, lambda t: t.double() if t.is_floating_point() else t, inside_opaque=True
+    )
