@@ -395,6 +395,7 @@ class Template:
                         yield ((begin, end), *later_spans)
                 end = text.find(literal_behind, end + 1)
 
+        # All ends were tried, and none fits. The same field is not tried again from this place.
         if not was_found:
             dead_ends.add((field_number, begin))
 
@@ -495,8 +496,8 @@ class Catalogue:
         if _stays_english(stripped, may_be_word=may_be_word):
             return _leave_in_english(text)
 
-        # 1. As one message, with the spaces at its ends. They belong to the message if it begins or
-        # ends with an empty value: "{note} steps" with an empty note is " steps".
+        # 1. As one message, with the spaces at its ends. A message can begin or end with a space if
+        # a value at its end is empty: "{note} steps" with an empty note is " steps".
         if text != stripped:
             translation = self._translate_message(text, cache)
             if translation is not None:
@@ -529,8 +530,9 @@ class Catalogue:
         if cache.is_full:
             return _leave_in_english(text)
 
-        # Prevent endless recursion. If the template is "{name}{note}" and the note is empty, the
-        # value of `name` is the whole text again. Translated as that value, it is no message.
+        # Prevent endless recursion. With the template "{name}{note}" and an empty note, the value
+        # of `name` is the whole text, so this method is called with the same text again. The second
+        # call then finds None in the cache: no message.
         cache.translations[text] = None
 
         translation = self._translate_by_templates(text, cache)
@@ -540,8 +542,10 @@ class Catalogue:
     def _translate_by_templates(self, text: str, cache: Cache) -> Translation | None:
         """Translates a text that was made from a template; returns None if it was not.
 
-        Several templates may match the text, and `_choose_readings` says which of them count. If
-        several count and their Chinese differs, the text stays English.
+        A reading is a template with the values of its fields. There may be several. With the
+        template "all ranks {do} for {reason}", the text "all ranks wait for each other for a batch"
+        has the readings ("wait", "each other for a batch") and ("wait for each other", "a batch").
+        If the readings that count differ in Chinese, the text stays English.
         """
         # Translate the text in every way in which it can be read. The templates are sorted, so the
         # readings whose templates have more words come first.
@@ -555,13 +559,14 @@ class Catalogue:
         if cache.is_full:
             return _leave_in_english(text)
 
+        # Several templates may match, and only the best of them count.
         chosen = _choose_readings(readings)
         if not chosen:
             return None
 
-        # A chosen template may also have readings that were not chosen, with other values: "all
-        # ranks {do} for {reason}" in "all ranks wait for each other for a batch". Any of them may
-        # be what was meant, so all readings with a chosen template are compared.
+        # Of a template that counts, `_choose_readings` may have dropped a reading: the first one of
+        # the example above, say. But nothing shows which values were meant. So all readings with
+        # this template must say the same in Chinese.
         chosen_templates = [reading.template for reading in chosen]
         chinese_texts: set[str] = set()
         for reading in readings:
@@ -595,6 +600,8 @@ class Catalogue:
 
             # A value of a single word is usually a name of the user's: a parameter may be called
             # `gradients`. It is translated only in the few fields that hold words of the catalogue.
+            # The caller of `translate` may forbid this for the whole text. The cache has this
+            # choice too, as its translations depend on it.
             may_be_word = name in FIELDS_OF_CATALOGUED_WORDS and not cache.single_words_stay_english
             value = self._translate_text(text[begin:end], cache, may_be_word=may_be_word)
             values[field_name] = value.text
@@ -609,9 +616,10 @@ class Catalogue:
     def _translate_parts(self, text: str, cache: Cache, *, may_be_word: bool) -> Translation:
         """Splits a text that is no message at a separator, and translates each part.
 
-        "rank 1 waits; rank 2 has ended" has two parts. The text is split at the first of
-        `SEPARATORS` that it has. A part that is no message either is split at the next separator
-        in turn, by `_translate_text`.
+        The text is split at the first of `SEPARATORS` that it has. A part that is no message either
+        is split in turn, by `_translate_text`. For example, "step 3: rank 1 waits; rank 2 has
+        ended" is first split into "step 3: rank 1 waits" and "rank 2 has ended", and the first part
+        then into "step 3" and "rank 1 waits".
 
         Args:
             text: text that is no message as a whole.
@@ -623,18 +631,21 @@ class Catalogue:
         if separator is None:
             return _leave_in_english(text)
 
-        separates_messages = separator in SEPARATORS_OF_MESSAGES
         parts = _split_outside_quotes(text, separator)
+
+        # A message may itself contain a separator of messages: "a; b" may be one.
+        separates_messages = separator in SEPARATORS_OF_MESSAGES
         if separates_messages:
             parts = self._rejoin_messages(parts, separator)
 
         translations: list[Translation] = []
         for number, part in enumerate(parts, 1):
-            # The separator stands behind each part but the last. Its mark, such as ":", may belong
-            # to the message before it.
+            # The separator stands behind each part but the last. If the catalogue has the message
+            # "step {step}:", the mark ":" belongs to the part before it.
             mark_behind = separator.strip() if number < len(parts) else ""
 
-            # Each message has a cache of its own, so that a long list does not fill the cache.
+            # A cache takes a limited number of translations. So each message of a list gets a new
+            # one, with the same rule for single words. The parts of one message share a cache.
             cache_of_part = cache
             if separates_messages:
                 cache_of_part = Cache(cache.single_words_stay_english)
@@ -643,7 +654,7 @@ class Catalogue:
             )
             translations.append(translation)
 
-        # In "give a number from 1 to x; y", the user's text may be "x; y", and the split wrong.
+        # The split may be wrong. In "give a number from 1 to x; y", "x; y" may be one value.
         translations = _keep_doubtful_parts_english(parts, translations)
         return _join_parts(parts, translations, separator)
 
@@ -651,10 +662,10 @@ class Catalogue:
         """Joins parts again that are one message, because the message itself has the separator.
 
         "a", "b" and "c" become "a; b" and "c" if "a; b" is a message. The longest message that
-        begins with a part is taken.
+        begins with a part is taken. A part that begins no longer message stays by itself.
 
         Args:
-            parts: all parts of a text that is no message as a whole.
+            parts: all parts of a text. All of them together are no message.
             separator: the separator between them.
         """
         messages: list[str] = []
@@ -666,15 +677,18 @@ class Catalogue:
         return messages
 
     def _end_of_longest_message(self, parts: Sequence[str], begin: int, separator: str) -> int:
-        """Returns the index behind the last part of the longest message that begins with a part.
+        """Returns the `end` of the longest message that can be joined from `parts[begin:end]`.
 
-        For the parts "a", "b" and "c" and `begin` 0, it is 2 if "a; b" is a message. It is 1, so
-        that "a" is a message by itself, if there is no longer one.
+        For the parts "a", "b" and "c" and `begin` 0, it is 2 if "a; b" is a message. If no two or
+        more parts are a message, it is `begin + 1`, so that "a" stays by itself.
         """
-        for end in range(min(begin + MAX_PARTS_OF_MESSAGE, len(parts)), begin + 1, -1):
+        # Try the longest message first, and two parts last.
+        largest_end = min(begin + MAX_PARTS_OF_MESSAGE, len(parts))
+        for end in range(largest_end, begin + 1, -1):
+            # The text was only split into parts because the whole text is no message.
             is_whole_text = end - begin == len(parts)
             if is_whole_text:
-                continue  # it is no message, or it would not have been split
+                continue
 
             # Only whether there is a translation matters here. So single words in it are not looked
             # up.
@@ -692,11 +706,11 @@ class Catalogue:
 
         The mark behind the part may belong to its message. "step 3: done" has the parts "step 3"
         and "done". If the catalogue has "step {step}:", but no "step {step}", then "step 3:" is
-        translated and its mark is removed again.
+        translated to "第 3 步：", and the Chinese mark at its end is removed again.
 
-        For the message "see {file}", the part "see a.py" with its mark would be read as a file
-        named "a.py:". The translation does not end with a Chinese mark then, so it does not count,
-        and "see a.py" is translated.
+        The part is also translated with its mark if the mark does not belong to the message. For
+        the message "see {file}", "see a.py:" would name the file "a.py:". This translation ends
+        with the English mark, by which it is recognized. Then the part is translated without it.
 
         Args:
             part: the part, without the separator behind it.
@@ -737,10 +751,11 @@ def _stays_english(text: str, *, may_be_word: bool) -> bool:
 def _choose_readings(readings: Sequence[Reading]) -> list[Reading]:
     """Chooses between the readings of a text with different templates.
 
-    "rank 1 waits for 3 s" can be read with "{who} waits for {waited_s} s" and with
-    "{subject} for {waited_s} s".
+    "rank 1 waits for 3 s" can be read with "{who} waits for {waited_s} s", where `who` is "rank 1",
+    and with "{subject} for {waited_s} s", where `subject` is "rank 1 waits".
 
-    - A reading that leaves less in English is better: the first, if "rank 1 waits" is no message.
+    - A reading that leaves less in English is better. If the catalogue cannot translate "rank 1
+      waits", the second reading leaves it in English, so the first one is better.
     - If both leave the same, the template that has more of the text's words is better: the first.
 
     Args:
@@ -798,13 +813,12 @@ def _keep_doubtful_parts_english(
 ) -> list[Translation]:
     """Leaves a part in English if the text may have been split within a value of that part.
 
-    - "give a number from 1 to x; y": the first part is translated and ends with the value "x". The
-      second part, "y", is not translated at all. So the value may be "x; y".
-    - "x; y is no number": the second part is translated and begins with the value "y". The first
-      part is not translated at all. So the value may again be "x; y".
+    The split is doubtful if English words stand on both sides of a separator: an untranslated value
+    of a translated part, and beside it a part that is not translated at all. Both may be one value,
+    "x; y", so the translated part is left in English too:
 
-    In both cases the whole text may be one sentence about "x; y", so the other part stays English
-    too.
+    - "give a number from 1 to x; y": the first part is translated and ends with the value "x".
+    - "x; y is no number": the second part is translated and begins with the value "y".
 
     Returns:
         The translation of each part.
@@ -859,8 +873,8 @@ def _join_parts(
             last_is_english = last_translation.text == last_part
             this_is_english = translation.text == part
             if last_is_english and this_is_english:
-                name = last_part + separator + part
-                joined[-1] = (name, _leave_in_english(name))
+                both_parts = last_part + separator + part
+                joined[-1] = (both_parts, _leave_in_english(both_parts))
                 continue
 
         joined.append((part, translation))
@@ -926,7 +940,7 @@ def _join_with_chinese_spacing(left: str, right: str) -> str:
     """Joins two pieces of a Chinese text, with the space between them that Chinese has.
 
     - No space beside Chinese punctuation or between two Chinese characters.
-    - One space between a Chinese character and a Latin letter or a digit.
+    - At least one space between a Chinese character and a Latin letter or a digit.
     - Otherwise, the space that the pieces have themselves.
     """
     # A piece that is empty or has only spaces has no character beside which a space is judged.

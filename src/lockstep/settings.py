@@ -561,32 +561,38 @@ def resolve_settings(environ: Mapping[str, str], **given: Any) -> Settings:
 def _override_by_verify(values: dict[str, Any], settings_of_verify: Mapping[str, Any]) -> None:
     """Writes the settings of `lockstep verify` into those of the run.
 
+    `verify` makes runs of three kinds, with these settings among others:
+
+        to compare bits:                   {"virtual_ranks_of_verify": 4}
+        to compare within a tolerance:     {"uncompressed": True}
+        on one process, as its reference:  {"uncompressed": True, "reference_of_verify": True}
+
     Args:
         values: the settings of the run, by the names of the arguments; they are changed.
         settings_of_verify: the settings that `lockstep verify` makes.
     """
     values.update(settings_of_verify)
 
-    # `verify` compares runs micro-batch by micro-batch, and a check of devices would add some.
-    # It keeps no report, so there is no folder for a trace.
+    # `verify` compares runs micro-batch by micro-batch, and a check of devices would add
+    # micro-batches. It keeps no report, so there is no folder for a trace.
     values.pop("check_devices", None)
     values.pop("trace_step", None)
 
-    # `verify` makes two kinds of runs. The first compares bits, for which it needs virtual ranks.
+    # The user has chosen virtual ranks: they are kept in runs of all kinds. In those that compare
+    # bits they take the place of the ones that `verify` has chosen.
     if values.get("virtual_ranks") is not None:
-        # The user has chosen virtual ranks, which take precedence over those of `verify`. None says
-        # that `verify` has not set them.
         values["virtual_ranks_of_verify"] = None
+
+    # The bits are compared with the virtual ranks that `verify` has chosen.
     elif values.get("virtual_ranks_of_verify") is not None:
         values["virtual_ranks"] = values["virtual_ranks_of_verify"]
 
         # With one process for several virtual ranks, BatchNorm cannot compute the statistics of the
-        # global batch. `verify` compares these in the second kind of run.
+        # global batch. `verify` compares them within a tolerance.
         values["sync_batchnorm"] = False
 
-    # The second kind compares within a tolerance, with a reference run on one process, and sets no
-    # virtual ranks. If the user has set them and also asks for synchronised BatchNorm, they are
-    # left out of the reference run: there, BatchNorm gets the whole batch at once.
+    # In the reference, synchronised BatchNorm must get the whole batch at once. So virtual ranks
+    # that the user has chosen are left out of it.
     if values.get("reference_of_verify") and values.get("sync_batchnorm"):
         values["virtual_ranks"] = None
 

@@ -185,7 +185,7 @@ def test_a_micro_batch_of_a_virtual_rank_opens_and_closes_the_part_of_that_rank(
             begins=begins,
             ends=ends,
             num_on_process=2,
-            mean_num_on_process=2.0,
+            virtual_ranks_per_process=2.0,
             has_own_step=True,
         )
         return MicroBatch(first=False, last=False, scale=3.0, virtual_rank=virtual_rank)

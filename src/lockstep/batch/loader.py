@@ -231,7 +231,7 @@ class Loader:
         training_pass = self._training_pass
         if training_pass is None:
             return False
-        if not training_pass.ended:
+        if not training_pass.loader_ended:
             return True
 
         # The loader is exhausted. The loop still trains if it holds batches on which it has not

@@ -761,7 +761,7 @@ def _micro_batches_of_virtual_ranks(
             ends=piece.piece_number == piece.num_pieces - 1,
             piece=piece.piece_number,
             num_on_process=len(virtual_ranks_of_this_rank),
-            mean_num_on_process=virtual_ranks_per_rank,
+            virtual_ranks_per_process=virtual_ranks_per_rank,
             has_own_step=False,
             is_padding=piece.is_padding,
             is_repeat=checked_piece.is_repeat,
@@ -823,7 +823,7 @@ def _micro_batches_of_copies(
                 begins=piece == 0,
                 ends=piece == pieces_per_replica - 1,
                 num_on_process=len(replicas),
-                mean_num_on_process=max(1.0, num_virtual_ranks / num_ranks),
+                virtual_ranks_per_process=max(1.0, num_virtual_ranks / num_ranks),
                 has_own_step=True,
             )
             position = first_piece + piece

@@ -145,6 +145,7 @@ def _rows_of_replicas(
     if samples is not None:
         samples_of_replica = list(model.sizes(samples))  # how the replicas divide them
 
+    # Several replicas may share one device. Then there is only one row.
     row_of_first_replica = rows[0]
     each_has_a_device = len(set(model.devices)) == model.num_replicas
     if not each_has_a_device:
@@ -156,7 +157,7 @@ def _rows_of_replicas(
 
     completed: list[DeviceMemory] = []
     for row in rows:
-        # A device that holds something, such as the loss, but on which no replica computes.
+        # No replica computes on this device, but it holds something, such as the loss.
         if row.device not in samples_of_device:
             completed.append(replace(row, samples=None))
             continue
@@ -179,24 +180,25 @@ def _rows_of_sharing_replicas(
     computes with the parameters themselves, and has the optimizer's state, the loss and the
     measured peak of all. Each other replica has a copy of the parameters.
 
-    Steps were either measured for all replicas or not at all. If they were, a number that is None
-    in the row of the device means that nothing was found there: 0 bytes.
-
     Args:
         shared: the row of the device, with the bytes of all replicas.
         samples_of_replica: samples that each replica computes; None if no steps were measured.
     """
+    # Activations and losses are only known if steps were measured. If they were not, both are None
+    # in all rows.
+    steps_were_measured = None not in samples_of_replica
+    loss_of_other_replicas = 0 if steps_were_measured else None
+
     total_samples = sum(samples or 0 for samples in samples_of_replica)
     rows: list[DeviceMemory] = []
     for number, samples in enumerate(samples_of_replica):
         # The activations are divided in proportion to the samples, because layers that the replicas
-        # compute together, such as BatchNorm, save tensors for all of them.
+        # compute together, such as BatchNorm, save tensors for all of them. (Steps were measured
+        # here, so None in the row of the device only means that none were found.)
         activations: int | None = None
-        loss: int | None = None
-        if samples is not None:  # steps were measured
+        if samples is not None:
             activations_of_all = shared.activations or 0
             activations = activations_of_all * samples // max(1, total_samples)
-            loss = 0
 
         row = replace(
             shared, device=f"{REPLICA_PREFIX}{number}", samples=samples, activations=activations
@@ -208,7 +210,7 @@ def _rows_of_sharing_replicas(
                 parameters=0,
                 copies=shared.parameters,
                 state=0,
-                loss=loss,
+                loss=loss_of_other_replicas,
                 peak=None,  # the first replica's row has the peak of the device
             )
         rows.append(row)
@@ -242,8 +244,8 @@ def _gathered_bytes(units: Sequence[nn.Module]) -> int:
             if half_dtype is not None and parameter.is_floating_point():
                 gathered_bytes = parameter.numel() * half_dtype.itemsize
 
-            # The parameters of the outermost unit stay gathered for the whole step, so they are no
-            # memory for a moment only: the table has them in the row "copies".
+            # The parameters of the outermost unit stay gathered for the whole step, so they are not
+            # counted here. The table has them in the row "copies".
             if unit is not units[0]:
                 num_bytes += gathered_bytes
 

@@ -103,7 +103,9 @@ class TrainingPass:
         """True if an optimizer has stepped in this pass. A pass in which none has stepped is taken
         for an evaluation, even if gradients are enabled."""
         self.step_left_out = False
-        """True if no optimizer has stepped for the previous micro-batch."""
+        """True if the previous micro-batch was trained, and its global batch had no optimizer step
+        so far. If the optimizer steps now, without a backward pass for the current micro-batch, it
+        is an error of the loop, which has fetched a batch before the step."""
         self.num_deliveries = 0
         self.num_delivered_global_batches = 0
         self.being_trained: Delivery | None = None
@@ -113,8 +115,9 @@ class TrainingPass:
         pass was seen. In a loop that fetches nothing ahead, it is the last one handed out."""
         self.untrained: list[Delivery] = []
         """Deliveries for which no backward pass is known yet, in order."""
-        self.ended = False
-        """True if the loop has left the loader. It may still train on batches that it holds."""
+        self.loader_ended = False
+        """True if the loader is exhausted, or the loop has left it. The loop may still train on
+        batches that it holds."""
         self.source_of_loss_is_known = True
         """True if the next loss comes from `being_trained`; False if it may come from any of
         `untrained`."""
@@ -122,15 +125,15 @@ class TrainingPass:
     def begin_micro_batch(self, micro_batch: MicroBatch) -> None:
         """Updates the state of the pass when training on a micro-batch begins.
 
-        A global batch has one optimizer step, unless it is divided among virtual ranks that each
-        train a copy of the model: then it has one step for each virtual rank.
-
         Args:
             micro_batch: the micro-batch. `micro_batch.first` is True if it is the first of its
                 global batch, `micro_batch.opens_step` if it is the first of its optimizer step.
         """
         previous = self.micro_batch
         previous_was_trained = self.num_backwards > 0
+
+        # This is no error by itself: within a global batch, the optimizer does not step before the
+        # last micro-batch. It only explains an error of a later call of `optimizer.step()`.
         self.step_left_out = previous_was_trained and not self.stepped
 
         # A new global batch begins. `self.loss` is the sum over the micro-batches of the previous
@@ -146,6 +149,7 @@ class TrainingPass:
         elif previous_was_trained:
             self.accumulated = True
 
+        # A global batch has one optimizer step, or one for each virtual rank (`opens_step`).
         if micro_batch.opens_step:
             self.num_steps += 1
 
@@ -191,7 +195,8 @@ def next_trained(training_pass: TrainingPass) -> list[Delivery]:
     Returns:
         A list with that delivery; empty if nothing was handed out yet.
     """
-    # The usual case: the loss comes from the delivery that is being trained.
+    # The usual case: the loop has fetched nothing ahead, so the loss comes from the delivery that
+    # is being trained. This is also assumed if every delivery was trained already.
     if training_pass.source_of_loss_is_known or not training_pass.untrained:
         if training_pass.being_trained is None:
             return []
@@ -216,11 +221,12 @@ def check_order(delivery: Delivery) -> None:
 
     if delivery.micro_batch.first:
         # A new global batch may begin after the last micro-batch of another one. It may also begin
-        # in the middle of another one if the latest micro-batch was not trained, for example
-        # because the loop has skipped the rest of that global batch.
-        latest_is_last = training_pass.micro_batch.last
-        latest_is_untrained = training_pass.num_backwards == 0  # counts its backward passes only
-        in_order = latest_is_last or latest_is_untrained
+        # in the middle of another one if the previous micro-batch was not trained, for example
+        # because the loop has skipped the rest of that global batch. The pass still has the
+        # micro-batch of `previous`, and how many backward passes it had.
+        previous_is_last = training_pass.micro_batch.last
+        previous_is_untrained = training_pass.num_backwards == 0
+        in_order = previous_is_last or previous_is_untrained
     else:
         # A further micro-batch must follow an earlier one of the same global batch.
         is_later = delivery.number_in_pass > previous.number_in_pass
@@ -274,14 +280,15 @@ def unknown_source_error(
 ) -> UsageError:
     """Returns the error for a loss that may come from any of several batches.
 
-    The batches have different numbers of samples, for example 3 and 2 on this rank, so the factor
-    of the loss depends on which of them it comes from.
+    The batches have different numbers of samples, so the factor of the loss depends on which of
+    them it comes from. The message contains, for example: "the loop holds several batches of a
+    loader that has ended, of which this rank has 3 of 8 and 2 of 8 samples".
 
     Args:
         possible: the batches that the loss may come from.
-        which: the end of the phrase "several batches ..." in the message, for example "that no
-            backward pass has followed yet".
-        instead: the advice.
+        which: what follows "several batches" in the message, for example "of a loader that has
+            ended".
+        instead: the beginning of the advice.
     """
     batches = "several batches" if len(possible) > 1 else "a batch"
     return UsageError(

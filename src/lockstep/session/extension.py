@@ -324,8 +324,9 @@ class Extensions(Extension):
         parameters: Sequence[Tensor],
         gradients: Sequence[Tensor | None],
     ) -> None:
-        # "Leaf" because the gradients of virtual ranks are the leaves of the tree in which they are
-        # added up: `(gradient of rank 0 + gradient of rank 1) + (gradient of rank 2 + ...)`.
+        # Called when gradients of a virtual rank are complete. They are called leaves because they
+        # are the leaves of the tree in which the gradients of all virtual ranks are added up:
+        # `(gradient of rank 0 + gradient of rank 1) + (gradient of rank 2 + ...)`.
         for tell in self.listeners["leaf_gradient"]:
             tell(micro_batch, parameters, gradients)
 

@@ -38,7 +38,7 @@ class VirtualRank:
     """The number of this micro-batch among those of the virtual rank, from 0."""
     num_on_process: int
     """How many virtual ranks this process computes, one after the other."""
-    mean_num_on_process: float
+    virtual_ranks_per_process: float
     """How many virtual ranks a process computes on average; at least 1."""
     has_own_step: bool
     """True if each virtual rank trains a copy of the model, with its own optimizer step."""
@@ -143,5 +143,5 @@ class MicroBatch:
         if self.virtual_rank is None:
             return self
         # A process adds the gradients of several virtual ranks, each the gradient of its own mean.
-        scale = self.scale / self.virtual_rank.mean_num_on_process
+        scale = self.scale / self.virtual_rank.virtual_ranks_per_process
         return replace(self, scale=scale, virtual_rank=None)

@@ -135,8 +135,8 @@ class OpenPass:
             return True
 
         # The loader is exhausted. The loop may still train on batches that it holds, or it may be
-        # over, and nothing tells which. The first value of a name is taken to be logged in the loop
-        # as long as there are untrained batches.
+        # over, and nothing tells which. If this is the first value with its name, the loop is taken
+        # to go on as long as there are untrained batches.
         assert self.training_pass is not None  # only training leaves batches to train on
         if name not in self.delivery_of_name:
             return bool(self.training_pass.untrained)
@@ -231,8 +231,8 @@ class Step:
         """Identifies the current optimizer step."""
         return self.training_pass, self.training_pass.number, self.training_pass.num_steps
 
-    def is_unfinished(self, key: StepKey) -> bool:
-        """Returns True if a step is still due: the loop is in the middle of its micro-batches.
+    def is_still_due(self, key: StepKey) -> bool:
+        """Returns True if a loop still has to make an optimizer step that it has begun.
 
         Args:
             key: the optimizer step: its pass, the number of its global batch, and the number of
@@ -249,18 +249,20 @@ class Step:
         if micro_batch.is_only_of_step:
             return False
 
-        # While the pass is trained, its latest step is the current one. This is so even in the last
+        # The pass is being trained, so its latest step is due. This is so even in the last
         # micro-batch of the step: the optimizer steps after it.
         if training_pass is self.training_pass:
             return True
 
         # The script has gone over to another loader, so the step does not come any more.
-        another_pass_is_trained = self.training_pass is not self._pass_without_loader
-        if another_pass_is_trained:
+        # (`_pass_without_loader` is not a loader: it is the current pass outside of all loops.)
+        another_loader_is_used = self.training_pass is not self._pass_without_loader
+        if another_loader_is_used:
             return False
 
-        # The loader has ended, and no other is used. The step is still due if micro-batches of it
-        # are missing that a loop, which has fetched them ahead, still holds.
+        # The loader has ended, and no other is used. If the last micro-batch of the step was
+        # trained, the loop has left the step out. Otherwise the step is still due if the loop has
+        # fetched the missing micro-batches ahead and still holds one.
         if micro_batch.closes_step:
             return False
         return any(delivery.is_referenced for delivery in training_pass.untrained)
@@ -295,10 +297,11 @@ class Step:
         Raises:
             UsageError: two loaders are trained on, and the optimizer steps at different times.
         """
-        # A loop may go on to train on batches that it holds after their loader has ended. As it
-        # fetches a batch of another pass now, it is done with them.
+        # After a loader has ended, a loop may train on batches that it holds. Their pass is among
+        # the open passes again then. Now the loop fetches a batch of another pass, so it is done
+        # with the batches that it holds.
         for other in list(self._passes):
-            if other.ended:
+            if other.loader_ended:
                 self.end_pass(other)
 
         training_pass = delivery.training_pass
@@ -320,22 +323,25 @@ class Step:
     def _hand_out_ahead(self, delivery: Delivery) -> None:
         """Records a delivery that a loop fetches before it has trained on the previous ones.
 
-        The next loss may come from any of these deliveries, so from now on the forward passes show
-        which of them is trained.
+        For example, the loop has fetched batch 1, has not trained on it, and fetches batch 2. The
+        next loss may come from either, so from now on the forward passes show which one is trained.
         """
         training_pass = delivery.training_pass
         training_pass.source_of_loss_is_known = False
         self._watch_forward_passes()
 
-        # Before the first optimizer step, the loop may also be an evaluation with gradients
-        # enabled. It makes no backward pass that would show which delivery it computes on, so
-        # values that it logs are taken to belong to the latest one.
+        # The values that the script logs belong to the batch that it computes on, `last_used`. A
+        # training loop shows this batch by its backward passes. But before the first optimizer
+        # step, the loop may also be an evaluation with gradients enabled, which makes none. So the
+        # values are taken to belong to the latest batch, here batch 2.
         may_be_evaluation = not training_pass.ever_stepped
         if may_be_evaluation:
             training_pass.last_used = delivery
 
-        # If each delivery has its own optimizer step and all of them have the same weight, it makes
-        # no difference which one is trained first. Then training on this one may begin at once.
+        # The batch that is taken to be trained, `being_trained`, gives the factor of the next loss.
+        # Here this is batch 1, until a forward pass shows another one. If each batch has its own
+        # optimizer step and all have the same factor, the order makes no difference. Then batch 2
+        # takes the place of batch 1 at once, and no forward pass is needed.
         being_trained = training_pass.being_trained
         if being_trained is None or not delivery.micro_batch.is_only_of_step:
             return
@@ -388,8 +394,8 @@ class Step:
         if has_gradient:
             return
 
-        # The script may have made the tensors from any batch. `source_of_loss` warns of this if it
-        # makes a difference.
+        # The script may have made the tensors from any batch. `source_of_loss` warns of this if the
+        # batches have different factors.
         self._called_without_delivery = True
 
     def _train_on(self, delivery: Delivery) -> None:
@@ -401,14 +407,19 @@ class Step:
         pass_of_delivery = delivery.training_pass
         pass_of_delivery.last_used = delivery
 
-        # The loop had fetched the delivery ahead, and trains on it now.
-        if delivery is not pass_of_delivery.being_trained:
+        # There are three cases:
+        #
+        # 1. The loop had fetched the delivery ahead, and training on it begins now.
+        # 2. Training on it has begun, and then its loader has ended, so that no pass is current.
+        #    The pass of the delivery becomes the current one again.
+        # 3. Training on it has begun, in a loop that goes on. There is nothing to do: this is
+        #    another call of a module in the same forward pass, for example.
+        has_begun = delivery is pass_of_delivery.being_trained
+        no_pass_is_current = self.training_pass is self._pass_without_loader
+        if not has_begun:
             check_order(delivery)
             self._begin_delivery(delivery)
-
-        # Training on the delivery has begun before. If its loader has ended since then, no pass is
-        # being trained, so its pass is made the one being trained again.
-        elif self.training_pass is self._pass_without_loader:
+        elif no_pass_is_current:
             self.training_pass = pass_of_delivery
 
         # The forward pass has shown that the next loss comes from `being_trained`.
@@ -432,12 +443,16 @@ class Step:
         self._seen_in_forward = []
         self._called_without_delivery = False
 
-        # Usually the loss comes from the micro-batch that the latest pass is being trained on. If
-        # two loaders are trained on, a module may have been called with a batch of the other one.
-        latest_pass = self.training_pass
-        self.micro_batch_of_loss = latest_pass.micro_batch
-        if seen_in_forward and seen_in_forward[0].training_pass is not latest_pass:
-            self.micro_batch_of_loss = seen_in_forward[0].micro_batch
+        # One micro-batch gives the factor of the loss. Usually this is the one that is being
+        # trained. If two loaders are trained on, it may be of one loader, and the loss of the other
+        # one. Then the first delivery of the loss gives the factor; all of them have the same.
+        current_pass = self.training_pass
+        self.micro_batch_of_loss = current_pass.micro_batch
+        if seen_in_forward:
+            first_delivery = seen_in_forward[0]
+            is_of_other_loader = first_delivery.training_pass is not current_pass
+            if is_of_other_loader:
+                self.micro_batch_of_loss = first_delivery.micro_batch
         return self.micro_batch_of_loss
 
     def _find_deliveries_of_loss(self, seen_in_forward: list[Delivery]) -> list[Delivery]:
@@ -449,20 +464,23 @@ class Step:
         Raises:
             UsageError: the loss may come from several deliveries of different weight.
         """
-        # If no module was seen to be called with a delivery, the loss is taken to come from the
-        # next delivery of each open pass.
+        # 1. No module was seen to be called with a delivery. If all deliveries from which the loss
+        # may come have the same weight, it is taken to come from the next one of each open pass.
         if not seen_in_forward:
-            self._check_source_is_known()
+            self._check_possible_sources()
             deliveries: list[Delivery] = []
             for training_pass in self._passes:
                 deliveries += next_trained(training_pass)
             return deliveries
 
-        # `_seen_in_forward` stays as it is then, so that a second backward pass fails, too.
+        # 2. Modules were called with deliveries of different weight. The caller clears its list of
+        # deliveries only if this function returns. So if the script catches this error and calls
+        # `World.backward` again, the same error is raised again.
         if not weigh_the_same(seen_in_forward):
             raise mixed_sources_error(seen_in_forward)
 
-        # A module was also called with tensors that no loader handed out.
+        # 3. They have the same weight. But a module was also called with tensors that no loader
+        # handed out.
         if self._called_without_delivery and not self._warned_of_other_batches:
             self._warn_of_other_batches(seen_in_forward[0])
         return seen_in_forward
@@ -481,8 +499,9 @@ class Step:
         if not seen_in_forward:
             return
 
-        # The forward passes are watched, so an earlier delivery that is still in the list was never
-        # used. If the script does not hold its tensors any more, the loop has skipped it.
+        # Every forward pass is seen now. So if an earlier delivery is still in the list, no module
+        # was called with it. If the script does not hold its tensors any more, the loop has skipped
+        # it.
         still_untrained = []
         for other in training_pass.untrained:
             is_earlier = other.number_in_pass < delivery.number_in_pass
@@ -492,17 +511,13 @@ class Step:
 
         training_pass.untrained = still_untrained
 
-    def _check_source_is_known(self) -> None:
+    def _check_possible_sources(self) -> None:
         """Raises UsageError if a loss may come from deliveries of different weight.
 
-        Called if no forward pass has shown which delivery the loss comes from. Each of these is an
-        error of its own if it makes the weight ambiguous:
-
-        - No loop is going on, and the script holds batches of a loader that has ended.
-        - A loop goes on, and the script holds batches of another loader, which has ended.
-        - Two loaders are trained on at once.
-        - One loop has fetched batches ahead.
+        Called if no forward pass has shown which delivery the loss comes from.
         """
+        # Outside of all loops, this pass is the current one. The script may hold batches of a
+        # loader that has ended.
         if self.training_pass is self._pass_without_loader:
             self._check_loss_is_of_no_loader()
             return
@@ -523,6 +538,8 @@ class Step:
         if weigh_the_same(possible):
             return
 
+        # They weigh differently, for one of three reasons. 1: a loop goes on over one loader, and
+        # the script holds batches of another loader, which has ended.
         differ_because_of_ended_passes = weigh_the_same(of_open_passes)
         if differ_because_of_ended_passes:
             raise unknown_source_error(
@@ -532,12 +549,13 @@ class Step:
                 "which keeps its batches; " + TRAIN_APART,
             )
 
+        # 2: two loaders are trained on at once.
         open_passes = {delivery.training_pass for delivery in of_open_passes}
         two_loaders_are_trained_on = len(open_passes) > 1
         if two_loaders_are_trained_on:
             raise mixed_sources_error(of_open_passes)
 
-        # One loop has fetched ahead.
+        # 3: one loop has fetched batches ahead.
         raise unknown_source_error(of_open_passes, "that no backward pass has followed yet")
 
     def _check_loss_is_of_no_loader(self) -> None:
@@ -628,11 +646,10 @@ class Step:
         """
         self.virtual_rank = micro_batch.virtual_rank
 
-        # In the first global batches, all virtual ranks train one model, so the micro-batch is
-        # trained as if it had none. `self.virtual_rank` still says to which one it belongs.
+        # `self.virtual_rank` still says to which virtual rank the micro-batch belongs.
         if self.number < self.num_common_steps:
             micro_batch = micro_batch.without_virtual_rank()
-        self._check_other_passes(training_pass, micro_batch)
+        self._check_fits_other_passes(training_pass, micro_batch)
 
         # The pass that is trained on last stands at the end.
         if training_pass in self._passes:
@@ -646,11 +663,13 @@ class Step:
         self.extensions.begin(micro_batch)
         return micro_batch
 
-    def _check_other_passes(self, training_pass: TrainingPass, micro_batch: MicroBatch) -> None:
+    def _check_fits_other_passes(
+        self, training_pass: TrainingPass, micro_batch: MicroBatch
+    ) -> None:
         """Checks that a micro-batch can be trained together with those of other open passes.
 
-        If a loss would be weighted differently for each of them, the prepared modules report their
-        calls from now on, to show which one a loss comes from.
+        If these micro-batches have different factors for their losses, the prepared modules report
+        their calls from now on, to show which micro-batch a loss comes from.
 
         Raises:
             UsageError: the optimizer would step in the middle of another pass's global batch.
@@ -677,7 +696,7 @@ class Step:
             return
 
         self._passes.remove(training_pass)
-        training_pass.ended = True
+        training_pass.loader_ended = True
         if self._passes:
             self.training_pass = self._passes[-1]
         else:
@@ -687,12 +706,15 @@ class Step:
         if training_pass.leaves_gradients(exhausted=exhausted):
             self.extensions.clear_gradients()
 
+        # The script may go on to train on batches of this pass. They are kept in two lists, for two
+        # situations. First: no other pass goes on. Then a loss may come from the pass that ended
+        # last, which is this one.
         trainable = self._still_trainable(training_pass)
         self._trainable_of_last_pass = trainable
 
-        # In a loop over `zip(itertools.cycle(one), other)`, the pass over `one` ends while the pass
-        # over `other` goes on, and the loop trains on the batches of `one` again. When no pass goes
-        # on any more, there is no such loop.
+        # Second: other passes go on. In a loop over `zip(itertools.cycle(one), other)`, the pass
+        # over `one` ends while that over `other` goes on, and the loop trains on the batches of
+        # `one` again. So a loss may come from any pass that has ended since this loop began.
         another_pass_goes_on = bool(self._passes)
         if another_pass_goes_on:
             all_trainable = [*self._trainable_of_ended_passes, *trainable]
@@ -700,8 +722,8 @@ class Step:
         else:
             self._trainable_of_ended_passes = []
 
-        # If the losses of these batches have to be weighted (no `plain` micro-batches), it matters
-        # which one a loss comes from. The forward passes show this.
+        # It matters which of these batches a loss comes from, unless none of their losses has to be
+        # weighted (`plain`). The forward passes show it.
         if not all(delivery.micro_batch.plain for delivery in trainable):
             self._watch_forward_passes()
 
@@ -717,10 +739,9 @@ class Step:
         referenced: list[Delivery] = []
         deliveries = dict.fromkeys(self._delivery_by_storage.values())  # each once, in order
         for delivery in deliveries:
-            # None stands for storages that several deliveries share.
-            if delivery is None or delivery.training_pass is not training_pass:
+            if delivery is None:  # the table has None for a storage that several deliveries share
                 continue
-            if delivery.is_referenced:
+            if delivery.training_pass is training_pass and delivery.is_referenced:
                 referenced.append(delivery)
 
         if len(referenced) > 1:
@@ -756,10 +777,14 @@ class Step:
         if virtual_rank is not None and not virtual_rank.has_own_step:
             self._add_loss_of_virtual_rank(training_pass, virtual_rank, loss_to_add)
 
-        # With virtual ranks, the factor is chosen for the mean over the virtual ranks. The sum of
-        # 2 virtual ranks on this process has to be their mean, so each of the two is divided by 2.
-        if virtual_rank is not None and virtual_rank.mean_num_on_process != 1:
-            loss_to_add = loss_to_add / virtual_rank.mean_num_on_process
+        # With virtual ranks, the factor is chosen for the mean over the virtual ranks, and the sums
+        # must be chosen for the mean over the processes. Example: of 4 virtual ranks, this process
+        # computes 2, with weighted losses 1.0 and 3.0, and another process 2, with 5.0 and 7.0.
+        # The mean is 4.0. Divided by 2, they are 0.5 + 1.5 = 2.0 here and 2.5 + 3.5 = 6.0 there,
+        # and the mean of 2.0 and 6.0 is 4.0 too. The loss for the backward pass is not divided, as
+        # gradients are averaged over the virtual ranks.
+        if virtual_rank is not None and virtual_rank.virtual_ranks_per_process != 1:
+            loss_to_add = loss_to_add / virtual_rank.virtual_ranks_per_process
 
         training_pass.loss = loss_to_add + training_pass.loss
         self.pass_of_loss = training_pass
@@ -770,7 +795,7 @@ class Step:
 
         Without a loader nothing tells where a global batch begins, so each optimizer step ends one.
         """
-        is_used_up = training_pass.ended and not training_pass.untrained
+        is_used_up = training_pass.loader_ended and not training_pass.untrained
         without_loader = training_pass is self._pass_without_loader or is_used_up
         if without_loader and training_pass.stepped:
             training_pass.loss = 0.0
@@ -796,6 +821,8 @@ class Step:
         If several optimizers step for one global batch, only the first step is counted. Outside of
         a loader every step is counted.
         """
+        # `stepped` is False again when the next global batch begins. The first global batch of the
+        # training has the number 0, so extensions get the number before it is increased.
         training_pass = self.training_pass
         if not training_pass.stepped or training_pass is self._pass_without_loader:
             self.extensions.step_finished(self.number)
@@ -826,7 +853,8 @@ class Step:
             # The loader is exhausted, so every rank has made this pass, and it is counted.
             self.assign_number(open_pass)
 
-            # A loop that has fetched ahead still has to train on the batches that it holds.
+            # A loop that has fetched ahead still has to train on the batches that it holds, which
+            # are those of whose tensors there still is a reference.
             if training_pass is not None:
                 held_batches = still_referenced(training_pass.untrained)
                 open_pass.only_held_batches_remain = len(held_batches) > 0
@@ -887,8 +915,9 @@ class Step:
         if open_pass.sums is not None:
             self.extensions.values_logged(open_pass.sums, open_pass)
 
-        # Other passes may have stayed open because their loops still held batches. The script has
-        # left this loop, so it is done with them.
+        # Passes over exhausted loaders may have stayed open because their loops still held batches.
+        # This pass was open at the same time and is over now, so those loops are taken to be over,
+        # too.
         self.close_exhausted_passes()
 
         # Passes are numbered among those that began at the same step. While no pass is open, no

@@ -134,7 +134,7 @@ class DeferredModel(Extension):
 
     @property
     def _may_lack_values(self) -> bool:
-        """True from `put_off`, which registers the hooks, until all values were computed."""
+        """True from `read_files_and_defer`, which adds the hooks, until all values are there."""
         return bool(self._watch_handles)
 
     # While the model is prepared
@@ -180,7 +180,7 @@ class DeferredModel(Extension):
         """Allocates all parameters, for a strategy under which each rank has all of them."""
         convert_tensors(self._module, lambda tensor: with_memory(tensor, device))
 
-    def put_off(self, wrapped: PreparedModule) -> list[Choice]:
+    def read_files_and_defer(self, wrapped: PreparedModule) -> list[Choice]:
         """Reads values from files, and puts off computing the others until they are needed.
 
         Args:

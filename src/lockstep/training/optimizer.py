@@ -208,8 +208,9 @@ class PreparedOptimizer(_DelegatesToInner, Optimizer):
             UsageError: `loss.backward()` was called although the loss must be weighted, or learning
                 rates changed within a global batch.
         """
-        # Without a call of `World.backward`, the user has called `loss.backward()`. Then the step
-        # does not know yet which micro-batch was trained: this call makes it find out.
+        # If the user has called `loss.backward()` and not `World.backward`, `self._step` does not
+        # know yet which micro-batch the loss came from. `source_of_loss` finds this out, and sets
+        # `self._step.micro_batch`.
         called_world_backward = self._step.training_pass.num_backwards > 0
         if closure is None and not called_world_backward:
             self._step.source_of_loss()
@@ -279,6 +280,8 @@ class PreparedOptimizer(_DelegatesToInner, Optimizer):
         lacks_gradients = self._key_of_incomplete_step == key
         self._count_incomplete_step(lacks_gradients=lacks_gradients)
 
+        # If virtual ranks train copies of the model, the optimizer steps once for each of them. The
+        # global batch is trained after the step of the last one.
         if micro_batch.last:
             self._step.mark_stepped()
 
@@ -348,20 +351,24 @@ class PreparedOptimizer(_DelegatesToInner, Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears the gradients, unless a global batch is accumulating them.
 
-        If the loop leaves the optimizer step out, `clear_if_postponed` clears them later.
+        Then they are kept for the optimizer step at the end of the global batch. If the loop leaves
+        this step out, `clear_if_postponed` clears them before the next one.
         """
+        # Keys identify optimizer steps: the same key means the same step of the same global batch.
+        # The latest call of `step()` belongs to a step that was not made yet: keep its gradients.
         if self._is_accumulating():
             self._key_of_postponed_clearing = self._key_of_latest_call
             return
 
-        # Do these gradients come from micro-batches for which the optimizer has yet to step? Then
-        # mark the step: if it is made, it lacks these gradients, and `_take_step` counts it. If it
-        # is not made, the loop leaves the step out on purpose, and the mark has no effect.
-        key = self._step.key
-        has_stepped = self._key_of_latest_step == key
-        has_gradients_of_step = self.num_backwards > 0 and not has_stepped
-        if has_gradients_of_step and not self._step.micro_batch.is_only_of_step:
-            self._key_of_incomplete_step = key
+        # Otherwise the gradients are cleared below. Some of the micro-batches before the present
+        # step may have been trained already, so that it will lack their gradients. Note this step:
+        # if it is made, `_take_step` counts it as incomplete. If the loop leaves it out, for
+        # example because a loss was not finite, the note has no effect.
+        present_step = self._step.key
+        was_made = self._key_of_latest_step == present_step
+        lacks_gradients = self.num_backwards > 0 and not was_made
+        if lacks_gradients and not self._step.micro_batch.is_only_of_step:
+            self._key_of_incomplete_step = present_step
 
         if set_to_none and self._has_plain_zero_grad:
             # The same as in torch, without its profiling, which takes ten times as long.
@@ -383,7 +390,7 @@ class PreparedOptimizer(_DelegatesToInner, Optimizer):
             return False
 
         has_stepped = self._key_of_latest_step == key
-        return not has_stepped and self._step.is_unfinished(key)
+        return not has_stepped and self._step.is_still_due(key)
 
     def _count_incomplete_step(self, *, lacks_gradients: bool) -> None:
         """Counts incomplete steps in a row, and warns, once, if there are several.
@@ -457,9 +464,12 @@ class PreparedOptimizer(_DelegatesToInner, Optimizer):
         """
         self._num_batches_seen += 1
 
-        # If `step()` was called in the last micro-batch, this call made the optimizer step.
-        latest_call_stepped = self._key_of_latest_step == self._key_of_latest_call
-        if latest_call_stepped:
+        # Keys identify optimizer steps. Every call of `step()` sets `_key_of_latest_call` to the
+        # key of the step that it belongs to; only the call in the last micro-batch makes this step,
+        # and sets `_key_of_latest_step`. If both are equal, the step of the latest call was made.
+        # (If `step()` was never called, both are None.)
+        latest_call_made_its_step = self._key_of_latest_step == self._key_of_latest_call
+        if latest_call_made_its_step:
             self._steps_missed_in_a_row = 0
             return
 
@@ -487,9 +497,12 @@ class PreparedOptimizer(_DelegatesToInner, Optimizer):
         """Counts a missed step in a loop that counts batches itself; warns of the second one.
 
         It is called after a global batch in which `step()` was called in some of the micro-batches
-        before the last one, but not in all of them, nor in the last one. With micro-batches i = 0,
-        1, 2, ... of which 4 make up a global batch, `if i % 3 == 0` does this in the global batch
-        of i = 4 to 7, where `step()` is only called at i = 6, and again in that of i = 8 to 11.
+        before the last one, but not in all of them, nor in the last one. Example: 4 micro-batches
+        make up a global batch, and the loop calls `step()` if `i % 3 == 0`:
+
+            i = 0, 1, 2, 3: called at 0 and 3, the last one, so the optimizer steps
+            i = 4, 5, 6, 7: called only at 6: this function is called
+            i = 8, 9, 10, 11: called only at 9: this function is called again, and warns
         """
         previous_batch = self._latest_batch_called_in_part
         present_batch = self._num_batches_seen
@@ -542,9 +555,9 @@ class PreparedOptimizer(_DelegatesToInner, Optimizer):
         this rank have entries. With virtual ranks it is the state of the first virtual rank on this
         process.
         """
-        # `inner.state_dict()` returns the state that the inner optimizer holds. Give it the state
-        # of the first virtual rank. Virtual ranks have states once one of them has stepped: the
-        # inner optimizer holds that of the active one, and `_states` has those of all others.
+        # Before the first step, the inner optimizer holds the state with which all virtual ranks
+        # begin, `_COMMON_STATE`. Afterwards it holds the state of one virtual rank, the active one,
+        # and `_states` has those of the others. Then make the first virtual rank the active one.
         if self._active_virtual_rank is not _COMMON_STATE:
             others = [number for number in self._states if number is not _COMMON_STATE]
             first_virtual_rank = min([self._active_virtual_rank, *others])
@@ -633,8 +646,8 @@ class PreparedOptimizer(_DelegatesToInner, Optimizer):
         if number == self._active_virtual_rank:
             return
 
-        # Put the present state of the inner optimizer away under the virtual rank that it belongs
-        # to. At first no virtual rank is active, and it is put away under `_COMMON_STATE`.
+        # Put the present state of the inner optimizer away, with the virtual rank that it belongs
+        # to as the key. At first it belongs to none, and this is the key `_COMMON_STATE`.
         self._states[self._active_virtual_rank] = self.inner.state
 
         if number not in self._states:
@@ -670,15 +683,17 @@ class PreparedOptimizer(_DelegatesToInner, Optimizer):
         if all(parameter.grad is None for parameter in parameters_of(self.inner)):
             raise cleared_gradients_error()
 
-    def _unscales_for_grad_scaler(self) -> bool:
-        """Returns True if the inner optimizer divides the gradients by the scale itself.
+    def _divides_by_scale_itself(self) -> bool:
+        """Answers whether the inner optimizer divides the gradients by the scale of a GradScaler.
 
-        The user's own GradScaler asks this just before it steps. Fused optimizers do divide.
+        A GradScaler of the user's own reads this as the attribute `_step_supports_amp_scaling` in
+        `scaler.step(optimizer)`. If it is True, as of torch's fused optimizers, the GradScaler
+        leaves the division to the optimizer.
 
         Raises:
-            UsageError: the GradScaler steps before the last micro-batch of a global batch. Each
-                time it divides all gradients that have accumulated, so those of the first
-                micro-batch would be divided again after the second one.
+            UsageError: `scaler.step(optimizer)` was called before the last micro-batch of a global
+                batch. Each call divides all gradients that have accumulated: with 2 micro-batches,
+                the gradients of the first one would be divided by the scale twice.
         """
         if not self._step.micro_batch.last:
             raise UsageError(
@@ -786,7 +801,7 @@ class PreparedOptimizer(_DelegatesToInner, Optimizer):
             )
 
 
-answer_grad_scaler(PreparedOptimizer, PreparedOptimizer._unscales_for_grad_scaler)
+answer_grad_scaler(PreparedOptimizer, PreparedOptimizer._divides_by_scale_itself)
 
 
 class _OptimizerEvents(Extension):
@@ -864,12 +879,12 @@ class PreparedScheduler(_DelegatesToInner, LRScheduler):
         Raises:
             RanksDifferError: ReduceLROnPlateau was given a metric that differs between ranks.
         """
+        # After the loop no micro-batch is in progress, and `last` is True.
         if not self._step.micro_batch.last:
             return
 
         # A call in the loop is for the present global batch. A call after the loop is for the whole
-        # epoch, whether or not the optimizer's last step was skipped. (After the loop no
-        # micro-batch is in progress, and `last` above is True.)
+        # epoch, and then it does not matter whether the optimizer's last step was skipped.
         is_for_global_batch = self._step.in_training_loop
         if is_for_global_batch and self.prepared_optimizer.skipped:
             return
@@ -930,9 +945,9 @@ def choose_foreach(optimizer: Optimizer, device: torch.device) -> str | None:
     if device.type != "cpu" or type(optimizer) not in OPTIMIZERS_WITH_SAME_BITS:
         return None
 
-    # If any of these flags is set, the optimizer stays as it is. With the first two the user has
-    # chosen an implementation. Equal bits of lists and single tensors are tested only without the
-    # other three.
+    # If any of these flags is set, the optimizer stays as it is: "foreach" and "fused" are
+    # implementations that the user has chosen, and with the others it is not tested that both
+    # implementations give the same bits.
     flags = ("foreach", "fused", "differentiable", "capturable", "maximize")
     for group in optimizer.param_groups:
         if any(group.get(flag) for flag in flags):

@@ -528,7 +528,7 @@ class Preparer:
         self.choices += wrapped.choices
         if deferred is not None and not self.strategy.needs_values:
             self.run.extensions.add(deferred, Place.PREPARED_OBJECT)
-            self.choices += deferred.put_off(wrapped)
+            self.choices += deferred.read_files_and_defer(wrapped)
             self._deferred_of_this_call.append(deferred)
 
         self.wrapped[wrapped.module] = wrapped
@@ -570,14 +570,13 @@ class Preparer:
         if not self.strategy.spreads_model(self.run):
             deferred.give_memory(self.run.device)
 
-        # The tensors do not have their values yet. Usually `_prepare_module` takes care of the
-        # values after `strategy.wrap`. But a strategy that copies the values in `wrap`, as DiLoCo
-        # does, needs them before. For such a strategy, `put_off` reads the values that are in
-        # weight files, and returns lines to print about them; `fill` computes all other values.
+        # The parameters have memory, but no values yet. Some values are read from weight files, and
+        # the others are computed. Usually the caller does both after `strategy.wrap`. But DiLoCo,
+        # for example, copies the values in `wrap`, so it needs them before.
         if self.strategy.needs_values:
-            lines_to_print = deferred.put_off(PreparedModule(module=module))
+            lines_to_print = deferred.read_files_and_defer(PreparedModule(module=module))
             self.choices += lines_to_print
-            deferred.fill()
+            deferred.fill()  # computes the rest now
 
         return deferred
 

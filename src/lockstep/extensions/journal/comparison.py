@@ -116,11 +116,13 @@ class JournalComparison:
 
     def _describe_equal_steps(self) -> str:
         """Describes how many steps were compared, if all of them are equal."""
-        # Of some steps only losses were compared, because one of the runs has no hashes of them.
+        # Runs write losses at every step, and hashes only at every tenth, say. Of a step for which
+        # one run or both have no hashes, only the losses were compared.
         others = count_noun(self.num_only_losses_compared, "step")
         if not self.num_compared:
             return f"equal losses: {others}, of which not both have hashes"
 
+        # Of the steps 0 to 19, both runs have hashes of 0 and 10, and the others lie between them:
         # "equal in every bit: 2 steps; equal losses: 18 steps between them, ..."
         text = f"equal in every bit: {count_noun(self.num_compared, 'step')}"
         if self.num_only_losses_compared:
@@ -180,7 +182,8 @@ class JournalComparison:
         """Returns the comparison as values that `json.dumps` accepts.
 
         The keys are documented, so they stay even where an attribute has another name now: what
-        differed first is under "parted_first".
+        differed first is under "parted_first", and the number of steps of which only the losses
+        were compared is under "steps_with_compared_losses".
         """
         found = self.first_difference
         return {
@@ -216,6 +219,8 @@ def _describe_equal_before(found: StepDifferences) -> str:
         text = f"; equal up to step {last_step_with_hashes}"
         text += f", and losses up to step {last_equal_step}"
 
+    # For example, the last equal step is 5 and the first that differs is 8. Then one of the runs
+    # has no records of the steps 6 and 7.
     if last_equal_step < found.step - 1:
         text += ", the steps between were not written down by both"
     return text
@@ -249,7 +254,8 @@ def compare_journals(journal_a: Journal, journal_b: Journal) -> JournalCompariso
 
     comparison.notes += _notes_on_comparison(journal_a, journal_b)
 
-    # This also counts the steps that could be compared.
+    # This also counts the steps that could be compared. There may be none: losses are not compared
+    # if the runs have other numbers of ranks, for example.
     _compare_steps(comparison, common_steps)
     compared_nothing = comparison.num_compared == 0 and comparison.num_only_losses_compared == 0
     if compared_nothing:
@@ -327,7 +333,8 @@ def _compare_step(journal_a: Journal, journal_b: Journal, step: int) -> StepDiff
     if not differences.has_hashes:
         return differences
 
-    # Gradients belong to virtual ranks. Without virtual ranks, there are none in either journal.
+    # Gradients belong to virtual ranks. If the runs have the same parts, either both have virtual
+    # ranks or neither has, and then there are no gradients to compare.
     parameters_a = a.names[: a.num_parameters]
     parameters_b = b.names[: b.num_parameters]
     if have_same_parts:

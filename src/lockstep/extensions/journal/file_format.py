@@ -159,7 +159,7 @@ def read_file(path: Path) -> RankFile:
         CheckpointError: if the file cannot be opened, or has another version of the format.
     """
     file = _open_file(path)
-    table = NO_TENSORS  # the table that applies to the next steps
+    table = NO_TENSORS  # the tensors to which the hashes of the next steps belong
     for begin, end in _find_records(file):
         kind = file.data[begin : begin + 1]
         if kind == STEP_RECORD:
@@ -201,7 +201,7 @@ def _open_file(path: Path) -> RankFile:
     try:
         file = RankFile(path)
         with path.open("rb") as opened:
-            if path.stat().st_size:  # an empty file cannot be mapped
+            if path.stat().st_size:  # an empty file cannot be mapped, and its data stay b""
                 file.data = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)
     except OSError as error:
         raise CheckpointError(
@@ -243,7 +243,11 @@ def _find_records(file: RankFile) -> Iterator[tuple[int, int]]:
 
 
 def _add_step(file: RankFile, location: StepLocation) -> None:
-    """Adds a step to the last attempt in a file, or to a new one if the run went back."""
+    """Adds a step to the last attempt in a file.
+
+    If the run went back to an earlier step, because it has loaded a checkpoint, a new attempt
+    begins: the steps 1 to 9 and then 6 to 12 are two attempts.
+    """
     number, _ = STEP_FIELDS.unpack_from(file.data, location.begin)
     steps = file.steps_by_attempt[-1]
     latest_number = next(reversed(steps), None)  # a dict keeps the order of insertion
@@ -264,17 +268,17 @@ def _parse_step(content: bytes, table: TensorTable | None, has_gradients: bool) 
     Args:
         content: content of the record, without the letter that it begins with.
         table: tensors that the hashes belong to; None if the step has only losses.
-        has_gradients: True if steps with hashes have hashes of gradients.
+        has_gradients: True if the run has virtual ranks. Then each step with hashes also has hashes
+            of gradients.
     """
     _number_of_step, num_parts = STEP_FIELDS.unpack_from(content)
     numbers = np.frombuffer(content, "<u8", offset=STEP_FIELDS.size)
 
-    if table is None:
-        has_gradients = False
-        num_gradients = 0
-        num_weights = 0
-    else:
-        num_gradients = table.num_parameters if has_gradients else 0
+    step_has_gradients = has_gradients and table is not None
+    num_gradients = 0
+    num_weights = 0
+    if table is not None:
+        num_gradients = table.num_parameters if step_has_gradients else 0
         num_weights = len(table.hashed_weights)
 
     # With 2 parts, 3 parameters and 3 hashes of weights, the lengths are 2, 2, 6 and 3, so the
@@ -284,11 +288,15 @@ def _parse_step(content: bytes, table: TensorTable | None, has_gradients: bool) 
     parts, losses, gradients, weights, state = np.split(numbers, cuts)
 
     part_numbers = parts.tolist()
-    gradients_of_parts = gradients.reshape(num_parts, num_gradients)
+    gradients_of_parts: dict[int, Hashes] = {}
+    if step_has_gradients:
+        rows = gradients.reshape(num_parts, num_gradients)
+        gradients_of_parts = dict(zip(part_numbers, rows, strict=True))
+
     return RankStep(
         table=table,
         losses=dict(zip(part_numbers, losses.view("<f8").tolist(), strict=True)),
-        gradients=dict(zip(part_numbers, gradients_of_parts, strict=True)) if has_gradients else {},
+        gradients=gradients_of_parts,
         weights=weights,
         state=state,
     )

@@ -185,8 +185,9 @@ class TensorHasher:
         begin = (first_block * BLOCK_BYTES - part.first_byte) // itemsize
         end = (end_block * BLOCK_BYTES - part.first_byte) // itemsize
 
-        # Each block sum is multiplied by a factor for the number of the block, and by the factor of
-        # the part. The hash number `part.hash_index` is the sum of these products.
+        # Each block sum is multiplied by the factor of the block, M(b), and by the factor of the
+        # part, which tells apart the tensors whose hashes are added up. (`_lay_out` does the same
+        # for the small pieces.)
         num_blocks = end_block - first_block
         block_factors = mixed_numbers(first_block, num_blocks) * np.int64(part.factor)
         whole_blocks = _LargePiece(
@@ -267,7 +268,7 @@ class TensorHasher:
         """
         with torch.no_grad():
             # Small tensors, and the ends of large ones, are copied into one memory, and their
-            # blocks are hashed together.
+            # blocks are hashed together. The sum of each block is multiplied by its factor M(b).
             self._copy(tensors)
             block_sums = self._block_sums(self._copied_words)
             hashes = self._add_up_copied_blocks(block_sums * self._copied_factors)
@@ -291,8 +292,8 @@ class TensorHasher:
     def _copy(self, tensors: Sequence[Tensor | None]) -> None:
         """Copies the small tensors, and the ends of the large ones, into the common memory.
 
-        The middle of a large tensor is hashed where it is. Its ends are copied because they do not
-        fill a block.
+        The whole blocks of a large tensor are hashed in place, without a copy. Its ends do not fill
+        a block.
         """
         destinations: list[Tensor] = []
         sources: list[Tensor] = []
@@ -303,9 +304,9 @@ class TensorHasher:
                 continue
 
             destinations.append(piece.destination)
-            if piece.elements is None:  # the piece is the whole tensor
+            if piece.elements is None:  # a small tensor
                 sources.append(tensor)
-            else:
+            else:  # an end of a large tensor
                 begin, end = piece.elements
                 sources.append(tensor.reshape(-1)[begin:end])
         if sources:
@@ -332,6 +333,7 @@ class TensorHasher:
         if self._with_numpy:
             return self._block_sums_with_numpy(words)
 
+        # Words are read as signed numbers, so the shift repeats the sign. numpy does the same.
         sums = [torch.empty(0, dtype=torch.int64, device=self._device)]  # if there are no blocks
         for blocks in torch.split(words, BLOCKS_AT_ONCE_ON_GPU):
             folded = (blocks >> 32).add_(blocks)
@@ -362,7 +364,9 @@ class TensorHasher:
         return sums
 
     def _add_up_copied_blocks(self, sums: Any) -> Any:
-        """Computes the outer sum of the hash: adds up the copied blocks of each hash.
+        """Computes the outer sum of the hash, over the copied blocks.
+
+        These are the blocks of small tensors, and those with the ends of large ones.
 
         numpy and torch compute the same, each in the way that is fast with it. Example: the first
         three blocks belong to hash 0 and the other two to hash 2. With numpy, the ranges of blocks

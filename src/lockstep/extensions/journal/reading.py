@@ -99,7 +99,7 @@ class Journal:
         # Each hash comes from one rank, or is the sum of what several ranks have: a tensor that all
         # ranks have was hashed by one of them, and of a sharded tensor each rank has hashed its
         # shard. Example: rank 0 has hashes of the tensors 0 and 2, rank 1 of the tensors 1 and 2.
-        # Tensor 2 is sharded, and its hash is the sum of both.
+        # Tensor 2 is sharded, and its hash is the sum of both (modulo 2**64, in uint64).
         losses: dict[int, float] = {}
         gradients: dict[int, Hashes] = {}
         weights = np.zeros(len(table.names), np.uint64)
@@ -250,7 +250,7 @@ def _join_manifests(files: Mapping[int, RankFile]) -> dict[str, str]:
         values_and_ranks = [
             (file.manifest[name], rank) for rank, file in files.items() if name in file.manifest
         ]
-        ranks_of_value = group_by_key(values_and_ranks)
+        ranks_of_value = group_by_key(values_and_ranks)  # such as {"8": [0], "4": [1, 2]}
         if len(ranks_of_value) == 1:
             only_value = next(iter(ranks_of_value))
             joined[name] = only_value
@@ -273,15 +273,26 @@ def _sum_weight_hashes(files: Mapping[int, RankFile]) -> dict[str, int]:
 
 
 def _add_start(journal: Journal, files: Mapping[int, RankFile]) -> None:
-    """Adds the steps of a start to a journal, and removes the earlier steps that they replace."""
+    """Adds the steps of a start to a journal, and removes the earlier steps that they replace.
+
+    Example: the journal has the steps 1 to 9 of the first start. The second start began with a
+    checkpoint of step 6, and wrote the steps 6 and 7. Then the journal has the steps 1 to 5 of the
+    first start, and 6 and 7 of the second one. The steps 8 and 9 led to a state that is not used.
+
+    Args:
+        journal: the journal, with the steps of all earlier starts.
+        files: files of the start, by rank.
+    """
     num_attempts = max(len(file.steps_by_attempt) for file in files.values())
     for number in range(num_attempts):
+        # The numbers of the steps that each rank has written in this attempt.
         steps_of_ranks: list[set[int]] = []
         for file in files.values():
             has_attempt = number < len(file.steps_by_attempt)
             steps_of_ranks.append(set(file.steps_by_attempt[number]) if has_attempt else set())
 
-        # A step counts only if all ranks have written it.
+        # A step counts only if all ranks have written it. If the run was killed, the last step may
+        # be missing in some files.
         complete_steps = sorted(set.intersection(*steps_of_ranks))
         num_incomplete = len(set.union(*steps_of_ranks)) - len(complete_steps)
         if num_incomplete:
@@ -290,14 +301,13 @@ def _add_start(journal: Journal, files: Mapping[int, RankFile]) -> None:
                 f"{'is' if num_incomplete == 1 else 'are'} left out"
             )
 
-        # Usually this is the first of the complete steps. The first attempt of a start says where
-        # it began, even if no step of it is complete.
+        # This is 6 in the example. It is known of the first attempt of a start even if no step of
+        # the attempt is complete.
         first_step = _first_step_of_attempt(files, number, complete_steps)
         if first_step is None:
             continue
 
-        # The run began at `first_step`, or went back to it. So everything after it was replaced,
-        # even steps that this attempt did not reach again.
+        # Remove the steps 6 to 9. Only 6 and 7 of them were trained again.
         replaced = [step for step in journal.attempt_of_step if step >= first_step]
         for step in replaced:
             del journal.attempt_of_step[step]

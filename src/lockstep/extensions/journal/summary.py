@@ -41,8 +41,9 @@ def summary_lines(folder: Path, num_steps: int) -> list[str]:
 
 def _step_line(number: int, step: JournalStep) -> str:
     """Returns the line of a step: "step 7: losses 3f2a..., weights 81c0..., ..."."""
-    # A loss is a single number, so its 64 bits serve as its hash.
-    loss_names = [f"loss {part}" for part in step.losses]
+    # `step.losses` has a loss for each virtual rank, or for each rank if there are none. A loss is
+    # a single number, so its 64 bits serve as its hash.
+    loss_names = [f"loss {rank}" for rank in step.losses]
     bits_of_losses = np.array(list(step.losses.values()), "<f8").view("<u8")
     text = f"step {number}: losses {_joined_hash(loss_names, bits_of_losses):016x}"
     if not step.has_hashes:

@@ -147,7 +147,8 @@ class HashedTensors:
             self._prepare(tensors, entry_of_tensor, owners, keys)
 
         # Each hasher returns a hash for all of `self.hashed_entries`: 0 if the entry has no tensor
-        # on the hasher's device. So the hashes of all devices can be added up.
+        # on the hasher's device. So the hashes of all devices can be added up. `_prepare` keeps the
+        # tensors themselves or views of their shards, so `parts` have the present values.
         total: Any = None
         for hasher, parts in self._hashers:
             hashes_of_device = hasher.hashes(parts)
@@ -235,7 +236,7 @@ class StateTensors(NamedTuple):
     """The tensors of the optimizers' state, in the order of the parameters."""
 
     tensors: list[Tensor]
-    parameters: list[int]
+    parameter_indices: list[int]
     """For each tensor, the index of the parameter that it belongs to."""
     keys: list[str]
     """For each tensor, its name in the state of the parameter, for example "exp_avg"."""
@@ -245,12 +246,12 @@ def state_tensors(
     optimizers: Sequence[Optimizer], parameters: Sequence[nn.Parameter]
 ) -> StateTensors:
     """Returns the tensors that the optimizers keep for the given parameters."""
-    state = StateTensors(tensors=[], parameters=[], keys=[])
+    state = StateTensors(tensors=[], parameter_indices=[], keys=[])
     for index, parameter in enumerate(parameters):
         for optimizer in optimizers:
             for key, value in optimizer.state.get(parameter, {}).items():
                 if isinstance(value, Tensor):
                     state.tensors.append(value)
-                    state.parameters.append(index)
+                    state.parameter_indices.append(index)
                     state.keys.append(str(key))
     return state

@@ -193,7 +193,8 @@ class Journal(Extension):
         if not self._is_hashed(self._step.number):
             return
 
-        # The same groups come again in every step, so their hashers are kept.
+        # The same groups come again in every step, so their hashers are kept. Only the gradients of
+        # trained parameters are hashed: `indices_in_group` says which of the group these are.
         group = tuple([id(parameter) for parameter in parameters])
         if group not in self._hasher_of_group:
             self._hasher_of_group[group] = self._make_gradient_hasher(parameters)
@@ -236,8 +237,11 @@ class Journal(Extension):
 
         if self._is_hashed(number):
             self._finished_step = number
-            self._stepped_optimizers.clear()  # none of them has finished its step yet
             self._losses = losses
+
+            # `after_step` adds each optimizer, also the one that has just stepped: it is called
+            # after this method.
+            self._stepped_optimizers.clear()
         else:
             self._write_losses(number, losses)
 
@@ -278,10 +282,11 @@ class Journal(Extension):
     # Tensors
 
     def _find_tensors(self) -> None:
-        """Looks up the tensors of all modules, once for each pass over a loader.
+        """Looks up the tensors of all modules, if they are not known.
 
-        Also decides which rank hashes which tensor. The first call writes what the training starts
-        from: the manifest and the hashes of the weights.
+        They are looked up again after each pass over a loader (`pass_ended`) and after a module was
+        prepared. This also decides which rank hashes which tensor. The first call writes what the
+        training starts from: the manifest and the hashes of the weights.
         """
         if self._are_tensors_known:
             return
@@ -332,8 +337,8 @@ class Journal(Extension):
         if self._device.type == "cpu":
             return _GradientHasher(hasher, indices_in_group, indices_in_model)
 
-        # The hashes of all gradients are a tensor on the GPU, so the indices into it must be there,
-        # too. The group of gradients is a list in Python.
+        # `indices_in_model` select elements of a tensor on the GPU, so they must be there, too.
+        # `indices_in_group` select elements of a list in Python.
         indices_on_device = copy_to_device(torch.tensor(indices_in_model), self._device)
         return _GradientHasher(hasher, indices_in_group, indices_on_device)
 
@@ -381,10 +386,10 @@ class Journal(Extension):
         # The state of the optimizers: the tensors of one parameter, such as its momentum, have one
         # hash together, and the same owner as the parameter. The keys tell them apart.
         state = state_tensors(self._optimizers, self._parameters)
-        owners_of_state = [self._owners[index] for index in state.parameters]
+        owners_of_state = [self._owners[index] for index in state.parameter_indices]
         state_hashes = self._state_hasher.hashes(
             state.tensors,
-            entry_of_tensor=state.parameters,
+            entry_of_tensor=state.parameter_indices,
             owners=owners_of_state,
             keys=state.keys,
         )
@@ -394,6 +399,7 @@ class Journal(Extension):
         parts = sorted(self._losses)  # virtual ranks, or this rank
         numbers = [self._bits_of_losses([self._losses[part] for part in parts])]
         if self._has_virtual_ranks:
+            # A virtual rank without samples has no gradients.
             no_gradients = self._zeros(len(self._parameters))
             numbers += [self._gradient_hashes.get(part, no_gradients) for part in parts]
         numbers += [weight_hashes, state_hashes]
@@ -415,9 +421,10 @@ class Journal(Extension):
             self._write(loss_content(number, parts, values), may_write_later=True)
             return
 
-        # On a GPU, the record is written when the losses have been copied to the host. They stand
-        # at its end, so everything before them is known now: a record with no losses.
-        head = loss_content(number, parts, [])
+        # On a GPU, the losses must first be copied to the host. A record consists of a head (the
+        # step and its parts) and the losses. So the head is made now, and `_write_numbers` appends
+        # the losses and writes the record once they are copied.
+        head = loss_content(number, parts, losses=[])
         bits_of_losses = self._bits_of_losses([losses[part] for part in parts])
         self._write_numbers(head, [bits_of_losses])
 
@@ -475,10 +482,8 @@ class Journal(Extension):
     def _write_pending(self, *, wait: bool) -> None:
         """Writes the records whose numbers have been copied from the GPU, in their order.
 
-        With `may_write_later`, a record may still wait until it is written together with the next.
-
         Args:
-            wait: True to wait for the other records, and write them as well.
+            wait: True to wait for the copies that are not complete, and write these records, too.
         """
         while self._pending:
             record = self._pending[0]
@@ -487,6 +492,8 @@ class Journal(Extension):
                 return
             record.copy_event.synchronize()
             self._pending.pop(0)
+
+            # The numbers are here, but `_write` may collect several records for one system call.
             self._write(record.head + record.numbers.numpy().tobytes(), may_write_later=True)
 
     def _write(self, content: bytes, *, may_write_later: bool = False) -> None:
