@@ -167,9 +167,8 @@ def _with_next_parameters(update: Update, next_update: Update | None) -> Update:
             for name, array_after_step in rank.parameters.items():
                 next_parameters[name] = changed_since_step.get(name, array_after_step)
 
-        # `parameter_sums` describe the parameters before this update. They matter only if a forward
-        # pass uses them. Without a forward pass, the ranks may still have different parameters,
-        # which the script averages before the next one.
+        # An update that did not begin with a forward pass may start from parameters that the script
+        # has not averaged yet. So the parameters at its start are not compared.
         sums_at_start: Mapping[str, Array] = {}
         if rank.began_with_forward:
             sums_at_start = rank.parameter_sums
@@ -202,25 +201,25 @@ def _accept_gradients_and_rates_that_cancel(
         Both runs without gradients, losses and learning rates. None if parameters differ, or if
         gradients and learning rates never differ in the same step.
     """
-    some_cancel = False
+    some_step_differs_in_both = False
     for expected, actual in zip(reference_run, parallel_run, strict=False):
         if tensor_differences("parameters", expected, actual, tolerance):
             return None
         gradients_differ = tensor_differences("gradients", expected, actual, tolerance)
         if gradients_differ and learning_rates_differ(expected, actual, tolerance):
-            some_cancel = True
+            some_step_differs_in_both = True
 
-    if not some_cancel:
+    if not some_step_differs_in_both:
         return None
 
     return AcceptedDifference(
-        reference_run=[_without_losses_and_rates(update) for update in reference_run],
-        parallel_run=[_without_losses_and_rates(update) for update in parallel_run],
+        reference_run=[_without_gradients_losses_and_rates(update) for update in reference_run],
+        parallel_run=[_without_gradients_losses_and_rates(update) for update in parallel_run],
         text="gradients and learning rates differ, and make the same parameters in every step",
     )
 
 
-def _without_losses_and_rates(update: Update) -> Update:
+def _without_gradients_losses_and_rates(update: Update) -> Update:
     """Returns an update without gradients, losses and learning rates."""
     ranks = []
     for rank in update:
@@ -250,7 +249,8 @@ def _accept_gradients_averaged_in_steps(
         Both runs without these gradients and parameters. None if there is nothing to accept, or if
         the training differs.
     """
-    # If the optimizers of all ranks start with the same values, these must be those of one process.
+    # Optimizers that start with the same values on all ranks must start with those of one process,
+    # so nothing is accepted.
     if not _optimizers_get_different_values(parallel_run):
         return None
 
@@ -300,11 +300,15 @@ def _optimizers_get_different_values(parallel_run: Sequence[Update]) -> bool:
 def _inputs_of_steps_differ(
     reference_run: Sequence[Update], parallel_run: Sequence[Update], tolerance: Tolerance
 ) -> bool:
-    """True if the gradients or parameters of some step differ from those on one process."""
+    """True if the gradients or parameters of some step differ from those on one process.
+
+    Also true if the parameters before some step differ between the ranks.
+    """
     for expected, actual in zip(reference_run, parallel_run, strict=False):
         for field_name in ("initial", "gradients", "parameters"):
             if tensor_differences(field_name, expected, actual, tolerance):
                 return True
+
     return any(update.replicas_that_differ() for update in parallel_run)
 
 
@@ -328,30 +332,30 @@ def updates_leave_same_parameters(
         parallel_final_sums: the same for the parallel run.
         tolerance: tolerance within which values are equal.
     """
-    # Some update could not be compared with anything.
+    # There are no updates to compare, or one run has updates that the other does not have.
     if not parallel_run or len(reference_run) != len(parallel_run):
         return False
 
-    # The parameters that one process has after each update. If it trains several replicas, the
-    # first replica is compared.
-    expected_after_updates: list[Mapping[str, Array]] = []
+    # The sums over the parameters of one process, one entry for each update. If it trains several
+    # replicas, the first replica is compared.
+    expected_sums: list[Mapping[str, Array]] = []
     for sums_of_replicas in _sums_after_updates(reference_run, reference_final_sums):
-        sums_of_first_replica: Mapping[str, Array] = {}
-        if sums_of_replicas:  # empty after the last update of a script that has failed
-            sums_of_first_replica = sums_of_replicas[0]
-        expected_after_updates.append(sums_of_first_replica)
+        if sums_of_replicas:
+            expected_sums.append(sums_of_replicas[0])
+        else:  # not known after the last update of a script that has failed
+            expected_sums.append({})
 
-    ranks_after_updates = _sums_after_updates(parallel_run, parallel_final_sums)
-    if not _ranks_agree_after_updates(expected_after_updates, ranks_after_updates, tolerance):
+    sums_of_ranks = _sums_after_updates(parallel_run, parallel_final_sums)
+    if not _ranks_agree_after_updates(expected_sums, sums_of_ranks, tolerance):
         return False
 
     for expected, actual in zip(reference_run, parallel_run, strict=True):
         if not _optimizer_states_agree(expected, actual, tolerance):
             return False
 
-    # A training that changes no parameters would leave them equal in any case.
+    # If the training changes no parameters, both runs have equal ones in any case.
     sums_before_training = reference_run[0][0].parameter_sums
-    return _parameters_change(sums_before_training, expected_after_updates)
+    return _parameters_change(sums_before_training, expected_sums)
 
 
 def _ranks_agree_after_updates(
@@ -411,14 +415,17 @@ def _optimizer_states_agree(expected: Update, actual: Update, tolerance: Toleran
             if name in rank.optimizer_state:
                 states.append(rank.optimizer_state[name])
 
-        # With `scale=0.0`, the tolerance depends only on the values of this tensor.
+        # Compare each whole tensor. With `scale=0.0`, the tolerance depends only on the values of
+        # this tensor.
         for state in states:
             is_whole = state[SIZE] == expected_state[SIZE]
             if is_whole and tolerance.differ(expected_state, state, scale=0.0):
                 return False
 
-        slices_are_complete = sum(state[SIZE] for state in states) == expected_state[SIZE]
-        if slices_are_complete:
+        # Compare slices that together make up the tensor. Several whole tensors have a larger total
+        # size, and were compared above.
+        total_size = sum(state[SIZE] for state in states)
+        if total_size == expected_state[SIZE]:
             largest_of_slices = max(state[LARGEST] for state in states)
             if tolerance.differ(expected_state[LARGEST], largest_of_slices, scale=0.0):
                 return False
@@ -444,7 +451,9 @@ def _are_equal(
 def _parameters_change(
     sums_before: Mapping[str, Array], sums_after_updates: Sequence[Mapping[str, Array]]
 ) -> bool:
-    """True if the training changes the parameters. Otherwise, they would be equal in any case.
+    """True if the training changes the parameters.
+
+    Parameters that never change are the same in both runs in any case, and prove nothing.
 
     Args:
         sums_before: sums over the parameters before the first update.

@@ -164,7 +164,7 @@ def sum_of_passes(passes: Sequence[Mapping[str, Array]], names: Iterable[str]) -
         names: names of the gradients to be summed.
 
     Returns:
-        The sums by name; empty if no backward pass has computed one of the gradients.
+        The sums by name; empty if any of the gradients is missing in all backward passes.
     """
     sums = {}
     for name in names:

@@ -105,7 +105,7 @@ class BitVerdict:
             # Values of several kinds may differ in this update. The first kind is the one that the
             # others follow from, so it is reported in detail.
             first_kind = self.first.differences[0]
-            values = {
+            first_finding = {
                 "code": "",
                 "title": "the first bits that differ",
                 "what": first_kind.kind,
@@ -114,10 +114,10 @@ class BitVerdict:
                 "ranks": list(first_kind.ranks),
                 "seen": [difference.text for difference in self.first.differences],
             }
-            findings.insert(0, values)
+            findings.insert(0, first_finding)
 
         return {
-            "verdict": self.word,
+            "verdict": self.word,  # "EQUAL" or "DIFFERENT"
             "comparison": "bits",
             "virtual_ranks": self.reference.virtual_ranks,
             "way": self.parallel.config.name,  # how the script was run, such as "2 processes"
@@ -131,10 +131,10 @@ class BitVerdict:
 
     def lines(self) -> list[str]:
         """Returns the lines of the verdict that are printed for the user."""
-        # `translate` recognizes the text that a number or a name was put into.
-        head = verdict_head(self.word, self.parallel.config.name)
+        head = verdict_head(self.word, self.parallel.config.name)  # "EQUAL  2 processes"
         if self.word == "EQUAL":
             # "EQUAL  2 processes, in every bit: all 4 optimizer steps, losses, ..."
+            # `translate` finds the translation of a text although it contains numbers and names.
             compared = translate(_describe_compared(self.reference))
             lines = [join_label(head + translate(", in every bit:"), compared)]
 
@@ -274,6 +274,7 @@ def compare_bits(kind: str, expected: Update, actual: Update) -> BitDifference |
         hashes = rank.bits.get(kind, {})
         hashes_of_all |= hashes
 
+        # Values of this rank that the reference has with other bits, or does not have at all.
         names = _names_that_differ(expected_hashes, hashes)
 
         # A value that should be on every rank is missing on this one.
@@ -315,11 +316,12 @@ def _describe_compared(reference: RunRecord) -> str:
     compared = count_noun(len(updates), "optimizer step")
     values = [f"the first {compared}" if reference.stopped_at else f"all {compared}"]
 
-    if first.samples:
+    if first.samples:  # the number of samples of all ranks
         values.append(f"{first.samples} samples each")
 
+    # An update is a sequence with a record for each rank. The reference has only one rank.
     values.append("losses")
-    record_of_one_process = first[0]  # each update of the reference has a single record
+    record_of_one_process = first[0]
     bits = record_of_one_process.bits
     for kind, noun in (("gradients", "gradient"), ("parameters", "parameter")):
         values.append(count_noun(len(bits[kind]), noun))

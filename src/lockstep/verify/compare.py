@@ -153,7 +153,7 @@ def _largest_fraction_of_tolerance(expected: Update, actual: Update, tolerance: 
     for field_name in ("gradients", "parameters", "buffers"):
         expected_arrays = expected.merged(field_name)
         actual_arrays = actual.merged(field_name)
-        scale = scale_of(expected_arrays)
+        scale = scale_of(expected_arrays)  # the largest value in all of these arrays
         for name, array in expected_arrays.items():
             if name in actual_arrays:
                 fraction = tolerance.used_fraction(array, actual_arrays[name], scale)
@@ -189,14 +189,16 @@ def find_divergences(
                 names=tuple(difference.names),
                 num_compared=difference.num_compared,
             )
+            # Differences of these kinds in the same update follow from this one.
             kinds_that_follow |= _KINDS_THAT_FOLLOW.get(kind, set())
 
         # If only the losses differ, the gradients are equal and the training continues in the same
-        # way. After any other difference, all values that are trained later differ too.
+        # way. After any other difference, all trained values of the later updates differ too.
         training_differs = bool(divergences.keys() - {"loss"})
         if training_differs:
             kinds_that_follow |= _TRAINED_VALUES
 
+    # Another number of updates follows from other samples, for example.
     if len(reference_run) != len(parallel_run) and "length" not in kinds_that_follow:
         first_missing = min(len(reference_run), len(parallel_run))
         divergences["length"] = Divergence(
@@ -207,11 +209,14 @@ def find_divergences(
 
 
 def _differences(expected: Update, actual: Update, tolerance: Tolerance) -> Iterator[Difference]:
-    """Yields the differences in one update. Causes come before their consequences."""
+    """Yields the differences in one update. Causes come before their consequences.
+
+    See `Divergence.kind` for the kinds, such as "initial" and "rates".
+    """
     yield from tensor_differences("initial", expected, actual, tolerance)
 
-    # Before the update, each rank has a copy of the model. Its parameters must be equal on all
-    # ranks.
+    # Each rank has a replica of the model. Before the update, the parameters of all replicas must
+    # be equal.
     names_that_differ_between_ranks = list(actual.replicas_that_differ())
     if names_that_differ_between_ranks:
         num_compared = len(actual.merged("parameter_sums"))
@@ -282,12 +287,12 @@ def _compare_samples(expected: Update, actual: Update) -> Difference | None:
         has_other_contents = bool(contents_that_differ(expected, actual))
         return Difference("contents") if has_other_contents else None
 
-    # Neither the indices nor the contents are known to be equal. The samples differ if one of them
-    # is known to be different.
+    # Here, each of the two is False or None.
     is_nothing_known = same_indices is None and same_contents is None
     if is_nothing_known:
         return None
 
+    # At least one of them is False, so the samples differ.
     return Difference("samples", num_compared=expected.samples)
 
 
@@ -365,8 +370,9 @@ def same_samples(expected: Update, actual: Update) -> tuple[bool | None, bool | 
     """
     same_indices = _same_counts(expected.samples_by_index(), actual.samples_by_index())
 
-    # Contents can be compared only if all samples have one shape. If batches are padded to their
-    # longest sample, one and the same sample may have several shapes.
+    # Contents can be compared only if all samples have one shape. There is none if no contents were
+    # recorded. There are several if batches are padded to their longest sample; then one and the
+    # same sample may have several shapes.
     batches_of_both = Update((*expected, *actual)).batches
     shapes = {batch.shape for batch in batches_of_both if batch.contents}
     if len(shapes) != 1:

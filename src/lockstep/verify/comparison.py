@@ -93,8 +93,8 @@ class Comparison:
 
         for way in plan.ways:
             if self._bit_reference is not None:
-                # No verdict but a reason, if the script does not support virtual ranks when it runs
-                # in this way.
+                # If the script does not support virtual ranks in this way, there is a reason
+                # instead of a verdict. The reason of an earlier way is replaced.
                 bit_verdict, self.reason_without_bits = self._compare_bits(self._bit_reference, way)
                 if bit_verdict is not None:
                     yield from self._results_after_bits(bit_verdict, way)
@@ -138,8 +138,9 @@ class Comparison:
         num_virtual_ranks = max(least_virtual_ranks(way) for way in self._plan.ways)
         with_virtual_ranks = replace(self._plan.reference, virtual_ranks=num_virtual_ranks)
 
-        # A run on one process replaces some settings of the script, and fewer of them with virtual
-        # ranks. `reference_config` chooses them again.
+        # The settings in `self._plan.reference` are for a run without virtual ranks: they set
+        # `micro_batch_size=None`, for example. With virtual ranks, the script's own
+        # `micro_batch_size` must stay, so `reference_config` sets up the run on one process anew.
         reference = self._record(with_virtual_ranks.reference_config())
         self.reason_without_bits = reason_bits_not_comparable(reference)
         if self.reason_without_bits:
@@ -181,11 +182,12 @@ class Comparison:
         other = self._record(config)
         verdict = judge_bits(bit_reference, other)
 
-        # A difference before an error of the run says more than the error.
+        # If the run ended with an error, but bits had differed before, report the difference.
         has_difference = verdict.first is not None
         if has_difference:
             return verdict, ""
 
+        # The run may have ended with an error because it does not support virtual ranks.
         reason = reason_bits_not_comparable(other)
         if reason:
             return None, reason
@@ -203,9 +205,9 @@ class Comparison:
             verdict: verdict of the comparison by bits.
             way: configuration of the run.
         """
-        # Advice on rounding is added to the first verdict by bits.
-        noise = self._find_rounding_noise(bit_reference=verdict.reference)
-        bit_verdict = replace(verdict, notes=noise)
+        # Empty, unless an optimizer of the script takes steps from mere rounding.
+        findings_on_rounding = self._find_rounding_noise(bit_reference=verdict.reference)
+        bit_verdict = replace(verdict, notes=findings_on_rounding)
 
         script_sets_virtual_ranks = verdict.reference.virtual_ranks_are_own
         bits_say_all = verdict.word == "EQUAL" and script_sets_virtual_ranks
@@ -248,6 +250,7 @@ class Comparison:
         if not may_have_noise(bit_reference.updates):
             return []
 
+        # The run within a tolerance is usually made in float64.
         try:
             float64_reference = self._tolerance_reference()
         except UsageError:  # the script cannot run in float64
@@ -296,7 +299,11 @@ class Comparison:
         return self._plan.ways[0].steps
 
     def _compare_with_same_samples(self, way: RunConfig) -> Verdict:
-        """Runs the script on several processes, and then on one process with the same batches."""
+        """Runs the script on several processes, and then on one process with the same batches.
+
+        The first run writes its batches into `batches_folder`, from which the run on one process
+        reads them.
+        """
         config = replace(
             way,
             batches_folder=self._folder / "batches",

@@ -145,7 +145,7 @@ class BatchReader(_PassNames):
     def length(self, loader: Any) -> int | None:
         """Returns the number of batches that a loader had in the other run; None if not known.
 
-        If the ranks had different numbers, the number of the first rank is returned.
+        If the ranks had different numbers, that of the first rank which recorded one is returned.
         """
         number = self.number_of(loader)
         if number is None:

@@ -151,7 +151,8 @@ class FilesBefore:
                 kind = FOLDER  # files in the folder are kept by their own paths
             elif status.st_mtime >= self._start_time:
                 # The file was last modified during the run, but its path is not in the index. So
-                # the run has created it in a way that is not watched, such as a temporary file.
+                # the run has created it in a way that is not watched, such as a temporary file, and
+                # there is nothing to restore.
                 return
             elif S_ISLNK(status.st_mode):
                 kind = LINK
@@ -195,11 +196,13 @@ class FilesBefore:
         self._watch_os_open()
         self._watch_rmtree()
 
-        # `os.remove(path)` removes what is at the path: if this is a link, the link itself.
+        # `os.remove(path)` removes what is at the path, and `os.mkdir(path)` creates it. If there
+        # is a link at the path, `keep_path` keeps the link itself.
         for name in ("remove", "unlink", "rmdir", "mkdir"):
             self._watch_os_function(name, self.keep_path, num_paths=1)
 
-        # `os.truncate(path, length)` changes the file that the path leads to, if it is a link.
+        # `os.truncate(path, length)` follows a link at the path. So `keep_target` keeps the file
+        # that the link leads to.
         self._watch_os_function("truncate", self.keep_target, num_paths=1)
 
         # `os.rename(src, dst)` changes what is at both paths.
@@ -269,11 +272,12 @@ class FilesBefore:
             # supported.
             is_relative_to_open_folder = bool(FOLDER_DESCRIPTOR_ARGUMENTS & kwargs.keys())
             if not is_relative_to_open_folder:
+                # None of these functions has a default for a path, so `arguments` has all of them.
                 keep_paths(*[arguments[argument] for argument in names_of_path_arguments])
 
             return plain(*args, **kwargs)
 
-        _replace_os_function(plain, watched)
+        _replace_os_function(plain, watched)  # `os.rename` is `watched` from here on
 
     def _watch_rmtree(self) -> None:
         """Patches `shutil.rmtree`, to keep everything in the folder that it removes.

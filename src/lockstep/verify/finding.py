@@ -104,7 +104,7 @@ class Finding:
         Args:
             heading: label of the line with the code; by default "cause", translated.
             uses_lockstep: whether the script uses Lockstep, which decides what kind of advice is
-                printed. With None, no advice is printed, only a reference to the catalogue.
+                printed. With None, only a reference to the catalogue is printed instead.
         """
         lines = []
         entry = ENTRIES.get(self.cause.code)
@@ -123,8 +123,8 @@ class Finding:
             return lines
 
         if uses_lockstep is None:
-            advice = f"lockstep explain {entry.code} says what to write instead"
-            lines.append(labelled(translate("do"), translate(advice)))
+            reference = f"lockstep explain {entry.code} says what to write instead"
+            lines.append(labelled(translate("do"), translate(reference)))
         else:
             texts = cure_lines(entry, translate, uses_lockstep=uses_lockstep)
             for line in _labelled_lines(translate("do"), texts):

@@ -137,6 +137,7 @@ def _describe_different_tensors(
         whole_tensors: initial parameters of one process, by name.
         first_update: first update of the parallel run.
     """
+    # The text is the same for all tensors. The shapes of the first one decide what it says.
     first_name = names[0]
     shapes = {rank.initial[first_name].shape for rank in first_update}
     shapes.add(whole_tensors[first_name].shape)
@@ -179,12 +180,14 @@ def _find_parts(
             concatenations[name] = concatenation
             continue
 
-        # Either the shapes already show that the tensors of the ranks are no copies of one tensor,
-        # or the ranks train them as different tensors. Otherwise, they are copies that differ by
-        # mistake, which the comparison with one process will report.
+        # The shapes may show already that the tensors are no copies of the tensor of one process.
         if _cannot_be_copies(name, parts, whole):
             unjoinable_names.append(name)
-        elif _differ_by_design(name, parallel_run):
+            continue
+
+        # Or the ranks may train them as different tensors. If they do not, the tensors are copies
+        # that differ by mistake, which the comparison with one process will report.
+        if _differ_by_design(name, parallel_run):
             unjoinable_names.append(name)
 
     return concatenations, unjoinable_names
@@ -245,8 +248,8 @@ def _differ_by_design(name: str, parallel_run: Sequence[Update]) -> bool:
     """True if a tensor is meant to have different values on each rank.
 
     Stages of a pipeline, experts and parts of a layer are different by design; their ranks exchange
-    activations, and not gradients. Copies of one model may differ too, but by mistake, because they
-    started with different values.
+    outputs or activations, and not gradients. Copies of one model may differ too, but by mistake,
+    because they started with different values.
     """
     # A collective that the script calls averages the gradients, so the tensors are copies.
     for update in parallel_run:
@@ -266,17 +269,15 @@ def _differ_by_design(name: str, parallel_run: Sequence[Update]) -> bool:
         if all_ranks_have_it and all(np.array_equal(gradients[0], g) for g in gradients):
             return False
 
-    # Nothing averages the gradients. Either the tensors are parts of one model, and the ranks
-    # exchange activations; or they are copies, whose gradients the script forgets to average.
+    # Nothing averages the gradients. If the ranks exchange outputs, the tensors are parts of one
+    # model. Otherwise, they are copies whose gradients the script forgets to average.
     return any(_ranks_exchange_outputs(update) for update in parallel_run)
 
 
 def _ranks_exchange_outputs(update: Update) -> bool:
-    """True if the ranks exchange model outputs or activations that a loss is computed from.
-
-    Not every gather is a proof, since scripts also gather losses to display them.
-    """
+    """True if the ranks exchange model outputs or activations that a loss is computed from."""
     # Each field is the line of an all-gather whose result went into a loss; empty if there is none.
+    # Other all-gathers are no proof, since scripts also gather losses to display them.
     if update.first("gather_line") or update.first("detached_gather_line"):
         return True
 
@@ -334,9 +335,9 @@ def _without_values_lost_by_joining(
 ) -> Update:
     """Returns an update of the reference run without values that the parallel run has lost.
 
-    For example, "Net/weight" was joined, and "Net/bias" could not be joined. Then the parallel run
-    has the values of "Net/weight", but neither sums over it nor its local gradients, and nothing of
-    "Net/bias". The same is left here, so that both runs have the same values to compare.
+    For example, "Net/weight" was joined. Then the parallel run still has its values, but no sums
+    over it and no local gradients, so these are removed here too. "Net/bias" could not be joined.
+    Then the parallel run has lost everything about it, so all of it is removed here.
 
     Args:
         update: the update, whose tensors are whole already. If the reference trains several
@@ -344,8 +345,8 @@ def _without_values_lost_by_joining(
         joined_names: names of tensors that were joined in the parallel run.
         removed_names: names of tensors that could not be joined.
     """
-    # Only the values of joined tensors stay, in the fields, such as "gradients", in which every
-    # replica has recorded them. All replicas get the values of the first one.
+    # Of a joined tensor, the values in fields such as "gradients" stay, unless some replica lacks
+    # them. All replicas get the values of the first one.
     kept_tensors: dict[str, dict[str, Array]] = {}  # by field and name
     for field_name in _TENSOR_FIELDS:
         kept_tensors[field_name] = {}
@@ -386,7 +387,8 @@ def _replace_split_tensors(
         fields[field_name] = {}
         for name, sums in getattr(rank, field_name).items():
             # Optimizer state has names such as "Net/weight/exp_avg", where "Net/weight" is the
-            # parameter.
+            # parameter. In the other fields, `name` itself is a parameter such as "Net/weight", and
+            # the part before the last "/" is "Net", which is no name of a tensor.
             parameter_of_state = name.rpartition("/")[0]
             if name not in split_names and parameter_of_state not in split_names:
                 fields[field_name][name] = sums

@@ -61,10 +61,11 @@ def new_branches(case: Divergence, cause: Cause) -> list[str]:
     if is_first_step and cause.code != NOT_KNOWN_CODE:
         return []
 
-    # A test that one process did not reach is left out: an earlier test differs too, and led the
-    # ranks there.
+    # Only tests that one process reached are looked at. If the ranks reached another one, an
+    # earlier test differs too, and led them there.
+    tests_of_one_process = case.expected[0].branch_outcomes
     places = []
-    for place in case.expected[0].branch_outcomes:
+    for place in tests_of_one_process:
         line = _line_of(place)
         is_mentioned = any(line in text for text in cause.evidence)
         if not is_mentioned and _is_new_difference(case, place):
@@ -183,10 +184,11 @@ def describe_writes(case: Divergence, names: Sequence[str]) -> list[str]:
     text_of_others = f"of {format_ranks(ranks_without_write)} no write was seen"
     descriptions = ["; ".join([*texts_of_writes, text_of_others])]
 
-    # A test around the line, such as `if rank == 0`, may be the reason.
+    # A test around the line whose outcome differs between the ranks, such as `if rank == 0`, may be
+    # the reason.
     outcomes_of_ranks = [record.branch_outcomes for record in case.actual]
     first_stack = next(iter(stack_of_rank.values()))
-    place = _splitting_test_around(first_stack, outcomes_of_ranks)
+    place = _differing_test_around(first_stack, outcomes_of_ranks)
     if place is not None:
         names_of_ranks = name_ranks(range(len(outcomes_of_ranks)))
         test = _describe_test(place, outcomes_of_ranks, names_of_ranks)
@@ -210,7 +212,7 @@ def _stacks_of_writes(case: Divergence, names: Sequence[str]) -> dict[int, tuple
     return stack_of_rank
 
 
-def _splitting_test_around(
+def _differing_test_around(
     stack: Sequence[Location], outcomes_of_ranks: Sequence[Outcomes]
 ) -> Place | None:
     """Finds a test around a line of a stack whose outcome differs between the ranks.

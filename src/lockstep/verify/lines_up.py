@@ -61,13 +61,14 @@ def line_up(ranks: Sequence[list[Step]]) -> list[Update]:
     renumbered_ranks = _with_shared_numbers(ranks)
     optimizers_of_ranks = []
     for steps in renumbered_ranks:
+        # All records of a step are of the same optimizer, so the first one tells its number.
         optimizers_of_ranks.append({step[0].optimizer for step in steps})
 
     shared_optimizers = set.intersection(*optimizers_of_ranks)
     all_are_shared = all(optimizers == shared_optimizers for optimizers in optimizers_of_ranks)
 
     # If all optimizers are shared, the n-th steps of all ranks belong together. If none is shared,
-    # nothing tells which steps belong together, so the same is assumed.
+    # nothing tells which steps belong together, so the steps are lined up in order, too.
     if not shared_optimizers or all_are_shared:
         return _line_up_in_order(ranks)
 
@@ -92,19 +93,20 @@ def _line_up_at_shared_steps(
     sections_of_ranks = [_split_into_sections(steps, shared_optimizers) for steps in ranks]
 
     first_sections = [sections_of_rank[0] for sections_of_rank in sections_of_ranks]
-    updates = _line_up_steps_of_some_ranks(first_sections)
+    updates = _updates_missed_by_some_ranks(first_sections)
 
     # Sections beyond those of the rank with the fewest shared steps are left out.
     num_sections = min(len(sections_of_rank) for sections_of_rank in sections_of_ranks)
     for number in range(1, num_sections):
         sections = [sections_of_rank[number] for sections_of_rank in sections_of_ranks]
 
-        # Each section begins with a step that all ranks have made together.
+        # Each section begins with a step that all ranks have made together. This may also correct
+        # the update before it.
         shared_steps = [section[0] for section in sections]
         _append_shared_update(updates, _join_steps(shared_steps))
 
         other_steps = [section[1:] for section in sections]
-        updates += _line_up_steps_of_some_ranks(other_steps)
+        updates += _updates_missed_by_some_ranks(other_steps)
 
     # The comparison expects the initial parameters of every rank in the first update, but a rank
     # that has missed this update has recorded them in a later one.
@@ -155,7 +157,8 @@ def _have_same_optimizer_classes(ranks: Sequence[list[Step]]) -> bool:
     classes_of_ranks = []
     for steps in ranks:
         classes = {}  # by the number of the optimizer
-        for number, update in _first_updates(steps).items():
+        first_update_of_optimizer = _first_updates(steps)
+        for number, update in first_update_of_optimizer.items():
             classes[number] = update.optimizer_class
         classes_of_ranks.append(classes)
 
@@ -198,6 +201,11 @@ def _match_optimizers(
     common, optimizers are the same if they have the same number and class. All other optimizers get
     new numbers.
 
+    For example, rank 0 has numbered its optimizers 0 (Adam for "Net") and 1 (SGD for "Probe"), and
+    rank 1 has optimizer 0 (SGD for "Head"). It has no parameters in common with either of them, and
+    another class than optimizer 0, so the result is `{0: 2}`. Had it been an Adam, as with pipeline
+    stages, the result would be `{0: 0}`.
+
     Args:
         first_updates: first record of each optimizer of the rank, by the rank's own number.
         known_optimizers: first record of each optimizer of the previous ranks, by shared number.
@@ -208,17 +216,21 @@ def _match_optimizers(
         if own_number in shared_numbers:
             continue
 
-        # Try the known optimizer whose shared number is the same as the rank's own number, unless
-        # another optimizer of this rank was matched with it.
-        is_known = own_number in known_optimizers
-        is_taken = own_number in shared_numbers.values()
+        # Keep the number if an earlier rank has an optimizer of this class with the same number,
+        # unless another optimizer of this rank was matched with that one.
+        same_number = own_number
+        is_known = same_number in known_optimizers
+        is_taken = same_number in shared_numbers.values()
         may_match = is_known and not is_taken
-        if may_match and _may_have_same_class(known_optimizers[own_number], update):
-            shared_numbers[own_number] = own_number
-        else:
-            new_number = max(known_optimizers, default=-1) + 1
-            shared_numbers[own_number] = new_number
-            known_optimizers[new_number] = update
+        if may_match and _may_have_same_class(known_optimizers[same_number], update):
+            shared_numbers[own_number] = same_number
+            continue
+
+        # No earlier rank has this optimizer. It gets the next free number, and later ranks are
+        # compared with it.
+        new_number = max(known_optimizers, default=-1) + 1
+        shared_numbers[own_number] = new_number
+        known_optimizers[new_number] = update
 
     return shared_numbers
 
@@ -228,24 +240,30 @@ def _match_by_parameters(
 ) -> dict[int, int]:
     """Finds the shared numbers of optimizers that have parameters in common with known ones.
 
-    If several known optimizers have parameters in common, the most similar one is chosen. See
-    `_match_optimizers` for the arguments and the result.
+    If several known optimizers have parameters in common, the most similar one is chosen.
+
+    Args:
+        first_updates: first record of each optimizer of the rank, by the rank's own number.
+        known_optimizers: first record of each optimizer of the previous ranks, by shared number.
+
+    Returns:
+        The shared numbers, by the rank's own numbers.
     """
-    pairs = []  # (similarity, shared number, number on the rank)
+    pairs = []  # (similarity, shared number, own number)
     for shared_number, known_update in sorted(known_optimizers.items()):
-        for number, update in sorted(first_updates.items()):
+        for own_number, update in sorted(first_updates.items()):
             similarity = _similarity(update, known_update)
             if similarity.num_common_parameters:
-                pairs.append((similarity, shared_number, number))
+                pairs.append((similarity, shared_number, own_number))
 
     # The most similar pairs come first; equally similar ones stay in the order of their numbers.
     pairs.sort(key=lambda pair: pair[0], reverse=True)
 
     # Each optimizer is matched only once, in its most similar pair.
     shared_numbers: dict[int, int] = {}
-    for _, shared_number, number in pairs:
-        if number not in shared_numbers and shared_number not in shared_numbers.values():
-            shared_numbers[number] = shared_number
+    for _, shared_number, own_number in pairs:
+        if own_number not in shared_numbers and shared_number not in shared_numbers.values():
+            shared_numbers[own_number] = shared_number
 
     return shared_numbers
 
@@ -319,7 +337,7 @@ def _split_into_sections(steps: Sequence[Step], shared_optimizers: set[int]) -> 
     return sections
 
 
-def _line_up_steps_of_some_ranks(ranks: Sequence[list[Step]]) -> list[Update]:
+def _updates_missed_by_some_ranks(ranks: Sequence[list[Step]]) -> list[Update]:
     """Returns updates that only some ranks have made, and that the others have missed.
 
     Args:
@@ -399,7 +417,8 @@ def _share_a_backward_pass(earlier: Update, later: Update) -> bool:
     if nobody_missed_the_earlier:
         return False
 
-    # The number of replicas differs, so the ranks of the updates cannot be paired.
+    # If a rank trains several replicas, an update has a record for each of them. With another
+    # number of records, those of the two updates cannot be paired.
     if len(earlier) != len(later):
         return False
 
@@ -436,13 +455,15 @@ def _with_inputs_of_missing_ranks(earlier: Update, later: Update) -> Update:
             ranks.append(replace(before, losses=[]))
             continue
 
+        # The sums are over the parameters at the start of the backward pass, so they are moved with
+        # the batches. `contributes` says whether these batches count.
         ranks.append(
             replace(
                 before,
                 batches=after.batches,
                 model_inputs=after.model_inputs,
-                contributes=after.contributes,  # whether these batches count
-                parameter_sums=after.parameter_sums,  # over the parameters that were used
+                contributes=after.contributes,
+                parameter_sums=after.parameter_sums,
                 losses=[],
             )
         )
@@ -465,17 +486,18 @@ def _without_losses_and_parameter_sums(update: Update) -> Update:
 def _with_initial_parameters_in_first(updates: list[Update]) -> list[Update]:
     """Returns the updates, with the initial parameters of every rank moved to the first update.
 
-    A rank records its initial parameters with its own first step. If the rank has missed the first
-    update, this step is part of a later one.
+    A rank records its initial parameters with its own first step, which is in a later update if the
+    rank has missed the first one.
     """
     new_updates = []
     for number, update in enumerate(updates):
         is_first = number == 0
         ranks = []
         for rank_number, rank in enumerate(update):
-            initial: dict[str, Array] = {}  # for all updates but the first one
             if is_first:
                 initial = _initial_parameters(updates, rank_number)
+            else:
+                initial = {}
             ranks.append(replace(rank, initial=initial))
         new_updates.append(Update(ranks))
 
@@ -509,7 +531,7 @@ def _initial_parameters(updates: Sequence[Update], rank_number: int) -> dict[str
     for update in updates[:number_of_record]:
         trained_before |= update.merged("parameters").keys()
 
-    # What the ranks that made update 0 have recorded before it.
+    # What the ranks that made update 0 have recorded before it, such as "Net/a" of rank 0.
     recorded_at_first_update = updates[0].merged("initial")
 
     initial = {}
@@ -519,9 +541,9 @@ def _initial_parameters(updates: Sequence[Update], rank_number: int) -> dict[str
         if name not in recorded_at_first_update:
             continue
 
-        if name in trained_before:
+        if name in trained_before:  # as "Net/a" was
             initial[name] = recorded_at_first_update[name]
-        else:
+        else:  # as "Net/b"
             initial[name] = array
 
     return initial

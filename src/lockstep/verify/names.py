@@ -194,12 +194,17 @@ def _roots_in_other_order(reference: Sequence[Update], other: Sequence[Update]) 
         if not candidates:
             return {}
 
-        # Prefer models in which the same parameters are frozen, and among these the same root.
-        with_same_frozen = [each for each in candidates if free_models[each].frozen == state.frozen]
+        # Prefer models in which the same parameters are frozen, if there are any.
+        with_same_frozen = []
+        for candidate in candidates:
+            if free_models[candidate].frozen == state.frozen:
+                with_same_frozen.append(candidate)
         preferred = with_same_frozen or candidates
-        best = root if root in preferred else preferred[0]
-        new_roots[root] = best
-        del free_models[best]
+
+        # Among these, prefer the model with the same root.
+        new_root = root if root in preferred else preferred[0]
+        new_roots[root] = new_root
+        del free_models[new_root]
 
     if all(root == new_root for root, new_root in new_roots.items()):
         return {}

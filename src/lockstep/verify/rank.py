@@ -109,8 +109,9 @@ def _describe_end(recorder: Recorder) -> dict[str, Any]:
         # The line of a DataLoader whose batches could not be made larger.
         "unenlarged_loader_line": recorder.line_of_loader_not_enlarged,
         "num_loaders": recorder.inputs.number_of_torch_loaders,
-        # Backward passes that no optimizer step has used, for ranks with and without an optimizer.
+        # Number of backward passes since the last optimizer step.
         "backward_passes": recorder.backward_passes,
+        # The same number on a rank without an optimizer; 0 on a rank with one.
         "backward_passes_without_step": recorder.backward_passes_without_step,
         # Outcomes of `if` and `while` statements since the last step.
         "branch_outcomes": list(state.branches.pop_outcomes().items()),

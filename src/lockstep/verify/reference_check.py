@@ -35,8 +35,9 @@ def check_reference(
     Raises:
         UsageError: The reference failed, made no step, or does not use Lockstep.
     """
-    starts_own_ranks = _has_started_own_ranks(reference)
-    if starts_own_ranks:
+    # `lockstep verify` ends a script with an error when it starts ranks of its own.
+    was_ended_for_own_ranks = _has_started_own_ranks(reference)
+    if was_ended_for_own_ranks:
         found = _describe_failure(reference)
         advice = OWN_PROCESSES_HINT
     elif reference.error:
@@ -58,9 +59,10 @@ def check_reference(
     else:
         return
 
-    # If no step was recorded, the script may train in processes that it has started itself.
+    # In all other cases, a script that has started a process of any kind, and made no step in this
+    # one, may train in that process. The error then says so too.
     may_train_elsewhere = bool(reference.own_process_line) and not reference.updates
-    if may_train_elsewhere and not starts_own_ranks:
+    if may_train_elsewhere and not was_ended_for_own_ranks:
         line = reference.own_process_line
         found = f"{found.rstrip()}\nit started processes of its own, which are not seen: {line}"
         advice = f"{OWN_PROCESSES_HINT}; else {advice}"

@@ -25,7 +25,7 @@ from lockstep.verify.training_record import Update
 
 # In the script's own precision, noise is below this fraction of the largest gradient: about 1000
 # times the unit roundoff of the precision, since sums have many terms.
-MAX_GRADIENT = {
+MAX_SHARE_OF_LARGEST = {
     "torch.float32": 1e-4,
     "torch.bfloat16": 1e-1,
     "torch.float16": 1e-1,
@@ -67,7 +67,7 @@ class NoisyParameter:
         For example "fc.bias: gradients up to 1.2e-09 in the script's precision and 3.0e-19 in
         float64; the step moves it 97% as far as the parameter that moves most".
         """
-        (name,) = script_names([self.name])
+        (name,) = script_names([self.name])  # "fc.bias" for "Net/fc.bias"
         what = name
         if self.num_noisy < self.num_values:
             what = f"{name} ({self.num_noisy} of {self.num_values} values)"
@@ -122,7 +122,8 @@ def _noisy_parameters(update: Update, update_in_float64: Update) -> list[NoisyPa
 
     # All arrays below have the shape of a parameter. `is_suspect` is a mask of its values with
     # small gradients. `relative_change` says how far each value has moved in the step: 1 for the
-    # value that has moved farthest of all values of all parameters.
+    # value that has moved farthest of all values of all parameters. A value whose gradient is small
+    # and shrinks in float64 has moved only because of rounding.
     parameters = []
     for name, (is_suspect, relative_change) in _find_suspects(update).items():
         gradient_in_float64 = gradients_in_float64.get(name)
@@ -132,7 +133,7 @@ def _noisy_parameters(update: Update, update_in_float64: Update) -> list[NoisyPa
         magnitude = np.abs(gradients[name])  # in the script's own precision
         magnitude_in_float64 = np.abs(gradient_in_float64)
 
-        # A mask of the values whose gradient is noise: it shrinks in float64, to almost nothing.
+        # A mask of the values whose gradient is noise: in float64, it is almost zero.
         shrinks = magnitude_in_float64 < MAX_FLOAT64_SHARE * magnitude
         is_tiny_in_float64 = magnitude_in_float64 <= max_in_float64
         is_noise = is_suspect & shrinks & is_tiny_in_float64
@@ -160,10 +161,10 @@ def _find_suspects(update: Update) -> Mapping[str, tuple[Array, Array]]:
         moved, as a fraction of the largest change of any parameter. Parameters with too few such
         values are left out.
     """
-    # How large noise can be in the precision of the only rank, as a fraction of the largest
-    # gradient. Gradients in float64 cannot be compared with a higher precision.
-    rank_0 = update[0]
-    max_share_of_largest = MAX_GRADIENT.get(rank_0.dtype)
+    # How large noise can be in this precision, as a fraction of the largest gradient. There is no
+    # entry for float64, since its gradients cannot be compared with a higher precision.
+    only_rank = update[0]
+    max_share_of_largest = MAX_SHARE_OF_LARGEST.get(only_rank.dtype)
     if max_share_of_largest is None:
         return {}
 

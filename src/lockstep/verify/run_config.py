@@ -76,11 +76,12 @@ class RunConfig:
         overrides: dict[str, Any] = {"shares": None}
 
         # If bits are compared, the micro-batch size is kept: it decides how each virtual rank
-        # splits its samples, and therefore the bits of the result. Otherwise, one process computes
-        # each global batch in one piece. For synchronized BatchNorm, the batch must not be split
-        # over virtual ranks either; `reference_of_verify` makes sure of this.
+        # splits its samples, and therefore the bits of the result.
         if not self.compares_bits:
+            # Otherwise, one process computes each global batch in one piece.
             overrides["micro_batch_size"] = None
+            # Synchronized BatchNorm needs all samples of a global batch at once. With this setting,
+            # a script that uses it gets no virtual ranks, which would split the batch.
             overrides["reference_of_verify"] = True
 
         if self.trains_replicas:

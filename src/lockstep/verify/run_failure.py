@@ -48,10 +48,11 @@ def first_failure(
         return first
 
     # The rank has only lost a connection. The following paragraphs find out why the other rank had
-    # ended.
+    # ended. Each text is empty if its case does not apply.
 
-    # If this rank has never changed its parameters while others have changed theirs, the replicas
-    # have diverged (LS304). This is a failure even if the others were stopped after enough steps.
+    # The parameters of this rank have never changed while those of another rank have, so the two
+    # have different parameters now (LS304). This is a failure even if the other rank was stopped
+    # after enough steps.
     never_steps_text = _describe_rank_that_never_steps(first_rank, ends, updates)
     if never_steps_text:
         return replace(first, error=never_steps_text, code="LS304")
@@ -103,9 +104,11 @@ def _peers_were_stopped(
     The recorder stops the script on each rank separately. Ranks that do not step together, as under
     `Join` or with one optimizer for all ranks, are not stopped at the same time.
     """
-    peers = [end for peer, end in ends.items() if peer != rank and not end.error]
-    all_peers_were_stopped = bool(peers) and all(end.was_stopped for end in peers)
-    if not all_peers_were_stopped:
+    # A peer with an error may have lost its own peers in the same way, so it tells nothing.
+    peers_without_error = [end for peer, end in ends.items() if peer != rank and not end.error]
+    if not peers_without_error:
+        return False
+    if not all(end.was_stopped for end in peers_without_error):
         return False
 
     # The rank has made enough steps too, so the recorder was about to stop it like its peers. The
@@ -115,8 +118,10 @@ def _peers_were_stopped(
         return True
 
     # If the ranks train one after the other, this rank may have waited for its turn while its peers
-    # made all their steps. Then it is still at its beginning.
-    return not updates[rank] and _may_still_make_first_step(ends[rank].backward_passes)
+    # made all their steps. Then it has made no step, and so few backward passes that it may only
+    # have accumulated gradients for its first one.
+    has_just_begun = _may_still_make_first_step(ends[rank].backward_passes)
+    return not updates[rank] and has_just_begun
 
 
 def _may_still_make_first_step(num_backward_passes: int) -> bool:
@@ -136,6 +141,8 @@ def _describe_rank_that_never_steps(
     Returns:
         A sentence, or an empty string if this is not the case for the rank.
     """
+    # The rank has made a step, or so few backward passes that it may only have accumulated
+    # gradients for its first step.
     num_passes = ends[rank].backward_passes_without_step
     if updates[rank] or _may_still_make_first_step(num_passes):
         return ""
@@ -166,7 +173,7 @@ def _describe_peer_that_ended(
         A text that completes "the script ended with: ", or an empty string if there is no such
         rank.
     """
-    # This rank itself has an error, so it is not among them.
+    # Only other ranks, since this rank has ended with an error.
     ranks_without_error = [peer for peer, end in ends.items() if not end.error]
     steps_of_rank = most_steps(updates[rank])
     made_all_steps = steps_of_rank >= steps
@@ -201,7 +208,9 @@ def find_idle_ranks(
 
         num_passes = ends[rank].backward_passes
         has_not_begun = num_passes == 0
-        # While other ranks were stopped after enough steps, this rank had just begun to train.
+
+        # After a few backward passes, the rank may have been about to make its first step when
+        # other ranks were stopped after enough steps.
         has_just_begun = some_were_stopped and _may_still_make_first_step(num_passes)
         if has_not_begun or has_just_begun:
             idle_ranks.append(rank)

@@ -177,9 +177,8 @@ def _find_failure(
 
     a_rank_was_killed = len(ends) < config.nproc
     if a_rank_was_killed:
-        # The verdict says "the script ended with: the loss of a process", which explains little. So
-        # the output of the script is shown too, which is done for `exited=True`, as after
-        # `sys.exit`.
+        # The verdict says "the script ended with: the loss of a process", which explains little.
+        # With `exited=True`, as after `sys.exit`, `record_run` keeps the script's output for it.
         return RankEnd(error="the loss of a process", exited=True)
 
     return None

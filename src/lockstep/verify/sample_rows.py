@@ -112,8 +112,8 @@ def match_forwards(expected: Update, actual: Update) -> list[MatchedForward]:
     The list is empty if the runs called different models, or called them with samples of different
     shapes.
     """
-    # By model, in the order of their calls: its forward pass with the rows of all ranks, and the
-    # rank of each row.
+    # For example {"Net, forward pass 1": (forward, [0, 0, 1, 1])}: in the order of calls, the
+    # forward pass of each model with the rows of all ranks, and the rank of each row.
     expected_forwards = join_forwards_of_ranks(expected)
     actual_forwards = join_forwards_of_ranks(actual)
     if list(expected_forwards) != list(actual_forwards):
@@ -182,7 +182,8 @@ def _join(forwards: Sequence[Forward]) -> Forward:
         if len(shapes_of_row) == 1:
             arrays[field_name] = np.concatenate(parts)
         else:
-            arrays[field_name] = np.zeros((0, 2))  # no rows, as in a field that was not recorded
+            # No rows, as in a field that was not recorded. Most fields have two numbers in a row.
+            arrays[field_name] = np.zeros((0, 2))
 
     shapes = sorted({forward.shape for forward in forwards})
     return Forward(model=forwards[0].model, shape=" or ".join(shapes), **arrays)
@@ -232,10 +233,11 @@ def _match_rows(expected: Forward, actual: Forward) -> tuple[Array, Array]:
     for index, (first_number, second_number) in enumerate(expected.inputs):
         first_range = [first_number - max_difference, first_number + max_difference]
         low, high = np.searchsorted(sorted_first_numbers, first_range)
+        rows_with_same_first_number = order[low:high]  # indices of rows of `actual`
 
         # Rows of `actual` with the same inputs.
         candidates = []
-        for candidate in order[low:high]:
+        for candidate in rows_with_same_first_number:
             second_difference = abs(actual.inputs[candidate, 1] - second_number)
             if second_difference <= max_difference and is_free[candidate]:
                 candidates.append(candidate)
@@ -322,8 +324,8 @@ def _models_whose_rows_are_no_samples(updates: Sequence[Update]) -> set[str]:
 def _without_models(rank: RankUpdate, model_classes: Set[str]) -> RankUpdate:
     """Returns the record of a rank without the forward passes of the given models.
 
-    The `contents` of batches, one digest for each row, are removed too, unless it is known that the
-    rows of a batch are samples.
+    The rows of these models are no samples. The rows of batches may then be no samples either, so
+    their `contents`, one digest for each row, are removed too, unless it is known that they are.
     """
     forwards = []
     for forward in rank.forwards:

@@ -68,14 +68,14 @@ def findings_without_reference(
             findings.append(Finding(Cause("LS407", (text,))))
 
     # Either a second pass over the samples was seen to repeat the order of the first one, or the
-    # script was stopped before a second pass, which will repeat the order.
+    # script was stopped before a second pass, which would repeat the order.
     repeated_order = _describe_repeated_order(updates)
     if repeated_order:
         findings.append(Finding(Cause("LS103", (repeated_order,))))
     elif was_stopped and _latest_pass_has_fixed_order(updates):
         text = "DistributedSampler was told no epoch before its first pass, and no second was begun"
-        # The epoch may still be set before a second pass, so this title is more careful than that
-        # of the catalogue.
+        # The script may still set the epoch before a second pass, so this title is more careful
+        # than that of the catalogue.
         title = "without set_epoch a second pass would have the same order"
         findings.append(Finding(Cause("LS103", (text,), title=title)))
 
@@ -114,7 +114,8 @@ def _compare_ranks(updates: Sequence[Update], number: int, tolerance: Tolerance)
         update_index=number,
         kind=kind,
         names=tuple(names),
-        num_compared=len(update.merged("gradients")),  # one for each parameter, for both kinds
+        # The number of parameters, of which each has a gradient.
+        num_compared=len(update.merged("gradients")),
     )
     return [Finding(find_cause(case), case)]
 
@@ -127,10 +128,12 @@ def _find_same_inputs_on_all_ranks(update: Update) -> list[Finding]:
         the ranks had different inputs, or may rightly have had the same.
     """
     # Ranks that hold parts of a model rightly get the same inputs. A rank records sums only for
-    # parameters that it holds as a whole, so a gradient without a sum means a part of a parameter.
+    # parameters that it holds as a whole, and gradients for all that it trains. So a parameter that
+    # has a gradient but no sum is one of which the rank holds a part.
     for rank in update:
-        has_whole_parameters = rank.gradients.keys() <= rank.parameter_sums.keys()
-        if not has_whole_parameters:
+        names_of_whole_parameters = rank.parameter_sums.keys()
+        names_of_trained_parameters = rank.gradients.keys()
+        if not names_of_trained_parameters <= names_of_whole_parameters:
             return []
 
     # Samples with known indices are compared with those of one process instead.

@@ -63,7 +63,8 @@ class Tolerance:
         if difference.size == 0:
             return 0.0
 
-        # This is never 0: some values are unequal, so `a` and `b` are not both zero everywhere.
+        # This is never 0: `relative` is positive, and since some values are unequal, `a` and `b`
+        # are not both zero everywhere.
         allowed = self.relative * max(largest(a), largest(b)) + self.absolute * scale
         return largest(difference) / allowed
 

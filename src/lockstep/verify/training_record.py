@@ -425,8 +425,8 @@ class Update(tuple[RankUpdate, ...]):
             if batch.random_draws:
                 return None
 
-            # A batch of 8 samples has 8 digests. If its samples have dataset indices, but there is
-            # another number of digests, the tensors of the batch could not be split into samples.
+            # A batch of 8 samples has 8 digests. With another number of digests, the tensors of the
+            # batch could not be split into samples. This is only known if the dataset indices are.
             indices = batch.ids
             digests = batch.contents
             if indices is not None and len(indices) != len(digests):
@@ -477,7 +477,8 @@ def _count_samples(rank: RankUpdate) -> int:
     inputs in several passes. Then each sample counts as often as it occurs in a single pass: for
     passes with the samples (a, b), (a, b) and (c, c), the number is 4.
     """
-    # If the script uses no loader, the recorder has copied `model_inputs` to `batches`.
+    # If the script uses no loader, the recorder has copied `model_inputs` to `batches`, so both
+    # lists are equal. (If both are empty, the number is 0 either way.)
     has_no_loader = rank.batches == rank.model_inputs
     contents_are_known = all(batch.contents for batch in rank.batches)
     if has_no_loader and contents_are_known:

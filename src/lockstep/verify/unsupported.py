@@ -63,10 +63,13 @@ def forbid_larger_groups(nproc: int) -> None:
     """
 
     def check_group_size(group: Any) -> None:
+        """Raises an error if a new process group has ranks that `lockstep verify` did not start."""
         if group.size() <= nproc:
             return
-        # The script's own ranks, which are child processes, would wait for this rank in the group,
-        # and Python would wait for them before it exits. So an error would not end the script.
+
+        # The script's own ranks are child processes of this one, and Python waits for them before
+        # it exits. They would wait for this rank in the group, so the error would never end the
+        # script. They are killed first.
         for child in active_children():
             child.kill()
         raise_own_ranks_error()

@@ -65,10 +65,11 @@ class Verdict:
         if self.unknown:
             return "NOT KNOWN"
 
-        # The script has ended with an error on several processes. Only for an error with a code is
-        # it known that the number of processes has caused it.
+        # The script has ended with an error on several processes. If the error has a code of the
+        # catalogue, such as LS303, it is known that the number of processes has caused it.
         if self.parallel.error:
-            return "DIFFERENT" if self.parallel.code else "FAILED"
+            has_known_cause = bool(self.parallel.code)
+            return "DIFFERENT" if has_known_cause else "FAILED"
 
         # A finding without a case is a fault of the script that makes no difference in this run,
         # such as a sampler that would repeat its order in the next epoch.
@@ -134,6 +135,7 @@ class Verdict:
         if self.word != "DIFFERENT":
             return False
 
+        # Only with `--same-samples`, the run has a folder for the batches of all ranks.
         was_already_given = self.reference.config.batches_folder is not None
         has_torch_loaders = self.reference.num_loaders > 0 and not self.reference.uses_lockstep
         if was_already_given or not has_torch_loaders:
@@ -162,6 +164,8 @@ class Verdict:
             )
             lines.append(labelled(translate("then"), advice))
 
+        # The user has asked for a batch size of each process (`--batch-per-process`), so one
+        # process should have larger batches, but its loaders could not be changed.
         if self.reason_batch_not_enlarged:
             reason = translate(self.reason_batch_not_enlarged)
             lines.append(labelled(translate("note"), f"--batch-per-process: {reason}"))
@@ -186,6 +190,9 @@ class Verdict:
 
         lines.append(f"{head}: {translate(_describe_compared_values(self.reference))}")
         lines += self._lines_about_tolerance()
+
+        # A difference that does not matter, such as "gradients and learning rates differ, and make
+        # the same parameters in every step".
         if self.accepted:
             lines.append(labelled(translate("but"), translate(self.accepted)))
 
@@ -233,7 +240,8 @@ class Verdict:
             else:
                 lines += finding.lines(heading=translate("also"))
 
-        # The script ended with an error without a known cause, so its output is shown.
+        # "FAILED" is the verdict on a script that ended with an error without a code. Its cause is
+        # not known, so the output is shown.
         if self.word == "FAILED":
             lines += [f"  | {line}" for line in self.parallel.output.splitlines()]
 
@@ -280,7 +288,9 @@ def _describe_compared_values(reference: RunRecord) -> str:
     if num_buffers:
         values.append(f"{num_buffers} buffers")
 
-    if first[0].learning_rates:
+    # An update is a sequence with a record for each rank. The reference has only rank 0.
+    record_of_one_process = first[0]
+    if record_of_one_process.learning_rates:
         values.append("learning rates")
 
     return ", ".join(values)
@@ -429,7 +439,8 @@ def _explain(cases: Sequence[Divergence], joined_names: Sequence[str]) -> list[F
     """
     findings: list[Finding] = []
     for case in cases:
-        # The rules expect a copy of the model on each rank. For parts, the cause is not known.
+        # The rules for gradients, for example, expect a copy of the model on each rank. If ranks
+        # have only parts of some tensors, these rules are not tried, and the cause is not known.
         if joined_names and case.kind in KINDS_THAT_NEED_WHOLE_TENSORS:
             names = format_items(script_names(joined_names))
             text = f"of these tensors the ranks hold parts, which were joined: {names}"
@@ -457,15 +468,17 @@ def _with_failure(findings: Sequence[Finding], parallel: RunRecord) -> tuple[Fin
 
 def _finding_of_failure(parallel: RunRecord) -> Finding:
     """Returns the error that ended the script as a finding."""
-    if parallel.code == "LS304":  # parameters of the ranks differ; the text is a whole sentence
+    parameters_differ = parallel.code == "LS304"
+    if parameters_differ:  # the text is a whole sentence
         text = parallel.error
     else:
         text = f"on {parallel.config.nproc} processes the script ended with: {parallel.error}"
 
-    # LS405 means that the ranks made different numbers of steps. Name the `if` statements that went
+    # Some rank ended before the others had made all their steps. Name the `if` statements that went
     # different ways, which may be the reason.
     branches: Sequence[str] = ()
-    if parallel.code == "LS405":
+    numbers_of_steps_differ = parallel.code == "LS405"
+    if numbers_of_steps_differ:
         branches = splitting_branches(parallel.branch_outcomes)
 
     return Finding(Cause(parallel.code, (text, *branches)))
@@ -480,7 +493,8 @@ def _gather_in_reference(reference: RunRecord) -> list[Finding]:
         # Recorded only for gathers that the loss depends on and that pass no gradient on.
         line = update.first("gather_line")
         if line:
-            # "It" is the result of the all-gather, which the title of LS207 names.
+            # The title of LS207, which is printed before this text, names the result of an
+            # all-gather. The loss is computed from this result.
             text = "on one process, too, the loss is computed from it"
             return [Finding(Cause("LS207", (text, line)))]
 
@@ -511,10 +525,9 @@ def _new_findings(
             if difference in known_differences:
                 continue
 
-            # Every rank agrees with the reference within the tolerance, so the ranks differ from
-            # each other only by rounding.
-            all_ranks_agree_with_reference = not cases
-            if all_ranks_agree_with_reference:
+            # If there is no difference from the reference, every rank agrees with it within the
+            # tolerance. Then the ranks differ from each other only by rounding.
+            if not cases:
                 continue
 
         new_findings.append(candidate)

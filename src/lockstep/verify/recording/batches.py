@@ -36,7 +36,9 @@ def describe_batch(batch: Any, num_samples: int | None = None, **fields: Any) ->
     if num_samples is None:
         num_samples = len(on_cpu[0]) if on_cpu else 0
 
+    # Tensors with another number of rows say nothing about single samples, and are left out.
     sample_tensors = [t for t in on_cpu if len(t) == num_samples]
+
     # The shape of one sample, such as "torch.float32 [3, 32, 32]; torch.int64 []".
     shape = "; ".join(f"{t.dtype} {list(t.shape[1:])}" for t in sample_tensors)
 
@@ -75,9 +77,9 @@ def _sample_digests(sample_tensors: Sequence[Tensor], num_samples: int) -> list[
 def _weights(sample_tensors: Sequence[Tensor], num_samples: int) -> dict[str, float]:
     """Returns the counts that a loss over this batch may be averaged over, by description.
 
-    For example `{"samples": 2, "labels in tensor 0": 7, "values but 0 in tensor 0": 5}`. Each
-    tensor is also counted without its first column, because the loss of a language model leaves
-    that column out.
+    For example `{"samples": 2, "labels in tensor 0": 7, "values but 0 in tensor 0": 5}`. The last
+    of these is the number of values other than the padding 0. Each tensor is also counted without
+    its first column, because the loss of a language model leaves that column out.
     """
     counted_tensors = {}
     without_first_column = {}
@@ -128,7 +130,7 @@ def _counts_of_labels(name: str, tensor: Tensor) -> dict[str, float]:
 
     if tensor.dim() == 2 and tensor.numel():
         # Texts of different lengths are padded at their end. So if there is padding, it is the most
-        # frequent value in the last column.
+        # frequent value in the last column. All values other than this one are counted.
         padding = int(tensor[:, -1].long().mode().values)
         counts[f"values but {padding} in {name}"] = float((tensor != padding).sum())
 
@@ -164,7 +166,7 @@ class UnusedBatches:
         self._unused[self._last_number] = record
 
     def note_use(self, number: int) -> None:
-        """Notes that a model is called with a tensor made from this batch, which is now used.
+        """Notes that a batch is used now: a model is called with a tensor made from it.
 
         Earlier batches of the same loader are removed too: they belong to the same optimizer step.
         Those of an earlier epoch were never trained on; the script only looked at them.

@@ -112,10 +112,11 @@ class BitRecorder(Extension):
 
         ids = batch.samples.tolist()
         record = Batch(loader=loader_number, epoch=batch.epoch, ids=ids)
-        # As long as the update has a batch, `end_script_if_enough` does nothing. Otherwise, the
-        # script could be ended in the middle of a global batch.
+        # From here on, the update has a batch that was not trained yet. So the script is not ended
+        # before the step is complete, even if enough steps are recorded.
         state.update.batches.append(record)
 
+        # Keep a digest of the indices and contents of the samples with their virtual rank.
         if not _is_padding(batch.micro_batch):
             hasher = hashlib.blake2b(repr(ids).encode(), digest_size=8)
             for tensor in tensors(batch.batch):
@@ -230,6 +231,7 @@ class BitRecorder(Extension):
         if update.parameters_before:
             update.parameters = copy_arrays(parameters.items())
 
+        # No batch is left for the next update: all batches so far belong to this step.
         update.dtype = self._dtype()
         state.finish_update(update, later_batches=[])
         state.steps_of[optimizer] += 1
@@ -246,12 +248,12 @@ class BitRecorder(Extension):
             "backward_passes": len(self.state.update.losses),
         }
 
-        # The number of virtual ranks is "own" if the script itself has set it. Otherwise,
-        # `lockstep verify` has.
+        # `virtual_ranks_of_verify` is the number that `lockstep verify` has set. It is None if the
+        # script itself has set a number of its own.
         if self._settings is not None:
-            is_set_by_verify = self._settings.virtual_ranks_of_verify is not None
+            is_set_by_script = self._settings.virtual_ranks_of_verify is None
             fields["virtual_ranks"] = self._settings.virtual_ranks
-            fields["virtual_ranks_are_own"] = not is_set_by_verify
+            fields["virtual_ranks_are_own"] = is_set_by_script
 
         return fields
 

@@ -51,23 +51,26 @@ class Branches:
         original_get_code = loader_class.get_code
         original_source_to_code = loader_class.source_to_code
 
-        def get_code(self: SourceFileLoader, name: str) -> CodeType | None:
-            """Returns the code of a module; a user's module is never read from a `.pyc` file."""
-            path = self.get_filename(name)
-            if not is_user_file(path):
-                return original_get_code(self, name)  # type: ignore[no-any-return]
+        # Python calls `get_code` to import a module, and `get_code` calls `source_to_code` if it
+        # does not read the code from a `.pyc` file.
 
-            source = self.get_data(path)
-            return source_to_code(self, source, path)  # the patched function below
-
-        def source_to_code(self: Any, data: Any, path: Any, **options: Any) -> CodeType:
+        def source_to_code(loader: Any, data: Any, path: Any, **options: Any) -> CodeType:
             """Compiles the source of a file; tests in a user's file are recorded."""
             # Tools may also pass a syntax tree of their own, which is compiled unchanged.
             is_source = isinstance(path, str) and isinstance(data, bytes | str)
             if is_source and is_user_file(path):
                 data = add_notes(ast.parse(data, path), path)
-            compiled: CodeType = original_source_to_code(self, data, path, **options)
+            compiled: CodeType = original_source_to_code(loader, data, path, **options)
             return compiled
+
+        def get_code(loader: SourceFileLoader, name: str) -> CodeType | None:
+            """Returns the code of a module; a user's module is never read from a `.pyc` file."""
+            path = loader.get_filename(name)
+            if not is_user_file(path):
+                return original_get_code(loader, name)  # type: ignore[no-any-return]
+
+            source = loader.get_data(path)
+            return source_to_code(loader, source, path)
 
         loader_class.get_code = get_code
         loader_class.source_to_code = source_to_code
@@ -182,6 +185,7 @@ def _is_report(statement: ast.stmt) -> bool:
         if isinstance(node, ast.Call):
             names.add(_name_of_function(node.func))
 
+    # An expression that calls nothing, such as a docstring, reports nothing.
     return bool(names) and names <= REPORTING_FUNCTIONS
 
 

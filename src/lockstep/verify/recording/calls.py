@@ -89,6 +89,7 @@ class CallRecorder:
             call: record of the call, whose fields are set.
             tensor: input of the call.
         """
+        # A gradient could flow back through the call to this input. It is not itself a gradient.
         call.carries_gradient = tensor.requires_grad and torch.is_grad_enabled()
 
         # The mark "trained" is on each output of a model in training, and on everything that is
@@ -144,8 +145,8 @@ class CallRecorder:
         for tensor in tensors(result):
             unmark(tensor)
 
-        # A nest of tensors is gathered by one call for each of its tensors. The nest is marked as a
-        # whole, since a loss is a mistake of the script if it depends on any of them.
+        # A nest of tensors is gathered by one call for each of its tensors. Every tensor of the
+        # result gets the marks of all these calls.
         if loses_gradient:
             for call in calls:
                 _mark_lost_gradient(call, result)

@@ -149,8 +149,8 @@ class Determinism:
             The function, the positional and the keyword arguments to call instead. Any other call
             is returned unchanged.
         """
-        # If the first argument is a float64 tensor, a conversion would lower its precision. This is
-        # reported to the user as switched off. A conversion of an integer tensor is not reported.
+        # A conversion that would lower the precision of a float64 tensor is counted as switched
+        # off, which the user is told. The conversion of an integer tensor is not counted.
         first_is_float64 = (
             bool(args) and isinstance(args[0], Tensor) and args[0].dtype == torch.float64
         )
@@ -196,6 +196,7 @@ class Determinism:
             The result of the call. It is in float64, unless the call itself specifies another dtype
             or passes gradients on.
         """
+        # The run does not compute in float64, so every draw stays as it is.
         if not self.double:
             return func(*args, **kwargs)
 
@@ -251,10 +252,12 @@ class Determinism:
         if tensor.dtype != torch.float64:
             return func(tensor, *other_args, **kwargs)
 
-        # Draw into a tensor of the script's own dtype, and copy the numbers.
+        # Draw into a tensor of the script's own dtype, and copy the numbers. Without `no_grad`, it
+        # would be an error to fill a parameter.
         narrow_tensor = torch.empty_like(tensor, dtype=self._script_dtype)
         with torch.no_grad():
-            return tensor.copy_(func(narrow_tensor, *other_args, **kwargs))
+            drawn = func(narrow_tensor, *other_args, **kwargs)
+            return tensor.copy_(drawn)
 
     def _to_script_dtype(self, value: Any) -> Any:
         """Converts a float64 tensor to the script's own dtype; returns other values unchanged."""

@@ -90,9 +90,9 @@ class DrawLog:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Returns a context manager whose block is left out of `since_restart`.
+        """Returns a context manager; draws inside its block do not appear in `since_restart`.
 
-        In `count`, the number of all draws of the process, draws inside the block are included.
+        They still count in `count`, the number of all draws of the process.
         """
         # These are the two values that `since_restart` returns. They are put back after the block.
         first_line_before = self._first_line

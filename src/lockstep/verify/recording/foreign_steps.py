@@ -44,11 +44,13 @@ class ForeignStepRecorder:
         if state.has_optimizer or not had_backward_pass:
             return
 
-        sums_at_start = state.notes.sums_at_start
+        # A summary of each parameter at the first forward pass: two numbers that change when any of
+        # its values does.
+        summaries_at_start = state.notes.sums_at_start
         for name, parameter in state.models.parameters():
-            if name not in sums_at_start:
+            if name not in summaries_at_start:
                 continue
-            has_changed = not np.array_equal(summarize(parameter), sums_at_start[name])
+            has_changed = not np.array_equal(summarize(parameter), summaries_at_start[name])
             if has_changed:
                 self._record_update()
                 return
@@ -67,8 +69,8 @@ class ForeignStepRecorder:
         if state.has_optimizer:
             return
 
-        # The script calls modules, whose parameters are listed in `state.models` then. Before each
-        # forward pass, `record_if_parameters_changed` looks at them.
+        # If the script calls modules, `state.models` lists their parameters, and
+        # `record_if_parameters_changed` looks at these before each forward pass.
         calls_modules = bool(list(state.models.parameters()))
         if calls_modules:
             return
@@ -146,9 +148,9 @@ class ForeignStepRecorder:
             update,
             batches=batches,
             stepped=False,
-            step=state.foreign_steps,
+            step=state.foreign_steps,  # the number of foreign steps before this one
             dtype=str(state.mode.lowest_dtype),
-            parameter_sums=state.notes.sums_at_start,
+            parameter_sums=state.notes.sums_at_start,  # at the first forward pass of the update
             frozen=state.frozen_parameters(),
             unwrapped=state.models.unwrapped_parameters(),
             local_gradients=self._gradients.local_gradients(),
@@ -184,5 +186,6 @@ class ForeignStepRecorder:
             )
             state.writer.write(missed_update)
             state.steps_of[optimizer] += 1
-            # The number of the update that begins now.
+            # The optimizer's next step begins with the update of this number. If its loss depends
+            # on a model call in an earlier update, this will be reported.
             state.first_update_after_step_of[optimizer] = state.update_number

@@ -84,12 +84,13 @@ class ForwardRecorder:
     def _add_model(self, module: nn.Module) -> None:
         """Adds a module to the recorded models, and watches its parameters and buffers.
 
-        Its dropout is switched off, and it is converted to float64. This is repeated in every
-        forward pass, because a model may have new parameters by then.
+        This is repeated in every forward pass, because a model may have new parameters by then.
         """
+        # Switch off its dropout and, if the run computes in float64, convert it to float64.
         self.state.mode.determinism.prepare_module(module)
         self.state.models.add(module)
         self._gradients.hook_parameters()
+
         # An optimizer's closure calls the model within the step. The step's own writes to
         # parameters are not of interest.
         is_inside_step = self.state.num_running_steps() > 0
@@ -124,8 +125,8 @@ class ForwardRecorder:
         marks = marks_of(inputs)
         self._inputs.note_use(marks.get("batch", 0))
 
-        # The call of a model begins. Its BatchNorm layers will be added to this set when they are
-        # called.
+        # The call of a model begins. While it runs without gradients, this set collects its
+        # BatchNorm layers that compute statistics from this rank's samples only.
         is_model = self._depth == 1
         if is_model:
             self.state.notes.local_batch_norms_without_gradients = set()
@@ -153,8 +154,9 @@ class ForwardRecorder:
             marks: marks of the inputs, by kind.
         """
         is_trained = torch.is_grad_enabled() and has_parameters(module)
-        # On a rank without an optimizer, a change of the parameters ends the update. This must be
-        # noticed before the forward pass is recorded, which then belongs to the next update.
+        # A rank without an optimizer gets its parameters from other ranks, which have stepped if
+        # the parameters have changed. Such a foreign step ends the update here, so it is looked for
+        # before the forward pass is recorded.
         if is_trained and self._is_first_since_backward():
             self._foreign_steps.record_if_parameters_changed()
 
@@ -225,6 +227,7 @@ class ForwardRecorder:
         if not update.module_tensors_before:
             update.module_tensors_before = state.models.plain_attributes()
 
+        # This is the first training forward pass of the update, which `_begin_step` notes in it.
         if not update.began_with_forward:
             self._begin_step()
 
@@ -250,7 +253,7 @@ class ForwardRecorder:
         # model, and only answers the collectives of the others. This rank calls a model.
         state.has_joined = False
 
-        # Outcomes of `if` statements before the training do not belong to a step.
+        # Forget the outcomes of `if` statements before the training, which belong to no step.
         if state.is_first_update:
             state.branches.pop_outcomes()
 
@@ -284,10 +287,10 @@ class ForwardRecorder:
         """
         state = self.state
 
-        # At the first forward pass of the update, also record how many random numbers were drawn
-        # before it.
-        is_first_of_update = not state.update.model_inputs
-        if is_first_of_update:
+        # At the first forward pass of the update that has an input with rows, also record how many
+        # random numbers were drawn before it.
+        has_no_inputs_yet = not state.update.model_inputs
+        if has_no_inputs_yet:
             state.notes.draws_before_forward = state.mode.draws.count
 
         # `shape` describes the rows of the tensors, such as "torch.float32 [3, 32, 32]". It is an
@@ -388,17 +391,16 @@ class ForwardRecorder:
         first_input, *other_inputs = sample_inputs
 
         # The rows of a single input may be something else than samples, such as the nodes of a
-        # graph. Several inputs with the same number of rows leave no doubt. `sample_inputs` are the
-        # inputs with `num_samples` rows; here, all of them must be among these.
+        # graph. Several inputs leave no doubt if each of them has `num_samples` rows.
         inputs_with_rows = [tensor for tensor in tensors(inputs) if tensor.dim() > 0]
-        all_have_same_rows = len(sample_inputs) == len(inputs_with_rows)
         has_several_inputs = len(inputs_with_rows) > 1
+        all_are_sample_inputs = len(sample_inputs) == len(inputs_with_rows)
         record = Forward(
             model=f"{type(unwrap(module)).__name__}, forward pass {notes.model_calls}",
             shape=f"{first_input.dtype} {list(first_input.shape[1:])}",
             inputs=summarize_rows([first_input], num_samples),
             other_inputs=summarize_rows(other_inputs, num_samples),
-            rows_are_samples=all_have_same_rows and has_several_inputs,
+            rows_are_samples=all_are_sample_inputs and has_several_inputs,
         )
 
         if 0 < first_input.numel() <= MAX_RECORDED_VALUES:
@@ -432,7 +434,7 @@ class ForwardRecorder:
             self._mark_output(output)
 
         # Everything else is recorded only for models that are being trained. For these,
-        # `enter_module` has created a record of the forward pass.
+        # `enter_module` has created a record of the forward pass, unless no input has samples.
         forward_pass = self.state.notes.running_pass
         if forward_pass is None or not torch.is_grad_enabled():
             return
@@ -446,9 +448,9 @@ class ForwardRecorder:
         if is_model:
             self._end_forward_pass(forward_pass, outputs)
         elif forward_pass.hidden is None:
-            # The module is inside of the model. Its output is a hidden activation. The first one
-            # with a row for each sample is kept, to test later whether samples influence each other
-            # in the rest of the model.
+            # The module is inside of the model, and its output is a hidden activation. The first
+            # one with a row for each sample is kept as `hidden`, to test later whether samples
+            # influence each other in the rest of the model.
             with_rows = tensors_with_rows(outputs, len(forward_pass.record.inputs))
             if with_rows:
                 forward_pass.hidden = with_rows[0]
@@ -478,7 +480,8 @@ class ForwardRecorder:
         notes.running_pass = None
         forward_pass.outputs = outputs
 
-        # Everything that is computed from these outputs gets the mark "trained" too.
+        # The mark "trained" is for outputs of a model in training. Everything that is computed from
+        # them inherits the mark.
         mark(outputs, trained=self.state.update_number)
 
         record = forward_pass.record

@@ -187,8 +187,9 @@ class FunctionMode(TorchFunctionMode):
             marks |= divisor_mark(name, args)  # empty unless the call is a division by a number
             note_loss(result, name, args, evidence.loss_terms)
 
-        # The result is a statistic over the samples of a batch, such as their mean. The kind of its
-        # mark contains the line, so that a loss can carry the marks of several statistics.
+        # The result is a statistic over the samples of a batch, such as their mean. Its mark is
+        # {"statistic train.py:12: ...": a number that stands for the statistic}. With the line in
+        # the key, a loss can carry the marks of several statistics.
         if reduces_over_samples(name, args, kwargs):
             number = summary_number(result)
             if number is not None:

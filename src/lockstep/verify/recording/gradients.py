@@ -81,10 +81,14 @@ class GradientRecorder:
         # One entry for each `backward` of the update: its gradients, by the ids of parameters. The
         # entry is appended when `backward` is called.
         gradients_of_passes = self.state.notes.gradients_of_passes
-        if len(gradients_of_passes) > MAX_BACKWARD_PASSES:
+
+        # The update has so many backward passes that its local gradients are not recorded.
+        has_too_many_passes = len(gradients_of_passes) > MAX_BACKWARD_PASSES
+        if has_too_many_passes:
             return
 
-        # The script calls `torch.autograd.grad`, which has no entry, before any `backward`.
+        # If there is no entry yet, the gradient does not come from `backward`, but from
+        # `torch.autograd.grad`.
         if not gradients_of_passes:
             return
 
@@ -104,7 +108,7 @@ class GradientRecorder:
         notes = self.state.notes
         notes.gradients_after_backward = {}
 
-        gradients_are_local = []  # one entry for each gradient that the hooks have seen
+        are_local: list[bool] = []  # for each gradient that the hooks have seen
         for _, parameter in self.state.models.parameters():
             if parameter.grad is None or parameter.grad.is_sparse:
                 continue
@@ -112,11 +116,12 @@ class GradientRecorder:
             gradient = to_local(parameter.grad).clone()
             notes.gradients_after_backward[id(parameter)] = gradient
 
+            # It is still local if this rank has computed the same gradient before any averaging.
             local_gradients = self._local_gradients_of(parameter)
             if local_gradients:
-                gradients_are_local.append(_is_local(gradient, local_gradients))
+                are_local.append(_is_local(gradient, local_gradients))
 
-        all_are_local = bool(gradients_are_local) and all(gradients_are_local)
+        all_are_local = bool(are_local) and all(are_local)
         self.state.update.local_passes.append(all_are_local)
 
         # Batches that are handed out after the last backward pass of an update belong to the next
@@ -256,8 +261,9 @@ class GradientRecorder:
         """Records the gradients that an optimizer is about to step with, before and after clipping.
 
         This sets `gradients` and `unclipped` of the update, and notes the precision of the
-        gradients. Afterwards, gradients that are only rounding are set to zero in the script
-        itself, because Adam would take a full step in the direction of that rounding.
+        gradients. Afterwards, values that are nothing but rounding, since they are tiny beside the
+        largest gradient, are set to zero in the script itself: Adam would take a full step in the
+        direction of that rounding.
 
         Args:
             parameter_ids: ids of the optimizer's parameters.
@@ -273,17 +279,16 @@ class GradientRecorder:
             named_gradients.append((name, parameter.grad))
         update.gradients = copy_arrays(named_gradients)
 
-        # Gradients that were never clipped are the same in `unclipped`.
+        # Gradients that were never clipped are the same in `unclipped`. The script may also have
+        # clipped gradients of other optimizers, which are left out.
         unclipped = dict(update.gradients)
         for name, gradient in self.state.notes.gradients_before_clipping.items():
-            is_of_this_optimizer = name in unclipped
-            if is_of_this_optimizer:
+            if name in unclipped:
                 unclipped[name] = gradient
 
         update.unclipped = unclipped
 
-        # This changes the script's own gradients, and not the recorded copies. Values count as
-        # rounding if they are tiny beside the largest recorded gradient.
+        # This changes the script's own gradients, and not the recorded copies.
         _zero_rounding(parameters_with_gradient.values(), recorded_gradients=update.gradients)
 
         for gradient_tensor in self.all_gradients():

@@ -65,8 +65,8 @@ class InputRecorder:
         sampler = loader.sampler
         is_shuffled = isinstance(sampler, DistributedSampler) and sampler.shuffle
 
-        # The first pass is epoch 0. A pass that began while gradients were off was not counted. If
-        # it is the only one so far, `passes_begun` is 0, and the epoch is 0 too.
+        # The first pass over a loader is epoch 0, the second one epoch 1. A pass that began while
+        # gradients were off was not counted, so there may be 0 passes, which is epoch 0, too.
         passes_begun = self._passes_over.get(loader, 0)
         epoch = max(0, passes_begun - 1)
 
@@ -95,10 +95,10 @@ class InputRecorder:
         Args:
             event: the micro-batch and its position in the epoch.
         """
-        # Whether the losses of this rank are among those of the global batch. With pipeline stages,
-        # only those of one stage are.
-        losses_contribute = event.counts
-        self.state.update.contributes = losses_contribute
+        # With pipeline stages, several ranks get the same micro-batch, and only one of them counts
+        # its samples and losses: there, `event.counts` is True.
+        this_rank_counts_it = event.counts
+        self.state.update.contributes = this_rank_counts_it
         self.state.micro_batch = event.micro_batch
 
         ids = event.samples.tolist()
@@ -130,7 +130,8 @@ class InputRecorder:
         state.loss_is_recorded = False
 
         # Loaders are numbered in the order of their first use, which is the order of the entries in
-        # this dictionary. A loader of Lockstep has no entry yet when it is first used.
+        # this dictionary. `begin_pass` has added one of torch's loaders, with its number of passes.
+        # A loader of Lockstep, whose passes are not counted, is added here with 0.
         if loader not in self._passes_over:
             self._passes_over[loader] = 0
         record.loader = list(self._passes_over).index(loader)
@@ -161,6 +162,8 @@ class InputRecorder:
         Returns:
             The batches that were fetched ahead for a later update.
         """
+        # Batches that were fetched ahead may be trained on in a later step. The script has only
+        # looked at the others, and never trains on them.
         update = self.state.update
         fetched_ahead, never_trained = self._unused.end_update()
         untrained_ids = {id(record) for record in (*fetched_ahead, *never_trained)}

@@ -210,6 +210,7 @@ def _line_of_call(name: str, args: tuple[Any, ...]) -> str | None:
         name: name of the called function.
         args: positional arguments of the call.
     """
+    # Only a multiplication or division that a library has called itself may scale a loss.
     may_scale = name in ("mul", "div") and len(args) == 2
     if not may_scale or _is_called_by_user():
         return user_line()
@@ -237,8 +238,10 @@ def _is_called_by_user() -> bool:
         file = frame.f_code.co_filename
         if is_user_file(file):
             return True
-        is_of_torch_or_lockstep = TORCH_FOLDER in file or file.startswith(LOCKSTEP_FOLDER)
-        if not is_of_torch_or_lockstep:  # the caller is a library
+        # Torch may be installed anywhere, so "/torch/" is looked for. Lockstep's folder is known.
+        is_of_torch = TORCH_FOLDER in file
+        is_of_lockstep = file.startswith(LOCKSTEP_FOLDER)
+        if not is_of_torch and not is_of_lockstep:  # the caller is a library
             return False
         frame = frame.f_back
 

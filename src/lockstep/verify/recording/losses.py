@@ -93,9 +93,9 @@ class LossRecorder:
         if state.is_first_update and len(state.notes.forward_passes) > 1:
             self._forget_trial_passes(loss)
 
-        # The forward passes that the script has made for this loss. They are taken from the notes
-        # before the test in `_record_sample_coupling`, which may add others: it runs backward
-        # passes of its own, in which torch calls checkpointed parts of a model again.
+        # The forward passes that the script has made for this loss. `_record_sample_coupling` runs
+        # backward passes of its own, in which torch may call checkpointed parts of a model again.
+        # These calls replace the list in the notes by a longer one, and this list stays as it is.
         forward_passes = state.notes.forward_passes
         marks = marks_of(loss)
         self._record_origin(loss, marks)
@@ -141,8 +141,8 @@ class LossRecorder:
         if first_used_pass is notes.forward_passes[0]:  # the first call was not a trial
             return
 
-        # The last entry holds the inputs of the first call since the last backward pass, which was
-        # the trial. Replace them by the inputs of the first call that the loss was computed from.
+        # The last entry holds the inputs of the trial. Replace them by the inputs of the first call
+        # that the loss was computed from.
         model_inputs = self.state.update.model_inputs
         if model_inputs and first_used_pass.inputs is not None:
             model_inputs[-1] = first_used_pass.inputs
@@ -160,19 +160,19 @@ class LossRecorder:
         update = state.update
         update.loss_line = line_of_loss(loss) or user_line() or ""
 
-        # The loss depends on the result of a gather, such as `all_gather`, that passes no gradient
-        # on to its input. Of each of the following two cases, the first line of the update is kept.
-        # The gather itself has stopped the gradient:
+        # The mark "gather" is on a loss that depends on a gather which passes no gradient on, such
+        # as `all_gather`. The line of the first such gather in the update is kept.
         if not update.gather_line:
             update.gather_line = marks.get("gather", "")
-        # The script had detached the input of the gather:
+
+        # The mark "detached" is on a loss that depends on a gather whose input the script has
+        # detached. The line of the first one is kept, too.
         if not update.detached_gather_line:
             update.detached_gather_line = marks.get("detached", "")
 
-        # Random numbers that were drawn before the first forward pass are ignored here, because
-        # they were recorded together with the inputs of the models.
-        num_draws_to_ignore = state.notes.draws_before_forward
-        state.record_marks(marks, draws_before=num_draws_to_ignore)
+        # Only random numbers that were drawn since the first forward pass are recorded here.
+        # Earlier ones were recorded together with the inputs of the models.
+        state.record_marks(marks, draws_before=state.notes.draws_before_forward)
         state.step_draws.record(update)
 
     def _record_sample_coupling(self, loss: Tensor, forward_passes: Sequence[ForwardPass]) -> None:
@@ -188,7 +188,8 @@ class LossRecorder:
         if dist.is_initialized() and dist.get_world_size() > 1:
             return
 
-        # The last batch is the one that the loss was computed from.
+        # The last batch is the one that the loss was computed from. Its `weights` are the counts
+        # that a mean over the batch may be divided by; the number of samples is one of them.
         update = self.state.update
         num_samples = 0
         batches = update.batches or update.model_inputs
@@ -223,7 +224,9 @@ class LossRecorder:
     def _test_coupling(self, forward_pass: ForwardPass) -> None:
         """Tests whether samples influence each other in a model, and stores the answer.
 
-        Nothing is stored if no hidden activation of the model has a row for each sample.
+        The test looks at gradients of the outputs with respect to a hidden activation, since the
+        inputs of a model usually have no gradients. Nothing is stored if no hidden activation has a
+        row for each sample.
         """
         model = forward_pass.record.model
         if forward_pass.hidden is None or not self._needs_coupling_test(model):
@@ -288,8 +291,8 @@ class LossRecorder:
             if divisor != 0:
                 divisors["divisor of the loss"] = divisor
 
-        # A loss function of torch has divided a sum by its weight to get a mean. The weight is the
-        # number of labels, or the sum of their class weights.
+        # To get a mean, a loss function of torch has divided a sum by the number of labels, or by
+        # the sum of their class weights. `call.weight` is this divisor.
         if calls:
             divisors["labels in the loss"] = sum(call.weight for call in calls)
 
@@ -301,6 +304,7 @@ class LossRecorder:
                     summary = summarize(torch.as_tensor(value))
                     state.update.loss_options[f"{option} of {call.line}"] = summary
 
+        # The samples are those of the first model. Others may be called with its outputs.
         if forward_passes:
             _record_targets(forward_passes[0], calls)
 
@@ -316,7 +320,7 @@ class LossRecorder:
         for record in records:
             # During the backward pass that begins now, hooks record the gradients of the outputs.
             # Gradients that were recorded before come from another one, such as the backward pass
-            # of a gradient penalty. The array loses all its rows, one for each sample.
+            # of a gradient penalty. They are removed: the array keeps no rows, as at the beginning.
             record.output_gradients = record.output_gradients[:0]
 
         update = self.state.update
@@ -334,10 +338,10 @@ def _last_is_empty(batches: Sequence[Batch]) -> bool:
 
 
 def _record_targets(forward_pass: ForwardPass, calls: Sequence[LossCall]) -> None:
-    """Records two numbers for the targets of each sample, in the record of a forward pass.
+    """Records two numbers that stand for the targets of each sample, in a forward pass's record.
 
-    Nothing is recorded unless all targets have one row for each sample, or the same number of rows
-    for each.
+    Each tensor of targets must have the same number of rows for each sample, such as 4 or 8 rows
+    for 4 samples. Otherwise, nothing is recorded.
 
     Args:
         forward_pass: forward pass of the model that the loss was computed from.

@@ -67,6 +67,8 @@ class Models:
         if num_roots_of_class:
             name = f"{class_name}#{num_roots_of_class + 1}"
 
+        # If there is a wrapper, it is the root, so that `_module_ids` has its id too. `_named`
+        # removes the prefix of the wrapper from names.
         self._roots.append((name, module))
         self._module_ids |= {id(submodule) for submodule in module.modules()}
 
@@ -76,10 +78,11 @@ class Models:
 
         # DDP ignores parameters that are frozen when it is constructed.
         averaged_ids = {id(p) for p in wrapper.module.parameters() if p.requires_grad}
-        self.ddp_parameter_ids[id(wrapper.module)] = averaged_ids
+        inner_module = wrapper.module
+        self.ddp_parameter_ids[id(inner_module)] = averaged_ids
 
         # A process group without some ranks may be a mistake, so it is recorded. One such group is
-        # enough to report, so that of a later wrapper replaces an earlier one.
+        # enough to report. If a later wrapper has another one, it replaces the earlier group.
         ranks = dist.get_process_group_ranks(wrapper.process_group)
         if len(ranks) < dist.get_world_size():
             self.ddp_group_ranks = ranks
@@ -138,7 +141,8 @@ class Models:
         """Yields parameters of optimizers that have not stepped yet, if no root contains them.
 
         Such parameters have no name. Each comes with a pair instead: the number of its optimizer,
-        in the order of construction, and its index in that optimizer.
+        in the order of construction, and its index in that optimizer. Parameters without values are
+        left out, and sharded ones too, since this rank has only a part of their values.
         """
         unstepped_numbers = []
         for number, optimizer in enumerate(self.built_optimizers):
@@ -231,11 +235,12 @@ class Models:
 
     def unwrapped_parameters(self) -> list[str]:
         """Returns the trainable parameters that neither DDP nor Lockstep has wrapped, by name."""
-        wrapped_ids = self._parameter_ids_within(self._wrapped_ids())
+        ids_of_wrapped_modules = self._wrapped_ids()
+        ids_of_their_parameters = self._parameter_ids_within(ids_of_wrapped_modules)
         names = []
         for name, parameter in self.parameters():
             # FSDP, or whatever has sharded a parameter, also reduces its gradient.
-            is_wrapped = id(parameter) in wrapped_ids or is_sharded(parameter)
+            is_wrapped = id(parameter) in ids_of_their_parameters or is_sharded(parameter)
             if parameter.requires_grad and not is_wrapped:
                 names.append(name)
 

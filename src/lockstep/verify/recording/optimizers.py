@@ -145,14 +145,15 @@ class OptimizerRecorder:
             self._record_step_inputs(optimizer)
             return None
 
-        recording_args = [self._recording_closure(value, optimizer) for value in other_args]
+        # Arguments that are no closures stay as they are.
+        recording_args = [self._recording_if_closure(value, optimizer) for value in other_args]
         recording_kwargs = {}
         for name, value in kwargs.items():
-            recording_kwargs[name] = self._recording_closure(value, optimizer)
+            recording_kwargs[name] = self._recording_if_closure(value, optimizer)
 
         return (itself, *recording_args), recording_kwargs
 
-    def _recording_closure(self, argument: Any, optimizer: Optimizer) -> Any:
+    def _recording_if_closure(self, argument: Any, optimizer: Optimizer) -> Any:
         """Wraps an argument of `step` if it is a closure; returns other arguments unchanged.
 
         An optimizer may take other arguments too, and its own name for `closure`. So whatever can
@@ -186,12 +187,13 @@ class OptimizerRecorder:
 
         state.notes.step_inputs_recorded = True
 
-        # Another optimizer may have stepped after the same backward pass, with which it was
-        # recorded.
+        # If another optimizer has stepped since the backward pass, the backward pass is in the
+        # update of that step, and is copied from there.
         self._copy_backward_passes_of_last_update()
         self._record_parameters(optimizer)
 
-        # The factor must be read first: `record_for_step` may set tiny gradients to zero.
+        # By which factor the script has multiplied the gradients since the backward pass. This is
+        # read before `record_for_step`, which may set tiny gradients to zero.
         state.update.gradient_factor = self._gradients.factor_since_backward()
         parameter_ids = {id(parameter) for parameter in parameters_of(optimizer)}
         self._gradients.record_for_step(parameter_ids)
@@ -239,8 +241,8 @@ class OptimizerRecorder:
         sums_at_first_forward = state.notes.sums_at_start
         update.parameter_sums = {**sums_now, **sums_at_first_forward}
 
-        # A parameter has no name yet if no model has it and its optimizer has never stepped. The
-        # sums over these parameters were computed at the first forward pass, too.
+        # Parameters outside of all models get a name when their optimizer first steps. The sums
+        # over those that have no name yet were computed at the first forward pass, too.
         update.unstepped_sums = state.notes.unstepped_sums
 
         # Tensors of modules that are neither parameters nor buffers.
@@ -285,7 +287,7 @@ class OptimizerRecorder:
         update.learning_rate_lines = [getattr(group, "line", "") for group in groups_with_rate]
 
     def _line_of_earlier_outputs(self, optimizer: Optimizer) -> str:
-        """Returns the line of an earlier step that called a model, if the loss depends on the call.
+        """Returns the line that called a model in an earlier step, if the loss depends on the call.
 
         For example, a script may compute the loss from outputs that it has kept from the last step.
         The result is empty if the loss was only computed from calls of models in this step.
@@ -311,7 +313,7 @@ class OptimizerRecorder:
         if "draw" not in marks:
             return ""
 
-        # The draws of the process are numbered from 1. If 7 numbers were drawn before this step,
+        # The draws of the process are numbered from 1. If there were 7 draws before this step,
         # `count_before` is 7, and draw 8 is the first one of this step.
         number_of_draw, line_of_draw, _digest = marks["draw"]
         was_drawn_for_this_step = number_of_draw > self.state.step_draws.count_before
@@ -338,7 +340,8 @@ class OptimizerRecorder:
         state.update.dtype = str(state.mode.lowest_dtype)
 
         # Another optimizer may step next, without a backward pass of its own. Its update then
-        # copies the fields of the backward pass from this shallow copy.
+        # copies the fields of the backward pass from `last_update`. This is a copy, because the
+        # next lines set further fields of the update.
         state.last_update = replace(state.update)
 
         self._record_step_results(optimizer)
@@ -365,6 +368,7 @@ class OptimizerRecorder:
         example, with 2 replicas, two calls make one step: an update is written after each call, and
         the step is counted after the second one.
         """
+        # A micro-batch has a step of its own only if the process trains several replicas.
         state = self.state
         micro_batch = state.micro_batch
         trains_replicas = micro_batch.has_own_step
@@ -372,6 +376,9 @@ class OptimizerRecorder:
         # The record says which replica was updated.
         replica = micro_batch.virtual_rank_number if trains_replicas else None
         state.finish_update(state.update, self._batches_for_next_update, replica)
+
+        # The next step of this optimizer begins with the update of this number. A model call in an
+        # earlier update does not belong to that step.
         state.first_update_after_step_of[optimizer] = state.update_number
 
         # `last` is True for the last micro-batch of the global batch, which belongs to the last
@@ -395,10 +402,10 @@ class OptimizerRecorder:
             if id(parameter) in parameter_ids:
                 stepped_parameters.append((name, parameter))
         update.parameters = copy_arrays(stepped_parameters)
+        update.buffers = copy_arrays(state.models.buffers())
 
         # Kept to see whether the script changes parameters before the next forward pass.
         state.models.after_last_step.update(update.parameters)
-        update.buffers = copy_arrays(state.models.buffers())
 
         # The call stacks of the writes so far, by the storage (address of the values) of the tensor
         # that was written to. Then writes are watched again, to the tensors that exist now.

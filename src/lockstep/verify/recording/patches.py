@@ -182,6 +182,8 @@ def install_for_bits(
     # A script that starts ranks of its own cannot be recorded.
     _forbid_own_ranks(recorder.note_own_process, config.nproc)
 
+    # Lockstep tells the recorder of every batch and step. A script that makes a step without
+    # Lockstep cannot be compared by bits, and is ended.
     add_to_every_run(recorder)
     register_optimizer_step_pre_hook(recorder.end_script_without_lockstep)
 
@@ -277,8 +279,8 @@ def _call_with_mode(
     if not is_recomputation:
         return function(*inputs, **options)
 
-    # In the backward pass, `with mode` enables it again. A checkpoint inside of `function` must not
-    # enable it a second time. So `in_backward` is False meanwhile, as in a forward pass.
+    # In the backward pass, torch has disabled the mode, and `with mode` enables it for this call.
+    # Checkpoints inside of `function` see `in_backward=False`, so they do not enable it again.
     with mode.set_in_backward(False), mode:
         return function(*inputs, **options)
 
@@ -315,6 +317,7 @@ def _disable_saved_checkpoints(determinism: Determinism) -> None:
     def do_nothing(checkpoint: Checkpoint) -> None:
         pass
 
+    # The original `save` also returns the folder of the checkpoint.
     checkpoint_class.__init__ = init
     checkpoint_class.save = lambda checkpoint, metric=None: checkpoint.folder
     checkpoint_class.resume = lambda checkpoint: False
@@ -380,8 +383,8 @@ def _watch_torch_collective(recorder: Recorder, name: str) -> None:
     def after_collective(*args: Any, **kwargs: Any) -> None:
         """Records the result of an all-reduce, unless it is still running in the background.
 
-        `record_reduced` only records gradients that an optimizer reduces during its step. Calls
-        that Lockstep makes there count too, unlike in `before_collective`.
+        `record_reduced` only records gradients that an optimizer reduces during its step. Unlike in
+        `before_collective`, calls that Lockstep itself makes are recorded too.
         """
         if name == "all_reduce" and not kwargs.get("async_op"):
             tensor = args[0] if args else kwargs.get("tensor")
@@ -484,11 +487,13 @@ def _watch_ddp(recorder: Recorder, determinism: Determinism) -> None:
         # Frame 0 is this function, frame 1 the patched method, and frame 2 its caller.
         caller = sys._getframe(2)
 
-        # Lockstep's own hook averages gradients as DDP does, so it is no finding.
+        # Lockstep's own hook averages gradients as DDP does, so it explains no difference.
         is_hook_of_lockstep = _is_of_lockstep(caller.f_globals["__name__"])
-        if not is_hook_of_lockstep:
-            line = user_line()  # None if no file of the user is on the call stack
-            recorder.state.models.comm_hook_line = line or "somewhere"
+        if is_hook_of_lockstep:
+            return
+
+        # The user is shown this line, or "somewhere" if no file of the user is on the call stack.
+        recorder.state.models.comm_hook_line = user_line() or "somewhere"
 
     _wrap(DistributedDataParallel, "__init__", before=before_init, after=after_init)
     _wrap(DistributedDataParallel, "register_comm_hook", before=before_comm_hook)
@@ -504,7 +509,7 @@ def _watch_gradient_clipping(recorder: Recorder) -> None:
 
 
 def _watch_optimizers(recorder: Recorder) -> None:
-    """Patches optimizers and schedulers, to see them constructed and learning rates set."""
+    """Patches optimizers and schedulers, to see new optimizers and changes of learning rates."""
 
     def after_group(optimizer: Optimizer, *_args: Any, **_kwargs: Any) -> None:
         """Records a new parameter group, and its optimizer if it is being constructed.
@@ -524,6 +529,7 @@ def _watch_optimizers(recorder: Recorder) -> None:
             built_optimizers.append(optimizer)
 
     def before_prepared(_: Any, inner: Optimizer, *_args: Any, **_kwargs: Any) -> None:
+        """Notes that Lockstep prepares an optimizer. One that it does not prepare is a finding."""
         recorder.optimizers.prepared_by_lockstep.add(inner)
 
     def before_schedule(*_args: Any, **_kwargs: Any) -> None:
@@ -562,9 +568,8 @@ def _watch_tensor_hooks(recorder: Recorder) -> None:
         if caller.f_globals["__name__"].startswith("torch."):
             return original_register(tensor, hook)
 
-        # No file of the user is on the call stack, so a library registers the hook.
         line_of_user = user_line()
-        if not line_of_user:
+        if not line_of_user:  # a library registers it, and no file of the user is on the call stack
             return original_register(tensor, hook)
 
         watched_hook = partial(_call_watched_hook, recorder, line_of_user, tensor, hook)
@@ -577,8 +582,8 @@ def _call_watched_hook(
     recorder: Recorder,
     line: str,
     tensor: Tensor,
-    hook: Callable[[Tensor], Any],
-    gradient: Tensor,
+    hook: Callable[..., Any],
+    gradient: Tensor | None,
 ) -> Any:
     """Calls a hook that the script has registered, and records if it changes a gradient.
 
@@ -587,14 +592,15 @@ def _call_watched_hook(
         line: line of the script that has registered the hook.
         tensor: tensor on which the hook is registered.
         hook: the script's hook.
-        gradient: gradient of the tensor; None, against its type, if the loss does not depend on it.
+        gradient: gradient of the tensor; None if the loss does not depend on it.
 
     Returns:
         The result of the hook: a new gradient, or None to leave the gradient unchanged.
     """
     result = hook(gradient)
 
-    # Only leaf tensors are parameters, with whose gradients an optimizer steps.
+    # An optimizer steps with the gradients of parameters, which are leaf tensors. Other gradients
+    # are not of interest.
     if not tensor.is_leaf:
         return result
 
@@ -616,7 +622,7 @@ def _record_sample_indices(mode: FunctionMode) -> None:
 
     def draw_indices(iterator: Any, draw: Callable[[], Any]) -> Any:
         """Draws the sample indices of the next batch, and keeps them on the iterator."""
-        # The order of samples is compared by itself, so its random draws are not recorded.
+        # The indices themselves are compared, so the random draws that order them are not recorded.
         with mode.draws.paused():
             indices = draw()
         _pending_indices(iterator).append(indices)
@@ -703,7 +709,8 @@ def _watch_loaders(
     def iterate_lockstep(self: Loader) -> Iterator[Any]:
         """Replaces `Loader.__iter__`, to convert the batches of Lockstep's loaders to float64.
 
-        They are not recorded here: the recorder sees them as an extension of the run.
+        It also ends the script once enough steps are recorded. The batches are not recorded here:
+        the recorder is an extension of Lockstep, which tells it of every batch.
         """
         batches = _until_enough_steps(recorder.state, original_lockstep_iter(self))
         return map(mode.determinism.convert, batches)
@@ -844,7 +851,7 @@ def _enlarge_batches(recorder: Recorder, times: int) -> None:
     signature = inspect.signature(original_init)
 
     def init(self: DataLoader[Any], *args: Any, **kwargs: Any) -> None:
-        """Replaces `DataLoader.__init__`, to make the batches `times` as large.
+        """Replaces `DataLoader.__init__`, to multiply the batch size by `times`.
 
         If that is not possible, the loader stays as it is, and the verdict mentions its line.
         """
@@ -875,7 +882,8 @@ def _forbid_own_ranks(note_own_process: Callable[[str], None], nproc: int) -> No
     # `torch.multiprocessing.spawn` and `start_processes` always start ranks.
     replace_start_processes(raise_own_ranks_error)
 
-    # This process itself may be the first of the script's own ranks.
+    # This process itself may be the first of the script's own ranks. Together with them, it would
+    # open a group of more than `nproc` ranks.
     forbid_larger_groups(nproc)
 
     original_start = BaseProcess.start
@@ -897,7 +905,8 @@ def _start_without_larger_groups(
 ) -> None:
     """Starts a process of the script, which gets an error if it turns out to be a rank.
 
-    The error is raised when the new process opens a process group of more than `nproc` ranks.
+    A rank of the script opens a process group together with other ranks. If the group has more than
+    `nproc` ranks, the script has started some of them itself, and the error is raised.
 
     Args:
         process: process to start.
@@ -931,7 +940,8 @@ def _wrap(
 ) -> None:
     """Patches a function so that others are called before and after it, with the same arguments.
 
-    In `before` and `after`, `sys._getframe(2)` is the frame that called the patched function.
+    In `before` and `after`, frame 0 is the function itself, frame 1 is `wrapped` below, and
+    `sys._getframe(2)` is the code that called the patched function.
 
     Args:
         owner: module or class that the function belongs to.

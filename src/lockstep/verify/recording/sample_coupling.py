@@ -56,6 +56,7 @@ def compares_samples(loss: Tensor, outputs: Sequence[Tensor], samples: int) -> b
         if _samples_are_coupled(gradients, tested, samples):
             return True
 
+    # The second derivatives show nothing, or there are none. Distances would compare samples too.
     return _measures_distances(loss, tested)
 
 
@@ -97,17 +98,17 @@ def _samples_are_coupled(
     """
     # Every value has another weight, so that dependences do not cancel out in the sum.
     weights = [torch.arange(t.numel(), device=t.device).cos().view_as(t) for t in results]
-    # The number of the sample that each row belongs to.
-    result_samples = [_sample_of_row(t, samples) for t in results]
-    source_samples = [_sample_of_row(t, samples) for t in sources]
+    # For each tensor, an array with the number of the sample that each of its rows belongs to.
+    samples_of_results = [_sample_of_row(t, samples) for t in results]
+    samples_of_sources = [_sample_of_row(t, samples) for t in sources]
 
     num_bits = (samples - 1).bit_length()
     for bit in range(num_bits):
         # The weighted sum over the results of all samples whose number has this bit. It begins with
         # a single zero, which torch adds to a tensor on any device.
         weighted_sum = torch.zeros(())
-        for result, weight, sample in zip(results, weights, result_samples, strict=True):
-            has_bit = (sample >> bit) & 1 == 1
+        for result, weight, sample_of_row in zip(results, weights, samples_of_results, strict=True):
+            has_bit = (sample_of_row >> bit) & 1 == 1  # for each row, whether it is in the sum
             weighted_sum = weighted_sum + (result * weight)[has_bit].sum()
 
         gradients = torch.autograd.grad(
@@ -118,8 +119,8 @@ def _samples_are_coupled(
             continue
 
         # If a sample whose number lacks this bit has a gradient too, the samples are coupled.
-        for gradient, sample in zip(gradients, source_samples, strict=True):
-            lacks_bit = (sample >> bit) & 1 == 0
+        for gradient, sample_of_row in zip(gradients, samples_of_sources, strict=True):
+            lacks_bit = (sample_of_row >> bit) & 1 == 0
             if bool((gradient[lacks_bit].abs() > MIN_RELATIVE_GRADIENT * largest).any()):
                 return True
 
@@ -143,8 +144,10 @@ def _measures_distances(loss: Tensor, outputs: Sequence[Tensor]) -> bool:
 
         # All arguments must come from the models: the distance between an output and a constant
         # does not compare samples.
-        arguments = [argument for argument, _ in node.next_functions]
-        are_from_models = [bool(output_nodes & nodes_behind(argument)) for argument in arguments]
+        are_from_models = []
+        for argument_node, _ in node.next_functions:
+            are_from_models.append(bool(output_nodes & nodes_behind(argument_node)))
+
         if all(are_from_models):
             return True
 

@@ -68,7 +68,8 @@ def _dim_arguments(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
     """Returns what the caller has given as `dim`, or the default, as a list.
 
     The list is `[None]` for all dimensions. In a call such as `torch.max(a, b)`, which computes no
-    statistic, it holds the tensor `b` that stands in the position of `dim`.
+    statistic, it holds the tensor `b` that stands in the position of `dim`. So callers must check
+    the type of the entries.
     """
     # The signatures are torch.sum(input, dim) and torch.norm(input, p, dim), for example.
     index_of_dim = 2 if name in DIM_IS_THIRD_ARGUMENT else 1
@@ -78,7 +79,7 @@ def _dim_arguments(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
         dim = args[index_of_dim]
     elif name == "normalize":
         dim = 1
-    elif name in CHOICES_OVER_LAST_DIM:
+    elif name in CHOICES_OVER_LAST_DIM:  # functions that choose samples, such as `topk`
         dim = -1
     else:
         dim = None

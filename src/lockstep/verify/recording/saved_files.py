@@ -59,8 +59,8 @@ class SavedFiles:
         """Patches the functions that save files, and those that read, move or remove them.
 
         Args:
-            determinism: counts everything of the script that is switched off in the run, such as
-                saving files where the script wants them. The verdict mentions it.
+            determinism: object that counts everything that is switched off in the run, which the
+                verdict lists. Saving a file elsewhere than the script wants is counted there too.
         """
         original_save = torch.save
         original_save_weights = lockstep.save_weights
@@ -110,8 +110,9 @@ class SavedFiles:
             path, *other_args = args
             redirected = self.redirected_path(path)
 
-            # In a call such as os.rename(path, target), the target is redirected too. `name` is the
-            # name of the patched function.
+            # In a call such as os.rename(path, target), the target is redirected too. If it is a
+            # folder, the file keeps the name that it has in `path`. `name` is the name of the
+            # patched function.
             has_target = name in MOVING_FUNCTIONS and bool(other_args)
             if has_target:
                 target, *options = other_args

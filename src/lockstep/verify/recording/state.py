@@ -73,7 +73,13 @@ def guarded(method: Method) -> Method:
 
     @wraps(method)
     def call(part: HasState, *args: Any, **kwargs: Any) -> Any:
-        """Calls the method on a part of the recorder."""
+        """Replaces the decorated method: an error inside of it ends the script.
+
+        Args:
+            part: part of the recorder, whose method is called.
+            *args: positional arguments of the method.
+            **kwargs: keyword arguments of the method.
+        """
         try:
             return method(part, *args, **kwargs)
         except LockstepError:  # the script uses Lockstep incorrectly
@@ -85,6 +91,7 @@ def guarded(method: Method) -> Method:
             if has_lost_connection:
                 raise
 
+            # The traceback of the first error is kept for the report.
             is_first_error = not part.state.internal_error
             if is_first_error:
                 part.state.internal_error = traceback.format_exc()
@@ -276,8 +283,8 @@ class RecorderState:
         if self._first_step_time is None:
             self._first_step_time = time.monotonic()
 
-        # Whether the losses of this rank count holds for further updates too, until Lockstep tells
-        # the recorder otherwise (`contributes`).
+        # `contributes` says whether the losses of this rank count. It keeps its value in the next
+        # update, until Lockstep tells the recorder otherwise.
         self.update = RankUpdate(contributes=self.update.contributes, batches=later_batches)
         self.notes = UpdateNotes()
         self.loss_is_recorded = False
@@ -325,7 +332,8 @@ class RecorderState:
 
         Args:
             marks: marks of the tensor by kind, which tell what the tensor was computed from.
-            draws_before: number of random draws before this step; earlier draws are ignored.
+            draws_before: number of random draws before this step, which are ignored. Draws are
+                numbered from 1, so with 7 of them, draw 8 is the first one of this step.
         """
         for kind, value in marks.items():
             if kind.startswith(STATISTIC):
@@ -360,7 +368,7 @@ class RecorderState:
         for name, buffer in self.models.buffers():
             addresses[name] = storage_address(buffer)
 
-        # 0 stands for tensors without a storage of their own.
+        # A tensor without a storage of its own, such as a DTensor, has the address 0.
         self.mode.writes.watched = frozenset(addresses.values()) - {0}
         return addresses
 

@@ -37,11 +37,12 @@ def random_loss(case: Divergence, *evidence: str) -> Cause | None:
     draws_of_ranks = [Counter(rank.loss_draws) for rank in case.actual if rank.contributes]
 
     # Equality means nothing for a single rank, or if no rank drew anything.
-    all_are_equal = all(draws == draws_of_ranks[0] for draws in draws_of_ranks)
-    several_ranks_drew = len(draws_of_ranks) > 1 and bool(draws_of_ranks[0])
-    if all_are_equal and several_ranks_drew:
-        same = "all ranks drew the same numbers"
-        return Cause("LS106", (*evidence, *sentences_on_draws, same))
+    if len(draws_of_ranks) > 1:
+        first_draws = draws_of_ranks[0]
+        all_are_equal = all(draws == first_draws for draws in draws_of_ranks)
+        if all_are_equal and first_draws:
+            same = "all ranks drew the same numbers"
+            return Cause("LS106", (*evidence, *sentences_on_draws, same))
 
     return Cause("LS308", (*evidence, *sentences_on_draws))
 

@@ -90,7 +90,8 @@ def gradient_patterns(case: Divergence) -> tuple[str, ...]:
         if name not in actual:  # no rank has this gradient
             continue
 
-        # A number if actual = number * expected. A ratio between single values means nothing.
+        # A number if actual = number * expected. For a gradient with a single value there is always
+        # such a number, so it means nothing.
         ratio = None
         if expected[name].size > 1:
             ratio = constant_ratio({name: expected[name]}, {name: actual[name]}, case.max_error)
@@ -120,7 +121,7 @@ def random_draws_that_may_differ(case: Divergence) -> list[tuple[str, str]]:
     draw the same level, so that the ranks together draw it 3 times. If they draw it less often, the
     loss of some rank was computed from another level.
 
-    This need not be the reason for other losses, because only the last draw of a loss is recorded.
+    Such a draw need not be why the losses differ, because only the last draw of a loss is recorded.
     If a script draws a level for each sample, the record of one process is the level of its last
     sample, and the record of rank 0 that of an earlier sample.
 
@@ -164,8 +165,9 @@ def describe_random_numbers_of_one_run(case: Divergence) -> list[str]:
     digests_of_both_runs = digests_of_one_process & digests_of_ranks
 
     for line, digest in random_draws_that_may_differ(case):
-        # Both runs drew the same numbers, only for another sample: the last sample of rank 0 is not
-        # the last sample of one process. That is harmless.
+        # Both runs drew these numbers in this step, which is harmless. Only the last draw of a loss
+        # is recorded with it, and the last sample of rank 0 is another one than that of one
+        # process.
         if digest in digests_of_both_runs:
             continue
 

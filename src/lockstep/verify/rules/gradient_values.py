@@ -134,6 +134,8 @@ def multiple_by_a_count(case: Divergence, expected: Gradients, actual: Gradients
     # The ratio that each cause would lead to. If several causes lead to the same ratio, the first
     # one is reported: LS203 and LS204 come first, because other numbers of backward passes are a
     # fact that supports them.
+    # For example, one process makes 1 backward pass, and each rank makes 4, one for each of its
+    # micro-batches: their gradients are multiplied by 4 (LS203), or divided by 4 (LS204).
     ratio_of_code: dict[str, float] = {}
     passes_are_known = passes_of_one > 0 and passes_of_rank > 0
     if passes_are_known and passes_of_one != passes_of_rank:
@@ -276,16 +278,18 @@ def changed_after_right_passes(
     False positives: none known.
     Evidence: that the mean is right, and what was done.
     """
+    names = list(actual)  # the gradients that the ranks used
+
     # The sum of each rank's local gradients over its backward passes; empty if it is not known.
     # Ranks whose losses do not count, such as the first stages of a pipeline, are left out.
-    names = list(actual)  # the gradients that the ranks used
     local_sums = []
     for rank in case.actual:
         if rank.contributes:
             local_sums.append(sum_of_passes(rank.local_gradients, names))
 
     gradient_of_one_process = sum_of_passes(case.expected[0].local_gradients, names)
-    if case.num_ranks == 1 or not gradient_of_one_process or not all(local_sums):
+    all_sums_are_known = bool(gradient_of_one_process) and all(local_sums)
+    if case.num_ranks == 1 or not all_sums_are_known:
         return None
 
     # Is the mean right, perhaps times a number? It is if mean = ratio * gradient_of_one_process. If
@@ -333,7 +337,8 @@ def _cause_of_change_after_passes(
 
     hook_line = case.actual.first("comm_hook_line")
     if hook_line:
-        # "It" is what the backward passes left, as the sentence before says.
+        # The text follows `mean_text`: what the backward passes left is right on average, but the
+        # hook turned it into something else than the average.
         text = "what DDP's communication hook made of it is not its mean"
         return Cause("LS213", (mean_text, text, hook_line, *patterns))
 
@@ -361,7 +366,7 @@ def _cause_of_change_after_passes(
             text = f"each rank changed its own before they were averaged: {call.line}"
             return Cause("LS406", (mean_text, text, *patterns))
 
-    # The mean is right, but the gradient that the ranks computed from it is not.
+    # The mean is right, but it is not known what the ranks did to it afterwards.
     return Cause("LS210", (f"{mean_text}; what was made of it afterwards is not", *patterns))
 
 
@@ -394,10 +399,10 @@ def unused_parameters(case: Divergence, expected: Gradients, actual: Gradients) 
         return None
 
     text = f"the backward passes of {format_ranks(ranks)} left no gradient of these parameters"
-    # The backward passes of one process do leave a gradient of these parameters. The gradients of
-    # all other parameters are right.
-    text_on_others = "on one process they do, and all others are right"
-    return Cause("LS312", (text, text_on_others), case.names)
+    # On one process, the backward passes leave gradients of these parameters. All other gradients
+    # are right.
+    text_on_one_process = "on one process they do, and all others are right"
+    return Cause("LS312", (text, text_on_one_process), case.names)
 
 
 def _names_with_gradients(passes: Sequence[Gradients]) -> set[str]:
@@ -495,20 +500,21 @@ def _cause_of_other_weights(
     # Sentences on lines that computed a statistic over a rank's samples, such as the sum of a mask.
     statistics = describe_local_statistics(case)
 
-    # 3. The ranks computed a mean of means: they used equal weights such as 1/2 and 1/2, and the
-    # right weights, such as 2/3 and 1/3, have the same sum. So the parts should be weighted by some
-    # count. It is none of the counts above, but it may be one of the statistics.
+    # 3. The ranks computed a mean of means: they used equal weights such as 1/2 and 1/2, although
+    # the right ones are, for example, 2/3 and 1/3. Both have the sum 1. So the parts should be
+    # weighted by some count. It is none of the counts above, but it may be one of the statistics.
     weights_are_equal = all_near(used_weights, case.max_error)
     have_same_sum = near(sum(right_weights), sum(used_weights), 1e-5)
     if weights_are_equal and have_same_sum:
         no_count = ["nothing that was counted in the batches is proportional to these weights"]
         return Cause("LS205", (*evidence, *(statistics or no_count)))
 
-    # 4. The ranks multiplied their losses by a statistic. If random numbers differ, they may be the
-    # reason as well, and the cause is not known.
+    # 4. If statistics differ, and nothing else is known that could be the reason, the ranks
+    # multiplied their losses by a statistic. Other random numbers could be the reason, too.
     if statistics and not random_draws_that_may_differ(case):
         return Cause("LS208", (*evidence, *statistics))
 
+    # 5. The cause is not known.
     return Cause("LS210", evidence)
 
 
@@ -570,12 +576,13 @@ def _cause_of_parts_without_weight(
     ranks_have_mean_of_all = all_near(used_weights, 1e-5)  # all parts have the same weight
     ranks_train_more = one_process_has_mean_of_some and ranks_have_mean_of_all
 
-    # If both runs are known to train the same samples, one process has left no part out. Each value
-    # is True, False, or None if it is not known.
+    # If both runs are known to train the same samples, one process trains all parts too, even if
+    # the weights look otherwise. Each value is True, False, or None if it is not known.
     same_indices, same_contents = same_samples(case.expected, case.actual)
     have_same_samples = same_indices is True or same_contents is True
 
-    if have_same_samples or not ranks_train_more:
+    ranks_have_additional_samples = ranks_train_more and not have_same_samples
+    if not ranks_have_additional_samples:
         # The gradient of one process is not the mean of all parts.
         text = "the gradient of one process is a sum of the same parts, but not a mean of them"
         return Cause("LS210", (text, *loss_line(case), *gradient_patterns(case)))
@@ -606,14 +613,15 @@ def _counts_of_parts(case: Divergence, num_parts: int) -> dict[str, list[float]]
     """
     counts: dict[str, list[float]] = {}
 
-    # Counts in the batches, which are recorded as `weights`; 0 for a batch without the tensor.
+    # `weights` of a batch are its counts, such as {"samples": 8, "labels in tensor 1": 60}. A batch
+    # without a key gets 0.
     batches = case.actual.batches
     if len(batches) == num_parts:
         keys: dict[str, None] = {}  # an ordered set
         for batch in batches:
             keys.update(dict.fromkeys(batch.weights))
 
-        # Keys begin with the kind of the count, such as "labels in tensor 1".
+        # Keys begin with the kind of the count. The simplest kinds come first.
         for kind in ("samples", "labels", "non-zero", "ones", "values"):
             for key in keys:
                 if key.startswith(kind):
@@ -673,9 +681,14 @@ def cause_if_no_rule_applies(case: Divergence) -> Cause:
 def unknown_cause(case: Divergence, *evidence: str) -> Cause:
     """Names what is known if no rule explains the gradients.
 
-    If the models were called with other inputs than on one process, these are the cause. LS101:
-    inputs are repeated. LS102: inputs are left out. LS110: there are N times as many. LS111: they
-    are other inputs. Otherwise, the cause is not known: LS210.
+    If the models were called with other inputs than on one process, these are the cause:
+
+    - LS101: inputs are repeated.
+    - LS102: inputs are left out.
+    - LS110: there are N times as many inputs.
+    - LS111: they are other inputs.
+
+    Otherwise, the cause is not known: LS210.
 
     Needs: `model_inputs` and `forwards`.
     Applies: always.
@@ -695,9 +708,10 @@ def unknown_cause(case: Divergence, *evidence: str) -> Cause:
     # Inputs of other shapes, such as padded texts, may still hold the same samples.
     same_shapes = _shapes_of_inputs(case.expected) == _shapes_of_inputs(case.actual)
 
-    code = "LS210"
     if inputs_are_known and same_shapes and inputs_differ(case):
         code = code_of_differing_inputs(expected, actual, case.num_ranks)
+    else:
+        code = "LS210"
 
     return Cause(
         code,
@@ -757,7 +771,8 @@ def _compare_outputs(case: Divergence) -> list[str]:
     forwards = match_forwards(case.expected, case.actual)
     wrong_models = []
     for forward in forwards:
-        # Whether the output of each sample differs. Empty if outputs have no row for each sample.
+        # Whether the output of each sample differs. If the outputs of a single model have no row
+        # for each sample, which makes this empty, nothing is said about any model.
         differs = forward.differing_rows("outputs")
         if len(differs) == 0:
             return []
@@ -769,7 +784,7 @@ def _compare_outputs(case: Divergence) -> list[str]:
     if wrong_models:
         return [f"for the same inputs something else was returned by {format_items(wrong_models)}"]
 
-    # The difference arises in the loss or after it.
+    # The models are not the cause, so the difference arises in the loss or after it.
     return ["for each sample the models returned the same; it is the loss, or later"]
 
 

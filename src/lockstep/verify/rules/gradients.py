@@ -68,7 +68,8 @@ def _trained_differently(case: Divergence, field_name: str, setting: str) -> Cau
             continue
 
         # Parameters of this rank that have the setting here or on one process, but not on both.
-        names_that_differ = (names_on_one_process ^ names_on_rank) & rank.parameter_sums.keys()
+        all_parameters_of_rank = rank.parameter_sums.keys()
+        names_that_differ = (names_on_one_process ^ names_on_rank) & all_parameters_of_rank
         if names_that_differ:
             ranks.append(number)
             all_names |= names_that_differ
@@ -123,9 +124,9 @@ def parameters_without_optimizer(case: Divergence) -> Cause | None:
 
     # "Net/fc.weight" may be missing just because this model is named "Net#2" on the ranks. So the
     # names without the model are compared, such as "fc.weight", and how often each occurs.
-    counts_of_one_process = Counter(script_names(expected))
-    counts_of_ranks = Counter(script_names(actual))
-    if counts_of_one_process == counts_of_ranks:
+    names_without_model = script_names(expected)
+    names_without_model_on_ranks = script_names(actual)
+    if Counter(names_without_model) == Counter(names_without_model_on_ranks):
         return None
 
     names = join_first(script_names(missing))
@@ -188,11 +189,12 @@ def wrong_after_exchange_in_step(case: Divergence) -> Cause | None:
 
 
 def _changes_by_first_step(update: Update, case: Divergence) -> dict[str, Array]:
-    """Returns by how much the first update decreased each parameter that has a gradient.
+    """Returns by how much the first update decreased each parameter: its old minus its new value.
 
     Args:
         update: first update of one process or of the ranks.
-        case: the difference. Parameters without a gradient on one process are left out.
+        case: the difference. Parameters without a gradient on one process are left out, since an
+            optimizer does not change them there.
     """
     before = update.merged("initial")
     after = update.merged("parameters")
@@ -265,10 +267,12 @@ def wrong_after_clipping(case: Divergence) -> Cause | None:
     expected = case.expected.merged("unclipped")
     mean = mean_of([rank.unclipped for rank in case.actual])
 
-    # The mean was right if mean = ratio * expected for some number. Otherwise, the ratio is None,
-    # and something else went wrong before clipping. The same is true if clipping changed nothing.
+    # The mean was right if mean = ratio * expected for some number; otherwise, the ratio is None.
     ratio = constant_ratio(expected, mean, case.max_error)
     clipping_changed_something = any(call.has_clipped for call in clips)
+
+    # Something else than clipping went wrong: the mean was wrong already, or clipping changed
+    # nothing.
     if ratio is None or not clipping_changed_something:
         cause = explain_gradients(case, expected, mean)
         clipped_text = "gradients were clipped while those of the ranks still differed"

@@ -54,8 +54,8 @@ def optimizer_of_stale_parameters(case: Divergence) -> Cause | None:
         (
             f"{len(stale_names)} parameters that {optimizer_class} updates belong to no model "
             "that was called",
-            # On one process all of them belong to a model. So on the ranks, the model's parameters
-            # were replaced by others after the optimizer had been constructed.
+            # On one process, all parameters of the optimizer belong to a model. So on the ranks,
+            # the model has got other parameters after the optimizer was constructed.
             "on one process all of its parameters do, so the model has got others since",
         ),
         tuple(stale_names),

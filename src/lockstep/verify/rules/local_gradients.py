@@ -83,19 +83,26 @@ class LocalGradients:
         if len(lengths) != 1:
             return False
 
+        # The rounding error of a remainder is proportional to the values that were subtracted. They
+        # are about as large on all ranks, so those of rank 0 are used.
         rounding = self.case.max_error * norm(local_sums[0])
         return all(norm(remainder - remainders[0]) <= rounding for remainder in remainders)
 
     @property
     def local_text(self) -> str:
-        """A sentence of evidence: the gradients of the last backward passes are local."""
+        """A sentence of evidence: the gradients of the last backward passes are local.
+
+        If the gradients of earlier passes were averaged, it says how many passes are local.
+        """
         total = self.case.actual.backward_passes
-        some_passes_were_averaged = self.num_local_passes < total
-        if some_passes_were_averaged:
+        earlier_passes_were_averaged = self.num_local_passes < total
+        if earlier_passes_were_averaged:
             return (
                 f"what the last {self.num_local_passes} of {total} backward passes left is "
                 "each rank's own"
             )
+
+        # No pass was averaged.
         return "each rank used what its own backward pass left"
 
     @property
@@ -223,11 +230,13 @@ def averages_within_groups(gradients: LocalGradients) -> Cause | None:
         return None
 
     for group in groups:
-        group_update = Update(ranks[number] for number in group)
+        # Compare the ranks of the group with each other, as an update that only they have made.
+        group_update = Update([ranks[number] for number in group])
         if group_update.ranks_that_differ("gradients", gradients.case.tolerance):
             return None
 
     names = "; ".join(format_ranks(group) for group in groups)
+    # The first sentence says how many gradients differ between the ranks.
     text = f"DDP averages them over a part of the ranks, and they agree within each: {names}"
     return Cause("LS315", (gradients.difference_text, text))
 
@@ -276,8 +285,9 @@ def exchanged_inside_step(gradients: LocalGradients) -> Cause | None:
     if not calls_in_step:
         return None
 
+    # The evidence begins with the sentence that the gradients differ from one process. The second
+    # sentence adds that the optimizer exchanges these gradients inside its step.
     line = calls_in_step[0].line
-    # "They" are the gradients of the sentence before. "In it" means in the optimizer's step.
     exchange = f"they differ as the step begins; the optimizer exchanges them in it: {line}"
 
     # The result of the collective is known, and it is wrong.
@@ -292,6 +302,7 @@ def exchanged_inside_step(gradients: LocalGradients) -> Cause | None:
     if sentences_on_large_state:
         return Cause("LS201", (gradients.difference_text, exchange, *sentences_on_large_state))
 
+    # Nothing tells which gradients the optimizer has used. Only its result is known to be wrong.
     text = "what it computes from them is not known; the parameters before the next step differ"
     return Cause("LS210", (gradients.difference_text, exchange, text))
 
@@ -324,7 +335,9 @@ def _describe_large_optimizer_state(case: Divergence) -> list[str]:
 
     The result is one sentence about the first such state in any step, or an empty list.
     """
-    # Adam keeps a mean of gradients ("exp_avg") and a mean of their squares ("exp_avg_sq").
+    # Adam keeps a mean of gradients ("exp_avg") and a mean of their squares ("exp_avg_sq"). If N
+    # ranks summed their gradients instead of averaging them, the gradients are N times as large,
+    # and their squares N * N times.
     factors = {
         case.num_ranks: "the number of processes",
         case.num_ranks**2: "the number of processes, squared",
@@ -390,7 +403,7 @@ def gradients_that_are_not_local(gradients: LocalGradients) -> Cause | None:
         code of their own.
     Evidence: what is known about the gradients.
     """
-    # If the ranks used their local gradients, the following rules explain why.
+    # If the ranks used their local gradients, the rules that are tried after this one explain why.
     if gradients.ranks_used_local_gradients:
         return None
 
@@ -451,7 +464,7 @@ def parameters_averaged_later(gradients: LocalGradients) -> Cause | None:
         # The values that the script itself wrote to the parameters between the two steps.
         written_values = [_arrays(rank.rewritten_parameters, gradients.names) for rank in after]
         if all(_is_equal(values, mean, case.max_error) for values in written_values):
-            step = after[0].step + 1
+            step = after[0].step + 1  # records count steps from 0, texts from 1
             text = f"before step {step} parameters, not gradients, are averaged over the ranks"
             return Cause("LS313", (gradients.difference_text, gradients.local_text, text))
 
@@ -516,6 +529,7 @@ def other_gradients_are_averaged(gradients: LocalGradients) -> Cause | None:
         text = f"the script reduces other gradients: {calls[0].line}"
         return Cause("LS301", (gradients.difference_text, gradients.local_text, text))
 
+    # Gradients that are no longer what the backward passes computed, so something averages them.
     names = _other_averaged_names(gradients)
     if not names:
         return None
@@ -527,9 +541,9 @@ def other_gradients_are_averaged(gradients: LocalGradients) -> Cause | None:
 def _other_averaged_names(gradients: LocalGradients) -> list[str]:
     """Returns the names of other gradients that the script itself averages.
 
-    They show that the script is meant to average by hand, and has left out the gradients that
-    differ. So only gradients of the same models or of the same optimizer are examined. Models in a
-    DDP wrapper are ignored, since DDP averages by itself.
+    If there are some, the script averages by hand, and has left out the gradients that differ. Only
+    gradients of the same models or of the same optimizer are examined. Models in a DDP wrapper are
+    ignored, since DDP averages by itself.
     """
     case = gradients.case
     # `unwrapped` lists the parameters of models without a DDP wrapper.
@@ -596,8 +610,8 @@ def model_that_nothing_wraps(gradients: LocalGradients) -> Cause | None:
     case = gradients.case
     text = "neither DDP nor Lockstep wraps the model"
 
-    # Name the latest call of the model. If several optimizers train the model, its last forward
-    # pass may have been recorded with an earlier update, which is a step of another optimizer.
+    # Name the latest call of the model. It may be in an earlier update: if two optimizers step
+    # after one forward pass, the call is recorded with the first of their two updates.
     for update in reversed(case.parallel_run[: case.update_index + 1]):
         line = update.first("unwrapped_line")
         if line:

@@ -73,22 +73,24 @@ def describe_terms(case: Divergence) -> tuple[list[str], bool]:
     Returns:
         Sentences, and whether they explain why the gradients are wrong.
     """
-    # A list of terms for each backward pass, on one process and on each rank.
-    terms_of_losses = case.expected[0].loss_terms
-    losses_of_rank = {}
+    # On one process and on each rank, a list with the terms of each backward pass: [[2.0, 6.0]] for
+    # a single pass with two terms. Ranks whose losses do not count, such as the first stages of a
+    # pipeline, are left out.
+    passes_of_one = case.expected[0].loss_terms
+    passes_of_rank = {}
     for number, rank in enumerate(case.actual):
         if rank.contributes:
-            losses_of_rank[number] = rank.loss_terms
+            passes_of_rank[number] = rank.loss_terms
 
     # With several backward passes, it is not known which terms correspond.
-    if case.num_ranks == 1 or len(terms_of_losses) != 1:
+    if case.num_ranks == 1 or len(passes_of_one) != 1:
         return [], False
-    if any(len(losses) != 1 for losses in losses_of_rank.values()):
+    if any(len(passes) != 1 for passes in passes_of_rank.values()):
         return [], False
 
-    # The terms of the only loss, on one process and on each rank.
-    expected_terms = terms_of_losses[0]
-    terms_of_rank = {number: losses[0] for number, losses in losses_of_rank.items()}
+    # The terms of the only backward pass, on one process and on each rank.
+    expected_terms = passes_of_one[0]
+    terms_of_rank = {number: passes[0] for number, passes in passes_of_rank.items()}
 
     term_counts_differ = any(len(terms) != len(expected_terms) for terms in terms_of_rank.values())
     if term_counts_differ:
@@ -123,10 +125,12 @@ def _describe_scales_of_terms(
 ) -> tuple[list[str], bool]:
     """Says which terms of the loss are the mean over the ranks, and which are their sum.
 
-    For example, the loss has the terms 2 and 6 on one process, 1 and 3 on rank 0, and 3 and 3 on
-    rank 1. Term number 1 is the mean over the ranks, (1 + 3) / 2, and term number 2 their sum,
-    3 + 3. The sentence is "of the loss's terms, one process has, over the ranks, the mean of number
-    1, the sum of number 2".
+    For example, a loss has two terms:
+
+    - Term 1 is 2 on one process, 1 on rank 0 and 3 on rank 1. It is the mean over the ranks.
+    - Term 2 is 6 on one process, 3 on rank 0 and 3 on rank 1. It is the sum over the ranks.
+
+    Then the sentence says that one process has "the mean of number 1, the sum of number 2".
 
     Args:
         expected_terms: terms on one process.
@@ -273,9 +277,9 @@ def other_loss_arguments(case: Divergence) -> Cause | None:
     """LS212: torch's loss functions were called with other arguments, such as class weights.
 
     Needs: `loss_options`.
-    Applies: if both runs have recorded the same arguments, and the outputs are equal.
+    Applies: if both runs have recorded arguments with the same names, and the outputs are equal.
     False positives: none known.
-    Evidence: the first argument that differs, and its line.
+    Evidence: the first argument whose value differs, and its line.
     """
     if not _forwards_with_equal_outputs(case):
         return None
@@ -292,8 +296,9 @@ def other_loss_arguments(case: Divergence) -> Cause | None:
                 continue
             # With `scale=0.0`, the tolerance depends only on the values of this argument.
             if case.tolerance.differ(expected, actual, scale=0.0):
-                # "Not that of one process is pos_weight of train.py:5: loss = ...". The name comes
-                # last because it ends with a whole line of the script.
+                # For example, `pos_weight` differs: the text is "not that of one process is
+                # pos_weight of train.py:5: loss = ...". The name comes last because it ends with a
+                # whole line of the script.
                 text = f"not that of one process is {name}"
                 return Cause("LS212", (text, *describe_local_statistics(case), *loss_line(case)))
 
@@ -322,6 +327,7 @@ def local_statistic_in_loss(case: Divergence) -> Cause | None:
     if random_draws_that_may_differ(case):
         return None
 
+    # How the samples are weighted. If this is not known, say at least that their outputs are equal.
     sample_texts = _sample_weights(case, forwards)
     if not sample_texts:
         sample_texts = ("for each sample the models returned the same",)

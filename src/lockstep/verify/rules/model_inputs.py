@@ -99,13 +99,13 @@ def _batches_of_both_runs(case: Divergence) -> list[Batch]:
     return [batch for rank in (*case.expected, *case.actual) for batch in rank.batches]
 
 
-def _has_no_loader(case: Divergence) -> bool:
-    """True if no batch came from a DataLoader.
+def _has_loader(case: Divergence) -> bool:
+    """True if some batch came from a DataLoader.
 
-    Then the recorded batches are model inputs, with an empty list of indices. Batches of a
-    DataLoader have indices, or None if they are not known.
+    Batches of a DataLoader have indices, or None if they are not known. Without a DataLoader, the
+    recorded batches are model inputs, with an empty list of indices.
     """
-    return all(batch.ids is not None and not batch.ids for batch in _batches_of_both_runs(case))
+    return any(batch.ids is None or batch.ids for batch in _batches_of_both_runs(case))
 
 
 def repeated_inputs(case: Divergence) -> Cause | None:
@@ -119,7 +119,7 @@ def repeated_inputs(case: Divergence) -> Cause | None:
     False positives: a model that rightly gets constants on all ranks. A single constant is ignored.
     Evidence: how many inputs were computed.
     """
-    if not _has_no_loader(case):
+    if _has_loader(case):
         return None
 
     # How often the models of each rank got each input. Empty if some input is not known.
@@ -153,7 +153,8 @@ def other_inputs(case: Divergence) -> Cause | None:
     of one process. LS106, LS308: they are random. LS111: they are different inputs.
 
     Needs: `forwards` with the inputs of each sample.
-    Applies: if no random numbers were drawn while batches were read, as they would explain it.
+    Applies: if no random numbers were drawn while batches were read, since these would explain the
+        difference.
     False positives: a model that rightly gets a constant on all ranks (as LS101).
     Evidence: how many inputs are the same.
     """
@@ -166,7 +167,7 @@ def other_inputs(case: Divergence) -> Cause | None:
         if not forward.has_same_inputs:
             # Without a DataLoader, the inputs of the first model are the samples themselves. Inputs
             # of later models may be computed from its outputs.
-            are_samples = number == 0 and _has_no_loader(case)
+            are_samples = number == 0 and not _has_loader(case)
             return _cause_of_other_inputs(case, forward, are_samples)
 
         # The first input of this model is the same. If its output is not, an additional input of
@@ -195,6 +196,8 @@ def _cause_in_additional_inputs(case: Divergence, forward: MatchedForward) -> Ca
     if cause is not None:
         return cause
 
+    # LS111: the inputs are others. They may have been computed from statistics over the samples of
+    # each rank, such as their mean, so these are named too.
     return Cause("LS111", (sentence, *describe_local_statistics(case)))
 
 
@@ -289,7 +292,8 @@ def _inputs_of_all_steps(case: Divergence, forward: Forward) -> Array:
     """Returns the inputs that one process gave to the same model in any step, one in each row."""
     inputs = []
     for update in case.reference_run:
-        # By model, its forward pass and the rank of each row, which does not matter here.
+        # Each model comes with its forward pass in this step, and with the rank of each row, which
+        # is always 0 on one process.
         for forward_of_step, _ranks in join_forwards_of_ranks(update).values():
             is_same_model = forward_of_step.model == forward.model
             if is_same_model and forward_of_step.shape == forward.shape:
@@ -343,9 +347,11 @@ def _is_normalized_by_rank(forward: MatchedForward) -> bool:
         return False
 
     # The rows of one process that each rank should have, in both orders. For ranks with 3, 3 and 2
-    # samples, the first order is split before rows 3 and 6.
+    # samples, the sums [3, 6, 8] without the last one are the rows at which the first order is
+    # split.
     num_ranks = len(rows_of_rank)
-    bounds = np.cumsum([len(rows) for rows in rows_of_rank])[:-1]
+    numbers_of_samples = [len(rows) for rows in rows_of_rank]
+    bounds = np.cumsum(numbers_of_samples)[:-1]
     contiguous = np.split(rows_of_one, bounds)
     interleaved = [rows_of_one[rank::num_ranks] for rank in range(num_ranks)]
 
@@ -372,14 +378,15 @@ def _is_shifted_and_scaled(expected: Array, actual: Array) -> bool:
     centered_expected = expected - expected.mean(axis=0)
     centered_actual = actual - actual.mean(axis=0)
 
-    # By least squares, f = (centered_expected . centered_actual) / |centered_expected|^2. For a
-    # constant column, this would be 0 / 0, so its square is replaced by 1, and f is 0.
+    # By least squares, the factor of each column is
+    # f = (centered_expected . centered_actual) / |centered_expected|^2. For a constant column, this
+    # would be 0 / 0. Its f is 0 / 1 instead.
     squares = (centered_expected * centered_expected).sum(axis=0)
     products = (centered_expected * centered_actual).sum(axis=0)
     factors = products / np.where(squares > 0, squares, 1.0)
 
-    # What the best factor leaves must be rounding, compared with the values themselves. The lower
-    # bound covers arrays in which all columns are constant.
+    # What the best factor leaves must be rounding, compared with the values themselves. If all
+    # columns are constant, these are 0, and 1e-30 is used instead.
     remainder = np.abs(centered_actual - factors * centered_expected).max()
     largest_value = max(np.abs(centered_actual).max(), 1e-30)
     return bool(remainder <= MAX_ERROR_OF_SCALING * largest_value)
@@ -476,8 +483,12 @@ def code_of_differing_inputs(
     # The ranks have all inputs of one process and no others, so some are repeated.
     if num_left_out == 0 and set(actual) == set(expected):
         return "LS101"
+
+    # The ranks have all inputs of one process and others, N times as many in total.
     if num_left_out == 0 and actual.total() == size * expected.total():
         return "LS110"
+
+    # The ranks have only inputs of one process, but not all of them.
     if num_added == 0:
         return "LS102"
 

@@ -40,7 +40,8 @@ def local_batchnorm(case: Divergence) -> Cause | None:
     if not layers or case.num_ranks <= 1:
         return None
 
-    # The frozen parameter "Net/norm.weight" belongs to the layer "Net/norm".
+    # `frozen` has names of parameters. "Net/norm.weight" belongs to the layer "Net/norm". A layer
+    # counts as not trained if any of its parameters is frozen; one without parameters does not.
     modules_with_frozen_parameters = {name.rpartition(".")[0] for name in case.actual[0].frozen}
     kind = "BatchNorm layers"
     if layers <= modules_with_frozen_parameters:
@@ -137,7 +138,8 @@ def other_outputs(case: Divergence) -> Cause | None:
         )
         samples_are_coupled = bool(case.expected.first("coupling_model"))
         if samples_are_coupled and not _ranks_exchanged_tensors(case):
-            # "Follows from": the output also depends on the other samples of the batch.
+            # The output for a sample depends on the other samples of the batch, which another rank
+            # has.
             text = "on one process its output for a sample follows from the others of the batch"
             why = "no rank exchanged anything in the forward pass"
             return Cause("LS208", (sentence, text, why))
@@ -171,6 +173,8 @@ def _kept_tensors_that_differ(case: Divergence) -> list[str]:
 
     Names are without the model: "norm.running_mean" for "Net/norm.running_mean".
     """
+    # Other tensors are compared as they were before the first forward pass of the update, and
+    # before its optimizer step.
     names = [
         *_wrong_module_tensors(case, "module_tensors_before"),
         *_wrong_module_tensors(case, "module_tensors"),
@@ -196,9 +200,11 @@ def _wrong_buffers(case: Divergence) -> list[str]:
     wrong_names = []
     for name, expected in expected_buffers.items():
         actual = _arrays_of_ranks(case, "buffers", name)
-        differs = any(case.tolerance.differ(expected, array, scale) for array in actual)
         have_same_shape = all(array.shape == expected.shape for array in actual)
-        if differs and have_same_shape:
+        if not have_same_shape:
+            continue
+
+        if any(case.tolerance.differ(expected, array, scale) for array in actual):
             wrong_names.append(name)
 
     return wrong_names
@@ -209,8 +215,8 @@ def _wrong_module_tensors(case: Divergence, field_name: str) -> list[str]:
 
     Such a tensor is recorded as three numbers: a sum, the largest absolute value, and the number of
     values. If it has as many values on the ranks as on one process, it is wrong if the three
-    numbers differ. If it has fewer, it may rightly hold something for the samples of its rank; it
-    is wrong only if all ranks hold the same (see `_are_equal_parts`).
+    numbers differ. If each of N ranks has 1/N of the values, such as a cache of its own samples,
+    the values should differ between the ranks. So it is wrong if they are the same.
 
     Args:
         case: the difference.
@@ -259,8 +265,10 @@ def _are_equal_parts(expected: Array, arrays: Sequence[Array], num_ranks: int) -
         return False
 
     each_rank_has_a_part = all(array[SIZE] * num_ranks == expected[SIZE] for array in arrays)
-    is_zero_on_first_rank = arrays[0][LARGEST] == 0
-    if not each_rank_has_a_part or is_zero_on_first_rank:
+    if not each_rank_has_a_part:
         return False
 
-    return all(np.array_equal(array, arrays[0]) for array in arrays)
+    first = arrays[0]
+    are_equal = all(np.array_equal(array, first) for array in arrays)
+    are_zeros = are_equal and first[LARGEST] == 0
+    return are_equal and not are_zeros

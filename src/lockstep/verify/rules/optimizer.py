@@ -153,8 +153,8 @@ def _lines_that_set_rates(case: Divergence) -> list[str]:
     """Names the first lines that set learning rates which are not the same on all processes."""
     lines: dict[str, None] = {}  # an ordered set
 
-    # All pairs of processes are compared, and the first lines are named. So the lines of ranks come
-    # before those of one process, since a rank is more likely to have set a wrong rate.
+    # All pairs of processes are compared. Only the first lines are named, so the ranks come before
+    # the one process: a rank is more likely to have set a wrong rate.
     for process in (*case.actual, *case.expected):
         # A rank is first compared with one process, and then with other ranks.
         for other_process in (*case.expected, *case.actual):
@@ -220,7 +220,7 @@ def _only_parameters_differ() -> str:
 
 
 def _optimizer_differences(case: Divergence) -> list[str]:
-    """Names options of parameter groups that differ; if there are none, state that differs.
+    """Names options of parameter groups that differ; if there are none, optimizer state that does.
 
     Each sentence is about one option: "momentum of parameter group 1: 0.9 on one process, 0 on rank
     0 and rank 1".
@@ -278,7 +278,8 @@ def _state_difference(case: Divergence) -> list[str]:
 
         if names:
             listed = format_items(sorted(script_names(names)))
-            # What the optimizer keeps is its state, such as the momentum of each parameter.
+            # Before the step, the optimizer's state differs, such as the momentum of each
+            # parameter.
             return [
                 "what the optimizer kept before the step is not that of one process "
                 f"on rank {number}: {listed}"
@@ -359,6 +360,7 @@ def parameters_changed_between_steps(case: Divergence) -> Cause:
     if not writes:
         writes = ["something changes them between the steps, or in a forward pass"]
 
+    # That is, the last step left the parameters of one process.
     return Cause("LS210", (f"{text}; the last step left the same", *writes))
 
 
@@ -370,14 +372,15 @@ def other_number_of_steps(case: Divergence) -> Cause:
     False positives: a script that stops after a certain time.
     Evidence: the numbers of steps.
     """
-    # A run ends with the last step of the rank with the fewest steps. So the list of its steps is
-    # empty if some rank took none.
+    # The list of the ranks' steps ends with the rank that took the fewest. So it is empty if some
+    # rank took none.
     num_expected = len(case.reference_run)
     num_actual = len(case.parallel_run)
 
     if num_actual == 0:
         text = f"one process took {num_expected} steps, and some rank took none"
     else:
+        # "one process took 4 steps, 2 took 3": 2 processes.
         text = f"one process took {num_expected} steps, {case.num_ranks} took {num_actual}"
 
     return Cause("LS405", (text,))

@@ -46,6 +46,8 @@ def different_optimizers(case: Divergence) -> Cause | None:
     classes = list(class_of_rank.values())
     if len(set(classes)) < 2:
         return None
+
+    # "Adam on rank 0 and rank 1, SGD on rank 2"
     by_rank = format_by_process(classes, name_ranks(class_of_rank))
     return Cause("LS405", (f"the ranks step with different optimizers: {by_rank}",))
 
@@ -60,7 +62,7 @@ def replicas_that_differ(case: Divergence) -> Cause:
     """
     # The ranks whose values differ from rank 0 before the step, by parameter.
     ranks_by_name = case.actual.replicas_that_differ()
-    step = case.actual[0].step + 1
+    step = case.actual[0].step + 1  # records count steps from 0, texts from 1
     sentence = (
         f"before step {step} {format_ranks_that_differ(ranks_by_name)} "
         "held other parameters than rank 0"
@@ -92,6 +94,9 @@ class _OptimizerOwner:
 def parameters_of_unstepped_optimizer(case: Divergence) -> Cause | None:
     """LS304: some ranks step with an optimizer, but its parameters differ on other ranks.
 
+    On these other ranks, the optimizer is *unstepped*: they have constructed it too, but leave the
+    steps to the first ranks, and should be sent the parameters afterwards.
+
     Needs: `construction_index` and `optimizer_parameters` of ranks that stepped, and
         `unstepped_sums` of ranks that did not.
     Applies: if these parameters differ between the ranks in this update for the first time.
@@ -113,8 +118,10 @@ def parameters_of_unstepped_optimizer(case: Divergence) -> Cause | None:
     for names_of_rank in names_by_rank.values():
         names |= set(names_of_rank)
 
+    # The parameters differ before this step, so an earlier step has changed them. The class of the
+    # optimizer is recorded with that step.
     classes = _classes_of_optimizers_with(names, case.parallel_run[: case.update_index])
-    step = case.actual[0].step + 1
+    step = case.actual[0].step + 1  # records count steps from 0, texts from 1
     # "before step 2 rank 1 held other parameters of Adam, which has not stepped there: fc.weight"
     text = (
         f"before step {step} {format_ranks(names_by_rank)} held other parameters of "
@@ -138,9 +145,9 @@ def _classes_of_optimizers_with(names: Set[str], updates: Sequence[Update]) -> s
 def _names_differing_from_owner(case: Divergence, update_index: int) -> dict[int, list[str]]:
     """Finds parameters that are not the same on ranks that never step with their optimizer.
 
-    The *owner* of an optimizer is the first rank that steps with it, while some other ranks do not.
-    These other ranks have recorded sums over the parameters of their own copy of the optimizer
-    (`unstepped_sums`), which are compared with the owner's sums.
+    If some ranks make no step themselves, the *owner* of an optimizer is the first rank that steps
+    with it. The ranks without a step have recorded sums over the parameters of their own copy of
+    the optimizer (`unstepped_sums`), which are compared with the owner's sums.
 
     Args:
         case: the difference.
@@ -177,9 +184,10 @@ def _names_differing_from_owner(case: Divergence, update_index: int) -> dict[int
 
 
 def _owners_of_optimizers(updates: Sequence[Update]) -> dict[int, _OptimizerOwner]:
-    """Returns the first rank that stepped with each optimizer while another rank did not.
+    """Returns, for each optimizer, the first rank that stepped with it in an update.
 
-    Keys are the numbers of the optimizers, in the order in which a rank constructs them.
+    Only updates in which some rank made no step are looked at. Keys are the numbers of the
+    optimizers, in the order in which a rank constructs them.
     """
     owners: dict[int, _OptimizerOwner] = {}
     for update in updates:
@@ -229,8 +237,8 @@ def changed_between_passes(case: Divergence) -> Cause | None:
     if not some_earlier_pass_was_local:
         return Cause("LS304", (sentence, *describe_writes(case, tuple(ranks_by_name))))
 
-    # An earlier backward pass left local gradients, with which the ranks changed the parameters. In
-    # the sentence, "it" is this change.
+    # An earlier backward pass, before the ranks changed the parameters, left local gradients. The
+    # ranks changed the parameters with these.
     why = "what a backward pass before it left was each rank's own, and no average"
     line = case.actual.first("past_wrapper_line")
     if line:

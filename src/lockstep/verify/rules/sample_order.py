@@ -121,8 +121,9 @@ def repeated_samples(case: Divergence) -> Cause | None:
     expected, actual = _count_samples(case)
     repeated = _repeated_samples(case)
 
-    # Samples that the ranks trained more often than one process. (The difference of two counters
-    # has only positive counts.) If some of them are not repeated but new, another rule applies.
+    # Samples that the ranks trained more often in this step than one process. (The difference of
+    # two counters has only positive counts.) One that one process does not train in this step is
+    # not repeated, but new, if the ranks train it for the first time. Then another rule applies.
     trained_too_often = set(actual - expected)
     all_are_repeated = trained_too_often <= set(repeated)
     if not repeated or not all_are_repeated:
@@ -147,7 +148,7 @@ def _repeated_samples(case: Divergence) -> list[Sample]:
     """Returns the samples that the ranks repeat in this step, although one process does not.
 
     If one process trains a sample in this step, it is repeated if the ranks train it more often.
-    Any other sample is repeated unless the ranks train it now for the first time.
+    Any other sample is repeated unless the ranks train it now for the first time, and only once.
     """
     expected, actual = _count_samples(case)
     by_contents = _contents_are_known(case)
@@ -198,7 +199,8 @@ def larger_global_batch(case: Divergence) -> Cause | None:
     if not is_multiple:
         return None
 
-    # "In as few steps" as on one process: each step of the ranks trains more samples.
+    # The ranks do not make fewer steps for it: each of their steps trains more samples than on one
+    # process.
     text = f"the global batch is {num_actual // num_expected} times as large, in as few steps"
     return Cause("LS110", (_format_numbers_of_samples(case), text))
 
@@ -237,6 +239,8 @@ def samples_of_several_ranks(case: Divergence) -> Cause | None:
     for update in case.parallel_run:
         samples_of_ranks.append(_samples_of_each_rank(update, by_contents=by_contents))
 
+    # Only the steps before one process trains a sample for the second time are examined. The list
+    # is empty if no sample was trained by several ranks in these steps.
     sentences = trained_by_several_ranks(samples_of_one_process, samples_of_ranks)
     if not sentences:
         return None
@@ -257,7 +261,7 @@ def other_order(case: Divergence) -> Cause:
     """LS109: the samples come in another order than on one process.
 
     Needs: `batches` with indices or contents.
-    Applies: always.
+    Applies: always, since it is tried after all other rules on samples.
     False positives: everything that no rule before explains, such as another dataset.
     Evidence: whether all steps together have the same samples.
     """
@@ -268,6 +272,7 @@ def other_order(case: Divergence) -> Cause:
         text = "over all steps compared they are the same samples"
     else:
         expected, actual = _count_samples(case)
+        # Of the samples of this step, this many are not in the same step of one process.
         num_other = (actual - expected).total()
         text = f"{num_other} of them are in another step of one process, or in none"
 
@@ -290,7 +295,8 @@ def _format_samples(samples: Iterable[Sample], case: Divergence) -> str:
         samples: samples to be listed, identified by their index or by a digest of their contents.
         case: the difference.
     """
-    # The contents and the indices of an update list the same samples in the same order.
+    # To show the index of a sample that is identified by its contents, map contents to indices.
+    # Both lists of an update have the same samples in the same order.
     index_of_content: dict[Sample, Sample] = {}
     for update in case.reference_run:
         contents = update.samples_by_contents()
@@ -313,8 +319,10 @@ def trained_by_several_ranks(
 
     Args:
         samples_of_one_process: for each step, the samples of each record of the run on one process.
-            There is one record, or one for each replica that the process trains.
-        samples_of_ranks: for each step, the samples of each rank; empty if they are not known.
+            There is one record, or one for each replica that the process trains. An example with
+            two steps is `[[[0, 1, 2, 3]], [[4, 5, 6, 7]]]`.
+        samples_of_ranks: for each step, the samples of each rank; empty if they are not known. For
+            two ranks, for example, `[[[0, 2], [1, 3]], [[4, 6], [5, 7]]]`.
     """
     counts_of_one_process: Counter[Any] = Counter()  # how often it has trained each sample
     trained_by_rank: dict[int, set[Any]] = defaultdict(set)
@@ -323,7 +331,8 @@ def trained_by_several_ranks(
         for samples in expected:
             counts_of_one_process.update(samples)
 
-        # This step of one process begins its second pass, so it is not examined.
+        # In this step, one process begins its second pass over the samples. So this step and the
+        # following ones are not examined.
         one_process_repeats_samples = max(counts_of_one_process.values(), default=0) > 1
         if one_process_repeats_samples:
             break
@@ -372,7 +381,8 @@ def shuffled_datasets(case: Divergence) -> Cause | None:
             for batch in rank.batches:
                 known_digests.update(batch.contents)
 
-    # Digests of the ranks' samples whose contents differ from one process under the same index.
+    # Digests of the ranks' samples whose contents differ from those on one process. Samples with
+    # the same index are compared.
     indices = contents_that_differ(case.expected, case.actual)
     digests = []
     for rank in case.actual:
@@ -421,10 +431,11 @@ def other_dataset_on_some_ranks(case: Divergence) -> Cause | None:
     if some_rank_drew:
         return None
 
-    # This rule is only tried if some rank has other contents than one process. If it is not rank 0,
-    # it is another one. Rank 0 has only some of the samples; each of them is compared with the
+    # This rule is only tried if some rank has other contents than one process, so it applies if
+    # rank 0 has the same. Rank 0 has only some of the samples; each of them is compared with the
     # sample of one process under the same index.
-    rank_0_differs = bool(contents_that_differ(case.expected, case.actual[:1]))
+    only_rank_0 = case.actual[:1]
+    rank_0_differs = bool(contents_that_differ(case.expected, only_rank_0))
     if rank_0_differs:
         return None
 
@@ -463,7 +474,7 @@ def random_contents(case: Divergence) -> Cause:
     digests_of_ranks = [list(draws.values()) for draws in draws_of_ranks]
     all_ranks_drew_the_same = all(digests == digests_of_ranks[0] for digests in digests_of_ranks)
     if len(draws_of_ranks) > 1 and all_ranks_drew_the_same:
-        # "Theirs" are the samples that each rank reads.
+        # Each rank drew these numbers to read its samples.
         text = f"all ranks drew the same random numbers to read theirs: {streams}"
         return Cause("LS106", (contents_text, text))
 
