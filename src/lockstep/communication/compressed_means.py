@@ -187,8 +187,8 @@ def _divide_into_units(parameters: Iterable[Tensor]) -> list[list[Tensor]]:
     """
     parameters = list(parameters)
 
-    # A unit is full when it has this number of bytes: with equal units there would be `NUM_UNITS`
-    # of them, but none is smaller or larger than the limits.
+    # A unit is full when it has this number of bytes: the model's bytes divided by `NUM_UNITS`, but
+    # at least `MIN_UNIT_BYTES` and at most `MAX_UNIT_BYTES`.
     total_bytes = sum(parameter.nbytes for parameter in parameters)
     unit_bytes = min(max(total_bytes // NUM_UNITS, MIN_UNIT_BYTES), MAX_UNIT_BYTES)
 

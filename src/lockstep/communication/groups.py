@@ -37,9 +37,9 @@ def open_groups(
     group: dist.ProcessGroup
     if cpu_tensors_only:
         # Each rank opens only its own group, without the others (`use_local_synchronization`). If
-        # all ranks opened all groups, as below, a run with NCCL would hang (pytorch#145376). In
-        # such a run, a rank that opens a group of other ranks waits for these, because NCCL splits
-        # its communicator among all ranks. The members of a Gloo group never take part in that.
+        # all ranks opened all groups, as below, a run with NCCL would hang (pytorch#145376): ranks
+        # outside of a group would wait for its members to split the NCCL communicator, which the
+        # members of a Gloo group never do.
         own_ranks = next(ranks for ranks in ranks_of_groups if own_rank in ranks)
         group = dist.new_group(
             list(own_ranks),

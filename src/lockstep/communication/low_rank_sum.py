@@ -152,9 +152,9 @@ class LowRankSum:
 
             residuals = self._residuals()
             for index, matrix in enumerate(self._matrices):
-                # The sum of M over the ranks is approximated by S = P Q^T. Of S, the part
-                # S / num_ranks stands for the M of this rank, so the rank's residual, what is still
-                # to be sent, is M - S / num_ranks.
+                # The sum of M over the ranks is approximated by S = P Q^T. Each rank's share of it
+                # is S / num_ranks. What this share lacks of the rank's own M is still to be sent,
+                # and becomes the residual: M - S / num_ranks.
                 sum_of_matrix = self._lefts[index] @ rights[index].T
                 residual = residuals[index]
                 torch.sub(matrix, sum_of_matrix, alpha=1.0 / num_ranks, out=residual)

@@ -125,7 +125,7 @@ def decode(encoded: Tensor, method: Method, out: Tensor) -> Tensor:
 
 
 def _unpack_four_bit_codes(packed: Tensor) -> Tensor:
-    """Returns the codes from -7 to 7 that are packed two to a byte.
+    """Returns the codes from -7 to 7 (-8 is not used) that are packed two to a byte.
 
     The low four bits of each byte are a code of the first half of the row, and the high four bits a
     code of the second half. The byte `1101 0010`, for example, has the codes 2 and -3.

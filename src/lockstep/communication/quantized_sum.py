@@ -126,9 +126,9 @@ class QuantizedSum:
         Call `advance` and `end` next. Calls for other sums may come in between, as long as all
         ranks make all calls in the same order.
         """
-        # `values` is the beginning of `_padded`; the rest is padding. The last sum may have written
-        # NaN to it, because the padding shares a quantization block, and its scale, with the last
-        # values of the vector.
+        # `values` is the beginning of `_padded`; the rest is padding, which must be 0. If the last
+        # values of the vector became NaN in the last sum, the padding became NaN too, because both
+        # belong to the same quantization block and have the same scale.
         self._padded[len(self.values) :] = 0.0
         shared = self._peers.shared
         if shared is None:
@@ -146,7 +146,7 @@ class QuantizedSum:
         `start` has sent the chunks, and `end` will wait for the sums.
         """
         peers = self._peers
-        self._wait_for_exchange()
+        self._wait_for_exchange()  # for the one that `start` has begun
 
         # `_received` has a row for each peer: the encoded values that it sent. They are added in
         # the order of the peers; this peer's own values are not quantized.
@@ -178,15 +178,16 @@ class QuantizedSum:
         """Loads the state of the run that is resumed.
 
         Args:
-            own: the `state` of this rank in that run.
+            own: the `state` that this rank had at the end of that run.
             states_of_ranks: not used; `LowRankSum.load` needs the states of all ranks.
 
         Returns:
             False if that run had other peers, or the state belongs to another vector; nothing is
             loaded then.
         """
-        if not self.state:  # bf16 keeps no rounding errors, so there is nothing to load
-            return True
+        keeps_rounding_errors = len(self.state) > 0  # not with the method bf16
+        if not keeps_rounding_errors:
+            return True  # there is nothing to load
 
         # A vector of another length, or another number of peers, has a residual of another shape.
         if not have_same_shapes(own, self.state):
@@ -221,11 +222,11 @@ class QuantizedSum:
             shard += self.state["residual"]
         self._chunks = shard.view(peers.size, -1)  # (peers, values): a chunk for each peer
 
-        # `encode` writes the rounding errors of all chunks to the residual. For this peer's own
-        # chunk these are not the final ones: its sum will be rounded once more when it is sent, and
-        # then `advance` overwrites them.
+        # `encode` writes the rounding errors of all chunks to the residual. `advance` will replace
+        # those of this peer's own chunk, by the errors of rounding the sum of that chunk.
         all_chunks = slice(None)
-        encoded = encode(self._chunks, self._method, self._residual_of_chunks(all_chunks))
+        residual = self._residual_of_chunks(all_chunks)
+        encoded = encode(self._chunks, self._method, residual)
         self._received = torch.empty_like(encoded)
         self._wait_for_exchange = routing.start_all_to_all(self._received, encoded, peers.group)
         return self._take_sums

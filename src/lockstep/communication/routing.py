@@ -66,7 +66,7 @@ def all_reduce(
             shared.all_reduce(tensor, op)
             return
 
-        # Only the ranks of this machine: the step between the machines is skipped.
+        # Only the ranks of this machine: nothing is done in place of the step between machines.
         if _is_group_of_machine(group, shared):
             wait = shared.start_all_reduce(tensor, op, start_between_machines=_skip_other_machines)
             wait()
@@ -207,7 +207,7 @@ def _gathers_into_one_tensor(rows: Tensor, group: dist.ProcessGroup | None) -> b
 def _all_gather_into_one_tensor(
     rows: Tensor, tensor: Tensor, group: dist.ProcessGroup | None
 ) -> None:
-    """Gathers the tensors of all ranks into one contiguous tensor."""
+    """Gathers the tensors of all ranks, and writes them to `rows`, which is contiguous."""
     if hasattr(dist, "all_gather_single"):
         gather = dist.all_gather_single
     else:

@@ -322,8 +322,9 @@ class SharedMemory:
         self._description_of_call: dict[tuple[str, torch.dtype, int], bytes] = {}
         self._description_to_compare: bytes | None = None
         """The description of the current call, until ranks compare it in the first barrier."""
-        self._broken = ""
+        self._error_if_incomplete = ""
         """The error message for later calls if the last call does not complete."""
+        self._is_closed = False
 
     @property
     def is_only_machine(self) -> bool:
@@ -386,10 +387,10 @@ class SharedMemory:
             tensor: see `all_reduce`.
             op: see `all_reduce`.
             scale: see `all_reduce`.
-            start_between_machines: function that makes the exchange between the machines in place
-                of this method's all-reduce. It is called with this rank's slice of the sum over
-                this machine, which it must change in place, and returns a function that waits for
-                the result. It counts the bytes that it sends.
+            start_between_machines: function that replaces the all-reduce between the machines. It
+                gets this rank's slice of the sum over this machine, and begins to sum the slice
+                over the machines, in place. It returns a function that waits for the result. It
+                also adds the bytes that it sends to `traffic.sent`.
         """
         # First within the machine: each rank reduces one slice.
         slices = torch.tensor_split(tensor.detach().view(-1), self._local_size)
@@ -447,7 +448,8 @@ class SharedMemory:
             else:
                 self._sum_tree_in_slices(nodes, total, sums, scale)
 
-        # A rank without nodes still takes part; it counts as one.
+        # A rank without nodes still writes its part of the total, and is counted like a rank with
+        # one node.
         traffic.shared += total.nbytes * max(1, len(nodes))
 
     def _sum_tree_in_slices(
@@ -455,7 +457,12 @@ class SharedMemory:
     ) -> None:
         """Sums a large tensor in the order of a tree: each rank sums one slice of it.
 
-        The arguments are those of `sum_in_tree`.
+        Args:
+            nodes: this rank's partial sums (nodes of the tree), each as long as `total`. They are
+                overwritten.
+            total: tensor that the sum is written to.
+            sums: how many nodes each rank has, and in which order they are added.
+            scale: factor by which the sum is multiplied.
         """
         slices_of_total = torch.tensor_split(total, self._local_size)
         own_slice = slices_of_total[self._local_rank]
@@ -487,7 +494,8 @@ class SharedMemory:
         """Adds partial sums of the ranks of this machine; each rank gets one slice of the results.
 
         The partial sums are added in the order of a tree, which `merges` describes. With the merges
-        `(0, 1, 0)`, the partial sums a, b and c of the ranks become two results: `a + b` and `c`.
+        `(0, 1, 0)`, one addition after the second partial sum, the partial sums a, b and c of the
+        ranks become two results: `a + b` and `c`.
         There are several results if some of the partial sums have to be added to those of other
         machines first. Errors are those of `all_reduce`.
 
@@ -500,8 +508,7 @@ class SharedMemory:
             num_nodes_of_rank: for each rank of this machine, how many partial sums it has.
             merges: for each partial sum, in the order of the ranks, how many additions follow when
                 it is pushed onto the stack; see `add_in_tree`.
-            whole: tensor with the dtype and the number of elements of a partial sum. Its values are
-                not read.
+            whole: tensor that only says the dtype and the number of elements of a partial sum.
         """
         # " in a tree" distinguishes this call from other reduce-scatters when ranks compare calls.
         with self._calling("reduce_scatter", whole, how=" in a tree"):
@@ -536,8 +543,8 @@ class SharedMemory:
             for start in range(0, max(1, len(own)), piece_numel):
                 piece = own[start : start + piece_numel]
 
-                # Each rank has two slots, used in turn. Nobody reads the next one any more: all
-                # ranks have passed a barrier since they read it.
+                # Each rank has two slots, used in turn: this piece is written to one while other
+                # ranks may still read the previous piece from the other.
                 slots = self._next_slots(own.dtype)
                 slots[self._local_rank][: len(piece)].copy_(piece)
                 self._barrier()
@@ -569,11 +576,7 @@ class SharedMemory:
         A model's communication hook, for example, may still be called after the run has ended.
         """
         with self._lock:
-            # `_calling` refuses a call if an earlier one has begun and not completed
-            # (`completed < _number`), with the message `_broken`. Pretend that such a call has
-            # begun, so that every later call raises this error.
-            self._number = self.completed + 1
-            self._broken = "shared memory: after world.close()"
+            self._is_closed = True  # from now on `_calling` raises an error
 
             # Drop the tensors in the memory, and the process group, which would stay open.
             self._slots = ((), ())
@@ -669,8 +672,10 @@ class SharedMemory:
     def _sum_tree_by_all(self, nodes: Sequence[Tensor], total: Tensor, sums: RankSums) -> None:
         """Sums a small tensor in the order of a tree: every rank reads the nodes of all ranks.
 
-        A *node* is a partial sum of a rank, and as long as `total`. The arguments are those of
-        `sum_in_tree`.
+        Args:
+            nodes: this rank's partial sums (nodes of the tree), each as long as `total`.
+            total: tensor that the sum is written to.
+            sums: how many nodes each rank has, and in which order they are added.
         """
         # Write this rank's nodes to its slot, one after the other.
         numel = len(total)
@@ -757,8 +762,8 @@ class SharedMemory:
         for start in range(0, max(1, longest), piece_numel):
             pieces = [part[start : start + piece_numel] for part in parts]
 
-            # Each rank has two slots, used in turn. Nobody reads the next one any more: all ranks
-            # have passed a barrier since they read it.
+            # Each rank has two slots, used in turn: this piece is written to one while other ranks
+            # may still read the previous piece from the other.
             slots = self._next_slots(parts[0].dtype)
             own_piece = pieces[self._local_rank]
             slots[self._local_rank][: len(own_piece)].copy_(own_piece)
@@ -789,17 +794,22 @@ class SharedMemory:
             how: text after the name in the description by which ranks compare their calls.
         """
         with self._lock, torch.no_grad():
+            if self._is_closed:
+                raise dist.DistNetworkError("shared memory: after world.close()")
+
             # The last call has not completed: it has failed, or this code runs in a signal handler
             # that has interrupted it. (A thread can acquire the lock again that it already holds.)
             # The ranks would not agree on which barrier comes next.
             last_call_is_incomplete = self.completed < self._number
             if last_call_is_incomplete:
-                raise dist.DistNetworkError(self._broken)
+                raise dist.DistNetworkError(self._error_if_incomplete)
 
             self._number += 1
 
             # The message of the error that later calls raise if this one does not complete.
-            self._broken = f"shared memory: {op} number {self._number} did not come to its end"
+            self._error_if_incomplete = (
+                f"shared memory: {op} number {self._number} did not come to its end"
+            )
             shape = tuple(tensor.shape)
             thread = threading.get_ident()
             self.calls.append(Call(self._number, op, shape, tensor.dtype, time.time(), thread))
@@ -845,10 +855,12 @@ class SharedMemory:
     def _barrier(self) -> None:
         """Waits until all ranks have arrived; then everything they wrote before can be read.
 
-        Up to 8 ranks: each posts the semaphores of all others when it arrives, and waits until its
-        own was posted by all others. More ranks: each posts that of the first rank when it arrives.
-        The first rank waits until all others have done so, and then posts the semaphore of each of
-        them, which is what they wait for.
+        Each rank waits at a semaphore of its own.
+
+        - Up to 8 ranks: each rank posts the semaphores of all others when it arrives, and waits
+          until its own semaphore was posted by all others.
+        - More ranks: each rank posts the semaphore of the first rank when it arrives. When all have
+          arrived, the first rank posts the semaphores of all others, which wakes them.
 
         In the first barrier of a call the ranks also compare the descriptions of their calls.
         """
@@ -899,7 +911,8 @@ class SharedMemory:
             if self._functions.try_wait(semaphore) == 0:
                 return
 
-        # Sleep until it is posted. After each second without a post, find out why.
+        # Sleep until it is posted. After each second without a post, raise an error if a rank has
+        # ended or the time is over; otherwise sleep again.
         deadline = time.monotonic() + self._timeout_s
         while not self._functions.posted_within(CHECK_INTERVAL_S, semaphore):
             call = f"{self.calls[-1].op} number {self._number}"
@@ -921,29 +934,32 @@ class SharedMemory:
         Looking whether a rank still runs is a system call, so ranks share the work:
 
         1. Up to 8 ranks, or this is the first rank: it looks at all ranks that are absent.
-        2. More ranks, and the first one waits in this barrier: that one looks at all the others,
-           and this rank looks only at the first one.
-        3. More ranks, and the first one does not wait here: this rank looks at a few of the absent
+        2. More ranks, and the first one has arrived at this barrier: the first rank looks at all
+           the others, and this rank looks only at the first one.
+        3. More ranks, and the first one has not arrived: this rank looks at a few of the absent
            ranks, in each call at others.
 
         So the list may be incomplete, or empty although some rank has ended.
         """
-        first_rank = self.ranks[:1]
+        first_rank = self.ranks[0]
         is_first_rank = self._local_rank == 0
         if is_first_rank or self._local_size <= MAX_RANKS_OF_FLAT_BARRIER:
             return self._ended(self._absent_ranks())
 
-        # How many barriers the first rank has reached. It makes the number negative when an error
-        # ends its collective; it then waits for nobody.
+        # How many barriers the first rank has reached. The number is negative if an error has ended
+        # its collective; the first rank then waits for nobody.
         offset_of_first = self._barrier_number_offsets[0]
         (barriers_of_first,) = BARRIER_NUMBER.unpack_from(self._memory, offset_of_first)
-        first_rank_waits_here = barriers_of_first >= self._num_barriers
-        if first_rank_waits_here:
-            return self._ended(first_rank)
+
+        # The first rank has arrived at this barrier. It may even have left it and arrived at a
+        # later one, if it has just woken this rank.
+        first_rank_has_arrived = barriers_of_first >= self._num_barriers
+        if first_rank_has_arrived:
+            return self._ended([first_rank])
 
         # The first rank is looked at last, because it may have ended only because another one had.
         ended_ranks = self._ended(self._next_ranks_to_check())
-        return ended_ranks or self._ended(first_rank)
+        return ended_ranks or self._ended([first_rank])
 
     def _next_ranks_to_check(self) -> list[int]:
         """Returns a few of the absent ranks, in each call the next few, and so on in a circle.
@@ -972,8 +988,8 @@ class SharedMemory:
         """
         absent_ranks = []
         for rank, offset in zip(self.ranks, self._barrier_number_offsets, strict=True):
-            # How many barriers this rank has reached in the run. The number is negative if an error
-            # ended the rank's collective.
+            # How many barriers `rank` has reached in the run. The number is negative if an error
+            # ended its collective.
             (barriers_of_rank,) = BARRIER_NUMBER.unpack_from(self._memory, offset)
             if abs(barriers_of_rank) < self._num_barriers:
                 absent_ranks.append(rank)
@@ -1010,10 +1026,10 @@ def add_in_tree(
     become `(a + b) + (c + d)`.
 
     Args:
-        values: values of nodes of the tree, from left to right. If there is only one sum, its
-            tensor in `totals` may be one of them.
+        values: values of nodes of the tree, from left to right.
         merges: for each value, how many merges follow its push.
-        totals: tensors that the values left on the stack at the end are written to.
+        totals: tensors that the values left on the stack at the end are written to. If only one
+            value is left, its tensor may also be one of `values`.
         overwrite: True if partial sums may overwrite `values`.
     """
     additions_left = sum(merges)
@@ -1166,7 +1182,8 @@ def _map(size: int, pid: int, descriptor: int, token: str) -> mmap.mmap:
     """
     opened = os.open(f"/proc/{pid}/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
     try:
-        memory = mmap.mmap(opened, _Layout(size).end)
+        num_bytes = _Layout(size).end  # the end of the last part, so the size of the whole file
+        memory = mmap.mmap(opened, num_bytes)
     finally:
         os.close(opened)
 

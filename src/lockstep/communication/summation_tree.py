@@ -86,7 +86,8 @@ def plan_sums(present: tuple[bool, ...], bounds: tuple[int, ...]) -> RankSums:
     - Rank 1 pushes leaf 3 and passes it on.
     - The three nodes are pushed onto another stack, with 0, 0 and 2 merges after them.
 
-    So the result has `merges_of_rank=((0, 1, 0), (0,))` and `merges=(0, 0, 2)`.
+    So the result has `merges_of_rank=((0, 1, 0), (0,))`, the merges of leaves, and `merges=(0, 0,
+    2)`, those of the three nodes.
 
     Args:
         present: for each leaf, True if it has a value.
@@ -147,27 +148,36 @@ def plan_sums_of_machines(
         ranks_per_machine: number of ranks on each machine. Their numbers are consecutive.
         machine: number of this machine.
     """
-    # The machine begins with the nodes whose values its ranks pass on.
+    # Each rank of this machine passes on the values of the largest nodes within its leaves. These
+    # nodes are pushed in the order of the ranks.
     first_rank = machine * ranks_per_machine
     bounds_on_machine = bounds[first_rank : first_rank + ranks_per_machine + 1]
     nodes_of_ranks = _nodes_of_ranges(present, bounds_on_machine)
     pushed_nodes = list(itertools.chain(*nodes_of_ranks))
 
-    # It merges them into the largest nodes within the leaves of all its ranks together. In the
-    # example the bounds of the ranks are `(0, 1, 2, 3, 4)`, and those of the machines `(0, 2, 4)`.
+    # The machine merges them into the largest nodes within the leaves of all its ranks together. In
+    # the example the bounds of the ranks are `(0, 1, 2, 3, 4)`, those of the machines `(0, 2, 4)`.
     bounds_of_machines = bounds[::ranks_per_machine]
-    nodes_of_machine = _nodes_of_ranges(present, bounds_of_machines)[machine]
+    nodes_of_machines = _nodes_of_ranges(present, bounds_of_machines)
+    nodes_of_this_machine = nodes_of_machines[machine]
+
+    # For each pushed node, how many merges follow. In the example machine 0 pushes the leaves 0 and
+    # 1, and merges them after the second push: (0, 1).
+    merges_on_machine = count_merges(pushed_nodes, into=nodes_of_this_machine)
 
     return MachineSums(
         num_nodes_of_rank=tuple(len(nodes) for nodes in nodes_of_ranks),
-        merges=count_merges(pushed_nodes, into=nodes_of_machine),
-        num_nodes=len(nodes_of_machine),
+        merges=merges_on_machine,
+        num_nodes=len(nodes_of_this_machine),
         between_machines=plan_sums(present, bounds_of_machines),
     )
 
 
 def _nodes_of_ranges(present: tuple[bool, ...], bounds: tuple[int, ...]) -> list[list[Node]]:
-    """Returns, for each range of leaves, its largest nodes. A node without any value is left out.
+    """Returns, for each range of leaves, the largest nodes that lie within the range.
+
+    A range with the leaves 0, 1 and 2 of 4 leaves has the nodes `(0, 2)` and `(2, 3)`. A node
+    without any value is left out.
 
     Args:
         present: for each leaf, True if it has a value. A node has a value if any of its leaves has.
@@ -227,17 +237,20 @@ def count_merges(pushed: Sequence[Node], *, into: Sequence[Node]) -> tuple[int, 
 
 
 def _merges_below(node: Node, pushed: frozenset[Node]) -> list[int]:
-    """Returns how many merges follow the push of each node at and below a node of the tree.
+    """Returns how many merges follow each push while the value of a node is computed.
+
+    The node `(0, 3)` is computed as `(0 + 1) + 2`. If the leaves 0, 1 and 2 are pushed, the result
+    is `[0, 1, 1]`: one merge after leaf 1, which gives `0 + 1`, and one after leaf 2.
 
     Args:
-        node: the node. Its value is left on the stack after these pushes and merges.
+        node: the node whose value is left on the stack in the end.
         pushed: the nodes that are pushed, here or elsewhere in the tree.
 
     Returns:
-        A number for each of them that is at or below `node`. The list is empty if there is none, so
-        that `node` has no value.
+        From left to right, a number of merges for each pushed node that is `node` itself or lies
+        below it. The list is empty if nothing is pushed there, so that `node` has no value.
     """
-    if node in pushed:
+    if node in pushed:  # its value is pushed as it is
         return [0]
 
     is_leaf = node.end - node.begin == 1

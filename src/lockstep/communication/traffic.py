@@ -24,7 +24,8 @@ class Traffic:
         self.waited_s = 0.0
         """Seconds spent waiting for data that was sent through the backend."""
         self.blocked_s = 0.0
-        """Seconds spent waiting for other ranks in any way, through shared memory as well."""
+        """Seconds spent waiting for other ranks in any way: in `waited_s`, in blocking collectives
+        of the backend, and in shared memory."""
 
     def wait(self, work: Callable[[], object]) -> None:
         """Calls `work`, which waits for data of other ranks, and adds its time to both counts."""

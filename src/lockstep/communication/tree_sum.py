@@ -14,6 +14,7 @@ exchange the results. Without shared memory, as on GPUs, slices go through the b
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -108,7 +109,7 @@ class TreeSums:
             A function that waits for the sum; see `start`.
         """
         # The carrier is the device that the backend sends from, e.g. the CPU with Gloo. If the
-        # tensors are on another device, the sum is computed with copies of them.
+        # tensors are on another device, this method is called again with copies on the carrier.
         carrier = routing.carrier_device(total.device)
         if carrier != total.device:
             slices_on_carrier = []
@@ -121,10 +122,9 @@ class TreeSums:
         # If all processes are on this machine, the slices go through its memory.
         shared = routing.shared_memory()
         if shared is not None and shared.is_only_machine and shared.supports(total):
-            # `whole` stands for all slices together: only its dtype and its number of elements are
-            # used. `expand` makes a tensor of shape `(processes, length of a slice)` without
-            # allocating memory.
-            whole = total.expand(self._num_processes, -1)
+            # The call needs the dtype and the number of elements of all slices together, and takes
+            # them from a tensor. This one allocates no memory, and its values are not used.
+            whole = total.expand(self._num_processes, -1)  # (processes, length of a slice)
             shared.reduce_scatter_in_tree(
                 slices_of_nodes,
                 totals=[total],
@@ -254,18 +254,33 @@ def _start_sliced_sum(
     # Each process sums its own slice, and multiplies it by `scale`.
     own_slice = total.new_empty(length_of_slice)
     wait = _start_sum_of_own_slice(slices_of_nodes, own_slice, sums, scale, group)
+    return partial(_gather_slices, wait, own_slice, num_processes, total, group)
 
-    def finish() -> None:
-        """Waits for this process's slice of the sum, then gathers the slices of all processes."""
-        wait()
-        rows = total.new_empty((num_processes, length_of_slice))
-        routing.all_gather(rows, own_slice, group)
-        total.copy_(rows.view(-1)[: len(total)])  # without the padding
 
-        # `routing.all_gather` leaves counting the bytes to its caller.
-        traffic.sent += own_slice.nbytes * (num_processes - 1)
+def _gather_slices(
+    wait: Callable[[], None],
+    own_slice: Tensor,
+    num_processes: int,
+    total: Tensor,
+    group: dist.ProcessGroup | None,
+) -> None:
+    """Waits for this process's slice of a sum, then gathers the slices of all processes.
 
-    return finish
+    Args:
+        wait: function that waits until `own_slice` holds this process's slice of the sum.
+        own_slice: slice of this process. All slices have the same length.
+        num_processes: number of processes in the group.
+        total: flat tensor that the sum is written to. It may be shorter than all slices together,
+            because the last slice may be padded.
+        group: the process group; None for all processes.
+    """
+    wait()
+    rows = total.new_empty((num_processes, len(own_slice)))
+    routing.all_gather(rows, own_slice, group)
+    total.copy_(rows.view(-1)[: len(total)])  # without the padding
+
+    # `routing.all_gather` leaves counting the bytes to its caller.
+    traffic.sent += own_slice.nbytes * (num_processes - 1)
 
 
 def _start_sum_of_own_slice(
@@ -302,24 +317,40 @@ def _start_sum_of_own_slice(
     # This process must have as many nodes as `sums` says.
     assert len(received[own_process]) == len(sent[own_process])
     wait = routing.start_all_to_all(received, sent, group)
+    return partial(_add_received_slices, wait, received, own_total, sums, scale)
 
-    def finish() -> None:
-        """Waits for the messages of all processes, then adds their slices in the tree's order."""
-        wait()
 
-        # Cut each message into the slices of its nodes. From left to right in the tree these are
-        # the slices of process 0, of process 1, ...
-        values: list[Tensor] = []
-        for num_nodes, message in zip(sums.num_nodes_of_rank, received, strict=True):
-            slices_of_process = message.view(num_nodes, length_of_slice)
-            for node in range(num_nodes):
-                values.append(slices_of_process[node])
+def _add_received_slices(
+    wait: Callable[[], None],
+    received: Sequence[Tensor],
+    own_total: Tensor,
+    sums: RankSums,
+    scale: float,
+) -> None:
+    """Waits for the messages of all processes, then adds their slices in the tree's order.
 
-        # Write the sum to `own_total`. The received slices may be overwritten on the way.
-        add_in_tree(values, sums.merges, [own_total], overwrite=True)
-        own_total.mul_(scale)
+    If process 0 has 2 nodes and process 1 has 1, the message of process 0 contains 2 slices, and
+    that of process 1 contains 1. These 3 slices are the values of 3 nodes, from left to right in
+    the tree.
 
-    return finish
+    Args:
+        wait: function that waits until the messages have been received.
+        received: the message of each process: one slice of each of its nodes, one after the other.
+        own_total: tensor that the sum of the slices is written to. It is as long as a slice.
+        sums: how many nodes each process has, and in which order they are added.
+        scale: factor by which the sum is multiplied.
+    """
+    wait()
+
+    values: list[Tensor] = []
+    for num_nodes, message in zip(sums.num_nodes_of_rank, received, strict=True):
+        slices_of_process = message.view(num_nodes, len(own_total))
+        for node in range(num_nodes):
+            values.append(slices_of_process[node])
+
+    # The received slices may be overwritten on the way to the sum.
+    add_in_tree(values, sums.merges, [own_total], overwrite=True)
+    own_total.mul_(scale)
 
 
 def _finish_on_carrier(wait: Callable[[], None], total_on_carrier: Tensor, total: Tensor) -> None:

@@ -67,9 +67,9 @@ def checkpoint_activations(
             chosen module is inside another one, only the outer one is wrapped. None for
             `lockstep.optim.module_filter.repeated_blocks`.
         every: choose the first of these submodules and every k-th one after it.
-        budget: choose as few of these submodules as possible, so that what the model keeps for
-            backward fits into this number of bytes (`"2GiB"`, or a number), even while one of them
-            is recomputed. They are chosen one by one, beginning with those that save most. The
+        budget: number of bytes (`"2GiB"`, or a number) for what the model keeps for backward. As
+            few of these submodules as possible are chosen, one by one, beginning with those that
+            save most. The budget must also suffice while a chosen submodule is recomputed. The
             model is measured by calling it once, in its present mode, with `example`. Nothing is
             kept during that call, and random streams and buffers are restored. `"auto"` stands for
             9/10 of the free memory of the model's GPU, on the rank that has the least, minus the
@@ -141,9 +141,8 @@ def _select_blocks(module: nn.Module, submodules: ModuleFilter | None) -> list[n
     """
     # The user's choice, without which the repeated blocks are found.
     if submodules is not None:
-        # How the error shows the call if nothing matches, with the choice in place of the braces.
-        call_for_error = "checkpoint_activations(..., {})"
-        selected = select_modules(module, submodules, call_for_error)
+        # If nothing matches, the error shows this text with the choice in place of the braces.
+        selected = select_modules(module, submodules, "checkpoint_activations(..., {})")
     else:
         selected = repeated_blocks(module)
 
@@ -269,6 +268,7 @@ def _free_bytes(module: nn.Module) -> int:
     # Torch keeps the memory of freed tensors, which the driver reports as used.
     free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 
+    # The gradients and the state of Adam, which training will add.
     still_needed = 0
     for parameter in parameters:
         if not parameter.requires_grad:

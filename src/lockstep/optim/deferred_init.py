@@ -290,6 +290,7 @@ class Recording:
             return CPU
 
         if isinstance(leaf, torch.Generator):
+            # A replay begins with a copy of the state that the generator has now, at its first use.
             # The generator itself is kept too: while it lives, no other object gets its `id`.
             if id(leaf) not in self._copies_of_generators:
                 self._copies_of_generators[id(leaf)] = (leaf, leaf.clone_state())
@@ -389,8 +390,9 @@ class Recording:
                 needed.append(False)
                 continue
 
-            # The call gives its result to memory that matters. Before the call, the content of what
-            # it overwrites or creates does not matter, but that of what it reads does.
+            # The call writes to memory that matters. Before the call, the content of memory that it
+            # creates, or overwrites as a whole, does not matter, but that of memory that it reads
+            # does.
             needed.append(True)
             keys_that_matter -= call.overwrites
             keys_that_matter -= {view.key for view in call.outputs}
@@ -462,8 +464,8 @@ class _Replay:
         used_later: set[int] = set()
         calls = self._recording.calls
         for number in reversed(range(len(calls))):
-            # A call that is not needed either does not run, or runs on memory of its own, only to
-            # advance the random stream.
+            # A call whose result is not needed does not use this memory: if it runs at all, to
+            # advance the random stream, it gets memory of its own.
             call = calls[number]
             if not self._needed[number] or not isinstance(call, _Call):
                 continue
@@ -479,6 +481,7 @@ class _Replay:
         state_before = torch.get_rng_state()
         try:
             with torch.no_grad():
+                # `_runs` says which calls are run, and `_needed` which of their results are needed.
                 for number, call in enumerate(self._recording.calls):
                     if isinstance(call, _StreamBegins):
                         self._set_stream(is_used=self._runs[number])
@@ -521,7 +524,8 @@ class _Replay:
             keys_to_zero: frozenset[int] = frozenset()
         else:
             # Nothing has computed the arguments of such a call. Their values do not matter, but the
-            # operation may refuse some: `torch.bernoulli` wants probabilities. So they are 0.
+            # operation may refuse some: `torch.bernoulli` wants probabilities. So
+            # `_real_argument` fills the memory that the call reads with zeros.
             memory = {}
             keys_to_zero = call.reads
 
@@ -579,7 +583,7 @@ class _Replay:
             same_strides = tuple(tensor.stride()) == view.stride
             same_size = tensor.untyped_storage().nbytes() == view.num_bytes
             if same_strides and same_size:
-                self._memory[view.key] = tensor.untyped_storage()
+                self._memory[view.key] = tensor.untyped_storage()  # the key stands for this memory
                 continue
 
             # On the CPU the operation has chosen another layout than on the meta device. Later
@@ -676,16 +680,16 @@ def find_source(module: nn.Module, name: str, tensor: Tensor) -> Source | None:
     if source is not None and source.shape != tuple(tensor.shape):
         source = None
 
-    # A file comes first: the user has loaded it after the tensor was initialized.
+    # First a file: the user has loaded it after the tensor was initialized.
     if isinstance(source, FileSource):
         return source
 
-    # Then a recording that knows this very tensor. It comes before the source under the name,
-    # because `decoder.weight = embedding.weight` may have put the tensor there since.
+    # Second a recording that knows this very tensor. The source under the name may belong to an
+    # earlier tensor: `decoder.weight = embedding.weight` replaces a tensor, but not its source.
     if _latest_recording is not None and _latest_recording.knows(tensor):
         return RecordedSource(_latest_recording, View.of(tensor))
 
-    # Last the source under this name. It is used for copies of a module: no recording knows their
+    # Third the source under the name. It is used for copies of a module: no recording knows their
     # tensors, but they have copied the sources.
     return source
 
@@ -803,16 +807,17 @@ def _note_sources(module: nn.Module, recording: Recording) -> None:
         if tensor is None or not tensor.is_meta or not recording.knows(tensor):
             continue
 
-        # `View.of` says which part of which memory the tensor is.
+        # `View.of` returns the key that stands for the tensor's memory in the recording, and which
+        # part of this memory the tensor is.
         recorded = RecordedSource(recording, View.of(tensor))
 
         # If `lockstep.load_weights` was called inside the context, the tensor already has a file as
         # its source, and keeps it. The recording is added as a second source: a replay for other
         # tensors must know that the random numbers of this one need not be drawn.
         sources = sources_of(module)
-        present = sources.get(name)
-        if isinstance(present, FileSource):
-            sources[name] = FileSource(present.value, recorded)
+        existing = sources.get(name)
+        if isinstance(existing, FileSource):
+            sources[name] = FileSource(existing.value, recorded)
         else:
             sources[name] = recorded
 

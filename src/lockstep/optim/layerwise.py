@@ -93,9 +93,9 @@ class _LayerwiseOptimizer(Optimizer, ABC):
             for parameters in _group_by_sharding(with_ratio):
                 self._update(group, parameters, use_ratio=True, weight_decay=decay)
 
-            # Tensors without a ratio, such as biases, usually get no weight decay either. But with
-            # adapt=False no tensor gets a ratio. Then weight decay is not tied to it, and all
-            # tensors get it.
+            # Tensors without a ratio, such as biases, usually get no weight decay either. The
+            # exception is a group whose option `adapt`, which chooses the tensors with a ratio, is
+            # False: no tensor gets a ratio, and all of them get weight decay.
             no_tensor_gets_ratio = group["adapt"] is False
             decay_without_ratio = decay if no_tensor_gets_ratio else 0.0
             for parameters in _group_by_sharding(without_ratio):
@@ -206,8 +206,8 @@ class LARS(_LayerwiseOptimizer):
     ) -> None:
         """Makes LARS's step of some parameters; changes them and their momentum in place.
 
-        The symbols in the comments are those of the class. Of a sharded parameter, everything
-        except the norms is computed for the shard of this rank.
+        In the comments, w is a parameter, g its gradient and v its momentum buffer. Of a sharded
+        parameter, everything except the norms is computed for the shard of this rank.
         """
         # w and g of each parameter
         weights = [to_local(parameter) for parameter in parameters]
@@ -324,11 +324,13 @@ class LAMB(_LayerwiseOptimizer):
     ) -> None:
         """Makes LAMB's step of some parameters; changes them and Adam's m and v in place.
 
-        The symbols in the comments are those of the class. Of a sharded parameter, everything
-        except the norms is computed for the shard of this rank.
+        In the comments, w is a parameter, m and v are Adam's means of its gradient and of the
+        squared gradient, and u is its step. Of a sharded parameter, everything except the norms is
+        computed for the shard of this rank.
         """
-        # w, and u = m / (sqrt(v) + eps) + weight_decay * w, of each parameter
         weights = [to_local(parameter) for parameter in parameters]
+
+        # u = m / (sqrt(v) + eps), and then u = u + weight_decay * w
         steps = [self._adam_step(group, parameter) for parameter in parameters]
         if weight_decay:
             for weight, step in zip(weights, steps, strict=True):
@@ -502,7 +504,8 @@ def _norms_of_whole(
         a tensor of shape `()` on the device of the parameter.
     """
     # First case: the user, or a run with virtual ranks, wants results whose bits do not depend on
-    # the sharding. `norms_of_tensors` always adds in the same order.
+    # the sharding. `norms_of_tensors` always adds in the same order. It needs the parameters
+    # themselves instead of `weights`, because they say how the shards are combined.
     if torch.are_deterministic_algorithms_enabled():
         return _norms_in_fixed_order(parameters, steps)
 
@@ -538,8 +541,8 @@ def _norms_in_fixed_order(
         parameters: the parameters: DTensors if they are sharded, otherwise plain tensors.
         steps: for each parameter its step, or this rank's shard of it, as plain tensors.
     """
-    # `norms_of_tensors` sums over the ranks if it is given DTensors. The parameters are DTensors if
-    # they are sharded; their steps become some too.
+    # `norms_of_tensors` adds the squares of all elements in a fixed order. If it is given DTensors,
+    # it adds those of all ranks. So the steps of sharded parameters are made DTensors too.
     steps_like_parameters = []
     for step, parameter in zip(steps, parameters, strict=True):
         steps_like_parameters.append(_shard_like(step, parameter))

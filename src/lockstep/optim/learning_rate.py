@@ -152,11 +152,11 @@ def warmup(
             "pass an optimizer or a scheduler of torch.optim.lr_scheduler",
         )
 
-    # Some schedulers cannot begin after a warm-up. The table says for each why, and what to do.
+    # Some schedulers cannot begin after a warm-up. The table has the advice of the error for each.
     was_set = f"warm-up followed by {type(scheduler).__name__}"
-    for kind, reason_and_advice in _CANNOT_FOLLOW.items():
+    for kind, advice in _CANNOT_FOLLOW.items():
         if isinstance(scheduler, kind):
-            raise SettingError(was_set, "it cannot begin after a warm-up", reason_and_advice)
+            raise SettingError(was_set, "it cannot begin after a warm-up", advice)
 
     if scheduler.last_epoch != 0:  # in torch this is the number of steps made
         raise UsageError(

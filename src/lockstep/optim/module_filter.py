@@ -202,8 +202,8 @@ def _may_be_block(module: nn.Module) -> bool:
     if not _has_forward(module) or next(module.parameters(), None) is None:
         return False
 
-    # torch puts such a list into a layer with a parametrized weight, such as `spectral_norm`. It
-    # computes the weight, and is a part of the layer.
+    # torch puts a `ParametrizationList` into a layer whose weight is computed from other tensors,
+    # e.g. by `spectral_norm`. The list is a part of the layer.
     if isinstance(module, ParametrizationList):
         return False
 

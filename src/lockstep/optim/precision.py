@@ -111,8 +111,8 @@ class Precision:
 
         self._replace_forward(module, autocast)
 
-        # The user may set another `forward` on the module later. `follow_forwards` replaces that
-        # one too, in all modules of this list.
+        # The user may set another `forward` on the module later. `follow_forwards`, which is called
+        # in each micro-batch, replaces that one too, in all modules of this list.
         self._half_modules.append((weakref.ref(module), autocast))
 
     def follow_forwards(self) -> None:
@@ -350,7 +350,8 @@ def _change_tensors(nest: Any, change: Callable[[Tensor], Tensor]) -> Any:
         return pytree.tree_map(partial(_change_leaf_in_graph, change=change), nest)
 
     # Second case: the model runs uncompiled, but something else was compiled before. The compiler
-    # is active then, and would compile each function that `map_tensors` calls. Keep it away.
+    # has then been loaded, and intercepts calls of Python functions to compile them. Keep it away
+    # from the functions that `map_tensors` calls.
     if compiler_is_loaded():
         return _map_tensors_uncompiled(nest, change)
 

@@ -63,6 +63,7 @@ class Activations:
         for block, kept_inside in self.inside.items():
             inputs = self.inputs[block]
             if block in recomputed:
+                # The inputs may be in memory only for this block's recomputation.
                 in_recomputation = inputs | kept_inside
                 peak = max(peak, num_bytes_kept + _added_bytes(in_recomputation, present=kept))
                 kept_by_block = inputs

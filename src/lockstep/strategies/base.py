@@ -173,8 +173,9 @@ def planned_virtual_ranks(run: Run, shares: tuple[int, ...]) -> VirtualRanks | N
         # All virtual ranks train one model. (Under DiLoCo each trains a copy.)
         return VirtualRanks(count=num_virtual_ranks, train_copies=False)
 
-    # If the shares are unequal, there may be enough virtual ranks, but a small share gets none. The
-    # error then has the same text, except that what was found shows the shares.
+    # Normally there are fewer virtual ranks than processes. But with unequal shares there may be
+    # enough of them, and a small share gets none. Then the second part of the error is replaced by
+    # one that shows the shares.
     error = too_few_virtual_ranks_error(num_virtual_ranks, len(shares))
     if len(set(shares)) > 1:
         divided = ", ".join(str(number) for number in num_per_rank)
@@ -310,8 +311,8 @@ def note_empty_part(error: BaseException | None, micro_batch: MicroBatch) -> Non
 
     Many functions of torch reject tensors without rows, and their messages do not say why there are
     no rows. The explanation is added to the error as a note, for example "lockstep: this rank has
-    none of the 3 samples of this batch, so ...". Its beginning is passed by itself to
-    `add_note_once`, which adds no second note that begins with it.
+    none of the 3 samples of this batch, so ...". The beginning, "lockstep: this rank", is an
+    argument of its own, because `add_note_once` adds no second note with the same beginning.
 
     Args:
         error: the error of a forward pass; None if there was none.

@@ -144,8 +144,8 @@ class DDP(base.Strategy):
         Raises:
             UsageError: the module is partly on GPUs and partly on the CPU.
         """
-        # `move_to_device` returns a line to print if it has left the module where the user has put
-        # it, on several GPUs, and otherwise an empty list.
+        # If the user has spread the module over several GPUs, it stays there, and `move_to_device`
+        # returns a line to print that says so. Otherwise it returns an empty list.
         choices = base.move_to_device(module, run.device)
         is_on_several_gpus = len(choices) > 0
         if is_on_several_gpus and any(p.device.type != "cuda" for p in module.parameters()):
@@ -231,10 +231,10 @@ class DDP(base.Strategy):
         return choices
 
     def _extensions(self, module: nn.Module, wrapped: ExactDDP, run: Run) -> list[Extension]:
-        """Returns what takes part in each step of a wrapped module, in this order.
+        """Returns the extensions that handle the events of each step, in the order of their calls.
 
-        With virtual ranks: their gradients, then their buffers. In any case: DDP itself, which also
-        makes the remaining buffers equal on all ranks.
+        With virtual ranks, the first ones sum their gradients and average their buffers. The last
+        one is always `_StepsUnderDDP`, which makes all other buffers equal on all ranks.
 
         Args:
             module: the user's module.
@@ -316,7 +316,7 @@ class DDP(base.Strategy):
                 "use precision='bf16', or compress='bf16'",
             )
 
-        # Sparse gradients cannot be compressed, and a model that has some may have no others.
+        # Sparse gradients cannot be compressed, and the model may have no other, dense gradients.
         if any(getattr(part, "sparse", False) for part in module.modules()):
             raise SettingError(
                 f"compress={self.compress!r} of a model with sparse gradients",
@@ -447,14 +447,14 @@ class ExactDDP(base.ModuleWrapper, DistributedDataParallel):
         module.register_forward_pre_hook(self._guard)
         self._forwards_at_last_step: dict[int, int] = {}
         """The number of forward passes before the latest step of each optimizer, by its `id`."""
-        self._trained: list[tuple[str, nn.Parameter]] = []
+        self._trainable_parameters: list[tuple[str, nn.Parameter]] = []
         """The names and the trainable parameters of the module."""
         for name, parameter in module.named_parameters():
             if parameter.requires_grad:
-                self._trained.append((name, parameter))
+                self._trainable_parameters.append((name, parameter))
 
-        self._trained_by_optimizer: dict[int, list[tuple[str, nn.Parameter]]] = {}
-        """Those of `_trained` that an optimizer holds, by the `id` of the optimizer."""
+        self._trainable_of_optimizer: dict[int, list[tuple[str, nn.Parameter]]] = {}
+        """The trainable parameters that an optimizer holds, by the `id` of the optimizer."""
         self.by_choice = ""
         """A sentence about an option that changes results, which `verify` therefore switches off.
         """
@@ -473,7 +473,7 @@ class ExactDDP(base.ModuleWrapper, DistributedDataParallel):
         """Registered as DDP's communication hook in the first forward pass, unless the user has
         registered another hook by then."""
         if compress is not None:
-            parameters = [parameter for _, parameter in self._trained]
+            parameters = [parameter for _, parameter in self._trainable_parameters]
             self.compressed = CompressedMeans(
                 parameters, compress, options.powersgd_rank, options.powersgd_start
             )
@@ -502,15 +502,16 @@ class ExactDDP(base.ModuleWrapper, DistributedDataParallel):
             return self.module(*inputs, **kwargs)
 
         # The guard rejects training calls of the user's module that bypass this wrapper, so it must
-        # know while the wrapper is running. A module may call its wrapper again.
-        is_nested = self._begin_forward()
+        # know while the wrapper is running. A module may call its wrapper again, and the wrapper is
+        # still running after the inner call.
+        was_running = self._begin_forward()
         try:
             return super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
         except Exception as error:
             self._add_notes(error)
             raise
         finally:
-            self._guard.wrapper_is_running = is_nested
+            self._guard.wrapper_is_running = was_running
 
     @outside_compiled_code
     def _begin_forward(self) -> bool:
@@ -519,8 +520,7 @@ class ExactDDP(base.ModuleWrapper, DistributedDataParallel):
         The guard rejects training calls of the user's module that bypass this wrapper.
 
         Returns:
-            True if this forward pass runs inside another one of this wrapper. The caller gives this
-            value back to the guard at the end (`wrapper_is_running`).
+            True if the wrapper was running already, because its module calls it again.
 
         Raises:
             UsageError: the run is closed, or the gradients would be averaged twice.
@@ -529,7 +529,8 @@ class ExactDDP(base.ModuleWrapper, DistributedDataParallel):
         micro_batch = self.run.step.micro_batch
         self._check_can_average(micro_batch)
 
-        # In the first forward pass only: registering the hook sets `_averager` to None.
+        # The first forward pass registers the averager as the communication hook. From then on
+        # `_averager`, the averager that waits to be registered, is None.
         if self._averager is not None:
             self._register_averager(self._averager)
 
@@ -538,9 +539,9 @@ class ExactDDP(base.ModuleWrapper, DistributedDataParallel):
             self.require_backward_grad_sync = micro_batch.last
 
         self._guard.num_forwards += 1
-        is_nested = self._guard.wrapper_is_running
+        was_running = self._guard.wrapper_is_running
         self._guard.wrapper_is_running = True
-        return is_nested
+        return was_running
 
     def _check_can_average(self, micro_batch: MicroBatch) -> None:
         """Raises an error if DDP could not average the gradients of a forward pass correctly.
@@ -657,6 +658,7 @@ class ExactDDP(base.ModuleWrapper, DistributedDataParallel):
         if guard.num_forwards == 0:
             return
 
+        # After several forward passes, the reducer is only prepared for the outputs of the last.
         reducer_is_prepared = forwards_since_backward == 1
         if reducer_is_prepared:
             return
@@ -693,7 +695,8 @@ class ExactDDP(base.ModuleWrapper, DistributedDataParallel):
                 "leave one of them out",
             )
 
-        # From now on the given hook averages the gradients. It counts the bytes that it sends.
+        # From now on the given hook, the user's or Lockstep's, averages the gradients. There is no
+        # averager left that waits to be registered, and the hook counts the bytes that it sends.
         self._averager = None
         self._bytes_per_backward = 0
         super().register_comm_hook(state, hook)
@@ -729,7 +732,7 @@ class ExactDDP(base.ModuleWrapper, DistributedDataParallel):
         has_run_forward = num_forwards > num_forwards_before
         self._forwards_at_last_step[id(optimizer)] = num_forwards
 
-        trained = self._trained_by(optimizer)
+        trained = self._trainable_parameters_of(optimizer)
         missing = [name for name, parameter in trained if parameter.grad is None]
 
         # If all gradients are missing, the loss did not use this module, and nothing was averaged.
@@ -744,20 +747,23 @@ class ExactDDP(base.ModuleWrapper, DistributedDataParallel):
                 code="LS302",
             )
 
-        # The user may have put other parameters into the module, or the loss may not use all.
         if missing:
+            # The user may have put other parameters into the module in place of the missing ones.
             self._check_not_replaced(trained)
+            # The loss may not use all parameters, which only some options allow.
             self._check_may_be_missing(trained, missing)
 
-    def _trained_by(self, optimizer: Optimizer) -> list[tuple[str, nn.Parameter]]:
+    def _trainable_parameters_of(self, optimizer: Optimizer) -> list[tuple[str, nn.Parameter]]:
         """Returns the names and trainable parameters of this module that an optimizer holds."""
-        key = id(optimizer)
-        if key not in self._trained_by_optimizer:
+        key = id(optimizer)  # the list is computed once for each optimizer
+        if key not in self._trainable_of_optimizer:
             ids = {id(parameter) for parameter in base.parameters_of(optimizer)}
-            self._trained_by_optimizer[key] = [
-                (name, parameter) for name, parameter in self._trained if id(parameter) in ids
+            self._trainable_of_optimizer[key] = [
+                (name, parameter)
+                for name, parameter in self._trainable_parameters
+                if id(parameter) in ids
             ]
-        return self._trained_by_optimizer[key]
+        return self._trainable_of_optimizer[key]
 
     def _check_not_replaced(self, trained: Sequence[tuple[str, nn.Parameter]]) -> None:
         """Raises UsageError if the user has replaced parameters of the module since it was wrapped.
@@ -796,7 +802,8 @@ class ExactDDP(base.ModuleWrapper, DistributedDataParallel):
         if self.options.find_unused_parameters or self.options.static_graph:
             return
 
-        # `find_unused_parameters` does not help for sparse gradients, so the advice names them.
+        # The advice for most parameters is `find_unused_parameters`, but this does not help for
+        # weights with sparse gradients. These get another advice.
         sparse = [name for name in sparse_weights(self.module) if name in missing]
         raise UsageError(
             "an optimizer step while some parameters have no gradient",

@@ -170,7 +170,7 @@ class DeferredModel(Extension):
                 continue
 
             memory_key = source.view.key  # identifies the memory of the buffer in the recording
-            is_random = source.recording.draws([memory_key])
+            is_random = source.recording.draws([memory_key])  # draws random numbers for it
             if not is_random:
                 computable[name] = target
 
@@ -192,8 +192,8 @@ class DeferredModel(Extension):
         without_values = self._parts_without_values()
         self._read_files(without_values)
 
-        # A tensor has the same source on every rank. So each tensor with a file was read by the
-        # ranks that have a part of it, which may be other ranks.
+        # Every tensor whose source is a file has its values now: the ranks that have a part of it
+        # have read that part. So it counts as loaded, even if this rank has no part of it.
         for tensor in self._tensors:
             if isinstance(tensor.source, FileSource):
                 self._loaded.update(tensor.names)
@@ -227,7 +227,7 @@ class DeferredModel(Extension):
         without_values: dict[str, Tensor] = {}
         for name in self._tensor_of_name:
             is_here = name in present and not present[name].is_meta
-            if is_here and name not in self._computed:
+            if is_here and name not in self._computed:  # `fill_buffers` has computed some
                 without_values[name] = present[name]
         return without_values
 
@@ -257,6 +257,7 @@ class DeferredModel(Extension):
             if name not in self._loaded and not self._was_written(name, target):
                 missing[name] = target
 
+        # All missing values are computed now, so remove the hooks that wait until they are needed.
         self._stop_watching()
         self._compute(missing)
 
@@ -281,8 +282,7 @@ class DeferredModel(Extension):
         """
         self._prepared = prepared
 
-        # Find the submodules that have tensors without values. What `load_state_dict` gives values
-        # need not be computed.
+        # Find the submodules that have tensors without values.
         parts_without_values: set[nn.Module] = set()
         for path, part in self._module.named_modules(remove_duplicate=False):
             own = members(part)
@@ -294,6 +294,8 @@ class DeferredModel(Extension):
 
             if name_in_model:
                 parts_without_values.add(part)
+
+                # Tensors that `load_state_dict` gives values need not be computed.
                 load_hook = _LoadHook(self._record_loaded, name_in_model)
                 self._watch_handles.append(part.register_load_state_dict_pre_hook(load_hook))
 
@@ -309,7 +311,7 @@ class DeferredModel(Extension):
         self._watch_handles += [before_forward, before_state]
 
         # There are no hooks for `copy.deepcopy`. So the object gets a method `__deepcopy__`, which
-        # computes the values, removes itself, and then makes the copy. Modules under FSDP have such
+        # calls `fill`, removes itself, and then calls `copy.deepcopy`. Modules under FSDP have such
         # a method already, which refuses to copy them.
         if "__deepcopy__" not in vars(part):
             before_copy = _FillBefore(self.fill, part, "__deepcopy__", copy.deepcopy)
@@ -413,7 +415,7 @@ class DeferredModel(Extension):
             copiers[recording_id].add(source, target)
 
         # Replay each recording. It calls its copier with every piece of memory that it has
-        # computed.
+        # computed. Random numbers for tensors that were loaded in the meantime need not be drawn.
         for recording_id, copier in copiers.items():
             wanted_keys = copier.memory_keys()
             loaded_keys = self._loaded_memory_keys(copier.recording)
@@ -421,7 +423,9 @@ class DeferredModel(Extension):
             copier.recording.replay(wanted_keys, loaded_keys, copier, random_states)
 
     def _loaded_memory_keys(self, recording: Recording) -> set[int]:
-        """Returns the memory keys of tensors that were loaded, so that they are not computed.
+        """Returns keys that identify the memory of tensors that were loaded.
+
+        A replay of the recording need not compute this memory.
 
         Args:
             recording: only the memory of this recording is considered.
@@ -556,7 +560,7 @@ class DeferredModel(Extension):
     def _choices(self) -> list[Choice]:
         """Returns the printed lines about where values come from, with the number of tensors."""
         num_from_files = 0
-        num_recorded = 0
+        num_recorded = 0  # the operations of the constructor were recorded, and will be replayed
         num_reset = 0
         num_unknown = 0
 
@@ -707,9 +711,9 @@ def _find_tensors(module: nn.Module, keys_of_resets: set[int]) -> list[DeferredT
 
     Args:
         module: the user's module.
-        keys_of_resets: the keys of the memory that a recorded `reset_parameters` fills. Tensors in
-            this memory are marked, because these values may not be those that the constructor of
-            the model would have given them.
+        keys_of_resets: keys that identify the memory of those tensors whose values a recorded
+            `reset_parameters` computes. These tensors are marked, because the constructor of the
+            model might have given them other values.
     """
     parameter_ids = {id(parameter) for parameter in module.parameters()}
     names_in_state = set(module.state_dict())
@@ -724,7 +728,7 @@ def _find_tensors(module: nn.Module, keys_of_resets: set[int]) -> list[DeferredT
 
     found: list[DeferredTensor] = []
     for identifier, names in names_of_id.items():
-        source = _source_of_any(module, names, tensor_of_id[identifier])
+        source = _find_source(module, names, tensor_of_id[identifier])
         from_reset = isinstance(source, RecordedSource) and source.view.key in keys_of_resets
         found.append(
             DeferredTensor(
@@ -745,8 +749,15 @@ def _named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from module.named_buffers(remove_duplicate=False)
 
 
-def _source_of_any(module: nn.Module, names: Sequence[str], tensor: Tensor) -> Source | None:
-    """Returns the source of a tensor, by any of its names. A file is preferred to a recording."""
+def _find_source(module: nn.Module, names: Sequence[str], tensor: Tensor) -> Source | None:
+    """Returns the source of a tensor; None if it has none. A file is preferred to a recording.
+
+    Args:
+        module: the user's module.
+        names: the names of the tensor in the module. A tied tensor has several, and its source may
+            be noted under any of them.
+        tensor: the tensor.
+    """
     recorded: Source | None = None
     for name in names:
         owner, _, own_name = name.rpartition(".")
@@ -767,11 +778,11 @@ def _record_resets(module: nn.Module) -> set[int]:
     The recording is then the source of these tensors.
 
     Returns:
-        The memory keys of these tensors.
+        The keys that identify the memory of these tensors.
     """
     lacking: dict[int, Tensor] = {}  # the tensors without a source, by their `id`
     for name, tensor in _named_tensors(module):
-        if tensor.is_meta and _source_of_any(module, [name], tensor) is None:
+        if tensor.is_meta and _find_source(module, [name], tensor) is None:
             lacking[id(tensor)] = tensor
 
     if not lacking:
@@ -787,6 +798,7 @@ def _record_resets(module: nn.Module) -> set[int]:
                 # Leaves the tensors of `part` that are not in `lacking` as they are.
                 _record_reset(reset_parameters, tensors, lacking)
 
+        # Buffers of models of transformers, which have no `reset_parameters`.
         _record_buffer_inits(module, lacking)
 
     return {storage_key(tensor) for tensor in lacking.values()}
@@ -797,8 +809,9 @@ def _record_reset(
 ) -> None:
     """Records a call of `reset_parameters` so that it changes only the tensors without a source.
 
-    The caller has entered `deferred_init`, so every operation here is recorded, not computed. For
-    tensors that have a source, a copy and copying back are recorded as well.
+    The caller has entered `deferred_init`, so every operation here is recorded, not computed. The
+    method changes all tensors of the submodule. So those that have a source are copied before it,
+    and copied back afterwards.
 
     Args:
         reset_parameters: the method of a submodule.
@@ -834,8 +847,8 @@ def _record_buffer_inits(module: nn.Module, lacking: Mapping[int, Tensor]) -> No
             own = members(part)
             lacks_buffers = any(id(buffer) in lacking for buffer in own.buffers.values())
 
-            # The method would also draw the parameters of a submodule anew. And a submodule with
-            # `reset_parameters` has been recorded already.
+            # Submodules with parameters are left out, because the method would also draw their
+            # parameters anew. Those with `reset_parameters` have been recorded already.
             has_parameters = any(parameter is not None for parameter in own.parameters.values())
             has_reset = reset_method(part) is not None
             if lacks_buffers and not has_parameters and not has_reset:

@@ -32,7 +32,10 @@ class EarlierGradients(Extension):
         self._stored: list[tuple[nn.Parameter, Tensor]] = []
 
     def backward_begins(self, weighted_loss: Tensor, micro_batch: MicroBatch) -> None:
-        """Stores existing gradients elsewhere before the first backward pass of a global batch."""
+        """Stores existing gradients elsewhere before the first backward pass of a global batch.
+
+        `backward_ended` adds them again after the last backward pass of the global batch.
+        """
         if not micro_batch.first:
             return
         self._stored.clear()

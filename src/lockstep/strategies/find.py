@@ -60,10 +60,11 @@ def parse_strategy(text: str) -> Strategy:
 
         option, _, value_text = option_text.partition("=")
         if option not in known_options:
-            # The message lists the options: "options of ddp are bucket_cap_mb, ...". Of a strategy
-            # without options it says: "options of single are not there".
-            listed = known_options if known_options else ["not there"]
-            raise unknown_choice_error(was_set, option, f"options of {name}", listed)
+            # The message lists the options, e.g. "options of ddp are bucket_cap_mb, ...".
+            words_after_are = known_options
+            if not known_options:  # "options of single are not there"
+                words_after_are = ["not there"]
+            raise unknown_choice_error(was_set, option, f"options of {name}", words_after_are)
 
         try:
             values[option] = parse_option(value_text, annotations[option])
@@ -101,7 +102,8 @@ def parse_option(text: str, annotation: Any) -> Any:
             (type_of_part,) = typing.get_args(alternative)
             return [parse_option(part, type_of_part) for part in text.split(":")]
 
-    # A number or a boolean. No annotation allows several of these types.
+    # A number or a boolean. No annotation allows several of these types, so if the text is not a
+    # value of the one that is allowed, there is nothing else to try.
     for kind, description in DESCRIPTION_OF_TYPE.items():
         if kind not in alternatives:
             continue

@@ -93,6 +93,24 @@ from lockstep.units import format_bytes
 from lockstep.wording import describe_type
 
 
+@dataclass(frozen=True)
+class _Model:
+    """A model that is being sharded, with what the steps of `FSDP.wrap` need to know about it."""
+
+    units: Mapping[str, nn.Module]
+    """The units by name. The last one is the whole model, with an empty name."""
+    mesh: DeviceMesh
+    """The mesh over whose last dimension parameters are sharded."""
+    run: Run
+    half_dtype: torch.dtype | None
+    """The half-precision dtype in which units are computed; None for that of their parameters."""
+
+    @property
+    def root(self) -> nn.Module:
+        """The whole model, which contains all other units."""
+        return self.units[""]
+
+
 @dataclass(frozen=True, kw_only=True)
 class FSDP(Strategy):
     """The strategy `fsdp`, which shards every parameter over all ranks, and its options."""
@@ -236,14 +254,13 @@ class FSDP(Strategy):
 
         # The blocks are described before they are sharded, because torch renames their classes.
         choices = self._choices(module, blocks, run)
-        half_dtype = self._half_dtype(module, run)
-        mesh = self._make_mesh(run)
-        outputs_of_units = self._shard_model(units, mesh, run, half_dtype)
+        model = _Model(units, self._make_mesh(run), run, self._half_dtype(module, run))
+        outputs_of_units = self._shard_model(model)
 
         virtual_ranks, virtual_rank_buffers = _make_virtual_rank_extensions(
-            units, mesh, run, self.average_buffers
+            model, self.average_buffers
         )
-        sharded = self._make_sharded_module(units, mesh, run, half_dtype, virtual_rank_buffers)
+        sharded = self._make_sharded_module(model, virtual_rank_buffers)
         for outputs in outputs_of_units:
             outputs.on_double_backward = sharded.begin_double_backward
 
@@ -290,122 +307,90 @@ class FSDP(Strategy):
             return None
         return HALF_DTYPES[run.settings.precision]
 
-    def _shard_model(
-        self,
-        units: Mapping[str, nn.Module],
-        mesh: DeviceMesh,
-        run: Run,
-        half_dtype: torch.dtype | None,
-    ) -> list[UnitOutputs]:
+    def _shard_model(self, model: _Model) -> list[UnitOutputs]:
         """Gives all ranks the values of rank 0, and replaces the parameters of the model by shards.
 
-        Args:
-            units: the units by name. The last one is the whole model, with an empty name.
-            mesh: the mesh over which parameters are sharded.
-            run: the run of this process.
-            half_dtype: the dtype in which units are computed; None for that of their parameters.
-
         Returns:
-            The forward hooks of each unit that show torch all outputs of the unit.
+            For each unit, the forward hooks by which torch finds all tensors in its outputs.
         """
         # Buffers are not sharded: each rank gets all of them.
-        model = units[""]
-        _take_from_first(list(model.buffers()), run.device)
+        _take_from_first(list(model.root.buffers()), model.run.device)
 
         # Each rank gets the parameters of rank 0, unit by unit, and keeps its shards of them.
-        outputs_of_units = self._shard_units(units, mesh, run, half_dtype)
+        outputs_of_units = self._shard_units(model)
 
         # The shards of a model that was built on the meta device have no memory yet. They get it
         # here, filled with NaN; their values are computed or loaded later (`deferred_model`).
-        device = torch.device("cpu") if self.cpu_offload else run.device
-        if any(parameter.is_meta for parameter in model.parameters()):
-            convert_tensors(model, lambda tensor: with_memory(tensor, device))
+        device = torch.device("cpu") if self.cpu_offload else model.run.device
+        if any(parameter.is_meta for parameter in model.root.parameters()):
+            convert_tensors(model.root, lambda tensor: with_memory(tensor, device))
 
         return outputs_of_units
 
     def _make_sharded_module(
-        self,
-        units: Mapping[str, nn.Module],
-        mesh: DeviceMesh,
-        run: Run,
-        half_dtype: torch.dtype | None,
-        virtual_rank_buffers: VirtualRankBuffers | None,
+        self, model: _Model, virtual_rank_buffers: VirtualRankBuffers | None
     ) -> ShardedModule:
-        """Makes the object that follows the training of a sharded model, and of its buffers.
+        """Makes the object that follows the training of a model, and of its buffers.
 
         Args:
-            units: the units by name, which are sharded already.
-            mesh: the mesh over which parameters are sharded.
-            run: the run of this process.
-            half_dtype: the dtype in which units are computed; None for that of their parameters.
+            model: the model, whose units are sharded already.
             virtual_rank_buffers: averages the buffers in a run with virtual ranks, else None.
         """
-        # With virtual ranks, `VirtualRankBuffers` averages these buffers and makes them equal on
-        # all ranks, so `MovingBuffers` leaves them out.
+        # `MovingBuffers` makes the buffers that forward passes change equal on all ranks. With
+        # virtual ranks, `VirtualRankBuffers` does this for the buffers that it averages, and
+        # `MovingBuffers` leaves them out.
         average: str | Sequence[str] = self.average_buffers
         already_equal: Sequence[str] = ()
         if virtual_rank_buffers is not None:
             average = ()
             already_equal = virtual_rank_buffers.combined
 
-        model = units[""]  # the last unit is the whole model, whose name is empty
         moving_buffers = MovingBuffers(
-            model,
-            run.step,
+            model.root,
+            model.run.step,
             average=average,
             left_out=already_equal,
             strategy=type(self).__name__,
         )
         return ShardedModule(
-            units,
-            mesh,
-            run,
+            model.units,
+            model.mesh,
+            model.run,
             keep_gathered=not self.reshard_after_forward,
             accumulate_shards=self.accumulate_shards,
             find_unused_parameters=self.find_unused_parameters,
-            half_dtype=half_dtype,
+            half_dtype=model.half_dtype,
             moving_buffers=moving_buffers,
         )
 
-    def _shard_units(
-        self,
-        units: Mapping[str, nn.Module],
-        mesh: DeviceMesh,
-        run: Run,
-        half_dtype: torch.dtype | None,
-    ) -> list[UnitOutputs]:
-        """Applies `fully_shard` to each unit.
+    def _shard_units(self, model: _Model) -> list[UnitOutputs]:
+        """Applies `fully_shard` to each unit, and returns two hooks of each unit (`UnitOutputs`).
 
-        `fully_shard` registers a forward hook that looks for tensors in the output of the unit, but
-        only in tensors, tuples, lists and dicts. A hook before it adds the tensors that it would
-        miss to the output, and a hook after it removes them again (`UnitOutputs`).
-
-        Args:
-            units: the units by name. The last one is the whole model, with an empty name.
-            mesh: the mesh over which parameters are sharded.
-            run: the run of this process.
-            half_dtype: the dtype in which units are computed; None for that of their parameters.
-
-        Returns:
-            The hooks of each unit.
+        `fully_shard` registers torch's own forward hook. Torch's hook looks for tensors in the
+        output of the unit, but only in tensors, tuples, lists and dicts. So the first of our hooks,
+        called before torch's, adds all other tensors to the output. The second one, called after
+        torch's, removes them again.
         """
-        *blocks, module = units.values()
+        *blocks, root = model.units.values()
         outputs_of_units: list[UnitOutputs] = []
-        for unit in units.values():
+        for unit in model.units.values():
+            is_root = unit is root
+
             # Blocks contain no units; the whole model contains all blocks.
-            inner_units = blocks if unit is module else []
+            inner_units = blocks if is_root else []
             outputs = UnitOutputs(unit, inner_units)
             outputs_of_units.append(outputs)
 
-            # Hooks are called in the order of registration, and `fully_shard` registers torch's.
-            unit.register_forward_hook(outputs.before_torch)
             policy = MixedPrecisionPolicy(
-                param_dtype=half_dtype,
-                reduce_dtype=None if half_dtype is None else torch.float32,
+                param_dtype=model.half_dtype,
+                reduce_dtype=None if model.half_dtype is None else torch.float32,
                 # `Precision.attach` converts the inputs of the whole model, in any container.
-                cast_forward_inputs=unit is not module,
+                cast_forward_inputs=not is_root,
             )
-            self._shard(unit, mesh, run, policy)
+
+            # Hooks are called in the order of registration, and `_shard` registers torch's.
+            unit.register_forward_hook(outputs.before_torch)
+            self._shard(unit, model, policy)
             unit.register_forward_hook(outputs.after_torch)
 
         return outputs_of_units
@@ -433,33 +418,33 @@ class FSDP(Strategy):
         # the ranks of a column hold the same shard. For 2 copies of 2 shards: [[0, 1], [2, 3]].
         ranks = torch.arange(run.topology.size).view(shape)
         if "shard" not in run.groups:  # all models of a run use the same groups
-            open_group(run, "replicate", ranks.T)  # one group for each column
-            open_group(run, "shard", ranks)  # one group for each row
+            # `open_group` opens a group for each row of its tensor: here first for each column of
+            # `ranks`, in the example [0, 2] and [1, 3], and then for each row.
+            open_group(run, "replicate", ranks.T)
+            open_group(run, "shard", ranks)
 
         groups = [run.groups["replicate"], run.groups["shard"]]
         return DeviceMesh.from_group(
             groups, device_type, mesh=ranks, mesh_dim_names=("replicate", "shard")
         )
 
-    def _shard(
-        self, unit: nn.Module, mesh: DeviceMesh, run: Run, policy: MixedPrecisionPolicy
-    ) -> None:
+    def _shard(self, unit: nn.Module, model: _Model, policy: MixedPrecisionPolicy) -> None:
         """Replaces the parameters of a unit by shards, which have the values of rank 0.
 
         Parameters of inner units, which are sharded already, stay as they are.
         """
         parameters = [p for p in unit.parameters() if not isinstance(p, DTensor)]
-        _take_from_first([p for p in parameters if not p.is_meta], run.device)
+        _take_from_first([p for p in parameters if not p.is_meta], model.run.device)
 
+        # By default torch frees the parameters of each unit after its forward pass, except those of
+        # the whole model, with which the backward pass begins.
         options: dict[str, Any] = {}
         if not self.reshard_after_forward:
-            # Without this option torch keeps only the parameters of the root, with which the
-            # backward pass begins.
             options["reshard_after_forward"] = False
 
         fully_shard(
             unit,
-            mesh=mesh,
+            mesh=model.mesh,
             **options,
             mp_policy=policy,
             offload_policy=CPUOffloadPolicy() if self.cpu_offload else OffloadPolicy(),
@@ -486,6 +471,8 @@ class FSDP(Strategy):
         mesh = gradients[0].device_mesh
         group = mesh.get_group(mesh.ndim - 1)
         norm = norm_over_ranks(shards, norm_type, torch.device(mesh.device_type), group)
+
+        # With `cpu_offload` the shards are on the CPU, and the ranks communicate on the GPU.
         return norm.to(shards[0].device)
 
     def _mesh_shape(self, run: Run) -> tuple[int, ...]:
@@ -523,8 +510,9 @@ class FSDP(Strategy):
         value = f"{precision} under autocast"
 
         # Case 1: one process, which always uses autocast. By default several processes do not use
-        # it, and compute norms and softmax in half precision as well. The line tells the user of
-        # this difference. There is none if several processes would also use autocast: with the
+        # autocast, and compute norms and softmax in half precision as well. The line tells the user
+        # of this difference: "on several" means on several processes, and "in it" in half
+        # precision. There is no difference if several processes would also use autocast: with the
         # option, and with virtual ranks, whose results do not depend on the number of processes.
         if run.topology.size == 1:
             several_would_use_autocast = self.autocast or run.settings.virtual_ranks is not None
@@ -547,8 +535,9 @@ class FSDP(Strategy):
     def _units_choice(self, blocks: Blocks) -> Choice:
         """Returns the printed line about the units.
 
-        The parameters outside of the blocks are gathered together ("the rest at once"). The blocks
-        that share a parameter with other modules are among them, and are named.
+        The parameters outside of these units are gathered together ("the rest at once"). Repeated
+        blocks that share a parameter with modules outside of them cannot be units (`blocks.tied`).
+        They belong to the rest, and the line names them.
         """
         if not blocks.found:
             reason = "no repeated blocks found: all parameters are gathered at once"
@@ -590,7 +579,10 @@ class HSDP(FSDP):
         """
         size = run.topology.size
         shard_size = self._ranks_per_group(run)
-        shard_size_of_rank = run.collectives.exchange(str(shard_size))  # text from each rank
+
+        # If `shard_size` is None, it is the number of ranks on the machine. The error shows the
+        # shard size of each rank, e.g. "ranks 0 to 3 have 1, 3, 3, 3 ranks a group".
+        shard_size_of_rank = run.collectives.exchange(str(shard_size))
         if len(set(shard_size_of_rank)) > 1:
             raise RanksDifferError(
                 f"HSDP(shard_size={self.shard_size})",
@@ -630,30 +622,25 @@ class HSDP(FSDP):
 
 
 def _make_virtual_rank_extensions(
-    units: Mapping[str, nn.Module],
-    mesh: DeviceMesh,
-    run: Run,
-    average_buffers: str | Sequence[str],
+    model: _Model, average_buffers: str | Sequence[str]
 ) -> tuple[ShardedVirtualRanks | None, VirtualRankBuffers | None]:
     """Makes the objects that sum gradients and average buffers over virtual ranks.
 
     Args:
-        units: the units by name, which are sharded already.
-        mesh: the mesh over which parameters are sharded.
-        run: the run of this process.
+        model: the model, whose units are sharded already.
         average_buffers: names, or patterns of names, of buffers that are averaged.
 
     Returns:
         The object for the gradients and the object for the buffers; None and None in a run without
         virtual ranks.
     """
+    run = model.run
     if run.settings.virtual_ranks is None:
         return None, None
 
-    model = units[""]  # the last unit is the whole model, whose name is empty
     tree = make_virtual_rank_tree(run)
-    gradients = ShardedVirtualRanks(list(units.values()), tree, run.step, mesh)
-    buffers = VirtualRankBuffers(model, tree, run.step, average_buffers)
+    gradients = ShardedVirtualRanks(list(model.units.values()), tree, run.step, model.mesh)
+    buffers = VirtualRankBuffers(model.root, tree, run.step, average_buffers)
     return gradients, buffers
 
 

@@ -58,6 +58,8 @@ def find_blocks(module: nn.Module, chosen: ModuleFilter | None = None) -> Blocks
     tied: list[str] = []
     for name, block in candidates:
         uses_in_block = _count_uses(block)
+
+        # A tied block shares a parameter with a module outside of it, so it cannot be a unit.
         if _is_tied(uses_in_block, uses_in_model, times_in_model[id(block)]):
             tied.append(name)
         elif uses_in_block:  # a block without parameters has nothing to shard

@@ -31,7 +31,7 @@ def save_pretrained_whole(module: Any, run: Run) -> None:
     original = module.save_pretrained
 
     def save_pretrained(save_directory: Any, *args: Any, **options: Any) -> Any:
-        """Gathers the weights on rank 0, and calls the original `save_pretrained` there."""
+        """Gathers the module's weights on rank 0, and calls the original method there."""
         # A caller that passes the weights has gathered them itself, and decides which ranks write.
         if options.get("state_dict") is not None:
             return original(save_directory, *args, **options)
@@ -71,8 +71,8 @@ def average_shards_separately(module: AveragedModel) -> None:
     """
     original_average = module.multi_avg_fn
     if original_average is None:
-        # On GPUs torch then uses a function for lists of its own. But if there is a function for
-        # single tensors (`avg_fn`), torch uses that one, so torch's default is set here.
+        # Without any function torch would use its own one for lists on GPUs. So set its function
+        # for single tensors, which torch prefers.
         if module.avg_fn is None:
             module.avg_fn = get_swa_avg_fn()  # type: ignore[no-untyped-call]
         return

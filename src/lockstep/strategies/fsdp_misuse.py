@@ -149,6 +149,7 @@ def note_mixed_dtypes(error: BaseException | None, half_dtype: torch.dtype) -> N
         return
 
     if _ABOUT_DTYPES.search(str(error)):
+        # No note is added if the error has one with the same beginning, the first of these texts.
         add_note_once(
             error,
             "lockstep: parameters are in",

@@ -135,6 +135,8 @@ class ShardedModule(Extension):
         if self._unused is not None:
             self._unused.before_backward()
 
+        # A parameter that only the last of several micro-batches uses gets a *late* gradient, in
+        # half precision. Torch has converted the gradients of earlier micro-batches to fp32.
         is_last_of_several = micro_batch.last and not micro_batch.first
         if self._half_dtype is not None and is_last_of_several:
             self._convert_late_gradients()
@@ -174,7 +176,7 @@ class ShardedModule(Extension):
         self._step_key = step.key
 
         # Torch averages in the last micro-batch of a global batch. If it is still set not to
-        # average, the loop has left the previous global batch before that.
+        # average, the loop has left the previous global batch before its last micro-batch.
         if another_step_begins and not self._averages_gradients:
             self._drop_unfinished_gradients()
 
@@ -200,7 +202,11 @@ class ShardedModule(Extension):
             return
 
         self._averages_gradients = averages
+
+        # This decides whether torch waits for its communication at the end of the backward pass.
         self._root.set_is_last_backward(averages)
+
+        # This decides whether gradients are averaged, or accumulate on this rank.
         if not self._accumulate_shards:
             self._root.set_requires_gradient_sync(averages)
 
@@ -227,12 +233,12 @@ class ShardedModule(Extension):
 
         self._is_double_backward = False
 
-        # `begin_double_backward` has set torch to free nothing. Restore whether units are freed
-        # after a backward pass.
+        # `begin_double_backward` has set torch to free nothing. Set torch again to free units after
+        # a backward pass, if it did so before.
         self._root.set_reshard_after_backward(self._frees_after_backward)
 
-        # Restore that units are freed after a forward pass. The root, which is the last unit, is
-        # left out: torch keeps its parameters because the backward pass begins with them.
+        # Also set torch again to free units after a forward pass, except the last unit, the root:
+        # torch keeps its parameters because the backward pass begins with them.
         if not self._keep_gathered:
             *inner_units, _ = self._units
             for unit in inner_units:
@@ -253,8 +259,8 @@ class ShardedModule(Extension):
         The step changes the shards, so parameters that stay gathered would be out of date.
 
         Raises:
-            UsageError: gradients were not averaged, or the user has changed parameters in a way
-                that has no effect.
+            UsageError: gradients were not averaged, because a loss was not computed from the
+                model's outputs, or the user has changed parameters in a way that has no effect.
         """
         if self._root not in modules:
             return
@@ -287,7 +293,8 @@ class ShardedModule(Extension):
 
         When a global batch has ended, torch should have moved all gradients to the shards.
         """
-        # In half precision torch accumulates gradients in fp32, outside of `parameter.grad`.
+        # If units are computed in half precision, torch accumulates the gradients of several
+        # micro-batches in fp32, in an attribute of its own instead of `parameter.grad`.
         ids_with_accumulated_gradient: set[int] = set()
         if self._half_dtype is not None:
             for unit in self._units:
@@ -336,7 +343,8 @@ class ShardedModule(Extension):
         # One hook on each trainable shard is ours (`_refuse_autograd_gradients`).
         check_hooks(self._shards, num_own_hooks=1)
 
-        # A tensor returns the same storage object at each call, as long as the object is alive.
+        # A tensor returns the same storage object at each call, as long as the object is alive, and
+        # `_storages` keeps the original objects alive.
         replaced: list[str] = []
         for name, shard in self._shards.items():
             if shard.untyped_storage() is not self._storages[name]:
@@ -442,7 +450,7 @@ class ShardedModule(Extension):
         if torch.is_grad_enabled():
             self._set_torch_for_micro_batch()
 
-            # With `find_unused_parameters`: a forward pass has run since the latest step.
+            # With `find_unused_parameters`: record that a forward pass runs after the latest step.
             if self._unused is not None:
                 self._unused.before_forward()
 

@@ -74,6 +74,8 @@ class UnitOutputs:
             if isinstance(leaf, Tensor) and leaf.requires_grad and torch_compat.is_view(leaf):
                 leaves[index] = _Alias.apply(leaf)  # type: ignore[no-untyped-call]
 
+        # `_hidden_tensors` searches the objects among the leaves, and the attributes of modules.
+        # Leave out the tensors that torch finds by itself.
         ids_in_output = {id(leaf) for leaf in leaves}
         hidden_tensors = [t for t in self._hidden_tensors(leaves) if id(t) not in ids_in_output]
         for tensor in [*leaves, *hidden_tensors]:
@@ -90,10 +92,10 @@ class UnitOutputs:
     def _hidden_tensors(self, leaves: Sequence[Any]) -> list[Tensor]:
         """Returns the tensors inside objects of the output and those in attributes of modules.
 
-        A tensor in an attribute is returned only once, even if it stays there for several forward
-        passes. An attribute of the tensor records that it was returned: a set with the `id` of this
-        object. The set may have several ids: each unit has an object like this one, and a tensor
-        may be in attributes of modules of several units.
+        A tensor in an attribute of a module is returned only once, even if it stays there for
+        several forward passes. To remember this, the tensor itself gets an attribute
+        (`_SHOWN_BY`): the set of the ids of the `UnitOutputs` that have returned it. Each unit has
+        such an object, and a tensor may be in attributes of modules of several units.
 
         Args:
             leaves: the values in the containers of the output.

@@ -78,7 +78,8 @@ class UnusedParameters:
 
             # The round has either created a gradient of zeros, which is removed, or added zeros to
             # a gradient of an earlier round, which is kept. In the second case the gradient is
-            # still the same tensor as before the round.
+            # still the same tensor as before the round. The reference to it is weak, so that the
+            # gradient's memory is freed when the user clears gradients.
             weak_reference = self._gradients_before[index]
             gradient_before = None if weak_reference is None else weak_reference()
             is_of_earlier_round = gradient_before is not None and gradient_before is shard.grad

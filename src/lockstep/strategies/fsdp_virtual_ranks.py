@@ -104,7 +104,7 @@ class TreeReduceScatter:
 
         if counts_in_sum(micro_batch):
             if self._step.extensions.listeners["leaf_gradient"]:
-                self._tell_leaf(input_tensor, micro_batch)
+                self._notify_extensions(input_tensor, micro_batch)
             self._push(input_tensor, micro_batch)
 
         if not micro_batch.last:
@@ -143,8 +143,9 @@ class TreeReduceScatter:
             parameters: the shards of the unit's trainable parameters.
 
         Returns:
-            For each parameter a tensor of shape `(shards, elements per chunk)`. None if some
-            parameters were not used, because torch does not tell which ones the gradient contains.
+            For each parameter a tensor of shape `(shards, n)`: row s has the n elements of the
+            parameter in chunk s. None if some parameters were not used, because torch does not tell
+            which ones the gradient contains.
         """
         lengths = []
         for shard in parameters:
@@ -157,11 +158,13 @@ class TreeReduceScatter:
             return None
         return torch.split(flat.view(self._num_shards, -1), lengths, dim=1)
 
-    def _tell_leaf(self, flat: Tensor, micro_batch: MicroBatch) -> None:
+    def _notify_extensions(self, flat: Tensor, micro_batch: MicroBatch) -> None:
         """Passes the gradient of a virtual rank to the extensions, one tensor for each parameter.
 
+        The journal, for example, records hashes of these gradients.
+
         Args:
-            flat: the gradient of the unit; see `_split_by_parameter`.
+            flat: the gradient of the unit, a flat tensor with one chunk for each shard.
             micro_batch: a micro-batch of the virtual rank.
 
         Raises:
@@ -169,8 +172,8 @@ class TreeReduceScatter:
                 contains.
         """
         parameters = self._trained_shards()
-        parts = self._split_by_parameter(flat, parameters)
-        if parts is None:
+        padded_gradients = self._split_by_parameter(flat, parameters)
+        if padded_gradients is None:
             raise UsageError(
                 "hashes of gradients under fsdp, with parameters that are not used",
                 "the gradient of a unit does not have all of its parameters, and torch does not "
@@ -179,13 +182,13 @@ class TreeReduceScatter:
                 "lockstep verify --float64",
             )
 
+        # For 2 shards, a parameter of shape (3, 5) has a padded gradient of shape (2, 10). The
+        # first row has two rows of the gradient, the other one the last row and 5 zeros. Zeros are
+        # always at the end, because only the last shards have fewer rows than others.
         gradients: list[Tensor] = []
-        for parameter, part in zip(parameters, parts, strict=True):
-            # `part` has a row for each shard: the first rows of the parameter, then the next ones,
-            # and so on. Only the last shards have fewer rows than others, so the zeros that pad
-            # them are at the end.
-            without_padding = part.reshape(-1)[: parameter.numel()]
-            gradients.append(without_padding.view(parameter.shape))
+        for parameter, padded in zip(parameters, padded_gradients, strict=True):
+            gradient = padded.reshape(-1)[: parameter.numel()]
+            gradients.append(gradient.view(parameter.shape))
 
         self._step.extensions.leaf_gradient(micro_batch, parameters, gradients)
 
@@ -227,6 +230,9 @@ class TreeReduceScatter:
         """
         virtual_rank = micro_batch.virtual_rank
         assert virtual_rank is not None
+
+        # The plan of the sums of this process: its virtual ranks (`leaves`), and for each of them
+        # how many additions follow (`merges`).
         sums = self._tree.sums(micro_batch.global_samples)
 
         # The virtual ranks of this process are pushed in order. For example, this is the third of

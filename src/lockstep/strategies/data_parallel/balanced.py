@@ -100,6 +100,7 @@ class BalancedDataParallel(DataParallel):
             return super().sizes(count)
 
         # The first training batches show whether batches have fewer samples than `gpu0_bsz`.
+        # `_check_not_short` ends the checks when one has enough samples.
         is_training_batch = self.training and torch.is_grad_enabled()
         if is_training_batch and self._looks_for_short_batches:
             self._check_not_short(count, self.gpu0_bsz)
@@ -113,10 +114,10 @@ class BalancedDataParallel(DataParallel):
         """Raises SettingError if `gpu0_bsz` is larger than the usual size of training batches.
 
         A *short* batch has fewer samples than `gpu0_bsz`, so the first GPU computes all of it and
-        the others nothing. Every training batch is checked until one is not short. A single short
-        batch is no error: it may be the last one of an epoch, in a run that was resumed there. Nor
-        are short batches of different sizes, which `micro_batch_size="auto"` tries. But if two of
-        them have the same size, this is the usual size. For example, with `gpu0_bsz=8`:
+        the others nothing. Every training batch is checked until one is not short. Two short
+        batches of the same size in a row are an error, because this is then the usual size. Others
+        are not: a single short batch may be the last one of an epoch, in a run that was resumed
+        there, and `micro_batch_size="auto"` tries different sizes. For example, with `gpu0_bsz=8`:
 
             batch sizes 5, 64: no error      batch sizes 6, 6: an error at the second one
 

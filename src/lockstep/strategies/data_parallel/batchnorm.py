@@ -127,9 +127,10 @@ def normalise_over_replicas(inputs: Sequence[tuple[Any, Tensor]]) -> list[Tensor
     Raises:
         DataError: there is only one value per channel.
     """
-    first_layer, x = inputs[0]  # the statistics are on the device of this `x`
-    dims = sync_batchnorm.all_but_channels(x)
-    dtype = sync_batchnorm.statistics_dtype(x)
+    first_layer, first_x = inputs[0]
+    home = first_x.device  # the device of the statistics
+    dims = sync_batchnorm.all_but_channels(first_x)
+    dtype = sync_batchnorm.statistics_dtype(first_x)
 
     # The number n of values per channel on all replicas.
     num_values = sum(x.numel() for _, x in inputs) // first_layer.num_features
@@ -142,14 +143,14 @@ def normalise_over_replicas(inputs: Sequence[tuple[Any, Tensor]]) -> list[Tensor
     # mean = sum(x) / n, variance = sum((x - mean) ** 2) / n, over the replicas: both (C,). They are
     # part of autograd's graph, so gradients come back through them.
     sums = [x.sum(dims, dtype=dtype) for _, x in inputs]
-    mean = _sum_on(x.device, sums) / num_values
+    mean = _sum_on(home, sums) / num_values
     deviations = [x - per_channel(mean, x) for _, x in inputs]
     squares = [deviation.square().sum(dims) for deviation in deviations]
-    variance = _sum_on(x.device, squares) / num_values
+    variance = _sum_on(home, squares) / num_values
 
     if first_layer.training and first_layer.track_running_stats:
         # A kernel fills this tensor. `torch.tensor(number)` would be copied to the GPU and wait.
-        total = torch.full((), num_values, dtype=torch.float64, device=x.device)
+        total = torch.full((), num_values, dtype=torch.float64, device=home)
         sync_batchnorm.update_running_stats(first_layer, mean.detach(), variance.detach(), total)
 
     inverse_std = (variance + first_layer.eps).rsqrt()

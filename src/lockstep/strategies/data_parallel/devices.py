@@ -41,7 +41,7 @@ def parse_device_ids(
 
     # By default all visible GPUs are used, which may be none.
     given: Any = range(num_visible) if device_ids is None else device_ids
-    is_single_device = isinstance(given, int | str | torch.device)  # the user forgot the list
+    is_single_device = isinstance(given, int | str | torch.device)  # 0 or "cuda:0", without a list
     devices: list[torch.device] = []
     if not is_single_device:
         devices = [_to_device(device) for device in given]

@@ -83,6 +83,8 @@ def is_loss_term(value: Any) -> bool:
 def forward_state(module: nn.Module) -> ForwardState:
     """Returns the buffers of a module, and the terms of a loss in its attributes.
 
+    A term of a loss is a tensor with a single number and with a gradient; see `is_loss_term`.
+
     A key consists of the name of the buffer or attribute, and the index in a container. Examples:
     `("layer.count", 0)` for a buffer, and `("layer.losses", 2)` for the third tensor of a list.
     BatchNorm layers are left out, because the option `sync_batchnorm` applies to them.
@@ -138,12 +140,13 @@ def warn_of_state(modules: Sequence[nn.Module], state_before: ForwardState) -> N
         name, _ = key
         tensors = [state.get(key) for state in states]  # None where a replica does not have it
         first = tensors[0]
+
+        # First case: each replica has a buffer or attribute of its own, with its own value.
         differs = not all(_may_be_equal(first, tensor) for tensor in tensors[1:])
 
-        # A list that existed before the forward pass is one object, which all replicas share. Each
-        # of them has added its own tensor to it, so the list now has a tensor of each replica. As
-        # every replica shows the same tensors, they do not differ. They are found by being both
-        # shared (the same object on all replicas) and new.
+        # Second case: a list that existed before the forward pass. The replicas share this one
+        # object, and each of them has added its tensor. So all replicas have the same tensors at
+        # the same indices, but the tensors are new.
         is_shared = first is tensors[1]
         is_new = first is not state_before.get(key)
 

@@ -139,10 +139,10 @@ class DataParallel(nn.DataParallel[nn.Module]):
         """Returns the device of each replica.
 
         Args:
-            state: the parameters and buffers of the module. Without GPUs, replicas run on their
-                device.
-            batch: the inputs. Replicas run on their device if the module has no parameters and
-                buffers.
+            state: the parameters and buffers of the module. Without GPUs, replicas run on the
+                device of these tensors.
+            batch: the inputs. Replicas run on the device of the inputs if the module has no
+                parameters and buffers.
         """
         if self._gpus:
             return self._gpus
@@ -200,8 +200,8 @@ class DataParallel(nn.DataParallel[nn.Module]):
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Runs the module's forward pass on all replicas, and joins their outputs.
 
-        Whatever the pass leaves in the first replica that runs, such as buffers and attributes, is
-        then in the module. The first training pass on several replicas warns if the pass has left
+        Afterwards the module has the buffers and attributes that the pass has left in the first
+        replica that ran. The first training pass on several replicas warns if the pass has left
         other buffers or attributes in other replicas.
         """
         replicas = self._make_replicas((inputs, kwargs))
@@ -211,7 +211,7 @@ class DataParallel(nn.DataParallel[nn.Module]):
         # leaves in it must then be copied to the module.
         first = replicas[0]
         is_copy = first.module is not self.module
-        attributes_before = attributes(first.module) if is_copy else {}
+        attributes_before = attributes(first.module) if is_copy else {}  # to find the new ones
 
         # The check for state that differs is made once, in the first training pass.
         checks_state = len(replicas) > 1 and torch.is_grad_enabled() and not self._has_checked_state
@@ -288,8 +288,11 @@ class DataParallel(nn.DataParallel[nn.Module]):
             state: the module's parameters and buffers, which are copied to the other devices.
         """
         devices_of_copies = [devices[number] for number in running if number != 0]
-        copies = replicate(self.module, state, devices[0], devices_of_copies)
-        if running[0] == 0:
+        home = devices[0]  # the device of the module
+        copies = replicate(self.module, state, home, devices_of_copies)
+
+        module_itself_runs = running[0] == 0
+        if module_itself_runs:
             return [self.module, *copies]
         return copies
 
@@ -332,9 +335,10 @@ class DataParallel(nn.DataParallel[nn.Module]):
         """Joins the outputs of the replicas into one output on `device`.
 
         Whatever the outputs contain at the same place of their containers is joined into one value
-        (`scatter_gather.gather_leaf`). If each replica returns a single number, such as a loss,
-        these are means over the samples of the replicas, and are joined into the mean over all
-        samples. `returned_mean` is set to True if there is such a number with a gradient.
+        (`scatter_gather.gather_leaf`). A single number of each replica, such as a loss, is taken
+        for a mean over the samples of the replica; the result is the mean over all samples. If such
+        a number has a gradient, `returned_mean` is set to True, and the strategy may warn that a
+        mean is wrong for samples with weights.
         """
         self.returned_mean = False
         if len(outputs) == 1:

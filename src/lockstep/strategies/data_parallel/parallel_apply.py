@@ -107,6 +107,7 @@ class ReplicaBarrier:
         """Lets the next replica run, and waits until all replicas have called this method."""
         self._arrivals[position] = arrival
         try:
+            # `_turns` has a semaphore for each replica if they run in turn; otherwise it is empty.
             next_position = position + 1
             if next_position < len(self._turns):
                 self._turns[next_position].release()
@@ -121,7 +122,8 @@ def _end_meeting(arrivals: dict[int, Arrival], results: list[Any]) -> None:
 
     Args:
         arrivals: the waiting replicas, by number. The dictionary is emptied for the next meeting.
-        results: the list into which the results are written, one for each replica.
+        results: the list into which the results are written, one for each replica. At the end of
+            the forward pass there are none, and the list is emptied.
 
     Raises:
         UsageError: the replicas are at different places.
@@ -139,7 +141,7 @@ def _end_meeting(arrivals: dict[int, Arrival], results: list[Any]) -> None:
         )
 
     combine = in_order[0].combine
-    if combine is None:  # the replicas only wait for each other, at the end of the forward pass
+    if combine is None:  # the end of the forward pass, where replicas only wait for each other
         results.clear()
     else:
         results[:] = combine([arrival.value for arrival in in_order])
@@ -184,7 +186,8 @@ def parallel_apply(
         token = current_replica.set(RunningReplica(barrier, position))
         try:
             with ExitStack() as stack:
-                # The first call runs in the calling thread, which has the modes already.
+                # Modes, such as autocast and `no_grad`, belong to a thread. The first call runs in
+                # the calling thread, which has them already.
                 if position > 0:
                     for make_mode in mode_factories:
                         stack.enter_context(make_mode())

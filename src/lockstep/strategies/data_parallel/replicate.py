@@ -147,24 +147,11 @@ def _copy_slots(part: nn.Module, new_part: nn.Module) -> None:
 
 def _check_can_be_copied(name: str, part: nn.Module) -> None:
     """Raises UsageError for code that is bound to one module object, which a copy cannot run."""
-    # Autocast sets a `HalfForward` on the object. Its attribute `own` is the forward that was set
-    # there before; None if there was none.
-    forward = vars(part).get("forward")
-    if isinstance(forward, HalfForward):
-        forward = forward.own
-
-    # A function may refer to the module in its closure, where it cannot be replaced.
-    is_function = isinstance(forward, FunctionType | partial)
-
-    # Otherwise `_rebind` replaces the module in the attributes of the forward. An object of a class
-    # that is written in C, such as a method of one, has no attributes that could be set.
-    cannot_be_rebound = forward is not None and not hasattr(forward, "__dict__")
-
     if is_compiled(part):
         reason = "compiled"
     elif isinstance(part, torch.jit.ScriptModule):
         reason = "scripted"
-    elif is_function or cannot_be_rebound:
+    elif not _can_be_rebound(part):
         reason = "a forward set on the object"
     else:
         return
@@ -176,18 +163,42 @@ def _check_can_be_copied(name: str, part: nn.Module) -> None:
     )
 
 
+def _can_be_rebound(part: nn.Module) -> bool:
+    """Returns True if the forward of a module can also be called with a copy (`_rebind`)."""
+    # Autocast sets a `HalfForward` on the object. Its attribute `own` is the forward that was set
+    # there before; None if there was none.
+    forward = vars(part).get("forward")
+    if isinstance(forward, HalfForward):
+        forward = forward.own
+
+    # No forward was set on the object. That of the class works for all modules of the class.
+    if forward is None:
+        return True
+
+    # A function or a partial may refer to the module in its closure or its arguments, where the
+    # module cannot be replaced.
+    if isinstance(forward, FunctionType | partial):
+        return False
+
+    # Any other forward refers to the module in its attributes, and can be rebound if these can be
+    # set. Objects of classes that are written in C have none.
+    return hasattr(forward, "__dict__")
+
+
 def _bind_forward(forward: Any, original: nn.Module, new_module: nn.Module) -> Callable[..., Any]:
     """Returns a `forward` for the copy of a module, from the one that was set on the original.
 
-    The result calls the same code, with the copy in the place of the original (`_rebind`). It is
-    bound to the copy at each call. If a copy held a method of its own, it would be in a reference
-    cycle, and its parameters would stay in memory until the next garbage collection.
+    The result calls the same code, with the copy in the place of the original (`_rebind`). It
+    refers to the copy only weakly, and binds `forward` to the copy anew in each call. If a copy
+    held a method of its own, it would be in a reference cycle, and its parameters would stay in
+    memory until the next garbage collection.
     """
     reference = weakref.ref(new_module)
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        """Calls the forward with the copy instead of the original."""
-        return _rebind(forward, original, reference())(*args, **kwargs)
+        """Calls the forward with the copy, which is alive while it is called."""
+        bound_forward = _rebind(forward, original, reference())
+        return bound_forward(*args, **kwargs)
 
     return call
 
@@ -213,16 +224,31 @@ def _rebind(value: Any, original: nn.Module, new_module: nn.Module | None) -> An
             return MethodType(value.__func__, new_module)
         return value  # a method of another object
 
+    # An object that refers to the module. `_can_be_rebound` has checked that it has attributes.
     new_value = copy.copy(value)
     for name, inner in vars(value).items():
-        is_previous_forward = isinstance(value, HalfForward) and name == "own" and inner is not None
-        is_forward = is_previous_forward or isinstance(inner, MethodType | BatchNormOverReplicas)
         if inner is original:
             setattr(new_value, name, new_module)
-        elif is_forward:
+        elif _is_inner_forward(value, name, inner):
             setattr(new_value, name, _rebind(inner, original, new_module))
 
     return new_value
+
+
+def _is_inner_forward(forward: Any, name: str, attribute: Any) -> bool:
+    """Returns True if an attribute of a `forward` is another `forward`, which the first one calls.
+
+    Args:
+        forward: an object that is used as the `forward` of a module.
+        name: the name of the attribute.
+        attribute: the value of the attribute.
+    """
+    if isinstance(attribute, MethodType | BatchNormOverReplicas):
+        return True
+
+    # `HalfForward` keeps the forward that was set on the module before in its attribute `own`; None
+    # if there was none.
+    return isinstance(forward, HalfForward) and name == "own" and attribute is not None
 
 
 def copy_to_devices(
@@ -257,7 +283,7 @@ class Broadcast(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, devices: list[torch.device], *tensors: Tensor) -> tuple[Tensor, ...]:
-        """Returns all copies for the first device, then all copies for the next one, and so on."""
+        """Returns copies of the tensors: those on `devices[0]`, then those on `devices[1]`, ..."""
         ctx.home = tensors[0].device
         ctx.num_tensors = len(tensors)
         ctx.set_materialize_grads(False)
@@ -265,8 +291,8 @@ class Broadcast(torch.autograd.Function):
         copies: list[Tensor] = []
         without_gradient: list[Tensor] = []
 
-        # torch's function broadcasts from the first device of the list, and returns a list for each
-        # device. The list for the first device has the tensors themselves.
+        # torch's function broadcasts from the first device of the list, here the device of the
+        # tensors. It returns a list for each device; the first list has the tensors themselves.
         _, *lists_of_copies = broadcast_coalesced(tensors, [ctx.home, *devices])
         for copies_on_device in lists_of_copies:
             for copied, needed in zip(copies_on_device, needs_gradient, strict=True):
@@ -367,8 +393,8 @@ def _sum_bucket(
         if needs_graph:
             gradient = view
         else:
-            # All views of a tensor share torch's counter of writes, so a write to one gradient
-            # would look like a write to the others. `data` has a counter of its own, and no graph.
+            # All views of a tensor share one version counter, so a write to one gradient would
+            # look to torch like a write to the others. `data` has a version counter of its own.
             gradient = view.data
         sums[index] = gradient.view(shape)
 
@@ -424,7 +450,7 @@ def copy_state_back(
 
     with torch.no_grad():
         for path, original_part in module.named_modules():
-            original_buffers = members(original_part).buffers
+            original_buffers = members(original_part).buffers  # the module's own dict
             for name, new_buffer in members(part_of_replica[path]).buffers.items():
                 _copy_buffer_back(original_buffers, name, new_buffer, home)
 

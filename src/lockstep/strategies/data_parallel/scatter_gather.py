@@ -27,7 +27,8 @@ def count_samples(batch: Any, dim: int, num_replicas: int) -> int:
     The result is 0 if there is nothing to split. With one replica nothing is split, so the sizes
     may differ, and the smallest one is returned. For example, along `dim`:
 
-        sizes 8, 8 and 1 -> 8      sizes 8 and 4 -> an error, or 4 with one replica
+        sizes 8, 8 and 1 -> 8      sizes 8 and 4, several replicas -> an error
+        sizes 1 and 1    -> 1      sizes 8 and 4, one replica      -> 4
 
     Raises:
         DataError: there are several replicas, and the sizes differ, or the batch has an object that
@@ -105,7 +106,10 @@ def scatter(
     takes_all_samples = part_size == num_samples
 
     def take_part(tensor: Tensor) -> Tensor:
-        """Returns the samples `begin` to `end - 1` of a tensor, on the device of the replica."""
+        """Returns the samples `begin` to `end - 1` of a tensor, on the device of the replica.
+
+        A tensor that does not hold samples along `dim` is returned as a whole.
+        """
         holds_samples = has_dimension(tensor, dim) and tensor.shape[dim] == num_samples
         if holds_samples and not takes_all_samples:
             if tensor.is_sparse:  # `narrow` makes a view, which sparse tensors do not have
@@ -153,8 +157,8 @@ def gather_leaf(
         # Other tensors, such as counters, must be equal. They can only be compared on one device.
         leaves = [leaf.to(device) for leaf in leaves]
     elif are_floats and len(set(leaves)) > 1:
-        # Different Python floats are means. If they are equal, they are returned as they are below,
-        # because rounding could change their mean.
+        # Different Python floats are means. Equal ones are not averaged, because rounding could
+        # change them; the code below returns the first.
         return _weighted_mean(leaves, sizes)
 
     # Anything else must be equal on all replicas.
@@ -248,5 +252,6 @@ def _are_equal(value: Any, other: Any) -> bool:
 
     try:
         return bool(value == other)
-    except (TypeError, ValueError, RuntimeError):  # arrays compare item by item
+    except (TypeError, ValueError, RuntimeError):
+        # For example arrays: they are compared item by item, so the result is not one truth value.
         return False

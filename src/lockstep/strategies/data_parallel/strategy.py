@@ -63,7 +63,8 @@ class DP(Strategy):
         """
         check_number_of_processes(self.name, run.topology.size)
 
-        # The devices and the shares are checked by wrapping a module without parameters.
+        # Wrap a module without parameters. This checks the devices and the shares, and the wrapper
+        # shows which ones the run will use.
         example = self._make_data_parallel(nn.Identity(), run)
         if example.num_replicas > 1:
             refuse_virtual_ranks(
@@ -129,12 +130,16 @@ class DP(Strategy):
         device_ids = self.device_ids
         replicas = self.replicas
         if device_ids is None and replicas is None:
-            if run.device.type == "cpu":  # also if there are GPUs that the run does not use
+            if run.device.type == "cpu":
+                # `replicas` prevents `DataParallel` from using visible GPUs, if there are any.
                 replicas = 1
             else:
                 # The run's own GPU first, because batches arrive there.
                 other_gpus = set(range(torch.cuda.device_count())) - {run.device.index}
                 device_ids = [run.device.index, *sorted(other_gpus)]
+
+        # Shares "auto" are measured later; until then all are equal.
+        shares = None if is_auto(run.settings.shares) else run.settings.shares
 
         return DataParallel(
             module,
@@ -142,7 +147,7 @@ class DP(Strategy):
             self.output_device,
             self.dim,
             replicas=replicas,
-            shares=None if is_auto(run.settings.shares) else run.settings.shares,
+            shares=shares,
             sync_batchnorm=run.settings.synchronises_batchnorm,
         )
 
@@ -173,7 +178,8 @@ class DP(Strategy):
             reason = "sync_batchnorm=False; the first device's statistics stay"
             choices.append(Choice("batchnorm", "per device", reason))
 
-        # With it, the names of the layers that were converted, and of those that could not be.
+        # With `sync_batchnorm`, the lines name the layers that were converted, and those that could
+        # not be.
         choices += data_parallel.batchnorms.choices(
             computed_by="device", samples="the samples of all devices, as on one"
         )

@@ -215,12 +215,14 @@ def split_into_fragments(sizes: Sequence[int], num_fragments: int) -> list[list[
         num_fragments: the number of fragments.
 
     Returns:
-        The indices of the tensors of each fragment. They are consecutive, and no fragment is empty.
+        The indices of the tensors of each fragment, which are consecutive.
 
     Raises:
         SettingError: there are fewer tensors than fragments.
     """
     num_tensors = len(sizes)
+
+    # No fragment may be empty, except the only fragment of a model without tensors.
     if num_fragments > max(1, num_tensors):
         raise SettingError(
             f"DiLoCo(fragments={num_fragments})",

@@ -143,8 +143,8 @@ class OuterOptimizer:
         # in addition; None for a virtual rank that has not sent it before.
         errors = [self._quantization_errors[n].get(fragment) for n in self._virtual_ranks]
 
-        # Each vector is quantized at once, so the new errors are known. The exchange only writes
-        # the means into `pseudo_gradients` later, when `wait` is called.
+        # The call quantizes the vectors, and returns their new errors. It does not wait for the
+        # exchange: the means are written into `pseudo_gradients` when `wait` is called.
         pseudo_gradients = [torch.empty_like(shared[index]) for index in indices]
         new_errors, wait = self._exchange.start_quantized_means(
             vectors, errors, pseudo_gradients, method
@@ -219,8 +219,9 @@ class OuterOptimizer:
     def check(self, saved: Mapping[str, Any]) -> None:
         """Raises CheckpointError if the shared state was saved with another number of fragments.
 
-        The state has the momentum of each fragment and the exchanges that are not finished. Other
-        fragments have other parameters.
+        In a round of DiLoCo the weights are exchanged fragment by fragment. The state has the
+        momentum and the unfinished exchange of each fragment. With another number of fragments,
+        they would contain other parameters.
         """
         num_fragments = len(self._fragments)
         num_saved = saved["fragments"]

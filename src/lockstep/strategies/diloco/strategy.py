@@ -74,8 +74,8 @@ class DiLoCo(DiLoCoOptions, Strategy):
             run, self.name, "it has virtual ranks of its own, each of which trains a copy"
         )
 
-        # The results depend on the number of replicas, but not on the number of processes. These
-        # must divide the replicas evenly only if several of them compute one replica.
+        # The results depend on the number of replicas, but not on the number of processes. If there
+        # are more processes than replicas, each replica is computed by equally many of them.
         num_ranks = run.topology.size
         if num_ranks > self.replicas and num_ranks % self.replicas != 0:
             raise SettingError(
@@ -135,15 +135,15 @@ class DiLoCo(DiLoCoOptions, Strategy):
         self._warn_of_statistics(module)
 
         untyped: Any = module  # for attributes and methods without types
-        options = self
+        used_options = self
         if run.settings.uncompressed:
-            options = replace(self, compress=None)
+            used_options = replace(self, compress=None)
             if self.compress is not None:
-                # `lockstep verify` compares runs without compression. It reads this attribute and
-                # prints that the user's run differs by choice.
+                # `lockstep verify` compares runs without compression. It reads this attribute of a
+                # prepared model, and prints that the user's run differs by choice.
                 untyped.by_choice = f"differences of replicas are sent as {self.compress}"
 
-        training = DiLoCoTraining(module, run, options)
+        training = DiLoCoTraining(module, run, used_options)
         module.register_forward_pre_hook(ModuleHook(training.before_forward))
 
         # A state dict has the shared weights. If one is loaded, all virtual ranks begin again with
@@ -152,7 +152,7 @@ class DiLoCo(DiLoCoOptions, Strategy):
         untyped.register_load_state_dict_pre_hook(ModuleHook(training.forget_virtual_ranks))
 
         size_bytes = sum(p.numel() * p.element_size() for p in training.parameters)
-        choices += options._choices(run.topology.size, size_bytes)
+        choices += used_options._choices(run.topology.size, size_bytes)
 
         return PreparedModule(
             module=module,

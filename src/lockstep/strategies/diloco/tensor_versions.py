@@ -52,9 +52,11 @@ class TensorVersions:
         # The stored values, or a copy of the shared ones if the version does not exist yet.
         new_values = self.values(version)
 
-        # Keep the memory that the module has now: `values` returns it without copying it. Then give
-        # the module the memory of the new values.
-        self._stored[self.in_module] = self.values(self.in_module)
+        # Store the memory that the module has now. It is not copied.
+        values_in_module = self.values(self.in_module)
+        self._stored[self.in_module] = values_in_module
+
+        # Give the module the memory of the new values.
         for tensor, value in zip(self._get_tensors(), new_values, strict=True):
             tensor.data = value
 

@@ -126,9 +126,10 @@ class DiLoCoTraining(Extension):
         """
         begins_global_batch = micro_batch.first
         if begins_global_batch and self._some_optimizer_stepped:
-            # The previous global batch was not finished: some optimizer has not stepped for its
-            # last virtual rank. The script may step it less often, which is allowed. But if the
-            # last micro-batch was not even reached, the loop was left too early.
+            # `_some_optimizer_stepped` would be False if the previous global batch had been
+            # finished. Some optimizer has not stepped for the last virtual rank of that batch. The
+            # script may step this optimizer less often, which is allowed. But if the last
+            # micro-batch was not even reached, the loop was left too early.
             if not self._last_micro_batch_began:
                 raise UsageError(
                     "a training loop that was left between the replicas of a global batch",
@@ -163,7 +164,8 @@ class DiLoCoTraining(Extension):
         """Restores the weights of the forward pass, which an evaluation may have replaced since.
 
         Raises:
-            UsageError: no loader or no optimizer is prepared.
+            UsageError: no loader or no optimizer is prepared. The loader says which virtual rank a
+                micro-batch belongs to, and the optimizer says when a virtual rank has stepped.
         """
         if not (self._step.in_training_loop and self._optimizers):
             raise UsageError(
@@ -182,12 +184,12 @@ class DiLoCoTraining(Extension):
         of the same step, is equal on these ranks, so averaging it again does not change it.
 
         Args:
-            micro_batch: the micro-batch that the loss comes from. It is not used: a loop may call
-                `backward` for it when it has already got a later micro-batch, and the optimizer
-                steps after that one.
+            micro_batch: the micro-batch that the loss comes from. It is not used, because a loop
+                may call `backward` when it has already got the next micro-batch. The optimizer then
+                steps after the next micro-batch.
         """
         latest_micro_batch = self._step.micro_batch
-        if not latest_micro_batch.closes_step:  # more of them follow before the optimizer step
+        if not latest_micro_batch.closes_step:  # more micro-batches follow before the step
             return
 
         if self._trains_one_model:
@@ -221,8 +223,8 @@ class DiLoCoTraining(Extension):
 
         # In the first steps of a training, all virtual ranks train one model: one step with the
         # shared weights is made for all of them together. But each of their forward passes has
-        # changed the virtual rank's own buffers. They are averaged once for a global batch, before
-        # the first of several optimizers steps.
+        # changed the virtual rank's own buffers. These are averaged, and the averages are put into
+        # the module. If there are several optimizers, this is done before the first one steps.
         if self._trains_one_model and not self._some_optimizer_stepped:
             self._average_buffers()
             self._buffers.put_in_module(SHARED)
@@ -264,8 +266,9 @@ class DiLoCoTraining(Extension):
         if self._trains_one_model:
             return
 
-        # The virtual rank continues from its own weights. If the user has changed the shared ones
-        # by hand in the meantime, this change would be lost.
+        # The shared weights are in the module, and the virtual rank's own weights replace them. If
+        # the user has changed the shared weights by hand in the meantime, the change would be lost.
+        # (A virtual rank without weights of its own begins with a copy of the shared ones.)
         if self._weights.in_module is SHARED and self._weights.exists(number):
             self._check_shared_weights_are_unchanged()
 
@@ -287,6 +290,8 @@ class DiLoCoTraining(Extension):
         Args:
             number: the number of the virtual rank whose gradients are restored.
         """
+        # The owner is the virtual rank whose gradients are in the module, at first that with the
+        # lowest number.
         gradients = [parameter.grad for parameter in self.parameters]
         self._stored_gradients[self._owner_of_gradients] = gradients
 
@@ -300,7 +305,7 @@ class DiLoCoTraining(Extension):
 
     def _check_shared_weights_are_unchanged(self) -> None:
         """Raises UsageError if the user has changed the shared weights, as that would be lost."""
-        # There are no counts yet if the shared weights were loaded and have not been in training.
+        # There are no counts if no step was made since the shared weights were loaded.
         if not self._write_counts_of_shared:
             return
 
@@ -335,7 +340,7 @@ class DiLoCoTraining(Extension):
             self._apply(fragment)
 
         # Send other fragments. Without a delay they are applied at once.
-        steps_apart = self._step.number - self._options.start
+        steps_apart = self._step.number - self._options.start  # since they train their own copies
         if steps_apart > 0:
             for fragment in self._fragments_to_send(steps_apart):
                 due_step = self._step.number + self._options.delay
@@ -426,6 +431,7 @@ class DiLoCoTraining(Extension):
         if self._run.topology.size == 1:
             return
 
+        # The versions of the tensors: those of `SHARED`, and those of each virtual rank's number.
         shared_weights = self._weights.values(SHARED)
         shared_buffers = self._buffers.values(SHARED)
         yield EqualTensors(
@@ -506,15 +512,19 @@ class DiLoCoTraining(Extension):
         steps_apart = self._step.number - self._options.start
 
         # The virtual ranks exchange their weights in rounds of `every` steps. A round is complete
-        # `delay` steps after its end, when its last fragment is applied. For example, with `every`
-        # 10 and `delay` 2, the first round is complete after step 12, and the second after step 22.
+        # `delay` steps after its end, when its last fragment is applied. With `every` 10 and
+        # `delay` 2, round 1 (steps 1 to 10) is complete after step 12, and round 2 (steps 11 to
+        # 20) after step 22.
         num_complete_rounds = max(0, steps_apart - delay) // every
         steps_in_rounds = num_complete_rounds * every
+
+        # Later steps are missing from the shared weights. If the run ends after step 12, these are
+        # the 2 steps 11 and 12; after step 15, the 5 steps from 11 to 15. The number is negative if
+        # the virtual ranks have not trained apart yet.
         steps_left = steps_apart - steps_in_rounds
 
-        # Up to `delay` steps are always left: those of the example are steps 11 and 12 if the run
-        # ends after step 12, at the best time. After step 15 five steps are left, of which the run
-        # warns. (The number is negative if the virtual ranks have not trained apart yet.)
+        # Even at the best time to end, after step 12, `delay` steps are left. Warn if there are
+        # more.
         if steps_left <= delay:
             return
 
