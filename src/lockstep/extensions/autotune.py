@@ -71,15 +71,15 @@ class Autotune(Extension):
     modules: Collection[nn.Module]
     optimizers: Collection[PreparedOptimizer]
     found: AutotuneResult = field(default_factory=AutotuneResult)
-    _recorded: _RecordedMicroBatch | None = None
-    _recording: ExitStack = field(default_factory=ExitStack)
+    _recorded_micro_batch: _RecordedMicroBatch | None = None
+    _recording_hooks: ExitStack = field(default_factory=ExitStack)
     """While calls are recorded, closing it removes the hooks that record them."""
 
     def __post_init__(self) -> None:
         self.request(None, self.run.settings.micro_batch_size)
 
     def request(self, shares: Any, micro_batch_size: Any) -> AutotuneRequest:
-        """Says which of its values a loader must wait for until they have been measured.
+        """Says which values of a loader are `"auto"`, so that the loader waits for their results.
 
         Args:
             shares: shares that are set for the loader; None to use those of the run.
@@ -111,9 +111,9 @@ class Autotune(Extension):
                 "give numbers, or use strategy='ddp'",
             )
 
-        # The loader computes its first micro-batch inside the context `profile`, which records it.
-        # For this, the loader splits off a small micro-batch from its first global batch, unless
-        # `must_keep_plan()` returns True.
+        # The loader computes its first micro-batch inside the context `profile`, in which this
+        # class records the forward calls. For this, the loader splits off a small micro-batch from
+        # its first global batch, unless `must_keep_plan()` returns True.
         return AutotuneRequest(
             result=self.found,
             # A single device computes the whole batch, so it has no shares to be found.
@@ -133,10 +133,10 @@ class Autotune(Extension):
             UsageError: on all ranks, if one of them could not repeat its calls.
             SettingError: if the memory of all ranks together is too small for the batch.
         """
-        if self._recorded is None:
+        if self._recorded_micro_batch is None:
             return
 
-        plan_of_loader, num_samples, calls = self._recorded
+        plan_of_loader, num_samples, calls = self._recorded_micro_batch
         self._stop_recording()  # the search calls the modules again
         search = AutotuneSearch(self.run, self.plan, plan_of_loader, num_samples, calls)
 
@@ -158,8 +158,8 @@ class Autotune(Extension):
             self._print_translated(_describe_micro_batch_size(size, largest_part))
             self.found.micro_batch_size_is_known = True
 
-        # The shares are published last, because the request counts as answered from then on, while
-        # errors of both searches name what the request still asks for.
+        # An error of either search names the settings that are still open. As long as the shares
+        # are not in `self.found`, they count as open. So they are put there last.
         if must_find_shares:
             self.found.shares = shares_of_processes
 
@@ -168,9 +168,9 @@ class Autotune(Extension):
     ) -> tuple[int, ...]:
         """Finds shares of the devices, and returns the shares that processes have from now on.
 
-        If each process has one device, the shares of the devices are those of the processes.
-        Otherwise they are given to the modules, which divide a process's part of the batch over its
-        devices, and the shares of the processes stay as they are.
+        If each process has one device, the shares that were found are returned. If a process has
+        several devices, its modules divide its part of the batch over them, so the modules get the
+        shares that were found, and `shares_of_processes` is returned unchanged.
         """
         result = search.find_shares()
         process_has_one_device = len(self.plan.local_devices) == 1
@@ -197,9 +197,9 @@ class Autotune(Extension):
     def _record(self, division: MicroBatchPlan, num_samples: int) -> Iterator[None]:
         """Records the forward calls of the first micro-batch, which runs inside this context.
 
-        The calls are kept in `self._recorded`. Inside the context, the user's loop calls
-        `world.backward`, which calls `after_backward`. That uses the calls, stops the recording and
-        sets `self._recorded` to None.
+        They are kept in `self._recorded_micro_batch`. Inside the context, the user's loop calls
+        `world.backward`, which calls `after_backward`. There the calls are used, the recording is
+        stopped, and `self._recorded_micro_batch` is set to None.
 
         Args:
             division: how the loader of the micro-batch divides global batches.
@@ -208,17 +208,17 @@ class Autotune(Extension):
         Raises:
             UsageError: if an optimizer has stepped, but `world.backward` was not called.
         """
-        # Calls are recorded until `_stop_recording` closes the stack `self._recording`.
-        calls = self._recording.enter_context(record_calls(self.modules))
+        # Calls are recorded until `_stop_recording` closes the stack of hooks.
+        calls = self._recording_hooks.enter_context(record_calls(self.modules))
         recorded = _RecordedMicroBatch(division, num_samples, calls)
-        self._recorded = recorded
+        self._recorded_micro_batch = recorded
         try:
             yield
 
             # Without a call of `world.backward`, the recorded micro-batch is still there. That is
             # an error if an optimizer has stepped: the user's loop has called `loss.backward()`. If
             # none has, the loop was an evaluation or has skipped the batch.
-            has_called_world_backward = self._recorded is not recorded
+            has_called_world_backward = self._recorded_micro_batch is not recorded
             has_stepped = self.run.step.training_pass.stepped
             if has_stepped and not has_called_world_backward:
                 raise UsageError(
@@ -227,13 +227,13 @@ class Autotune(Extension):
                     "call world.backward(loss)",
                 )
         finally:
-            if self._recorded is recorded:
+            if self._recorded_micro_batch is recorded:
                 self._stop_recording()
 
     def _stop_recording(self) -> None:
         """Removes the hooks from the modules, and forgets the recorded micro-batch."""
-        self._recorded = None
-        self._recording.close()
+        self._recorded_micro_batch = None
+        self._recording_hooks.close()
 
     def _must_keep_plan(self) -> bool:
         """Returns True if the first global batch must be computed in its planned micro-batches.

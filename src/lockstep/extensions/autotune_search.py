@@ -140,8 +140,9 @@ class AutotuneSearch:
             The smallest number that fits on any process, which all of them use; None if every
             process can compute its whole part of a global batch at once.
         """
-        # The devices of a process are tried together (None), as they are used: they do not all have
-        # the same free memory, because one holds the parameters and the optimizer's state.
+        # If a process has several devices, they are tried together, as in the training. Each by
+        # itself would not show the limit: they do not have the same free memory, because one of
+        # them holds the parameters and the optimizer's state. The number None stands for all.
         devices: Sequence[int | None] = self._local_devices
         if len(devices) > 1:
             devices = (None,)
@@ -162,6 +163,7 @@ class AutotuneSearch:
         """
         times_of_device: list[list[float]] = [[] for _ in range(self._num_devices)]
         while True:
+            # Each rank measures its own devices with these shares, and gets the times of all.
             latest = self._call_for_all_devices(self._measure_seconds, self._local_devices, shares)
             for device, seconds in enumerate(latest):
                 times_of_device[device].append(seconds)
@@ -190,7 +192,8 @@ class AutotuneSearch:
             device: the number of the device; None for all devices of this process together.
             shares: the shares that give the device its part of the global batch.
         """
-        # The limit is known from a call with other shares.
+        # The limit is known from a call with other shares. The part may be smaller now, with which
+        # callers compare the limit.
         if device in self._known_limits:
             return self._known_limits[device]
 
@@ -264,7 +267,7 @@ class AutotuneSearch:
         """
         collectives = self._run.collectives
 
-        # The setting that the user is told of in an error.
+        # If the function fails on a rank, the error names this setting on all ranks.
         shares_are_searched = self._division.request.shares_are_open
         setting = "shares='auto'" if shares_are_searched else "micro_batch_size='auto'"
 
@@ -275,7 +278,8 @@ class AutotuneSearch:
             except Exception as error:
                 text = str(error)
                 if isinstance(error, LockstepError):
-                    # The advice of the error is left out, because the one below fits better.
+                    # Such an error has three parts: what the user has set (`was_set`), what was
+                    # found, and advice. The advice is left out, as the one below fits better.
                     text = f"{error.was_set}: {error.found}"
                 raise UsageError(
                     setting,
@@ -286,6 +290,8 @@ class AutotuneSearch:
 
         # The ranks wait for each other here, so that all of them begin at the same time.
         collectives.exchange("begin")
+
+        # If it fails on one rank, all ranks raise a `UsageError`.
         results_of_ranks = gather_answers(collectives, setting, call_for_local_devices, UsageError)
         results: list[Any] = []
         for results_of_rank in results_of_ranks:

@@ -61,7 +61,8 @@ def make_training_steps(
     is_empty = loader.steps == 0
 
     # A loader that was resumed from a checkpoint is in the middle of an epoch too, but no loop over
-    # it is running. Its `start`, the global batch that it goes on with, is not 0.
+    # it is running yet. Its `start`, the global batch that the next loop begins with, is not 0. As
+    # soon as this loop begins, `start` is 0 again.
     was_resumed = loader.start != 0
     loop_is_running = loader.mid_epoch and not was_resumed
     if is_empty or loop_is_running:
@@ -125,10 +126,11 @@ class TrainingSteps:
             `activations`, `loss`, `state`, `peak`.
         """
         with self._undo(), closing(self._endless_batches()) as batches:
-            # With `count_saved`, the step sets `_sizes` to the sizes of copies, activations and
-            # loss. The optimizer's state exists after it.
+            # With `count_saved`, this step sets `self._sizes` to the sizes of copies, activations
+            # and loss.
             self._step(batches, count_saved=True)
 
+            # After the first step, the optimizer has a state.
             state = state_tensors(self._optimizer.inner)
             self._sizes["state"] = bytes_by_device(storages(state))
             self._sizes["peak"] = self._measure_peak(batches)
@@ -178,7 +180,7 @@ class TrainingSteps:
                 self._preparer.backward(loss)
 
                 # Gradients are views of larger buckets, which stay alive when the gradients are
-                # cleared. A later measurement of the peak on a CPU finds the buckets by this.
+                # cleared. `_measure_peak_on_cpu` finds the buckets by the storages noted here.
                 if count_saved:
                     self._note_storages_of_gradients()
 
@@ -229,9 +231,8 @@ class TrainingSteps:
         # parameters of its own. These copies are kept for the backward pass too.
         copies_of_parameters = used_parameters - model_storages
 
-        # Each storage counts once, for the first of these that has it: the parameters, their
-        # copies, the activations, the loss. So `count` leaves out the storages in `counted`. It
-        # also adds to this set, so that each call leaves out what the calls before it have counted.
+        # Each storage counts once. `count` leaves out the storages in `counted`, which are those of
+        # parameters and copies at first, and adds those that it counts to this set.
         counted = model_storages | copies_of_parameters
         activations: Counter[torch.device] = Counter()
         for saved in saved_by_calls:
@@ -274,7 +275,8 @@ class TrainingSteps:
     def _measure_peak(self, batches: Iterator[Any]) -> dict[torch.device, int]:
         """Returns the most memory that tensors take at one time in a step, by device."""
         if self._run.device.type == "cuda":
-            # Each of the sizes is a dict from devices to bytes.
+            # The devices that the model computes on, on some of which activations or a loss were
+            # found. (Both sizes are dicts from devices to bytes.)
             devices_with_activations = self._sizes["activations"].keys()
             devices_with_loss = self._sizes["loss"].keys()
             devices = {self._run.device, *devices_with_activations, *devices_with_loss}
@@ -292,8 +294,9 @@ class TrainingSteps:
         the step, and replicas compute in threads of their own.
         """
         # A thread that has entered `live` counts each tensor that it makes. What is alive already
-        # is counted here: the model, the optimizer's state, and buckets of gradients (gradients
-        # themselves were cleared).
+        # is counted here: the model, the optimizer's state, and DDP's buckets of gradients. The
+        # gradients themselves were cleared, but their storages are those of the buckets, so a weak
+        # reference to one still returns it.
         live = LiveTensors()
         live.count(storages([*self._model.parameters(), *self._model.buffers()]))
         live.count(storages(state_tensors(self._optimizer.inner)))
@@ -330,16 +333,16 @@ class TrainingSteps:
             if not tensor.is_meta:
                 tensors_before.append(tensor)
 
-        # Dictionaries get the entries of a copy back, which removes entries that a step has added:
-        # the state of the optimizer by parameter, its entries for each parameter and its groups
-        # of parameters, and the buffers of each module.
+        # Some dictionaries get the entries of a copy back, which removes entries that a step has
+        # added: the optimizer's state, the state of each parameter, the options of each group of
+        # parameters, and the buffers of each module.
         state: dict[Any, Any] = optimizer.state
         contents: list[tuple[dict[Any, Any], dict[Any, Any]]] = [(state, dict(state))]
         for entries in [*optimizer.state.values(), *optimizer.param_groups]:
             contents.append((entries, _copy_entries(entries)))
             tensors_before += [value for value in entries.values() if isinstance(value, Tensor)]
         for module in self._model.modules():
-            buffers: dict[Any, Any] = members(module).buffers
+            buffers: dict[Any, Any] = members(module).buffers  # `module._buffers`
             contents.append((buffers, dict(buffers)))
 
         # The loader and the loss scaler load the state that they have now.

@@ -109,12 +109,13 @@ class Memory:
             _format_line("", [device.device for device in devices]),
         ]
         for label, attribute in ROWS:
-            values = [getattr(device, attribute) for device in devices]
+            values = [getattr(device, attribute) for device in devices]  # in this block
 
             # A row without any figure in the whole table, such as "copies" on a single device, is
             # left out. The row "optimizer state" is an exception: where the state is not known
             # (None), the row says so with "?".
-            has_figures = any(getattr(device, attribute) for device in self.devices)
+            values_in_table = [getattr(device, attribute) for device in self.devices]
+            has_figures = any(values_in_table)
             state_is_unknown = attribute == "state" and None in values
             if not has_figures and not state_is_unknown:
                 continue

@@ -105,7 +105,8 @@ def _copy_on_meta(optimizer: Optimizer) -> tuple[Any, dict[nn.Parameter, torch.d
         The copy; and for each of its parameters the device of the parameter that it stands for.
     """
     meta_optimizer: Any = copy(optimizer)
-    meta_optimizer.state = type(optimizer.state)(dict)  # an empty `defaultdict(dict)`
+    state_type = type(optimizer.state)  # torch's `defaultdict`, unless the optimizer has another
+    meta_optimizer.state = state_type(dict)  # empty
     meta_optimizer.param_groups = []
     device_of_meta: dict[nn.Parameter, torch.device] = {}
     for group in optimizer.param_groups:
@@ -168,7 +169,8 @@ class SavedTensors:
         sizes: Counter[torch.device] = Counter()
 
         # If an argument of the forward pass was saved, only its own bytes count. Its storage may
-        # hold the whole batch, of which this replica has a part.
+        # hold the whole batch, of which this replica has a part. It counts for each replica, so
+        # `counted` does not matter.
         for storage in self._saved & self._argument_bytes.keys():
             sizes[storage.device] += min(storage.nbytes(), self._argument_bytes[storage])
 
@@ -229,7 +231,8 @@ class LiveTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 if storage.device.type != "cpu":
                     continue
 
-                # Ranks of a machine exchange through it. Its size does not depend on the model.
+                # This is the shared memory through which the ranks of a machine exchange data. Its
+                # size does not depend on the model.
                 if storage.data_ptr() == self._address_of_shared_memory:
                     continue
 
@@ -275,7 +278,8 @@ def around_calls(
         context = make_context((args, kwargs))
         context.__enter__()
 
-        # In a thread that enters its first context, the attribute does not exist yet.
+        # Each thread needs a list of its own. In a thread that enters its first context, the
+        # attribute does not exist yet.
         entered.contexts = [*getattr(entered, "contexts", ()), context]
 
     @outside_compiled_code

@@ -108,8 +108,8 @@ class ProfilingRun:
         """
         with self._restore_everything():
             try:
-                # In training, the optimizer's state takes memory, too. It may not exist yet, so as
-                # much memory is allocated while the samples are computed.
+                # In training, the optimizer's state takes memory, too. It may not exist yet. So the
+                # memory that it will take is reserved while the samples are computed.
                 self._compute(samples, device, self._reserve_memory())
             except Exception as error:
                 if not is_out_of_memory(error):
@@ -152,8 +152,8 @@ class ProfilingRun:
         Args:
             samples: how many samples to compute.
             device: the number of a device among those of this process. None for all of them.
-            reserved_memory: a tensor that nothing reads. It is an argument so that its memory stays
-                allocated until this function returns.
+            reserved_memory: a tensor that nothing reads. Its memory stays allocated until this
+                function ends, and is free again as soon as it does, as no caller refers to it.
 
         Raises:
             UsageError: there are no calls, or no output or input has a gradient.

@@ -123,21 +123,19 @@ class EvaluationPassesCheck(Check):
             return
 
         # A rank that is late may not have prepared its last loaders yet.
-        num_loaders = min(len(all_of_rank) for all_of_rank in passes_of_ranks)
+        num_loaders = min(len(loaders_of_rank) for loaders_of_rank in passes_of_ranks)
         for index in range(num_loaders):
-            # The passes of each rank over this loader, in the order of the ranks.
-            over_this_loader = [
-                LoaderPasses(*all_of_rank[index]) for all_of_rank in passes_of_ranks
-            ]
+            # What each rank has done with this loader: element 2 is that of rank 2.
+            by_rank = [LoaderPasses(*loaders_of_rank[index]) for loaders_of_rank in passes_of_ranks]
 
             evaluating_ranks: list[int] = []
-            for rank, passes in enumerate(over_this_loader):
-                if _has_evaluated_more(passes, over_this_loader):
+            for rank, passes in enumerate(by_rank):
+                if _has_evaluated_more(passes, by_rank):
                     evaluating_ranks.append(rank)
 
             if evaluating_ranks:
                 self._has_warned = True
-                evaluated_at = over_this_loader[evaluating_ranks[0]].evaluated_at
+                evaluated_at = by_rank[evaluating_ranks[0]].evaluated_at
                 self._warn(evaluating_ranks, evaluated_at, on_this_rank)
                 return
 

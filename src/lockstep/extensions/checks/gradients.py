@@ -60,8 +60,8 @@ class GradientVersionCheck(Check):
         """
         self._num_backwards_of_micro_batch += 1
 
-        # `micro_batch` is the one that the loss was computed from. What counts here is the one that
-        # the training loop has reached.
+        # If two loaders are trained on, the loss of `micro_batch` may be of one, and the loop may
+        # have reached a micro-batch of the other. The optimizer steps after the latter.
         are_complete = self.run.step.micro_batch.closes_step
         are_scaled = self.precision.scaler is not None
         if are_complete and not are_scaled:
@@ -93,11 +93,11 @@ class GradientVersionCheck(Check):
     def before_backward(self, loss: Any, micro_batch: MicroBatch) -> None:
         """Raises UsageError if the gradients of earlier micro-batches were written to.
 
-        They are compared before the first backward pass of each micro-batch but the first one of a
-        global batch.
+        Gradients are compared once for each micro-batch, before its first backward pass. Nothing is
+        compared for the first micro-batch of a global batch, which finds no earlier gradients.
         """
-        # `micro_batch` is the one that the loss was computed from. What counts here is the one that
-        # the training loop has reached.
+        # As in `after_backward`, the micro-batch that the training loop has reached counts, which
+        # may be another than that of the loss.
         current_micro_batch = self.run.step.micro_batch
 
         # No earlier micro-batch has left gradients for this optimizer step.
@@ -121,11 +121,13 @@ class GradientVersionCheck(Check):
 
     def before_step(self, optimizer: Optimizer, modules: Sequence[nn.Module]) -> None:
         """Raises UsageError if gradients of this optimizer are still scaled and were written to."""
+        # The gradients have their true size, because there is no loss scaler for them.
         if not self.precision.scales(optimizer):
             return
 
         # Under fp16, gradients are multiplied by a large scale until the optimizer steps. If they
         # are clipped to a norm of 1 before, they are far too small afterwards.
+        # The records describe the gradients as the latest backward pass has left them.
         stepped_ids = {id(parameter) for parameter in parameters_of(optimizer)}
         for record in self._records:
             is_stepped = id(record.parameter) in stepped_ids

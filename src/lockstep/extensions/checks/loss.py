@@ -116,8 +116,8 @@ class LossCheck(Check):
         if loss.isfinite().item():
             return
 
-        # The gradients are not NaN if the script's own arithmetic has kept the NaN from the
-        # parameters.
+        # A NaN loss need not make gradients NaN: in `loss + penalty.detach()`, the NaN may be in
+        # the penalty, which has no gradient.
         if self._has_nan_gradient():
             raise _nan_gradients_error(micro_batch)
 

@@ -85,10 +85,12 @@ def _divides_then_sums(length_statement: ast.stmt, sum_statement: ast.stmt) -> b
 
 
 def _simple_statement_at(tree: ast.Module, line: int) -> ast.stmt | None:
-    """Returns the statement that a line belongs to, if it is one without a block.
+    """Returns the statement that a line belongs to. Statements with a block are skipped.
 
-    Returns None for the first line of a block, for example `for x in test:`, because its statement
-    includes the whole block. Of several statements on a line, `a = 1; b = 2`, the last is returned.
+    In `with open(name) as file:`, followed by an indented line `x = file.read()`, the second line
+    belongs to the statement `x = file.read()`. The first line belongs to no statement but the one
+    with the block, so None is returned for it. Of several statements on a line, `a = 1; b = 2`, the
+    last is returned.
     """
     found = None
     for node in ast.walk(tree):
@@ -109,6 +111,7 @@ def _names_divided_by_length(statement: ast.stmt) -> set[str]:
         if isinstance(division.left, ast.Name):
             names.add(division.left.id)
 
+    # `total /= len(x)` assigns to the variable that it divides.
     if isinstance(statement, ast.AugAssign) and isinstance(statement.op, ast.Div):
         if _is_length(statement.value):
             names |= _assigned_names(statement)

@@ -75,8 +75,9 @@ class PreparationCheck(Check):
 
         Each line of the script that calls `World.backward` is watched by itself:
 
-        - Its loss reaches a prepared parameter, or may be right without one. Such losses are
-          counted, and after `MAX_RIGHT_LOSSES_PER_LINE` of them the line is not watched any more.
+        - Its loss reaches a prepared parameter, or it trains learned inputs, for example, which
+          need no prepared model (`_may_be_right`). Such losses are counted as right, and after
+          `MAX_RIGHT_LOSSES_PER_LINE` of them the line is not watched any more.
         - Its loss reaches only parameters that were not prepared. They are the *unprepared model*
           of this line. After `BACKWARDS_BEFORE_COMPARISON` further losses, the checksums of the
           model are sent to be compared between the ranks, and the line is not watched any more.
@@ -102,6 +103,7 @@ class PreparationCheck(Check):
             self._unprepared_models[location] = UnpreparedModel(location, parameters)
             return
 
+        # `_line_to_look_at` does not return the line any more once its checksums were sent.
         model.num_backwards += 1
         model.update_checksum()
         if model.num_backwards >= BACKWARDS_BEFORE_COMPARISON:
@@ -140,11 +142,13 @@ class PreparationCheck(Check):
         if self._num_right_losses.get(location, 0) >= MAX_RIGHT_LOSSES_PER_LINE:
             return None
 
-        # A line that trains an unprepared model is looked at until the checksums of the model were
-        # sent to be compared between the ranks. A model without checksums is not compared.
+        # It is not known yet that the line trains an unprepared model.
         model = self._unprepared_models.get(location)
         if model is None:
             return location
+
+        # The line is looked at until the checksums of its model are compared between the ranks. A
+        # model without checksums cannot be compared, so more losses would show nothing.
         if model.first_checksum is None or model.checksums_were_sent:
             return None
         return location
@@ -204,6 +208,8 @@ class PreparationCheck(Check):
         topology = self.run.topology
         checksums = [model.first_checksum, model.latest_checksum]
         joined.store.set(f"{key}/{topology.rank}", json.dumps(checksums))
+
+        # Under the key itself, the store counts the ranks that have sent their checksums.
         num_sent = joined.store.add(key, 1)
         if num_sent < topology.size:
             return  # another rank will be the last
@@ -221,7 +227,8 @@ class PreparationCheck(Check):
 
     def _warn_of_model(self, model: UnpreparedModel) -> None:
         """Warns, on this rank, of an unprepared model that each rank trains in its own way."""
-        # "... belong to no prepared module; they were equal on all ranks, ..."
+        # The message says "... belong to no prepared module; they were equal ...". If the script
+        # has prepared no module at all, it says this instead.
         prepared = "no prepared module" if self.wrapped else "no module: none was prepared"
         warn(
             "world.backward of a loss that reaches no prepared model",
@@ -237,7 +244,10 @@ class PreparationCheck(Check):
 
     @never_compiled
     def _before_any_step(self, optimizer: Optimizer, *_: Any) -> None:
-        """Called by torch before any optimizer steps. Warns once of one that is not prepared."""
+        """Warns once of an optimizer that is not prepared.
+
+        Torch calls this hook before each step of any optimizer.
+        """
         if self._num_backwards == 0:
             return  # nothing was trained yet: scripts step once to create the optimizer's state
         if any(prepared.stepping for prepared in self._prepared_optimizers):
@@ -282,6 +292,8 @@ class PreparationCheck(Check):
             if not ids.isdisjoint(ids_in_prepared_optimizer):
                 return None
 
+        # No prepared optimizer has these parameters, so the script must have forgotten to prepare
+        # this one.
         return f"it holds {num_prepared} parameters of a prepared model"
 
     def close(self, failed: bool) -> None:

@@ -77,7 +77,9 @@ class SumOfMeansCheck(Check):
         if user_call() != "world.sum()":
             return
 
-        self._check_recorded_sum()  # checks the previous sum, which is replaced below
+        # This sum replaces the one that was recorded before. So warn now if the script divides the
+        # earlier sum by the length of a loader.
+        self._check_recorded_sum()
         self._evaluations_at_last_sum = num_evaluations
         self._sum_location = user_location()
 
@@ -98,10 +100,10 @@ class SumOfMeansCheck(Check):
         file, sum_line = location
         source = "".join(linecache.getlines(file))
         for loader in self.run.loaders:
-            # The line of the script that has called `len(loader)` last.
-            if loader.length_asked_at is None:
+            if loader.length_asked_at is None:  # the script has not called `len(loader)`
                 continue
 
+            # The line of the script that has called `len(loader)` last.
             length_file, length_line = loader.length_asked_at
             if length_file != file:
                 continue

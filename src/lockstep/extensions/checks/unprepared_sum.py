@@ -166,8 +166,8 @@ class UnpreparedSumCheck(Check):
             local_leaves: the tensors and numbers that this rank has given to the sum.
             summed_leaves: the sums, in the same order.
         """
-        # If ranks have read different samples, `compare_histories` has removed the latest pass
-        # before this sum. So if there is one, all ranks have read the same samples.
+        # All ranks have read the same samples in this pass. If they had not, the comparison at the
+        # beginning of `world.sum` would have set it to None (`compare_histories`).
         read_pass = self._latest_pass
         size = self.run.collectives.data_parallel.size
         if read_pass is None or size == 1 or self._has_warned:
@@ -185,8 +185,8 @@ class UnpreparedSumCheck(Check):
                 self._doubtful_sum = None
                 return
 
-            # One doubtful sum is enough for a warning. And if the script sums the number of
-            # samples, no sum is doubtful.
+            # A doubtful sum was found already, and one is enough for a warning. Or the script also
+            # sums the number of samples, and no sum is doubtful.
             if self._doubtful_sum is not None or self._has_summed_sample_counts:
                 continue
 
@@ -199,10 +199,12 @@ class UnpreparedSumCheck(Check):
 
 
 def counts_repeatedly(local_value: float, total: float, size: int, samples: int) -> bool:
-    """Returns True if a sum over ranks that have read the same samples seems to repeat results.
+    """Returns True if a sum seems to count the result of a sample several times.
+
+    All ranks have read the same samples before the sum.
 
     Args:
-        local_value: the number that this rank has given.
+        local_value: the number that this rank has given, which is finite.
         total: the sum over the ranks.
         size: the number of ranks.
         samples: how many samples every rank has read.

@@ -162,9 +162,9 @@ class DeviceCheck(Extension):
             self._is_compared = False
             self._compare_states()
 
-        # This process now repeats what another one computes for a virtual rank. Should their
-        # results differ, all processes compute this virtual rank again, with the same factor of the
-        # loss in each of its micro-batches. So the factors are recorded here.
+        # If this process repeats what another one computes for a virtual rank, both results are
+        # compared. Should they differ, all processes compute this virtual rank again, with the same
+        # factor of the loss in each of its micro-batches. So the factors are recorded here.
         virtual_rank = micro_batch.virtual_rank
         if virtual_rank is not None and virtual_rank.is_compared and virtual_rank.is_repeat:
             is_first_of_virtual_rank = virtual_rank.begins
@@ -184,10 +184,9 @@ class DeviceCheck(Extension):
         if not self._step.micro_batch.checks_devices:
             return
 
-        # Usually the loader has compared the results when the loop asked for the last micro-batch.
-        # If there was a dispute, it has also made all ranks compute the virtual rank again. If the
-        # loop had fetched that micro-batch ahead, there were no results yet, so they are compared
-        # now, when nothing can be computed again any more.
+        # Usually the loader has compared the results before the last micro-batch. If the loop had
+        # fetched this micro-batch ahead, there were no results yet, so they are compared now. (It
+        # is too late then to compute something again.)
         if not self._is_compared:
             self.find_dispute()  # if there is a dispute, this sets `_dispute` to it
 
@@ -238,14 +237,14 @@ class DeviceCheck(Extension):
         """Compares the gradients of the virtual ranks that two processes have computed.
 
         Each of these virtual ranks was computed by its owner, and repeated by a checker. Example: 4
-        virtual ranks on 2 processes. Rank 0 owns the virtual ranks 0 and 1, and repeats virtual
-        rank 2 of rank 1, which repeats virtual rank 0.
+        virtual ranks on 2 processes. Rank 0 owns the virtual ranks 0 and 1, and rank 1 owns 2 and
+        3. Rank 0 repeats the virtual rank 2, and rank 1 repeats the virtual rank 0.
 
         All ranks call this together. The dispute is also kept in `_dispute`.
 
         Returns:
-            The virtual rank that all processes must compute again, with the factors of its loss;
-            None if all gradients agree.
+            The virtual rank that all processes must compute again, with the factors (`scales`) of
+            its losses; None if all gradients agree.
 
         Raises:
             UsageError: on all ranks, if the loop has skipped a micro-batch whose result was to be
@@ -282,17 +281,18 @@ class DeviceCheck(Extension):
             What the owners of the compared virtual ranks have computed, and what the checkers have,
             each in the order of the ranks.
         """
+        # An entry consists of the number of the virtual rank and the digest of its gradient.
         own_entry = None if self._own_result is None else self._own_result.entry
         repeated_entry = None if self._repeated_result is None else self._repeated_result.entry
         entries_of_ranks = self._run.collectives.exchange((own_entry, repeated_entry))
 
         owned: list[_DigestOfRank] = []
         repeated: list[_DigestOfRank] = []
-        for rank, (own_entry, repeated_entry) in enumerate(entries_of_ranks):
-            if own_entry is not None:
-                owned.append(_DigestOfRank(rank, *own_entry))
-            if repeated_entry is not None:
-                repeated.append(_DigestOfRank(rank, *repeated_entry))
+        for rank, (owners_entry, checkers_entry) in enumerate(entries_of_ranks):
+            if owners_entry is not None:
+                owned.append(_DigestOfRank(rank, *owners_entry))
+            if checkers_entry is not None:
+                repeated.append(_DigestOfRank(rank, *checkers_entry))
         return owned, repeated
 
     def _gradient_bits(self) -> BitSums:
@@ -344,7 +344,7 @@ class DeviceCheck(Extension):
         bits_of_checker = repeated_bits[dispute.checker]
         assert bits_of_owner is not None  # both have taken part in the dispute
         assert bits_of_checker is not None
-        first_of_rank = {
+        first_digest_of_rank = {
             dispute.owner: digest(bits_of_owner),
             dispute.checker: digest(bits_of_checker),
         }
@@ -352,14 +352,14 @@ class DeviceCheck(Extension):
         # After the difference was found, all ranks have computed this virtual rank again. If one of
         # them could not, none of these results are used.
         bits_computed_again: list[BitSums | None] = self._exchange_bits(self._disputed_result)
-        again_of_rank: dict[int, str] = {}
+        repeated_digest_of_rank: dict[int, str] = {}
         for rank, bits in enumerate(bits_computed_again):
             if bits is not None:
-                again_of_rank[rank] = digest(bits)
-        if len(again_of_rank) < len(bits_computed_again):
-            again_of_rank = {}
+                repeated_digest_of_rank[rank] = digest(bits)
+        if len(repeated_digest_of_rank) < len(bits_computed_again):
+            repeated_digest_of_rank = {}
 
-        verdict = judge_repeats(Results(first_of_rank, again_of_rank))
+        verdict = judge_repeats(Results(first_digest_of_rank, repeated_digest_of_rank))
 
         differing = []
         for name in dict.fromkeys([*bits_of_owner, *bits_of_checker]):
@@ -387,9 +387,9 @@ class DeviceCheck(Extension):
         Raises:
             WrongDeviceError: on all ranks, if some rank has other bits.
         """
-        # A group is identified by the kind of its tensors and by the first of the ranks that must
-        # have the same. Each rank sends, for each of its groups, a digest of the names and of the
-        # bits.
+        # A group of tensors is identified by their kind, and by the first of the ranks that must
+        # have the same. `own_bits` has a number for each tensor of a group, by its name. Each rank
+        # sends, for each of its groups, a digest of the names and a digest of names and numbers.
         own_bits = self._bits_of_groups()
         own_entries = []
         for (kind, first_rank), bits in own_bits.items():
@@ -413,10 +413,15 @@ class DeviceCheck(Extension):
             have_same_bits = len(set(bits_of_rank.values())) == 1
             if have_same_tensors and not have_same_bits:
                 kind, _ = key
-                self._raise_difference(kind, list(bits_of_rank), own_bits.get(key, {}))
+                ranks = list(bits_of_rank)
+                bits_here = own_bits.get(key, {})  # empty if this rank is none of these ranks
+                self._raise_difference(kind, ranks, bits_here)
 
     def _bits_of_groups(self) -> dict[GroupKey, BitSums]:
-        """Returns the sums of the bits of all tensors that must be equal on several ranks."""
+        """Returns the sums of the bits of all tensors that must be equal on several ranks.
+
+        They are grouped by the kind of the tensors, and by the ranks that have the same.
+        """
         bits_of_group: dict[GroupKey, BitSums] = {}
         for key, tensors in self._tensors_of_groups().items():
             # If a tensor is a DTensor, only this rank's shard is compared. A tensor on the meta
@@ -437,7 +442,7 @@ class DeviceCheck(Extension):
 
         Returns:
             For each group, its tensors by name. The key of a group has the kind of its tensors, and
-            the smallest of the ranks that have the same tensors; this rank identifies all of them.
+            the smallest of the ranks that have the same tensors, which stands for these ranks.
         """
         tensors_of_group: defaultdict[GroupKey, dict[str, Tensor]] = defaultdict(dict)
         for prefix, wrapped in self._named_modules():
@@ -459,7 +464,11 @@ class DeviceCheck(Extension):
         return dict(tensors_of_group)
 
     def _optimizer_tensors(self, parameter: nn.Parameter | None) -> list[tuple[str, Tensor]]:
-        """Returns the tensors that the optimizers keep for a parameter, with their names."""
+        """Returns the tensors that the optimizers keep for a parameter, with their names.
+
+        Args:
+            parameter: the parameter; None if there is none, for which no optimizer has a state.
+        """
         tensors = []
         for optimizer in self._optimizers:
             state = optimizer.inner.state.get(parameter, {})
@@ -474,9 +483,10 @@ class DeviceCheck(Extension):
         Args:
             kind: the kind of the tensors: `message.PARAMETERS` or `message.OPTIMIZER_STATE`.
             ranks: the ranks that should have equal tensors.
-            bits: the sums of the bits of these tensors on this rank; empty if it is not one of
-                `ranks`.
+            bits: the sums of the bits of these tensors on this rank, by name; empty if it is not
+                one of `ranks`.
         """
+        # All ranks take part in a collective, so those that are not in `ranks` do, too.
         bits_of_all = self._run.collectives.exchange(bits)
         differing = []
         verdicts = []
@@ -486,9 +496,9 @@ class DeviceCheck(Extension):
                 differing.append(name)
                 verdicts.append(judge_states(bits_of_rank))
 
-        # Each tensor has a verdict of its own. If a majority is right in all of them, which gives
-        # verdicts of `Kind.WRONG`, every rank that is wrong in one of them is named. Otherwise, the
-        # first verdict without a majority is told.
+        # Each tensor has a verdict of its own: `Kind.WRONG` if a majority of ranks has the same
+        # bits. If this is so for all tensors, the error names every rank that is wrong in one of
+        # them. Otherwise the error has the first verdict without a majority.
         undecided = [verdict for verdict in verdicts if verdict.kind is not Kind.WRONG]
         if undecided:
             verdict = undecided[0]

@@ -98,6 +98,8 @@ def wrong_device_error(
 
     if checkpoint:
         do += f"; {checkpoint}"
+
+    # The first part of an error is what the user has asked for.
     return WrongDeviceError(f"the same bits on every process (check_devices={every})", found, do)
 
 
@@ -118,6 +120,8 @@ def _describe_computation(
             f"all ranks computed it again, and {wrong} got other bits than "
             f"{count_noun(others, 'rank')} that agree"
         )
+
+    # The first result of one rank was wrong. The second time, all ranks agreed.
     if verdict.kind is Kind.WRONG_ONCE:
         return (
             f"{wrong} got other bits than all ranks did when they computed it again, so the error "
@@ -162,22 +166,30 @@ def _advise(verdict: Verdict, devices: Sequence[Device]) -> str:
     """Returns the advice for the user: what to do about the difference."""
     ranks = format_ranks(verdict.ranks)
     places = " and ".join(f"{devices[rank].name} of {devices[rank].host}" for rank in verdict.ranks)
+
+    # It is known which ranks are wrong.
     if verdict.kind in (Kind.WRONG, Kind.CHANGING):
         return (
             f"look first whether the script does something else on {ranks} (world.rank, "
             f"world.is_main); if not, take {places} out of the run and test it"
         )
+
+    # It is known, but the error did not come again.
     if verdict.kind is Kind.WRONG_ONCE:
         return (
             f"take {places} out of the run if the error comes again; if it comes on other ranks "
             "too, look for an operation that does not give the same bits each time"
         )
+
+    # One of two ranks is wrong, and it is not known which.
     if verdict.kind in (Kind.ONE_OF_TWO, Kind.NOT_REPEATED):
         return (
             "look first whether the script does something else on one of them (world.rank, "
             "world.is_main); if not, run on three processes or more, of which the majority shows "
             f"which is wrong, or test {places} one by one"
         )
+
+    # `Kind.ALL_CHANGING` and `Kind.NO_MAJORITY`: any rank may be wrong, or the script.
     return (
         "look for what differs from process to process or from time to time: the rank, the clock, "
         "the order of a set, an operation without a fixed order of additions; if there is no such "
@@ -214,6 +226,9 @@ def describe_checkpoint(folders: Sequence[str], last_good_step: int | None) -> s
         return ""
     if last_good_step is None:
         return "this is the first check since the run was started, so checkpoints may be wrong too"
+
+    # Steps are numbered from 1. If 4 steps were made before the check, it was made in step 5, and
+    # a checkpoint of step 4 or earlier has been saved before it.
     checked = f"the check in step {last_good_step + 1} found no difference"
     old_enough = [path for path in paths if layout.step_of(path) <= last_good_step]
     if not old_enough:

@@ -37,9 +37,9 @@ class Verdict(NamedTuple):
 class Results(NamedTuple):
     """Digests of what the ranks computed for one virtual rank. Equal digests mean equal bits."""
 
-    first_of_rank: Mapping[int, str]
+    first_digest_of_rank: Mapping[int, str]
     """The first results, of the two ranks that computed the virtual rank. They differ."""
-    again_of_rank: Mapping[int, str]
+    repeated_digest_of_rank: Mapping[int, str]
     """The results of all ranks, which computed it again because of the difference; empty if they
     could not."""
 
@@ -49,31 +49,36 @@ def judge_repeats(results: Results) -> Verdict:
 
     At first, two ranks computed it, with different results. Then all ranks computed it again.
     """
-    first_of_rank = results.first_of_rank
-    again_of_rank = results.again_of_rank
-    if not again_of_rank:
-        return Verdict(Kind.NOT_REPEATED, sorted(first_of_rank))
+    first_digest_of_rank = results.first_digest_of_rank
+    repeated_digest_of_rank = results.repeated_digest_of_rank
+    if not repeated_digest_of_rank:
+        return Verdict(Kind.NOT_REPEATED, sorted(first_digest_of_rank))
 
     # The normal case: a majority of all ranks agrees.
-    right = value_of_majority(list(again_of_rank.values()))
+    right = value_of_majority(list(repeated_digest_of_rank.values()))
     if right is not None:
-        wrong = [rank for rank, again in again_of_rank.items() if again != right]
-        if wrong:
+        wrong = [rank for rank, again in repeated_digest_of_rank.items() if again != right]
+        if wrong:  # some ranks differ from the majority, now that all have computed it
             return Verdict(Kind.WRONG, sorted(wrong))
 
         # The second time all ranks were right. So one of the two ranks that computed it at first
         # was wrong only then.
-        wrong_once = [rank for rank, first in first_of_rank.items() if first != right]
+        wrong_once = [rank for rank, first in first_digest_of_rank.items() if first != right]
         return Verdict(Kind.WRONG_ONCE, sorted(wrong_once))
 
-    # Without a majority, a rank whose two results differ is suspicious. In a run of only two ranks,
-    # both have two results, so if one of them changes and the other does not, it is the wrong one.
-    changing = [rank for rank, first in first_of_rank.items() if again_of_rank[rank] != first]
-    if len(again_of_rank) == 2:
-        return _judge_two(sorted(first_of_rank), changing)
-    if len(changing) == len(first_of_rank):
+    # Without a majority, a rank whose two results differ is suspicious. `changing` can only contain
+    # the two ranks that have computed it twice. In a run of only two ranks, if one of them changes
+    # and the other does not, it is the wrong one.
+    changing = []
+    for rank, first in first_digest_of_rank.items():
+        if repeated_digest_of_rank[rank] != first:
+            changing.append(rank)
+
+    if len(repeated_digest_of_rank) == 2:
+        return _judge_two(sorted(first_digest_of_rank), changing)
+    if len(changing) == len(first_digest_of_rank):
         return Verdict(Kind.ALL_CHANGING, sorted(changing))
-    return Verdict(Kind.NO_MAJORITY, sorted(again_of_rank))
+    return Verdict(Kind.NO_MAJORITY, sorted(repeated_digest_of_rank))
 
 
 def _judge_two(ranks: Sequence[int], changing: Sequence[int]) -> Verdict:
