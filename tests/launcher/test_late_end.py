@@ -22,7 +22,7 @@ from lockstep.run.start import late_end, machine
 from lockstep.run.watch.process_status import (
     ProcessStatus,
     describe_state,
-    exit_code_of_ending,
+    exit_code_of_ending_process,
 )
 
 pytestmark = pytest.mark.launcher
@@ -47,7 +47,7 @@ raise ValueError("no data")
 
 def wait_only(seconds: float) -> None:
     """Called in the launcher: a process that does not end is given up after some seconds."""
-    late_end.GIVE_UP_AFTER_S = seconds
+    late_end.GIVE_UP_IDLE_AFTER_S = seconds
 
 
 def with_gpus(count: int) -> None:
@@ -251,7 +251,7 @@ from lockstep.run.start import late_end
 def train():
     import train_one
 if __name__ == "__main__":
-    late_end.GIVE_UP_AFTER_S = 1.0
+    late_end.GIVE_UP_IDLE_AFTER_S = 1.0
     try:
         lockstep.launch(train, nproc=2)
     except RankFailedError as error:
@@ -301,19 +301,19 @@ def test_what_the_kernel_says_of_a_process(tmp_path: Path) -> None:
         (tmp_path / "7" / "stat").write_text((folder / "stat").read_text())
 
     assert describe_state(7, tmp_path) == "gone by now"
-    assert exit_code_of_ending(7, tmp_path) is None
+    assert exit_code_of_ending_process(7, tmp_path) is None
     thread(7, "D", 0x400000, "nfs_wait_bit_killable")
     in_nfs = "state D (in the kernel, where no signal reaches it, in nfs_wait_bit_killable)"
     assert describe_state(7, tmp_path) == in_nfs
-    assert exit_code_of_ending(7, tmp_path) is None
+    assert exit_code_of_ending_process(7, tmp_path) is None
     # The main thread has ended, and another one is in the driver.
     thread(7, "Z", 0x40000C, "0")
     thread(8, "D", 0x400004, "nvidia_close")
     assert describe_state(7, tmp_path).endswith("in nvidia_close)")
-    assert exit_code_of_ending(7, tmp_path) == 3
+    assert exit_code_of_ending_process(7, tmp_path) == 3
     thread(8, "R", 0x400000, "0")  # a thread that goes on
     assert describe_state(7, tmp_path) == "state R (computing)"
-    assert exit_code_of_ending(7, tmp_path) is None
+    assert exit_code_of_ending_process(7, tmp_path) is None
     thread(7, "X", 0, "0")
     thread(8, "Z", 0, "0")
     assert describe_state(7, tmp_path) == "state X"

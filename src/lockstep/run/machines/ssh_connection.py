@@ -33,7 +33,7 @@ from typing import IO, Any, Protocol, TypeVar
 from lockstep.run.machines.hosts import SSH_OPTIONS, Host, working_folder
 from lockstep.run.machines.remote import ALIVE, ANSWER_MARK, SILENCE_TIMEOUT_S, versions
 from lockstep.run.machines.ssh_errors import ConnectionDropped, Problem, ssh_failure
-from lockstep.run.start.late_end import GIVE_UP_AFTER_S
+from lockstep.run.start.late_end import GIVE_UP_IDLE_AFTER_S
 from lockstep.run.start.terminal_lines import finished_lines
 
 T = TypeVar("T")
@@ -44,7 +44,7 @@ RETRY_PAUSES_S = (1.0, 2.0, 4.0)
 """Pauses before a dropped connection is tried again."""
 ANSWER_TIMEOUT_S = 25.0
 FINISH_TIMEOUT_S = 2.0
-LAUNCHER_END_S = 20.0 + GIVE_UP_AFTER_S
+LAUNCHER_END_S = 20.0 + GIVE_UP_IDLE_AFTER_S
 """The time that a launcher needs to end, in addition to the time that it gives its ranks."""
 POLL_INTERVAL_S = 0.05
 MAX_READS_AFTER_END = 64

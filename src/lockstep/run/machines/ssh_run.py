@@ -41,7 +41,7 @@ from lockstep.run.machines.ssh_connection import (
     run_on_all,
     wait_all,
 )
-from lockstep.run.start.late_end import GIVE_UP_AFTER_S
+from lockstep.run.start.late_end import GIVE_UP_IDLE_AFTER_S
 from lockstep.run.start.sink import FlushDeadline, Sink, open_sinks
 from lockstep.run.start.terminal_lines import last_state
 from lockstep.wording import count_noun
@@ -49,7 +49,7 @@ from lockstep.wording import count_noun
 FORWARDED_SIGNALS = ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1")
 FAILED_ELSEWHERE_SIGNAL = "SIGUSR2"
 """The signal that ends a launcher whose ranks have not started yet."""
-OTHERS_NOTICE_FAILURE_S = SILENCE_TIMEOUT_S + GIVE_UP_AFTER_S + 3.0
+OTHERS_NOTICE_FAILURE_S = SILENCE_TIMEOUT_S + GIVE_UP_IDLE_AFTER_S + 3.0
 """The time within which launchers whose ranks have started notice by themselves that another
 machine has failed or was lost, even if one of their ranks does not end."""
 MAX_CLOCK_OFFSET_S = 5.0

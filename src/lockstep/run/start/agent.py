@@ -73,7 +73,7 @@ from lockstep.run.watch.first_failure import FirstFailure, first_failure, lost_n
 from lockstep.run.watch.probe import FLIGHT_RECORDER_VARIABLES
 from lockstep.run.watch.process_status import (
     describe_state,
-    exit_code_of_ending,
+    exit_code_of_ending_process,
     read_process,
 )
 from lockstep.run.watch.repeated_failure import step_of_key
@@ -227,7 +227,8 @@ def _variables_of_all_ranks(
     if not is_only_rank:
         variables.update(console.environment)
 
-    # A script that spawns its own ranks must not mistake its first process for a rank.
+    # The variable LAUNCHER tells a process that it is a rank. A script that spawns its own ranks
+    # must not mistake its first process for one.
     if not plan.script_spawns_ranks:
         variables[LAUNCHER] = plan.launcher
 
@@ -369,6 +370,8 @@ class Agent(api.SimpleElasticAgent):
         self._replace_zygote_if_dead()
         self._journal.start(attempt, self._plan.script)
 
+        # `_start_rank` only sends a request to the zygote. A few requests are sent ahead of the
+        # answers, and then the rest of the answers is waited for.
         for worker in workers:
             self._start_rank(worker_group, worker, attempt)
             self._wait_for_starts(attempt, max_pending=_MAX_PENDING_STARTS)
@@ -485,8 +488,8 @@ class Agent(api.SimpleElasticAgent):
                 variables["CUDA_VISIBLE_DEVICES"] = devices
                 launchers_variables["CUDA_VISIBLE_DEVICES"] = devices
 
-            # With --virtual-local-rank, this replaces CUDA_VISIBLE_DEVICES by the GPU of the rank,
-            # which it reads from the launcher's variables.
+            # With --virtual-local-rank, `rank_environment` replaces CUDA_VISIBLE_DEVICES by the one
+            # GPU of the rank, which it chooses from those in the launcher's variables.
             variables.update(rank_environment(group, worker, restarts, launchers_variables))
 
         variables[FOLDER_VARIABLE] = str(process.folder)
@@ -532,7 +535,7 @@ class Agent(api.SimpleElasticAgent):
         If it has spawned none, or all of them have returned, the supervisor watches that process
         itself.
         """
-        spawned = spawned_ranks(attempt.processes[0])
+        spawned = spawned_ranks(attempt.processes[0])  # empty if all of them have returned
         pids = [process.pid for process in spawned]
         watched_pids = [process.pid for process in self._spawned_ranks]
         if pids != watched_pids:
@@ -561,8 +564,8 @@ class Agent(api.SimpleElasticAgent):
         self._read_events()
 
         # If the run has a single rank, that rank is in the foreground of the terminal, so that it
-        # can read the keyboard. If the user has stopped it by Ctrl-Z, the launcher is stopped too,
-        # and if the user has entered `fg`, the rank is continued in the foreground.
+        # can read the keyboard. `pass_keyboard` stops this process too after the user has stopped
+        # the rank by Ctrl-Z, and continues the rank after the user has entered `fg`.
         pid = self._pid_of_keyboard_rank()
         if pid is not None:
             job_control.pass_keyboard(pid, self.signal_ranks)
@@ -627,6 +630,8 @@ class Agent(api.SimpleElasticAgent):
                 self._watch_spawned_ranks(attempt)
             self._announce_deleted_logs(attempt)
             self._watch_late_exits(attempt)
+
+            # A rank that has failed, but does not end, would let others wait for it forever.
             if _runs_on_after_exception(attempt):
                 return True
 
@@ -687,8 +692,8 @@ class Agent(api.SimpleElasticAgent):
 
         events_of_ranks = []
         for process in attempt.processes:
-            # In an event, None means that the system refused to start the rank. If the zygote ended
-            # before it started the rank, the event has the id 0, which no process has.
+            # A rank that the zygote had not started yet has no process id. Its event gets the id 0,
+            # as None would say that the system refused to start the rank.
             pid = process.pid or 0
             events_of_ranks.append(Event(process.local_rank, pid, -signal.SIGKILL))
         return events_of_ranks
@@ -747,22 +752,26 @@ class Agent(api.SimpleElasticAgent):
         #     FAILED     below 0      a rank has failed here for the last time: only end the ranks
         membership_changed = worker_group.state == api.WorkerState.HEALTHY
         restarts_left = worker_group.spec.max_restarts - self._failed_attempts
-        if not membership_changed and restarts_left < 0:
+        has_failed_for_the_last_time = not membership_changed and restarts_left < 0
+        if has_failed_for_the_last_time:
             self._end_ranks(signal.SIGTERM)
             return
 
-        # This must be read before `request_restart`, as it is about the present attempt's machines.
+        # From here on, the ranks are ended to be restarted. Read this before `request_restart`, as
+        # it is about the machines of the present attempt.
         lost_machines = self._rdzv.describe_lost_nodes()
 
-        # In an elastic run, the other launchers must know why the ranks end here. In other runs a
-        # lost machine has been started again, which all launchers have noticed.
+        # If the machines of an elastic run have changed, tell the other launchers that this one
+        # restarts. (In other runs the machines only change when a lost one is started again, and
+        # all launchers notice that by themselves.)
         end_signal = signal.SIGTERM
         if self._rdzv.elastic and membership_changed:
             self._rdzv.request_restart()
 
-            # At SIGTERM, a rank that has a checkpoint saves it. If the last step is already kept in
-            # memory, the ranks need no time to save.
-            if self._step_memory.is_used:
+            # At SIGTERM, a rank saves its last step in a checkpoint. Ranks that keep their steps in
+            # memory have nothing left to save, so they are killed at once.
+            ranks_keep_steps_in_memory = self._step_memory.is_used
+            if ranks_keep_steps_in_memory:
                 end_signal = signal.SIGKILL
 
         self._end_ranks(end_signal, before_restart=True)
@@ -789,8 +798,8 @@ class Agent(api.SimpleElasticAgent):
         if failure.is_repeated:
             raise _repeated_failure_error(failure, max_restarts)
 
-        # In an elastic run, other machines may take part in the next attempt. A setting that these
-        # machines cannot honour may be right for those.
+        # In an elastic run, other machines may take part in the next attempt. They may honour a
+        # setting that the present machines cannot honour.
         comes_in_each_attempt = not failure.may_pass and not self._rdzv.elastic
         if comes_in_each_attempt:
             raise LockstepError(
@@ -800,7 +809,9 @@ class Agent(api.SimpleElasticAgent):
             )
 
     def _leave_out_held_devices(self, attempt: Attempt, spec: api.WorkerSpec) -> None:
-        """Excludes GPUs from the next attempt whose processes did not end, as they may hold them.
+        """Excludes the GPUs of ranks whose processes did not end from the next attempt.
+
+        Such a process may still hold its GPU, so another rank could not use it.
 
         Args:
             attempt: the last attempt.
@@ -824,6 +835,8 @@ class Agent(api.SimpleElasticAgent):
         # Each rank uses the GPU with the index of its local rank.
         held = {process.local_rank for process in not_ended}
         num_left = self._plan.nproc - len(held)
+        # The run may go on with fewer ranks only if the user has not asked for a number of them,
+        # and if a GPU is left.
         nproc_asked = str(self._flags.nproc_per_node)
         if nproc_asked not in ("auto", "gpu") or num_left == 0:
             ranks = format_ranks(process.rank for process in not_ended)
@@ -851,10 +864,12 @@ class Agent(api.SimpleElasticAgent):
             lost_machines: text that names the machines that were lost; empty if none was.
             restarts_left: how often the ranks may still be restarted after a failure.
         """
+        # The journal is in English, and the console in the language of the user. `lost_machines` is
+        # English text, too.
         if lost_machines:
             what_follows = translate("starting the ranks of the other machines again")
             self._announce(f"{translate(lost_machines)}; {what_follows}")
-        elif self.failure is None:
+        elif self.failure is None:  # no rank has failed
             self._announce(
                 translate("the machines of the run have changed; starting all ranks again")
             )
@@ -915,7 +930,7 @@ class Agent(api.SimpleElasticAgent):
             self._end_processes_left_behind()
 
         # A single rank was in the foreground of the terminal, so that it could read the keyboard.
-        # Put this process there again.
+        # Put this process back in the foreground.
         if self._keyboard_rank and self._keyboard_rank.pid:
             job_control.take_keyboard(self._keyboard_rank.pid)
 
@@ -980,7 +995,7 @@ class Agent(api.SimpleElasticAgent):
         SIGKILL.
         """
         for process in attempt.running:
-            if process.pid is not None and exit_code_of_ending(process.pid) is not None:
+            if process.pid is not None and exit_code_of_ending_process(process.pid) is not None:
                 self._watch_end(process, "its program's end")
 
     def _watch_end(self, process: Process, since: str) -> None:
@@ -994,7 +1009,8 @@ class Agent(api.SimpleElasticAgent):
         if pid is None:  # it has not been started yet
             return
 
-        # 1. It may still end in time. `LateEnd` keeps how long the process has taken so far.
+        # 1. It may still end in time. `LateEnd` keeps how long the process has taken so far. It is
+        # late after some seconds. Then it is given up if it is idle, or much later if it is busy.
         late_end = self._late_ends.setdefault(pid, LateEnd(pid))
         is_given_up = late_end.check_given_up()
         if not is_given_up and not late_end.is_late:
@@ -1013,7 +1029,7 @@ class Agent(api.SimpleElasticAgent):
             return
 
         # 3. It is given up. From now on the rank is treated as ended.
-        code = exit_code_of_ending(pid)
+        code = exit_code_of_ending_process(pid)
         process.code = -signal.SIGKILL if code is None else code
         process.ended_at = time.time()
         process.given_up = text
@@ -1038,8 +1054,8 @@ class Agent(api.SimpleElasticAgent):
     def _save_evidence(self, attempt: Attempt) -> None:
         """Copies the evidence of the ranks from memory into their folders, and frees the memory.
 
-        The evidence of a rank are the files in which it records its steps and the exception that
-        ends it.
+        The evidence of a rank consists of the files with its steps, its stacks and the exception
+        that ends it.
         """
         ranks_of_problem: dict[str, list[int]] = {}
         for process in attempt.processes:
@@ -1112,9 +1128,9 @@ class Agent(api.SimpleElasticAgent):
         finally:
             self._interrupts_delayed = False
 
+        # If a signal came in the block, its handler has kept the exception here. Raise it now.
         interrupt = self._delayed_interrupt
         self._delayed_interrupt = None
-
         if interrupt is not None:
             raise interrupt
 
@@ -1310,14 +1326,14 @@ class Agent(api.SimpleElasticAgent):
 
         # Something failed. The first failure is known once every machine has reported the end of
         # all its ranks. Lost machines will report nothing more.
-        complete_nodes = set()  # the ranks of the nodes
+        complete_node_ranks = set()
         for node_rank, report in reports_of_others.items():
             if report.complete:
-                complete_nodes.add(node_rank)
+                complete_node_ranks.add(node_rank)
 
-        lost_nodes = {_node_rank(node) for node in self._rdzv.lost_nodes()}
+        lost_node_ranks = {_node_rank(node) for node in self._rdzv.lost_nodes()}
         num_other_nodes = attempt.nodes - 1
-        return len(complete_nodes | lost_nodes) >= num_other_nodes
+        return len(complete_node_ranks | lost_node_ranks) >= num_other_nodes
 
 
 def _is_end_of(process: Process, event: Event) -> bool:
@@ -1335,7 +1351,7 @@ def _is_end_of(process: Process, event: Event) -> bool:
 
 def _repeated_failure_error(failure: FirstFailure, max_restarts: int) -> LockstepError:
     """Returns the error for a run in which the same failure has come twice in the same step."""
-    step = step_of_key(failure.key)
+    step = step_of_key(failure.key)  # always known, as only then a failure counts as repeated
     where = f"after step {step} of the training" if step else "before the first step"
     return LockstepError(
         f"--max-restarts {max_restarts}",

@@ -81,7 +81,8 @@ def console_for(flags: argparse.Namespace, nproc: int) -> Console:
     # `${rank}` and the like stay in the text, as they are replaced for each rank later.
     prefix = Template(template).safe_substitute(role_name=flags.role, hostname=socket.gethostname())
 
-    # With --tee the user has asked for log files, so a single rank gets them too.
+    # With --tee (any value except "0", the default) the user has asked for log files, so a single
+    # rank gets them too.
     return Console(shown, filters, prefix, always_logged=flags.tee != "0")
 
 
@@ -363,7 +364,8 @@ class Console:
             is_full = any(len(sink.waiting) > _MAX_WAITING_BYTES for sink in sinks)
             polled_streams = {}
             for stream in self._streams:
-                if is_full and stream.sink is not None:
+                is_shown = stream.sink is not None  # otherwise it is only written to a log
+                if is_full and is_shown:
                     continue
                 polled_streams[stream.descriptor] = stream
                 poll.register(stream.descriptor, select.POLLIN)
@@ -404,6 +406,8 @@ class Console:
             for sink in sinks:
                 sink.draw(self._status_row(sink))
 
+        # Show the last words of a stream once nothing more has arrived on it for a moment. Most
+        # streams have none, and then nothing is shown.
         for stream in self._streams:
             last_words_are_complete = now >= stream.last_read + _LAST_WORDS_S
             if last_words_are_complete:
@@ -445,7 +449,8 @@ class Console:
         while self._announcements:
             text = self._announcements.popleft().encode(errors="replace") + b"\n"
 
-            # A rank that writes to the terminal directly may have left an unfinished line too.
+            # The last line on the terminal may be unfinished: one that this process has written for
+            # a rank, or one of a rank that writes to the same terminal itself.
             may_be_mid_line = sink.ends_mid_line or sink.is_shared_with_rank
             if may_be_mid_line:
                 text = b"\n" + text
@@ -484,8 +489,8 @@ class Console:
             # A line of the launcher's own must not be appended to an unfinished line of the rank.
             stream.sink.ends_mid_line = not data.endswith(b"\n")
 
-        # On a terminal, the status row is drawn a moment later, unless it is already due before:
-        # once for all data that arrives within that moment.
+        # On a terminal, the status row is drawn once for all data that arrives within a moment. The
+        # first data sets the time, and the data after it leaves that time as it is.
         if stream.sink.can_draw:
             self._draw_at = min(self._draw_at, time.monotonic() + _TICK_S)
 
@@ -583,11 +588,11 @@ class Console:
             if stream.prefix and stream.visible_unfinished.strip():
                 unfinished_lines.append(stream.visible_unfinished)
 
-            # The unfinished line may be the end of the last words. In that case
-            # `hold_back_last_words` adds it to `stream.last_words`, and returns no lines.
+            # If the unfinished line is the end of the last words, it is added to them. Otherwise it
+            # is returned, and shown before them.
             lines_to_show = stream.hold_back_last_words(unfinished_lines)
             self._show(stream, stream.sink, lines_to_show)
-            self._show_last_words(stream)  # all lines in `stream.last_words`
+            self._show_last_words(stream)
             stream.sink.draw(self._status_row(stream.sink))
 
         stream.close_files()
@@ -678,7 +683,8 @@ class _Stream:
         if not lines or not is_standard_error or not self._has_raised():
             return lines
 
-        # If the last words have begun before, all lines belong to them.
+        # The last words begin with the heading of the traceback. If they have begun before, or if
+        # there is no heading, all lines belong to them.
         begin = 0
         have_begun_before = bool(self.last_words)
         if not have_begun_before:

@@ -23,7 +23,7 @@ def count_gpus() -> int:
     """Returns the number of CUDA devices, or of devices of torch's current accelerator."""
     import torch
 
-    # torch supports one kind of accelerator at a time, so without CUDA it is another one, or none.
+    # torch is built for one kind of accelerator. If that is not CUDA, it may be another kind.
     if not torch.backends.cuda.is_built():  # type: ignore[no-untyped-call]
         return torch.accelerator.device_count() if torch.accelerator.is_available() else 0
 
@@ -57,8 +57,8 @@ def how_cuda_was_initialised() -> str | None:
         if torch.cuda.is_initialized():
             return "torch has used a GPU"
 
-        # If this process has asked CUDA for anything, torch refuses to use CUDA in copies of it. So
-        # fork a copy which finds out whether torch refuses, and then ends.
+        # Once this process has asked CUDA for anything, torch refuses to use CUDA in copies of it.
+        # To find out whether it refuses, fork a copy that asks torch there, and then ends.
         from lockstep.distributed.torch_compat import cuda_is_refused_in_this_copy
 
         if _answer_of_copy(cuda_is_refused_in_this_copy):
@@ -73,8 +73,8 @@ def how_cuda_was_initialised() -> str | None:
 def _cuda_driver_is_initialised() -> bool:
     """Returns True if any library has called `cuInit` in this process.
 
-    Before that, every other function of the driver returns CUDA_ERROR_NOT_INITIALIZED; see
-    "Initialization" in the documentation of the CUDA Driver API.
+    Before that, every other function of the driver, such as `cuDeviceGetCount`, returns
+    CUDA_ERROR_NOT_INITIALIZED; see "Initialization" in the documentation of the CUDA Driver API.
     """
     try:
         # With RTLD_NOLOAD, the library is only found if it has been loaded in this process already.
@@ -83,7 +83,7 @@ def _cuda_driver_is_initialised() -> bool:
         result: int = driver.cuDeviceGetCount(ctypes.byref(count))
     except (OSError, AttributeError):
         return False
-    return result == 0
+    return result == 0  # CUDA_SUCCESS
 
 
 def _answer_of_copy(question: Callable[[], int]) -> int | None:

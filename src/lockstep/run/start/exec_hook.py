@@ -36,7 +36,7 @@ _PYTHON_PATTERN = re.compile(r"python[\d.]*")
 _LONG_OPTION_WITH_VALUE = "--check-hash-based-pycs"
 _LETTERS_WITH_VALUE = "WX"
 _LETTERS_BEFORE_PROGRAM = "cm"
-_LETTERS_WITHOUT_HOOK = "EIS"
+_LETTERS_THAT_DISABLE_HOOK = "EIS"
 """Python's options that make it ignore its environment variables (E, I) or not import `site` (S).
 """
 
@@ -71,7 +71,8 @@ def watch_executed(evidence: Evidence) -> None:
                 on_this_rank=True,
             )
 
-        # The heartbeat of this program says nothing about the new one, which has none at first. So
+        # `with_hook` adds variables that make a Python interpreter install the probe. The heartbeat
+        # of this program says nothing about the new one, which has none at first. So
         # it is made invalid. It is only restored if the new program cannot be executed.
         with _without_heartbeat(evidence.heartbeat):
             original_execve(path, argv, with_hook(env, rank_pid))
@@ -80,7 +81,7 @@ def watch_executed(evidence: Evidence) -> None:
     def execv(path: Any, argv: Any) -> None:
         is_child_of_rank = os.getpid() != rank_pid
         if is_child_of_rank:
-            original_execv(path, argv)  # what the child has called, rather than `execve`
+            original_execv(path, argv)  # does not return
         execve(path, argv, os.environ)
 
     # `os` has imported both functions from `posix`.
@@ -120,10 +121,11 @@ def option_without_hook(argv: Sequence[Any]) -> str:
             is_value = word == _LONG_OPTION_WITH_VALUE  # of the next word
             continue
 
-        # Letters may be written as one word, up to one that takes the rest of it: `-bWignore`.
+        # Several letters may be written as one word: `-bE`. If a letter has a value, the rest of
+        # the word may be that value: `-bWignore`.
         letters = word[1:]
         for position, letter in enumerate(letters):
-            if letter in _LETTERS_WITHOUT_HOOK:  # -I
+            if letter in _LETTERS_THAT_DISABLE_HOOK:  # -I
                 return word
             if letter in _LETTERS_BEFORE_PROGRAM:  # -c CODE or -m MODULE: no options follow
                 return ""

@@ -38,7 +38,7 @@ def handled(handlers: Mapping[int, Callable[[int], object]]) -> Iterator[None]:
     if threading.current_thread() is threading.main_thread():
         for number in handlers:
             handler = signal.getsignal(number)
-            if handler in _PYTHON_DEFAULT_HANDLERS:  # neither ignored nor set by the user
+            if handler in _PYTHON_DEFAULT_HANDLERS:  # neither SIG_IGN nor set by the user
                 replaced[number] = handler
 
     try:
@@ -84,7 +84,7 @@ def pass_keyboard(group: int, signal_ranks: Callable[[int], object]) -> None:
     process = read_process(group)
     is_stopped = process is not None and process.state == "T"
     if is_stopped:
-        take_keyboard(group)
+        take_keyboard(group)  # puts this process back in the foreground
         os.killpg(os.getpgrp(), signal.SIGTSTP)  # stops the whole job of the shell, as Ctrl-Z does
 
 

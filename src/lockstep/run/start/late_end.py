@@ -12,7 +12,7 @@ import time
 
 from lockstep.run.watch.process_status import read_process
 
-GIVE_UP_AFTER_S = 10.0
+GIVE_UP_IDLE_AFTER_S = 10.0
 """The launcher gives up on a process that has used no processor time for this long."""
 GIVE_UP_BUSY_AFTER_S = 60.0
 """A process that does use processor time gets longer, though it may loop in a driver forever."""
@@ -41,7 +41,7 @@ class LateEnd:
     @property
     def is_late(self) -> bool:
         """True if the process takes so long that the user should know."""
-        return self.waited_s >= GIVE_UP_AFTER_S
+        return self.waited_s >= GIVE_UP_IDLE_AFTER_S
 
     def check_given_up(self) -> bool:
         """Checks the process again, and returns True if it should no longer be waited for.
@@ -56,5 +56,5 @@ class LateEnd:
             self._last_change = now
 
         has_taken_too_long = now - self._began >= GIVE_UP_BUSY_AFTER_S
-        has_been_idle_for_too_long = now - self._last_change >= GIVE_UP_AFTER_S
+        has_been_idle_for_too_long = now - self._last_change >= GIVE_UP_IDLE_AFTER_S
         return has_taken_too_long or has_been_idle_for_too_long

@@ -135,7 +135,7 @@ class LaunchPlan:
 
         local_rank = []
         if script.local_rank_flag:
-            # torchrun replaces the macro, too.
+            # torchrun also replaces the macro by the local rank.
             local_rank = [f"{script.local_rank_flag}={LOCAL_RANK_MACRO}"]
         return shlex.join(["torchrun", *self.flags, script.path, *local_rank, *script.arguments])
 
@@ -172,7 +172,7 @@ def choose_nproc(asked: int | str, cores: int, gpus: int) -> int:
         # torchrun knows the names of other devices, such as `xpu`.
         from torch.distributed.run import determine_local_world_size
 
-        number = 0
+        number = 0  # not a valid number, unless torchrun knows better
         with suppress(ValueError):
             number = int(determine_local_world_size(str(asked)))
 

@@ -212,10 +212,11 @@ def crash_line(crash: Path) -> str | None:
     last_dump = text.rpartition("Fatal Python error:")[2]
 
     # A heading marks the stack of the thread that failed. An empty line ends each stack.
-    _, *texts_after_heading = _FAILED_THREAD.split(last_dump)
-    if texts_after_heading:
-        failed_stack, _, _ = texts_after_heading[-1].partition("\n\n")
-        stacks = [failed_stack]
+    parts = _FAILED_THREAD.split(last_dump)
+    has_heading = len(parts) > 1
+    if has_heading:
+        after_heading = parts[-1]
+        stacks = after_heading.split("\n\n")[:1]  # only the stack of the thread that failed
     else:
         # The thread that failed runs no Python code, such as one of Gloo's. Then all stacks are
         # searched, beginning with the last one, which is the main thread's.

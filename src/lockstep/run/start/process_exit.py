@@ -39,9 +39,9 @@ def exit_process(code: int) -> NoReturn:
 def drop_program() -> None:
     """Frees the program's data, so that files it has left open are written completely.
 
-    The interpreter does this when its threads can no longer run. Then the `__del__` method of an
-    object may wait forever for a thread of torch. Here the threads of torch can still run, so such
-    a wait ends.
+    The interpreter does this later, when its threads can no longer run. At that time, a `__del__`
+    method that waits for a thread of torch would wait forever. Now the threads of torch can still
+    run, so such a wait ends.
     """
     # The exception that ended the program refers to its data.
     sys.last_type = None

@@ -24,7 +24,8 @@ def without_garbage_collection() -> Iterator[None]:
     was_enabled = gc.isenabled()
     was_interrupted = threading.Event()
 
-    # The user's own handler of SIGINT stays in place.
+    # Replace the handler of SIGINT if it is Python's own. One that the user has set stays in place,
+    # and other threads cannot set any.
     handles_interrupt = (
         threading.current_thread() is threading.main_thread()
         and signal.getsignal(signal.SIGINT) is signal.default_int_handler
@@ -64,9 +65,10 @@ def import_for_ranks(modules: Sequence[str]) -> None:
     import torch.nn.parallel
     import torch.utils.data
 
-    # The functions of this module have the default process group as a default argument. A rank that
-    # imports the module after it has opened a group would keep that group alive. So the module is
-    # imported here, where no group is open.
+    # When `torch.distributed.nn.functional` is imported, the default process group becomes a
+    # default argument of its functions. If a rank imported it while a group is open, the functions
+    # would keep that group alive after it was destroyed. So it is imported here, where no group is
+    # open.
     import torch.distributed.nn.functional  # noqa: F401  # isort: skip
 
     from lockstep.run.watch import error_record, probe, script_processes  # noqa: F401

@@ -59,7 +59,13 @@ def _run(content: bytes, arguments: Sequence[str]) -> CallOutcome:
 
 
 def _returned_values(content: bytes, facts: CallFacts, arguments: Sequence[str]) -> list[Any]:
-    """Runs the ranks, and returns the pickled value of each."""
+    """Runs the ranks, and returns the pickled value of each.
+
+    Args:
+        content: the file with the call, as it was sent to this node.
+        facts: the first part of that file.
+        arguments: the arguments of this launcher: --nproc and torchrun's flags.
+    """
     nproc_argument, *torchrun = arguments
     nproc = int(nproc_argument.removeprefix("--nproc="))
     script = Script(path=facts.name)
@@ -68,6 +74,7 @@ def _returned_values(content: bytes, facts: CallFacts, arguments: Sequence[str])
     plan = make_plan(spec, read_machine(), os.environ, nproc, one_node=one_node)
     plan = replace(plan, timeout=facts.timeout, keyboard=False, launcher="lockstep.launch")
 
+    # Each rank reads the user's function and its arguments from the content of the file.
     pickled_call = pickle.dumps(functools.partial(run_sent_call, content))
     modules = {*facts.modules, PICKLER}
     return run_in_fresh_processes(pickled_call, modules, plan, facts.launch_text)

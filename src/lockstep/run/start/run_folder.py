@@ -35,8 +35,8 @@ def make_folder(log_dir: str | None, name: str) -> Path:
         parent = parent.absolute()  # the ranks may change their working directory
         parent.mkdir(parents=True, exist_ok=True, mode=mode)
 
-        # If the folder belongs to another user, who could read the logs or replace them, the logs
-        # are written into the temporary folder itself.
+        # Another user may have made the folder of this name, and could read the logs there or
+        # replace them. Then the temporary folder itself is used.
         belongs_to_another_user = parent.stat().st_uid != os.getuid()
         if not log_dir and belongs_to_another_user:
             parent = parent.parent

@@ -136,7 +136,7 @@ def _start_another_zygote(script: Script, plan: LaunchPlan, imports: Sequence[st
     Args:
         script: the script that warm ranks run.
         plan: the plan of the run.
-        imports: names of the modules that warm ranks would import.
+        imports: names of the modules that the zygote imports, so that warm ranks need not do it.
     """
     program = (
         f"import sys; sys.path.insert(0, {worker.PACKAGES_FOLDER!r}); "
@@ -178,8 +178,8 @@ class _Request:
 def _read_request(spec: LaunchSpec, environ: Mapping[str, str]) -> _Request:
     """Completes a request from torchrun's flags and the script's source.
 
-    Parsing torchrun's flags imports torch, which takes time. So if the user gave none, the flags of
-    the result are only the four that are read before the plan is made, with torchrun's defaults.
+    Parsing torchrun's flags imports torch, which takes time. So if the user gave none, the result
+    has only the four flags that are needed before torch is imported, with torchrun's defaults.
     """
     user_gave_flags = spec.torchrun or any(name.startswith("PET_") for name in environ)
     if user_gave_flags:
@@ -271,8 +271,8 @@ def check_script(script: Script, command: str = "lockstep run") -> None:
         _check_path(script.path, command)
 
     # If a module beside the script has the name of this package, ranks would import that module
-    # instead. It may be this package itself, if the script lies beside it.
-    package = Path(__file__).parents[2]  # the folder of this package
+    # instead. There is no harm if the module is this package itself, and the script lies beside it.
+    package = Path(__file__).parents[2]  # the folder `lockstep`
     for name in (f"{package.name}.py", f"{package.name}/__init__.py"):
         path = Path(script.folder, name)
         is_this_package = path.resolve() == package / "__init__.py"
@@ -376,8 +376,8 @@ def _with_source_hints(plan: LaunchPlan, hints: SourceHints, cold_reason: str | 
     if cold_reason is not None:
         notes.append(f"fresh interpreters ({cold_reason})")
 
-    # If the launcher starts several processes, these are the ranks, whatever the script does. Only
-    # if it starts a single one may the script be meant to start the ranks itself.
+    # `hints.spawns_ranks` only counts if the launcher starts a single process. Several processes
+    # are the ranks themselves, whatever the script does.
     is_only_rank = plan.nproc == 1 and plan.one_node
     script_spawns_ranks = hints.spawns_ranks and is_only_rank
     if script_spawns_ranks:
@@ -428,10 +428,11 @@ def _fresh_command(script: Script, flags: argparse.Namespace) -> Command:
     """Returns the command that a cold rank executes, with the variables that it needs."""
     python = os.environ.get("PYTHON_EXEC", sys.executable)
     numa = flags.numa_binding
-    if _is_program(flags):
+    if _is_program(flags):  # --no-python: it is not a script of Python
         return Command((script.path, *script.arguments), environment={}, numa=numa)
 
-    # Another interpreter may have neither Lockstep nor this version of Python.
+    # Another interpreter may have neither Lockstep nor this version of Python. So it runs the
+    # script directly, without anything of Lockstep's before it.
     if python != sys.executable:
         module_flag = ("-m",) if script.module else ()
         line = (python, "-u", *module_flag, script.path, *script.arguments)
@@ -453,7 +454,9 @@ def _open_closed_streams() -> None:
         try:
             os.fstat(number)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # gets the lowest free number, which is this one
+            # The system gives it the lowest free number. That is this one, as the numbers below it
+            # are open, or were opened in the turns before.
+            os.open(os.devnull, os.O_RDWR)
             os.set_inheritable(number, True)
 
         if getattr(sys, name) is None:  # Python has found it closed

@@ -110,7 +110,9 @@ def read_source(source: str) -> SourceHints:
         if word in source:
             imports.append(module)
 
-    # A script that reads RANK is a rank itself, and its processes are helpers.
+    # A script may start the ranks itself. But if it reads RANK, it is a rank, and the processes
+    # that it starts are helpers. The variables say whether it also tells its processes where to
+    # meet.
     spawns_ranks = _starts_processes(tree, variables) and not _reads_rank(nodes)
 
     return SourceHints(
@@ -162,13 +164,13 @@ def _assigned_names(nodes: list[ast.AST]) -> set[str]:
     sets.
     """
     names = set()
-    for constant in _assignment_keys(nodes):
+    for constant in _constants_assigned_to(nodes):
         if isinstance(constant.value, str):
             names.add(constant.value)
     return names
 
 
-def _assignment_keys(nodes: list[ast.AST]) -> list[ast.Constant]:
+def _constants_assigned_to(nodes: list[ast.AST]) -> list[ast.Constant]:
     """Finds each NAME in `x[NAME] = y`, `{NAME: y}`, `setdefault(NAME, y)` and `putenv(NAME,
     y)`.
     """
@@ -188,9 +190,9 @@ def _reads_rank(nodes: list[ast.AST]) -> bool:
     """Returns True if the source mentions RANK or LOCAL_RANK other than to set it."""
     # In `os.environ["RANK"] = "0"; rank = os.environ["RANK"]`, the same text is set and then read.
     # These are two nodes, so they are told apart by their identity.
-    ids_of_set_constants = {id(constant) for constant in _assignment_keys(nodes)}
+    ids_of_assigned_constants = {id(constant) for constant in _constants_assigned_to(nodes)}
     for node in nodes:
-        if isinstance(node, ast.Constant) and id(node) not in ids_of_set_constants:
+        if isinstance(node, ast.Constant) and id(node) not in ids_of_assigned_constants:
             if node.value in _RANK_VARIABLES:
                 return True
     return False
@@ -220,7 +222,8 @@ def _nodes_that_certainly_run(tree: ast.AST) -> list[ast.AST]:
     """Returns the nodes that are executed without any condition.
 
     Nodes inside an `if` are left out, except for `if __name__ == "__main__":`. So are the bodies of
-    functions whose names are not mentioned by code that certainly runs.
+    functions whose names are not mentioned by code that certainly runs. The bodies of loops and of
+    `try` are assumed to run.
     """
     functions = {node.name: node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
     nodes: list[ast.AST] = []
@@ -229,11 +232,11 @@ def _nodes_that_certainly_run(tree: ast.AST) -> list[ast.AST]:
         node = pending.pop()
         nodes.append(node)
 
-        # If this node is the name of a function (most nodes are no name, and `_last_name` is
-        # empty), the body of that function is assumed to run as well: the name may be called, or
-        # passed on, as in `mp.spawn(train)`. The function is removed from the table, so that its
-        # body is added only once.
-        function = functions.pop(_last_name(node), None)
+        # If this node is the name of a function, the body of that function is assumed to run as
+        # well: the name may be called, or passed on, as in `mp.spawn(train)`. The function is
+        # removed from the table, so that its body is added only once.
+        name = _last_name(node)  # empty if the node is no name
+        function = functions.pop(name, None)
         if function is not None:
             pending.extend(function.body)
 
@@ -291,11 +294,13 @@ def hidden_by(folder: str, loaded: Mapping[str, ModuleType]) -> list[str]:
     names = []
     for path in paths:
         is_module = path.suffix in (".py", ".so") or (path / "__init__.py").is_file()
-        if not is_module or path.name == "__main__.py":  # which is never imported by its name
+        is_program = path.name == "__main__.py"  # which is never imported by its name
+        if not is_module or is_program:
             continue
 
+        # A module that was not imported (None) is not from elsewhere, and hides nothing.
         name = path.name.partition(".")[0]  # "a" for "a.cpython-312-x86_64-linux-gnu.so"
-        module = loaded.get(name)  # None if it was not imported, so that nothing is hidden
+        module = loaded.get(name)
         if _is_from_elsewhere(module, path.parent.resolve()):
             names.append(path.name)
 
@@ -303,14 +308,14 @@ def hidden_by(folder: str, loaded: Mapping[str, ModuleType]) -> list[str]:
 
 
 def _is_from_elsewhere(module: ModuleType | None, folder: Path) -> bool:
-    """Returns True if a module was imported from a file outside the folder.
+    """Returns True if a module was imported from another folder than the given one.
 
     Args:
         module: the imported module; None if no module of the name was imported.
         folder: the script's folder.
     """
-    # Python finds built-in and frozen modules before it searches folders. So a fresh interpreter
-    # would use them too, and not a file of the same name in the folder.
+    # Python finds built-in modules, which have no file, and frozen modules before it searches any
+    # folder. So a fresh interpreter would use them too, and not a file of the name in the folder.
     file = getattr(module, "__file__", None)
     is_frozen = getattr(getattr(module, "__spec__", None), "origin", None) == "frozen"
     if file is None or is_frozen:

@@ -218,7 +218,8 @@ def _run_with_zygote(
 
     Args:
         zygote: the process that forks the ranks.
-        start_zygote: function that starts another zygote; None if that is not possible.
+        start_zygote: function that starts another zygote if this one is killed; None if there can
+            be no other one.
         plan: the plan of the run.
         launch_text: text that names the launch in errors.
     """
@@ -255,8 +256,8 @@ def _refuse_inside_a_rank() -> None:
     if "RANK" not in os.environ:
         return
 
-    # While a process of multiprocessing imports the script, it has this attribute. `_read_call`
-    # sets it for a rank.
+    # A process that multiprocessing has started has this attribute while it imports the script. A
+    # rank has it too, as `_read_call` sets it.
     is_importing_script = getattr(multiprocessing.current_process(), "_inheriting", False)
     if is_importing_script:
         raise NoMainGuard(1)  # the exit code of the rank
@@ -300,8 +301,9 @@ def _pickle_if_possible(call: FunctionCall) -> tuple[bytes | None, str]:
     elif Path(file).is_file():
         return pickled, ""  # it is the user's script, which a fresh process imports
 
-    # The last case is code from standard input, whose file is "<stdin>". A fresh process would try
-    # to import that file, and fail, even if the call uses nothing that was defined there.
+    # Two cases are left: at the prompt or in a notebook, the call uses what was defined there; or
+    # the code comes from standard input, whose file is "<stdin>". In the second case, a fresh
+    # process would fail to import that file even if the call uses nothing that was defined there.
     return None, "there is no script file that a fresh process could import"
 
 
@@ -356,11 +358,11 @@ def _probable_imports(fn: Callable[..., Any]) -> set[str]:
     They are those that this process has imported, and those that the function's source mentions.
     """
     try:
-        source = inspect.getsourcefile(inspect.unwrap(fn)) or os.devnull
+        source_path = inspect.getsourcefile(inspect.unwrap(fn)) or os.devnull
     except (TypeError, OSError):  # it is not a Python function
-        source = os.devnull
+        source_path = os.devnull  # an empty file
 
-    hints = read_script(worker.Script(path=source))
+    hints = read_script(worker.Script(path=source_path))
     return {*large_modules(sys.modules), *hints.imports}
 
 
@@ -404,7 +406,7 @@ def _raise_if_interrupted(agent: Agent) -> None:
     """
     if agent.failure is not None and agent.failure.kind == "interrupted":
         # The signal is what ended the ranks: it was sent to this process or, if it was Ctrl-C, to
-        # the only rank.
+        # the only rank. The exit code is EXIT_SIGNAL plus the number of the signal.
         exit_code = agent.failure.exit_code
     elif agent.interrupted is not None:
         # This process was sent the signal, but the signal is not what ended the ranks: none had
@@ -530,6 +532,11 @@ def _recorded_errors(ranks: Iterable[int], attempt: Attempt) -> dict[int, ErrorR
 def _returned_value(folder: Path, rank: int, launch_text: str) -> Any:
     """Reads the return value of a rank.
 
+    Args:
+        folder: the folder of the rank.
+        rank: the rank.
+        launch_text: the launch, with which errors begin: `launch(train) on 2 processes`.
+
     Raises:
         RankFailedError: the rank has returned nothing, or its value cannot be unpickled here.
     """
@@ -552,14 +559,17 @@ def _returned_value(folder: Path, rank: int, launch_text: str) -> Any:
 
 
 def run_copy(call: FunctionCall) -> NoReturn:
-    """Runs a rank that is a copy of the launching process, and then ends the process."""
+    """Runs the call as a rank in this process, a copy of the launching process, and then ends the
+    process.
+    """
     worker.open_streams()
     torch = sys.modules.get("torch")
     if torch is not None:
         # OpenMP's thread pool was not copied, and a parallel region would wait for it forever.
         torch.set_num_threads(1)
 
-    exit_code = 1  # if `_bootstrap` fails before it calls `run`; it prints the exception
+    # If `_bootstrap` fails before it calls `run`, it prints the exception, and this code stays.
+    exit_code = 1
 
     def run() -> None:
         nonlocal exit_code  # multiprocessing would not pass on a return value
@@ -603,15 +613,21 @@ def _read_call(file: int) -> FunctionCall:
     """
     process = multiprocessing.current_process()
 
-    # While a script is imported, it must neither start processes nor call `launch`. As long as this
-    # attribute is set, multiprocessing refuses the one and `_refuse_inside_a_rank` the other.
-    # multiprocessing sets it in the same way in the processes that it starts.
+    # While a script is imported, it must neither start processes nor call `launch`. If a process
+    # has the attribute `_inheriting`, multiprocessing refuses to start processes in it, and
+    # `_refuse_inside_a_rank` refuses a call of `launch`. multiprocessing sets the attribute in the
+    # same way in the processes that it starts.
     process._inheriting = True  # type: ignore[attr-defined]
     try:
         with mmap.mmap(file, 0, access=mmap.ACCESS_READ) as mapped:
             os.close(file)
+
+            # `prepare` imports the script, with the search path and the arguments of the launching
+            # process. It also gives this process a name, which must be that of the rank.
             preparation: dict[str, Any] = pickle.load(mapped)
-            multiprocessing.spawn.prepare({**preparation, "name": _process_name()})
+            preparation["name"] = _process_name()
+            multiprocessing.spawn.prepare(preparation)
+
             call: FunctionCall = pickle.load(mapped)
     finally:
         del process._inheriting  # type: ignore[attr-defined]

@@ -57,8 +57,12 @@ def finished_lines(text: bytes) -> tuple[list[bytes], bytes]:
 
     # After a carriage return, the line is drawn again, so what comes before can be dropped. A
     # carriage return at the very end does not count, as nothing has been drawn after it yet:
-    # "10%\r20%\r" becomes "20%\r".
-    last_return = unfinished.rstrip(b"\r").rfind(b"\r")  # -1 if there is none
+    #
+    #     unfinished             b"10%\r20%\r"
+    #     drawn                  b"10%\r20%", whose last return is at index 3
+    #     unfinished from 4 on   b"20%\r"
+    drawn = unfinished.rstrip(b"\r")
+    last_return = drawn.rfind(b"\r")  # -1 if there is none
     unfinished = unfinished[last_return + 1 :]
 
     if len(unfinished) > _MAX_LINE_BYTES:

@@ -360,7 +360,11 @@ def _check_folder(flags: argparse.Namespace) -> None:
 
 
 def _check_devices(flags: argparse.Namespace, nproc: int) -> None:
-    """Checks that there is a GPU for each rank if each rank is to see only its own GPU."""
+    """Checks that there is a GPU for each rank if each rank is to see only its own GPU
+    (--virtual-local-rank).
+
+    Without CUDA_VISIBLE_DEVICES there is no list of GPUs that could be too short.
+    """
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if not flags.virtual_local_rank or visible is None:
         return

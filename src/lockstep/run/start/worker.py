@@ -84,14 +84,14 @@ class Command(NamedTuple):
     """The value of --numa-binding: which processors near its GPU the process is bound to."""
 
     def for_rank(self, local_rank: int) -> Command:
-        """Returns the command of one rank, which contains its local rank and binds it to its
-        processors.
+        """Returns the command of one rank: with its local rank in the place of LOCAL_RANK_MACRO,
+        and bound to its processors.
 
         Raises:
             SettingError: the rank cannot be bound.
         """
         number = str(local_rank)
-        line = tuple(word.replace(LOCAL_RANK_MACRO, number) for word in self.line)
+        words = tuple(word.replace(LOCAL_RANK_MACRO, number) for word in self.line)
 
         environment = {}
         for name, value in self.environment.items():
@@ -100,9 +100,9 @@ class Command(NamedTuple):
         if self.numa is not None:
             from lockstep.distributed.torch_compat import bound_to_processors
 
-            line = bound_to_processors(line, local_rank, self.numa)
+            words = bound_to_processors(words, local_rank, self.numa)
 
-        return Command(line, environment)
+        return Command(words, environment)
 
 
 # The beginning of a rank
@@ -121,12 +121,13 @@ def run_and_exit(script: Script) -> NoReturn:
 def fresh_interpreter(script: Script) -> Command:
     """Returns the command that runs the script in a new interpreter, as `run_and_exit` does."""
     # This does not use `python -m lockstep...`, which would import a lockstep.py in the working
-    # directory.
+    # directory. Instead, the folder with this package is searched first.
     program = (
         f"import sys; sys.path.insert(0, {PACKAGES_FOLDER!r}); import {__name__} as m; m.main()"
     )
 
-    # The script's arguments are passed as arguments, since they may be too long for a variable.
+    # What the script is, is passed in an environment variable. Its arguments stay arguments of the
+    # command, since they may be too long for a variable.
     script_json = json.dumps(asdict(replace(script, arguments=())))
     line = (sys.executable, "-u", "-c", program, *script.arguments)
     return Command(line, {_SCRIPT_VARIABLE: script_json})
@@ -244,8 +245,8 @@ def _give_address_to_script_processes() -> None:
     if not uses_launchers_store:
         return
 
-    # Reserve a free port. torch's store sets this option too, so it can listen at the port while
-    # this socket is open.
+    # Bind a socket to a free port, so that no other program gets the port. torch's store can listen
+    # at it all the same, as both sockets set SO_REUSEADDR.
     reserving_socket = socket.socket()
     reserving_socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     reserving_socket.bind(("127.0.0.1", 0))
@@ -324,6 +325,8 @@ def _leave_to_launcher(error: errors.LockstepError) -> bool:
         False if the launcher could not print everything, so that the rank must print the error: it
         was not recorded, has notes, or was caused by another exception.
     """
+    # The launcher prints only the message and the line of the error itself. It would leave out an
+    # earlier exception, which Python shows as the cause or the context, and notes.
     has_shown_context = error.__context__ is not None and not error.__suppress_context__
     if error.__cause__ is not None or has_shown_context or hasattr(error, "__notes__"):
         return False
@@ -387,8 +390,9 @@ def _without_launcher(trace: TracebackType | None) -> TracebackType | None:
 
 
 def install_after_exec() -> None:
-    """Makes this process visible to the launcher, after a rank has executed another program in its
-    place by `os.exec*`: the program that runs here now.
+    """Makes this process visible to the launcher again after `os.exec*`.
+
+    By `os.exec*`, a rank has replaced its program by the one that runs here now.
     """
     from lockstep.run.watch import error_record, probe
 

@@ -184,7 +184,8 @@ class Zygote:
         This must only be called while no rank is running.
 
         Returns:
-            The ids of processes that have not ended although they were killed.
+            The ids of processes that have not ended although they were killed. Also empty if the
+            zygote is gone, or does not answer in time.
         """
         with contextlib.suppress(OSError):  # the zygote is gone
             self._socket.send(json.dumps({"left_behind": True}).encode())
@@ -368,8 +369,8 @@ class Server:
 
         watched: list[Any] = [self.control, self.wake_reader]
         while True:
-            # Wait for a message or the end of a child. But if there are spares to fork, only look
-            # whether there is one.
+            # Wait for a message or the end of a child. But while there are spares to fork, do not
+            # wait: only look whether either has come.
             timeout = 0 if self.spares_to_fork else None
             readable, _, _ = select.select(watched, [], [], timeout)
 
@@ -402,7 +403,9 @@ class Server:
         if is_closed:
             return False
 
-        if files:  # only the request for a rank comes with descriptors
+        # Only the request for a rank comes with descriptors. The request is in one of these files,
+        # and `data` is only the word "start".
+        if files:
             self._start(files)
             for file in files:
                 os.close(file)
@@ -454,8 +457,9 @@ class Server:
         if command and command[0] != sys.executable:
             self.non_python_pids.add(pid)
 
-        # A rank without a session of its own gets a process group of its own. The rank creates the
-        # group too, but a signal to the group may be requested before the rank gets there.
+        # Each rank needs a process group of its own. One with a session of its own also gets a
+        # group by that. Otherwise create the group here: the rank does so too, but a signal to the
+        # group may be requested before the rank gets there.
         if not request["own_session"]:
             with contextlib.suppress(OSError):
                 os.setpgid(pid, pid)
@@ -516,7 +520,8 @@ class Server:
     def _separate_from_zygote(self, parent: int) -> None:
         """Separates a spare from the zygote that it was forked from. The spare calls this.
 
-        It closes the descriptors that it has inherited, and ends when the zygote does.
+        It closes the zygote's own descriptors, which it has inherited, and ends when the zygote
+        does.
 
         Args:
             parent: process id of the zygote.
@@ -567,6 +572,7 @@ class Server:
         os.environ.update(request["environment"])
         os.environ.pop(TOKEN_VARIABLE, None)  # only the launchers of the run may know the token
 
+        # Neither of the two returns.
         if request["command"]:
             _execute(request["command"])
         self.work()
@@ -578,7 +584,7 @@ class Server:
 
         A spare that has ended stays in `spares` until `_make_rank` notices it.
         """
-        # Empty the pipe that SIGCHLD writes to, unless it is empty already.
+        # Python writes a byte into this pipe at each SIGCHLD. Empty it, unless it is empty already.
         with contextlib.suppress(BlockingIOError):
             os.read(self.wake_reader, 4096)
 
@@ -605,7 +611,9 @@ class Server:
         """Sends a signal to ranks, either to their process groups or only to their main processes.
 
         A Python program may save a checkpoint at SIGTERM or SIGUSR1, for which it needs its child
-        processes. So these signals are not sent to the group, see `_SIGNALS_OF_PROGRAM`.
+        processes. So these signals are not sent to the group, see `_SIGNALS_OF_PROGRAM`. Any other
+        program, such as a shell script, may not pass signals on to the processes that it has
+        started, so its whole group gets them.
 
         Args:
             number: number of the signal.
@@ -632,7 +640,8 @@ class Server:
         Processes that have not ended some seconds after that are left to init.
         """
         was_running = bool(self.running)
-        self._signal(signal.SIGTERM, set(self.running.values()))
+        running_ranks = set(self.running.values())  # the keys are their process ids
+        self._signal(signal.SIGTERM, running_ranks)
 
         deadline = time.monotonic() + _LAUNCHER_GONE_GRACE_S
         while self.running and time.monotonic() < deadline:
@@ -641,13 +650,15 @@ class Server:
             select.select([self.wake_reader], [], [], remaining_s)
             self._reap()
 
-        self._signal(signal.SIGKILL, set(self.running.values()))
+        ranks_left = set(self.running.values())
+        self._signal(signal.SIGKILL, ranks_left)
         for channel in self.spares.values():
             channel.close()  # a spare ends when its channel is closed
 
         # A process that does not end even now is given up. It stays the parent of processes that it
         # has started, and `_end_left_behind` looks for these at each process in `given_up`.
-        not_ended = _wait_for_ends({*self.running, *self.spares}, _KILL_TIMEOUT_S)
+        pids = {*self.running, *self.spares}
+        not_ended = _wait_for_ends(pids, _KILL_TIMEOUT_S)
         self.given_up |= not_ended
         self.running.clear()
         self.spares.clear()
@@ -693,12 +704,13 @@ class Server:
                         process.resume()  # a stopped process handles no other signal
             terminated.update(processes)
 
-            # A process can only wait for its own children. Grandchildren become its children when
-            # their parents have ended.
+            # A process can only wait for its own children. Grandchildren become children of this
+            # process when their parents have ended (PR_SET_CHILD_SUBREAPER).
             _wait_for_ends({child.pid for child in children}, _RECHECK_S)
 
-            # Children of a rank that was given up are no children of this process, and are not
-            # waited for above. Pause, so that this loop does not run without a break for them.
+            # Some ranks do not end even after SIGKILL (`given_up`). Their children are no children
+            # of this process, and are not waited for above. Pause, so that this loop does not run
+            # without a break for them.
             time.sleep(_MAX_POLL_S)
 
         return [process.pid for process in processes if not _is_gone_or_zombie(process)]
@@ -764,7 +776,10 @@ def _is_gone_or_zombie(process: psutil.Process) -> bool:
 
     try:
         is_zombie = process.status() == psutil.STATUS_ZOMBIE
-        return not process.is_running() or (is_zombie and process.num_threads() <= 1)
+        if not process.is_running():
+            return True
+        # Of a zombie that has ended completely, only the main thread is left.
+        return bool(is_zombie and process.num_threads() <= 1)
     except psutil.NoSuchProcess:
         return True
 

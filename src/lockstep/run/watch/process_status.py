@@ -101,7 +101,7 @@ def _has_signal(mask: int, number: int) -> bool:
     return (mask >> (number - 1)) & 1 == 1
 
 
-def exit_code_of_ending(pid: int, root: Path = _PROC) -> int | None:
+def exit_code_of_ending_process(pid: int, root: Path = _PROC) -> int | None:
     """Returns the exit code of a process that has begun to end, but may not be gone yet.
 
     Args:

@@ -40,8 +40,8 @@ def begin() -> None:
             folder_of_lockstep = values["packages"]
             sys.meta_path.insert(0, AfterTorch(folder_of_lockstep))
 
-    # At its start, Python imports the first module that is called `sitecustomize`. This file was
-    # the first one, so a `sitecustomize` of the user's must be imported here.
+    # At its start, Python imports the first module called `sitecustomize` that it finds, which was
+    # this file. If the user has such a module as well, it must be imported here.
     import_users_sitecustomize()
 
 
@@ -54,7 +54,7 @@ def import_users_sitecustomize() -> None:
         if error.name != "sitecustomize":  # otherwise there is none, as in most environments
             raise
     finally:
-        sys.modules.setdefault("sitecustomize", this_module)
+        sys.modules.setdefault("sitecustomize", this_module)  # if the user has none
 
 
 class AfterTorch:
@@ -65,7 +65,7 @@ class AfterTorch:
     """
 
     def __init__(self, packages: str) -> None:
-        self.packages = packages
+        self.folder_of_lockstep = packages
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> Any:
         """Finds torch, and makes its loader install the probe after torch has been imported.
@@ -95,7 +95,8 @@ class AfterTorch:
 
     def install(self) -> None:
         """Installs the probe. If that fails, the program runs without it."""
-        sys.path.append(self.packages)
+        # The program's search path may not contain this folder, so it is added for this import.
+        sys.path.append(self.folder_of_lockstep)
 
         try:
             from lockstep.run.start.worker import install_after_exec
@@ -104,7 +105,7 @@ class AfterTorch:
         except Exception:
             pass
         finally:
-            sys.path.remove(self.packages)
+            sys.path.remove(self.folder_of_lockstep)
 
 
 begin()
