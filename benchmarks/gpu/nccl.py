@@ -3,6 +3,8 @@
 Each case trains some steps twice: once on one process on the CPU, and once on ranks that share the
 GPU over NCCL. The weights are compared, relative to each tensor's largest element. What depends on
 how a batch is divided (compressed gradients) is compared with equally many ranks over Gloo.
+
+With virtual ranks, the bits of the weights are compared with those of one process on the GPU.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.gpu.one_gpu import backend_for_several_ranks, init_options, on_ranks
-from benchmarks.gpu.results import Stage
+from benchmarks.gpu.results import NotRun, Stage
 
 BATCH = 16
 EPOCHS = 2
@@ -112,6 +114,7 @@ CASES: dict[str, Case] = {
     "hsdp, 2 x 2": Case(4, hsdp, clip=True),
     "pipeline, 1f1b": Case(2, pipeline(split=["2"])),
     "pipeline, interleaved": Case(2, pipeline(split=["2", "4", "6"], interleave=2)),
+    "pipeline, 2 x 2": Case(4, pipeline(stages=2, split=["2"])),
     "diloco": Case(2, diloco, alone=diloco),
 }
 
@@ -312,6 +315,85 @@ def check_timeouts(stage: Stage, backend: str) -> None:
         assert all(timeouts == [TIMEOUT_S] for timeouts in ranks), ranks
 
 
+VIRTUAL_RANKS = 4
+SIZES_WITH_VIRTUAL_RANKS = (2, 3)
+"""Of 3 ranks, not every one computes a complete subtree of the sum: they send partial sums."""
+
+
+def bits_of_virtual_ranks(device: str, backend: str) -> dict[str, str]:
+    """A hash of the weights, by strategy and precision; in one process, as starting one is slow."""
+    import gc
+    import os
+
+    found = {}
+    strategies = ["ddp", "fsdp"]
+    if os.environ["WORLD_SIZE"] == "1":
+        strategies = ["single"]
+    for strategy in strategies:
+        for precision in ("fp32", "bf16"):
+            key = f"{strategy}, {precision}"
+            found[key] = hash_of_weights(device, backend, strategy, precision)
+            gc.collect()  # the model's groups must be gone before the next run's are opened
+    return found
+
+
+def hash_of_weights(device: str, backend: str, strategy: str, precision: str) -> str:
+    """Trains with virtual ranks, BatchNorm, dropout and clipping."""
+    import hashlib
+
+    import torch
+    from problems import CLASSES, FEATURES, mean_loss, tensors
+    from saved import full_state_dict
+    from torch import nn
+
+    import lockstep
+
+    options = init_options(device, backend)
+    options |= {"precision": precision, "virtual_ranks": VIRTUAL_RANKS, "seed": 5}
+    with lockstep.init(strategy, **options) as world:
+        torch.manual_seed(3)
+        model: Any = nn.Sequential(
+            nn.Linear(FEATURES, 64),
+            nn.BatchNorm1d(64),
+            nn.GELU(),
+            nn.Dropout(0.2),
+            nn.Linear(64, CLASSES),
+        )
+        optimizer: Any = torch.optim.AdamW(model.parameters(), lr=0.01)
+        model, optimizer = world.prepare(model, optimizer)
+        data = tensors(44, torch.float32)
+        for _ in world.epochs(EPOCHS):
+            for x, y in world.loader(data, BATCH, shuffle=True):
+                world.backward(mean_loss(model, (x, y)))
+                world.clip_grad_norm_(model, MAX_NORM)
+                optimizer.step()
+                optimizer.zero_grad()
+        digest = hashlib.sha256()
+        for name, value in sorted(full_state_dict(model.state_dict()).items()):
+            digest.update(name.removeprefix("module.").encode())
+            digest.update(value.detach().cpu().contiguous().numpy().tobytes())
+        return digest.hexdigest()[:16]
+
+
+def check_virtual_ranks(stage: Stage, backend: str) -> None:
+    """Sums over virtual ranks have the bits of one process on the same device."""
+    hashes_of_one: dict[str, str] = {}
+    with stage.check("virtual ranks, one process") as values:
+        [hashes_of_one] = on_ranks(bits_of_virtual_ranks, 1, stage.device, backend)
+        values["hashes"] = hashes_of_one
+    for size in SIZES_WITH_VIRTUAL_RANKS:
+        with stage.check(f"virtual ranks, {size} ranks: the bits of one process") as values:
+            if not hashes_of_one:
+                raise NotRun("the run on one process failed")
+            ranks = on_ranks(bits_of_virtual_ranks, size, stage.device, backend)
+            values["backend"] = backend
+            values["hashes"] = ranks[0]
+            for hashes in ranks:
+                for strategy_and_precision, found in hashes.items():
+                    _, precision = strategy_and_precision.split(", ")
+                    assert found == hashes_of_one[f"single, {precision}"], strategy_and_precision
+
+
 LARGE_LAYERS = 8
 
 
@@ -422,5 +504,6 @@ def main() -> None:
     check_overflow(stage, backend)
     check_timeouts(stage, backend)
     check_peak_memory(stage, backend)
+    check_virtual_ranks(stage, backend)
     for name in CASES:
         compare(stage, name, backend)

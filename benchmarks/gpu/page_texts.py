@@ -22,8 +22,6 @@ class PageTexts:
     passed: str
     other_results: str
     begun: str
-    present_source: str
-    older_source: str
     machine: str
     columns: str
     results: dict[str, str]
@@ -73,9 +71,7 @@ hang, crash and fill a disk on purpose.
 """,
     passed="{number} checks passed",
     other_results="{number} {result}",
-    begun="Started at {when}, at commit {commits}: {source}.",
-    present_source="the present source",
-    older_source="not all of the present source",
+    begun="Started at {when}, at commit {commits}. Later changes have not been run.",
     machine="machine",
     columns="check | result | s | found",
     results={},
@@ -118,9 +114,7 @@ make gpu-table                            # 根据结果写出本页
 """,
     passed="{number} 项通过",
     other_results="{number} 项{result}",
-    begun="开始于 {when}，提交 {commits}：{source}。",
-    present_source="与当前源码一致",
-    older_source="并非全部使用当前源码",
+    begun="开始于 {when}，提交 {commits}。之后的改动尚未运行过。",
     machine="机器",
     columns="检查项 | 结果 | 秒 | 内容",
     results={

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu.page_texts import CHINESE, ENGLISH, PageTexts
-from benchmarks.gpu.results import DEFAULT_FOLDER, RESULTS, ROOT, read_lines, source_digest
+from benchmarks.gpu.results import DEFAULT_FOLDER, RESULTS, ROOT, read_lines
 from benchmarks.gpu.stages import STAGES, is_as_expected
 
 MAX_VALUE_CHARACTERS = 160
@@ -108,12 +108,11 @@ def count_results(lines: Iterable[Line], texts: PageTexts = ENGLISH) -> str:
     return texts.comma.join(parts)
 
 
-def page(lines: Sequence[Line], source: str, texts: PageTexts = ENGLISH) -> str:
+def page(lines: Sequence[Line], texts: PageTexts = ENGLISH) -> str:
     """The page, in Markdown.
 
     Args:
         lines: of all runs.
-        source: the digest of the present source.
         texts: of the language.
     """
     runs = runs_of(lines)
@@ -121,24 +120,22 @@ def page(lines: Sequence[Line], source: str, texts: PageTexts = ENGLISH) -> str:
     rehearsed = [run for run in runs if run.device == "cpu"]
     parts = [texts.introduction]
     if on_gpu:
-        parts.append(described(texts.on_a_gpu, on_gpu, source, texts))
+        parts.append(described(texts.on_a_gpu, on_gpu, texts))
     else:
         parts.append(f"## {texts.on_a_gpu}\n\n{texts.not_run}\n")
     if rehearsed:
-        parts.append(described(texts.rehearsed, rehearsed, source, texts))
+        parts.append(described(texts.rehearsed, rehearsed, texts))
         parts.append(texts.rehearsal_note)
     return "\n".join(parts)
 
 
-def described(title: str, runs: Sequence[Run], source: str, texts: PageTexts) -> str:
+def described(title: str, runs: Sequence[Run], texts: PageTexts) -> str:
     """One section: the machine, then a table for each stage."""
     entries = newest_lines(runs)
     parts = [f"## {title}\n"]
     commits = sorted({run.begin["values"].get("commit") or "not known" for run in runs})
-    sources = {run.begin["values"].get("source") for run in runs}
-    same = texts.present_source if sources == {source} else texts.older_source
     when = sorted({run.begin["run"] for run in runs})
-    begun = texts.begun.format(when=", ".join(when), commits=", ".join(commits), source=same)
+    begun = texts.begun.format(when=", ".join(when), commits=", ".join(commits))
     full_stop = begun[-1]
     parts.append(count_results((line for _, line in entries), texts) + full_stop + "\n")
     parts.append(begun + "\n")
@@ -202,7 +199,7 @@ def main() -> None:
     for path in paths:
         lines += read_lines(path)
     for texts in (ENGLISH, CHINESE):
-        texts.page.write_text(page(lines, source_digest(), texts), encoding="utf-8")
+        texts.page.write_text(page(lines, texts), encoding="utf-8")
         print(f"written: {texts.page.relative_to(ROOT)}")
         print(readme_sentence(lines, texts))
 

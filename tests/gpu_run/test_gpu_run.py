@@ -162,18 +162,19 @@ def test_the_page_has_the_newest_line_of_each_check() -> None:
         ("nccl", "(stage)", "timed out"),
     )  # fmt: skip
     second = lines_of_a_run("cuda", "2026-01-02T", ("nccl", "ddp", "passed"))
-    text = table.page([*second, *first], source="s")
+    text = table.page([*second, *first])
     assert "| ddp | passed | 1.0 | a 1.5 |" in text
     assert "| the whole stage | timed out | 1.0 | a 1.5. first line |" in text
     assert "| gpu | H100 |" in text
-    assert "at commit abc: the present source" in text
-    assert "at commit abc: not all of the present source" in table.page(first, source="t")
+    assert "at commit abc. Later changes have not been run." in text
     sentence = table.readme_sentence([*first, *second])
     assert "run on one H100 (2026-01-02): 2 checks passed. Over NCCL" in sentence
-    chinese = table.page([*second, *first], source="s", texts=CHINESE)
+    chinese = table.page([*second, *first], texts=CHINESE)
     assert "| ddp | 通过 | 1.0 | a 1.5 |" in chinese
     assert "| 整个阶段 | 超时 | 1.0 | a 1.5. first line |" in chinese
-    assert "2 项通过。\n\n开始于 2026-01-01T, 2026-01-02T，提交 abc：与当前源码一致。" in chinese
+    assert (
+        "2 项通过。\n\n开始于 2026-01-01T, 2026-01-02T，提交 abc。之后的改动尚未运行过。" in chinese
+    )
     assert "在一张 H100 上运行过（2026-01-02）" in table.readme_sentence([*first, *second], CHINESE)
 
 
@@ -184,7 +185,7 @@ def test_both_languages_have_all_stages_and_results() -> None:
 
 def test_without_a_gpu_the_page_says_so() -> None:
     rehearsal = lines_of_a_run("cpu", "2026-01-01T", ("nccl", "ddp", "failed"))
-    text = table.page(rehearsal, source="s")
+    text = table.page(rehearsal)
     assert "## On a GPU\n\nNot run yet." in text
     assert "| ddp | failed | 1.0 | a 1.5. last line |" in text
 
