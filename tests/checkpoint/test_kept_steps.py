@@ -277,7 +277,7 @@ def test_a_state_divided_between_ranks_is_read_as_one(memory: dict[str, str], si
             layout.update(sections)
             header = header_of(rank, size, layout.header_sections)
             areas[rank].begin_writing(len(header), layout.num_bytes)
-            copy_to_each(layout.places(areas[rank]), layout.sources)
+            copy_to_each(layout.destinations_in(areas[rank]), layout.sources)
             areas[rank].set_seal(1, serial, serial, header)
         reports = [PartReport(**part) for part in reports_of(areas)]
         chosen = choose_step(reports, ["x"])

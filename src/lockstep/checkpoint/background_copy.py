@@ -40,31 +40,37 @@ class BackgroundCopy:
         self._error: Exception | None = None
 
     def start(
-        self, places: Sequence[Tensor], sources: Sequence[Tensor], finish: Callable[[], object]
+        self,
+        destinations: Sequence[Tensor],
+        sources: Sequence[Tensor],
+        finish: Callable[[], object],
     ) -> None:
         """Starts to copy tensors in a thread. The previous copy must have ended.
 
         Args:
-            places: the tensors that are overwritten, one for each source.
+            destinations: the tensors that are overwritten, one for each source.
             sources: the tensors to copy. They must not be changed before `wait` returns.
             finish: called in the thread when everything has been copied, unless a source was
                 changed during the copy.
         """
         # A tensor that is changed during the copy has a higher number of writes at its end.
         write_counts_at_start = write_counts(sources)
-        training_event = None
+
+        # This event marks the end of the work that the training has queued on the GPU so far. The
+        # copies on the other stream begin after it.
+        end_of_queued_work = None
         if self._stream is not None:
-            training_event = torch.cuda.current_stream(self._device).record_event()
+            end_of_queued_work = torch.cuda.current_stream(self._device).record_event()
 
         def copy_sources() -> None:
-            """Does the work of `start`, whose arguments it uses, in the thread.
+            """Runs in the thread: copies `sources` to `destinations`, and then calls `finish`.
 
-            The copies begin on the GPU when it has reached `training_event`, which was recorded in
-            `start`. If an error is raised, `wait` raises it.
+            If a source was changed during the copy, `finish` is not called. If an error is raised,
+            `wait` raises it.
             """
             try:
-                with self._on_stream(training_event):
-                    copy_to_each(list(places), list(sources))
+                with self._copy_stream_after(end_of_queued_work):
+                    copy_to_each(list(destinations), list(sources))
                 if self._stream is not None:
                     self._stream.synchronize()
                 self._was_changed = write_counts(sources) != write_counts_at_start
@@ -76,15 +82,15 @@ class BackgroundCopy:
         self._thread = threading.Thread(target=copy_sources, name="lockstep-kept-step")
         self._thread.start()
 
-    def _on_stream(self, training_event: Any) -> Any:
+    def _copy_stream_after(self, event: Any) -> Any:
         """Returns a context in which copies are queued on the stream of this object.
 
         Args:
-            training_event: an event of the training's stream. The copies wait for it.
+            event: an event of the training's stream. The copies wait for it.
         """
         if self._stream is None:
             return nullcontext()
-        self._stream.wait_event(training_event)
+        self._stream.wait_event(event)
         return torch.cuda.stream(self._stream)
 
     def wait(self) -> bool:

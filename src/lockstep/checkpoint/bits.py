@@ -103,11 +103,11 @@ def _check_batchnorm(path: Path | str, manifest: Mapping[str, Any], settings: Se
     """
     was_synchronised = manifest.get("sync_batchnorm", False)
     if was_synchronised and not settings.synchronises_batchnorm:
-        # `sync_batchnorm` needs a process for each virtual rank.
         raise CheckpointError(
             f"resuming from {path} without sync_batchnorm=True",
             "it was saved with it: BatchNorm would take its statistics from other samples from "
             "here on",
+            # `sync_batchnorm` needs one process for each virtual rank.
             f"continue with sync_batchnorm=True, on {settings.virtual_ranks} processes",
         )
 

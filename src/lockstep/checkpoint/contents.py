@@ -65,7 +65,8 @@ def open_contents(
     """
     source = read_source(path, trust=trust, name=name, everything=everything, lazy=True)
     # A torch file may hold several dictionaries of tensors: the model's, and small ones such as
-    # statistics. The largest one is taken for the model.
+    # statistics. The largest one is taken for the model. Any other source holds one state; with
+    # `everything`, it has all models of the checkpoint.
     largest = max(source.states, key=_state_nbytes)
     tensors, extra = _split_state(source.path, largest.state)
 
@@ -81,7 +82,8 @@ def open_contents(
         tensor.check()  # raises an error if the tensor is not in its file
 
     # The facts are shown to the user. If the model is inside a dictionary of a torch file, the fact
-    # "read" says which part of the file was read: "['model']".
+    # "read" says which part of the file was read: "['model']". Only a checkpoint of Lockstep lists
+    # its modules.
     facts = dict(source.facts)
     is_checkpoint = bool(source.modules)
     is_in_dictionary = bool(largest.place) and not is_checkpoint

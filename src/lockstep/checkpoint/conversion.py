@@ -157,7 +157,8 @@ def _new_names(
     for prefix in remove_prefixes:
         changed = {name: _without_prefix(new, prefix) for name, new in new_names.items()}
         if changed == new_names:  # no name has the prefix
-            # "... the first is fc.weight", or "... the first is not there" without any names.
+            # The end of the message: "the first is fc.weight". If there are no names at all, it is
+            # "the first is not there".
             first_name = names[0] if names else "not there"
             raise SettingError(
                 f"the prefix {prefix!r} to be removed",

@@ -159,7 +159,8 @@ def choose_every(every: int, steps_for_cost: float, steps_for_link: float) -> in
 
     # Case 2: the interval could be shorter. It is made shorter only as far as there is a margin, so
     # that it does not change all the time. Example with a `MARGIN` of 1.5 and `every` = 10: if 4
-    # steps are enough, the interval becomes 6; if 8 are enough, it would be 12, so it stays 10.
+    # steps are enough, the interval becomes 6; if 8 are enough, it would be 12, so it stays 10. (In
+    # this case `steps_for_cost` is below `every`, so it needs no cap.)
     limit_with_margin = max(1, math.ceil(MARGIN * max(steps_for_cost, steps_for_link)))
     return min(every, limit_with_margin)
 

@@ -210,7 +210,9 @@ def on_cpu(value: Tensor) -> Tensor:
 
 
 def with_own_storage(tensor: Tensor, storages_in_use: set[int]) -> Tensor:
-    """Returns a tensor that shares its storage with no other: a clone if the given one does.
+    """Returns a tensor that has a storage of its own, which holds nothing else.
+
+    That is the given tensor, or a clone if its storage is larger, or is in use by another tensor.
 
     Args:
         tensor: a contiguous tensor.
@@ -258,8 +260,9 @@ class Encoder:
         Raises:
             CheckpointError: the value cannot be stored.
         """
-        # The types are compared with `is`, not with `isinstance`, because an instance of a subclass
-        # would be restored as an instance of the base class.
+        # The type of a value must be exactly one of the types below: an instance of a subclass
+        # would be restored as an instance of the base class. Only for tensors and numbers of NumPy
+        # are subclasses allowed.
         kind = type(value)
 
         # Values that JSON has itself. It has no nan and inf.
@@ -360,9 +363,9 @@ class Encoder:
         if is_replicated_copy(value):
             box = None
 
-        # Rank 0 stores a tensor that it has completely as one. All others are stored as regions,
-        # from which the tensor is put together. A tensor that only another rank has, as under a
-        # pipeline, is stored as a single region.
+        # Rank 0 stores a tensor that it has completely in one piece. All others are stored as
+        # regions, from which the tensor is put together. A tensor that only another rank has, as
+        # under a pipeline, is stored as a single region.
         is_whole = box is not None and box.sizes == value.shape
         if self._main and is_whole:
             tree = self._add_tensor(self._to_host(local), path)
@@ -406,8 +409,8 @@ class Encoder:
 
     def _encode_numpy(self, value: Any, path: KeyPath) -> Tree:
         """Stores a numpy array or number as a tensor, and returns the tree of that tensor."""
-        # `np.array` makes an array of a number, and copies an array. So the tensor is writable, and
-        # does not change with the value.
+        # `np.array` makes an array of a number, and copies an array. So the tensor does not change
+        # with the value, and its memory is writable: torch warns of any other.
         try:
             tensor = torch.from_numpy(np.array(value))
         except (TypeError, ValueError):  # torch has no dtype for it
@@ -557,6 +560,7 @@ class _Decoder:
         stored as its bytes. Its tree also has its dtype and shape, by which the bytes are converted
         back.
         """
+        # In the message, "its list" is the manifest, which lists the tensors of the state.
         name = tree["$tensor"]
         if name not in self._tensors:
             raise CheckpointError(

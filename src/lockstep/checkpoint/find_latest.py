@@ -67,7 +67,7 @@ def find_latest_sound(folder: Path) -> FolderView:
         # A checkpoint of another version of Lockstep is not skipped: reading it later raises an
         # error that says what to do.
         health = examine(path, values=True)
-        if health.problems and not health.other_version:
+        if health.problems and not health.is_of_other_version:
             passed_over[path.name] = "; ".join(health.problems)
             continue
 

@@ -34,7 +34,7 @@ class Health:
     """The manifest of the checkpoint; None if it is missing or cannot be read."""
     only_file_list_wrong: bool = False
     """True if only the manifest's list of files is wrong, and the files themselves are sound."""
-    other_version: bool = False
+    is_of_other_version: bool = False
     """True if another version of Lockstep wrote the checkpoint, so that it cannot be examined."""
 
 
@@ -59,7 +59,7 @@ def examine(path: Path, *, values: bool = False) -> Health:
             format_version = manifest.get("format")
             if format_version != layout.FORMAT:
                 problem = f"its format is {format_version}, this Lockstep reads {layout.FORMAT}"
-                return Health(path, (problem,), manifest=None, other_version=True)
+                return Health(path, (problem,), manifest=None, is_of_other_version=True)
             layout.check_manifest(manifest)
             tensors_of_files = tensor_names_of_files(manifest)
             check_seal(text)
@@ -118,13 +118,13 @@ def tensor_names_of_files(manifest: Mapping[str, Any]) -> dict[str, set[str]]:
     for state_name, tree in layout.trees_of_files(manifest).items():
         names = set()
         for tensor in tensor_places(tree):
-            # {"$tensor": name} or {"$sharded": name, "dtype": ..., "shape": ...}
-            name = tensor.get("$tensor", tensor.get("$sharded"))
+            # A whole tensor is {"$tensor": name}. A tensor in shards is
+            # {"$sharded": name, "dtype": ..., "shape": ...}; it is added below, because the shards
+            # may be in the files of other ranks.
+            is_whole = "$tensor" in tensor
+            name = tensor["$tensor"] if is_whole else tensor.get("$sharded")
             if not isinstance(name, str):
                 raise ValueError("a tensor of the state has no name")
-
-            # Tensors in shards are added below, because they may be in the files of other ranks.
-            is_whole = "$tensor" in tensor
             if is_whole:
                 names.add(name)
         names_of_files[layout.tensor_file(state_name)] = names
@@ -201,8 +201,9 @@ class Inspection:
     @property
     def best(self) -> Path | None:
         """The checkpoint with the best metric, or None if the run has not said what is best."""
-        # The checkpoints are in the order of their steps. So after the loop, `min_or_max` is what
-        # the latest checkpoint without problems says.
+        # Each manifest says "min" or "max" for the metric, or None. The checkpoints are in the
+        # order of their steps. So after the loop, `min_or_max` is what the latest checkpoint
+        # without problems says.
         without_problems = []
         min_or_max: Any = None
         for health in self.checkpoints:

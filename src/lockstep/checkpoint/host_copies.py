@@ -64,7 +64,8 @@ class HostCopies:
         """
         if value.device.type == "cpu":
             # `_addresses_of_training` has all storages of the training. A tensor with another
-            # storage was made only for the checkpoint, so nothing will change it.
+            # storage was made only for the checkpoint, so nothing will change it. `on_cpu` copies
+            # such a tensor only if necessary, e.g. if it is not contiguous.
             address = value.untyped_storage().data_ptr()
             if address not in self._addresses_of_training:
                 return on_cpu(value)
@@ -118,9 +119,9 @@ class _ReusedMemory:
         num_bytes = count * dtype.itemsize
         chunk = self._chunk_with_room(num_bytes)
 
-        # `encode` clones a tensor that is only a part of a larger storage, because the whole
-        # storage would be written. This one, made from the memory of the chunk, has a storage of
-        # its own size, while a slice of a tensor would share the storage of that tensor.
+        # The tensor must have a storage of its own size: `encode`, which gets it next, would clone
+        # a tensor that is a part of a larger storage. So it is made from the memory of the chunk. A
+        # slice of a tensor would share the storage of that tensor.
         flat = torch.frombuffer(chunk.memory, dtype=dtype, count=count, offset=chunk.num_used)
         chunk.num_used += ceil_div(num_bytes, ALIGNMENT_BYTES) * ALIGNMENT_BYTES
         return flat.view(shape)

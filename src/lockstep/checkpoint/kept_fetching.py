@@ -41,8 +41,8 @@ class _Transfer(NamedTuple):
     """The rank that takes it for its machine."""
 
 
-class _Reading(NamedTuple):
-    """What the ranks of one machine read."""
+class _ReadingPlan(NamedTuple):
+    """What the ranks of one machine are going to read."""
 
     parts: list[PartReport]
     """One copy of each part, on this machine where there is one."""
@@ -73,34 +73,32 @@ def fetch_step(
     machine_of_rank: list[int] = collectives.exchange(machine)
 
     # Every rank plans for all machines, from the same facts, so that all have the same plan.
-    reading_of_machine: dict[int, _Reading] = {}
+    plan_of_machine: dict[int, _ReadingPlan] = {}
     for each_machine in sorted(set(machine_of_rank)):
-        reading_of_machine[each_machine] = _plan_reading(kept, machine_of_rank, each_machine)
-    reading = reading_of_machine[machine]
-    run_on_all_ranks(collectives, RESUMING_FROM_MEMORY, lambda: _check_memory(reading, machine))
+        plan_of_machine[each_machine] = _plan_reading(kept, machine_of_rank, each_machine)
+    plan = plan_of_machine[machine]
+    run_on_all_ranks(collectives, RESUMING_FROM_MEMORY, lambda: _check_memory(plan, machine))
 
     random_states = _gather_random_states(collectives, kept)
 
     # Send each machine the parts that it lacks.
-    transfers = _plan_transfers(reading_of_machine, machine_of_rank)
+    transfers = _plan_transfers(plan_of_machine, machine_of_rank)
     received_paths = _transfer_parts(collectives, transfers, machine_of_rank, received)
 
-    # Read all parts on this machine.
+    # Read all parts on this machine. The received ones are listed by the rank that wrote them.
     paths_here = []
-    for part in reading.parts:
+    for part in plan.parts:
         is_here = part.machine == machine
         paths_here.append(part.path if is_here else received_paths[part.rank])
 
     return run_on_all_ranks(
         collectives,
         RESUMING_FROM_MEMORY,
-        lambda: read_step(
-            paths_here, module_names, random_states, lacks_shards=reading.lacks_shards
-        ),
+        lambda: read_step(paths_here, module_names, random_states, lacks_shards=plan.lacks_shards),
     )
 
 
-def _plan_reading(kept: KeptStep, machine_of_rank: Sequence[int], machine: int) -> _Reading:
+def _plan_reading(kept: KeptStep, machine_of_rank: Sequence[int], machine: int) -> _ReadingPlan:
     """Decides which parts the ranks of a machine read.
 
     Args:
@@ -108,22 +106,23 @@ def _plan_reading(kept: KeptStep, machine_of_rank: Sequence[int], machine: int) 
         machine_of_rank: the machine of each rank of this run.
         machine: the number of the machine.
     """
-    # If each rank finds its shard where it left it, a machine reads the parts of its own ranks. If
-    # not all ranks are on this machine, it has only a part of each sharded tensor.
+    # If each rank finds its shard where it left it, a machine reads the parts of its own ranks,
+    # which have the same numbers as when the step was kept. If not all ranks are on this machine,
+    # it has only a part of each sharded tensor.
     if _every_rank_finds_its_shard(kept, machine_of_rank):
         ranks_here = [rank for rank, where in enumerate(machine_of_rank) if where == machine]
         parts_here = [_find_copy(kept, rank, machine) for rank in ranks_here]
         other_machines_have_ranks = len(ranks_here) < len(machine_of_rank)
-        return _Reading(parts_here, lacks_shards=other_machines_have_ranks)
+        return _ReadingPlan(parts_here, lacks_shards=other_machines_have_ranks)
 
     # Otherwise, it reads the whole state. Each complete set of ranks has kept all of it. Of these
     # sets, the machine reads the one that needs the fewest parts from other machines.
-    readings = []
-    for ranks in kept.complete_sets:
+    plans = []
+    for ranks_that_kept in kept.complete_sets:
         # For each part, a copy on this machine is preferred.
-        parts = [_find_copy(kept, rank, machine) for rank in ranks]
-        readings.append(_Reading(parts, lacks_shards=False))
-    return min(readings, key=lambda reading: len(reading.missing_on(machine)))
+        parts = [_find_copy(kept, rank, machine) for rank in ranks_that_kept]
+        plans.append(_ReadingPlan(parts, lacks_shards=False))
+    return min(plans, key=lambda plan: len(plan.missing_on(machine)))
 
 
 def _every_rank_finds_its_shard(kept: KeptStep, machine_of_rank: Sequence[int]) -> bool:
@@ -160,17 +159,17 @@ def _find_copy(kept: KeptStep, rank: int, machine: int) -> PartReport:
     return copies[0]
 
 
-def _check_memory(reading: _Reading, machine: int) -> None:
+def _check_memory(plan: _ReadingPlan, machine: int) -> None:
     """Checks that this machine has room for the parts that it lacks.
 
     Args:
-        reading: the parts that the ranks of this machine read.
+        plan: the parts that the ranks of this machine are going to read.
         machine: the number of this machine.
 
     Raises:
         CheckpointError: the machine has too little free memory.
     """
-    needed = sum(part.num_bytes for part in reading.missing_on(machine))
+    needed = sum(part.num_bytes for part in plan.missing_on(machine))
     available = available_memory()
     if available is not None and needed > MAX_SHARE_OF_FREE_MEMORY * available:
         raise CheckpointError(
@@ -189,12 +188,13 @@ def _gather_random_states(collectives: Collectives, kept: KeptStep) -> list[Any]
         """Reads the random states that this rank has to read for all ranks.
 
         Returns:
-            The states by the number of the rank that has kept them: `{"3": "..."}`. The answers of
-            ranks are sent as JSON, so both are texts.
+            The states by the number of the rank that has kept them: `{"3": "..."}`. The numbers and
+            the states are texts, because the answers of ranks are sent as JSON.
         """
         texts = {}
         for rank_that_kept in range(kept.world_size):
-            # Of several copies, only the first is read, by the present rank that holds it.
+            # There may be several copies of what a rank has kept, on different machines. Only the
+            # first one is read, by the present rank that has it in the memory of its machine.
             copies = kept.copies_of(rank_that_kept)
             if copies and copies[0].holder == present_rank:
                 state = read_random_state(copies[0].path)
@@ -209,18 +209,18 @@ def _gather_random_states(collectives: Collectives, kept: KeptStep) -> list[Any]
 
 
 def _plan_transfers(
-    reading_of_machine: Mapping[int, _Reading], machine_of_rank: Sequence[int]
+    plan_of_machine: Mapping[int, _ReadingPlan], machine_of_rank: Sequence[int]
 ) -> list[_Transfer]:
     """Lists the parts to send to other machines, in an order that is the same on all ranks.
 
     Args:
-        reading_of_machine: the parts that each machine reads, by its number.
+        plan_of_machine: the parts that each machine is going to read, by its number.
         machine_of_rank: the machine of each rank of this run.
     """
     transfers = []
-    for machine, reading in reading_of_machine.items():
+    for machine, plan in plan_of_machine.items():
         first_rank_on_machine = machine_of_rank.index(machine)
-        for part in reading.missing_on(machine):
+        for part in plan.missing_on(machine):
             transfers.append(_Transfer(part, receiver=first_rank_on_machine))
     return transfers
 
@@ -247,7 +247,7 @@ def _transfer_parts(
     """
     topology = collectives.topology
 
-    # By the rank that wrote the part. It is a text, because keys in JSON are texts.
+    # The keys are the ranks that wrote the parts. They are texts, because JSON has no other keys.
     paths_of_this_rank: dict[str, str] = {}
     for transfer in transfers:
         if topology.rank == transfer.part.holder:

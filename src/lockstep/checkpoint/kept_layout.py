@@ -186,14 +186,14 @@ class KeptLayout:
             leaves += [encoded.leaves[placement.leaf] for placement in encoded.placements]
         return leaves
 
-    def places(self, area: Area) -> list[Tensor]:
+    def destinations_in(self, area: Area) -> list[Tensor]:
         """Returns the tensors in an area that `sources` are copied to, as views of its memory."""
-        places = []
+        destinations = []
         for encoded in self._encoded.values():
             for placement, offset in zip(encoded.placements, encoded.offsets, strict=True):
-                place = area.view(area.values_at + offset, placement.dtype, placement.shape)
-                places.append(place)
-        return places
+                view = area.view(area.values_at + offset, placement.dtype, placement.shape)
+                destinations.append(view)
+        return destinations
 
     @torch.no_grad()
     def update(self, sections: Sequence[Section]) -> None:
@@ -201,7 +201,8 @@ class KeptLayout:
 
         Encoding a section finds its placements: the tensors, or rows of tensors, that this rank
         copies. Each placement has an offset in the memory area. The description of the section in
-        JSON (its text) has these offsets.
+        JSON (its text) has these offsets. A *divided* section is equal on all ranks of the machine,
+        and each of them copies some rows of its tensors.
 
         Args:
             sections: the whole state of this rank.
@@ -217,14 +218,13 @@ class KeptLayout:
         # 1. The ranks of the machine divide the state again if the shapes of its tensors have
         # changed. Then this rank copies other rows of all divided sections.
         divided = [present for present in present_sections if present.section.is_divided]
-        divided_kinds = [present.leaf_kinds for present in divided]
-        was_divided_again = divided_kinds != self._divided_kinds
+        kinds_of_divided = [present.leaf_kinds for present in divided]  # with the shapes
+        was_divided_again = kinds_of_divided != self._divided_kinds
         if was_divided_again:
             self._rows_of_section = self._divide(divided)
-            self._divided_kinds = divided_kinds
+            self._divided_kinds = kinds_of_divided
 
         # 2. Encode sections of which this rank copies other rows, and sections that have changed.
-        placements_before = self._placements()
         encoded_sections: dict[SectionKey, _EncodedSection] = {}
         for present in present_sections:
             has_other_rows = was_divided_again and present.section.is_divided
@@ -232,10 +232,13 @@ class KeptLayout:
             if encoded is None:
                 encoded = self._encode(present)
             encoded_sections[present.section.key] = encoded
-        self._encoded = encoded_sections
 
-        # 3. If a placement has changed, all get new offsets. Then no text holds any more.
-        if self._placements() != placements_before:
+        # 3. If a placement has changed, all get new offsets. The texts of all sections have the old
+        # offsets, so they are dropped.
+        placements_before = self._placements()  # those of the sections in `self._encoded`
+        self._encoded = encoded_sections
+        placements_now = self._placements()
+        if placements_now != placements_before:
             self._assign_offsets()
             for encoded in encoded_sections.values():
                 encoded.text = ""
@@ -249,7 +252,7 @@ class KeptLayout:
             self.sources += encoded.sources
 
     def _placements(self) -> list[list[Placement]]:
-        """Returns the placements of each section."""
+        """Returns the placements of each section in `self._encoded`."""
         return [encoded.placements for encoded in self._encoded.values()]
 
     def _assign_offsets(self) -> None:
@@ -291,7 +294,8 @@ class KeptLayout:
             return None
 
         # The present tensors take the place of the old ones: the placements (which rows of which
-        # leaf this rank copies) stay, and the sources (the tensors to copy from) are others.
+        # leaf this rank copies) stay, and the sources (the tensors to copy from) are others. The
+        # local leaves are the leaves as plain tensors, e.g. this rank's shards.
         encoded.leaves = present.leaves
         encoded.local_leaves = present.local_leaves
         encoded.addresses = addresses
@@ -312,14 +316,18 @@ class KeptLayout:
         # copies. The ranks of a machine have the same tree, so the first of them keeps it, unless
         # each rank has other entries of the section.
         is_main = self._local_rank == 0
+
+        # If the ranks of this machine divide the section between them: the rows that this rank
+        # copies of each leaf. Otherwise None.
         rows_of_leaf = self._rows_of_section.get(section.key)
         encoder = _LayoutEncoder(section, is_main=is_main, rows_of_leaf=rows_of_leaf)
         tree = encoder.encode(section.value, section.path)
         keeps_tree = is_main or section.is_partial
         tree_text = json.dumps(tree, allow_nan=False) if keeps_tree else None
 
-        # Each placement has an offset in the memory area. The section keeps its old offsets. If a
-        # placement has changed, `update` assigns new ones to all sections.
+        # Each placement has an offset in the memory area. They are the offsets of the last step, if
+        # all placements are those of the last step. Otherwise `update`, which calls this method,
+        # assigns new offsets to all sections afterwards.
         encoded_before = present.encoded_before
         offsets = [] if encoded_before is None else encoded_before.offsets
 
@@ -329,13 +337,13 @@ class KeptLayout:
             skeleton=present.skeleton,
             leaf_kinds=kinds,
             leaves=present.leaves,
-            local_leaves=present.local_leaves,
+            local_leaves=present.local_leaves,  # plain tensors: of a DTensor, this rank's shard
             addresses=addresses,
-            ties=_find_ties(addresses),
-            is_partial=section.is_partial,
+            ties=_find_ties(addresses),  # which leaves share their memory
+            is_partial=section.is_partial,  # True if this rank has only some of the entries
             has_shards=any(kind.is_sharded for kind in kinds),
             has_numpy_values=any(kind.is_numpy_value for kind in kinds),
-            # The result.
+            # The result: the tree, what this rank copies, from which tensors, and to where.
             tree=tree_text,
             placements=encoder.placements,
             sources=_sources(encoder.placements, present.local_leaves),
@@ -374,9 +382,10 @@ class KeptLayout:
                     rows_of_leaf.append(None)
                     continue
 
-                # A position inside a row is rounded to a whole row, in the same way on all ranks,
-                # so that each row is copied by one rank. A position before or after the leaf counts
-                # as its begin or end, so that a leaf outside of the range gets no rows.
+                # Which rows of the leaf are in the range? Both ends are rounded down to whole rows,
+                # on all ranks alike, so that each row is copied by one rank. For a leaf that ends
+                # before the range, both are the number of its rows; for a leaf that begins after
+                # the range, both are 0: such a leaf gets no rows.
                 first_row = _row_at(leaf, range_begin - leaf_begin)
                 end_row = _row_at(leaf, range_end - leaf_begin)
                 rows_of_leaf.append((first_row, end_row))
@@ -417,8 +426,8 @@ class _PresentSection:
         Args:
             encoded: the section as it was encoded in an earlier step.
         """
-        # A numpy value was converted to a tensor in the earlier step. This tensor is copied, and
-        # has not changed with the numpy value.
+        # A numpy value was copied to a tensor in the earlier step. If the value has changed since,
+        # that tensor still has the old one.
         if encoded.has_numpy_values:
             return False
 
@@ -439,11 +448,12 @@ class _PresentSection:
     def _convert_leaves(self) -> None:
         """Fills `local_leaves` and `leaf_kinds`: one plain tensor and one kind for each leaf."""
         for leaf in self.leaves:
-            local = _local(leaf)
+            plain_tensor = _local(leaf)  # also of a numpy value
             is_numpy_value = isinstance(leaf, np.ndarray | np.generic)
-            device = None if is_numpy_value else local.device
-            kind = LeafKind(local.dtype, tuple(local.shape), device, is_sharded(leaf))
-            self.local_leaves.append(local)
+            device = None if is_numpy_value else plain_tensor.device  # None: a numpy value
+            shape = tuple(plain_tensor.shape)
+            kind = LeafKind(plain_tensor.dtype, shape, device, is_sharded(leaf))
+            self.local_leaves.append(plain_tensor)
             self.leaf_kinds.append(kind)
 
     @property
@@ -511,7 +521,8 @@ class _LayoutEncoder(Encoder):
     def _box_to_store(self, value: Any) -> Box | None:
         """Returns the region of a tensor that this rank stores, or None if it stores nothing.
 
-        The region is also noted in the present leaf, for `_store`.
+        The region is also noted in the present leaf, for `_store`. `_begin_leaf` has noted which
+        rows of the leaf this rank stores, or None if the leaf is not divided into rows.
         """
         leaf = self._leaf
         own_region = super()._box_to_store(value)  # this rank's shard, or else the whole tensor
@@ -562,8 +573,8 @@ class _LayoutEncoder(Encoder):
         """
         leaf = self._leaf
 
-        # This rank copies nothing of the leaf: a numpy value is copied by the first rank of the
-        # machine only.
+        # The box is the region of the leaf that this rank copies. It is None for a numpy value,
+        # which only the first rank of the machine copies.
         if leaf.box is None:
             return
 
@@ -590,8 +601,8 @@ def _skeleton(value: Any, leaves: list[Any]) -> Any:
 
     Two skeletons are equal if the values differ only in their leaves. Dictionaries must also have
     the same order, since the leaves are in that order. Most values stand beside their type, because
-    in Python `1 == 1.0 == True`. The most frequent ones, int, str and None, stand alone: they only
-    equal values of the same type in a skeleton.
+    in Python `1 == 1.0 == True`. The most frequent ones, int, str and None, stand alone: as values
+    of all other types are tuples with their type, an int in a skeleton only equals another int.
     """
     kind = type(value)
     if value is None or kind is str or kind is int:
@@ -729,27 +740,27 @@ def sections_of(
             sections.append(Section(name, (), state, is_partial, is_divided=not is_partial))
             continue
 
-        # Other objects are one section as a rule.
-        is_optimizer = name in optimizer_names
-        if not ((is_optimizer or is_partial) and _can_be_cut(state)):
-            section = Section(layout.TRAINING, (name,), state, is_partial=False, is_divided=False)
-            sections.append(section)
-            continue
-
         # An optimizer has a section for each entry: "state", which has the tensors, "param_groups"
         # and others. Another object of which this rank has only some entries is cut likewise. Only
         # "state" can be partial or divided: the other entries are small, and equal on all ranks.
-        for key, value in state.items():
-            section_is_partial = key == "state" and is_partial
-            section_is_divided = key == "state" and is_optimizer and not is_partial
-            section = Section(
-                layout.TRAINING,
-                (name, key),
-                value,
-                is_partial=section_is_partial,
-                is_divided=section_is_divided,
-            )
-            sections.append(section)
+        is_optimizer = name in optimizer_names
+        has_section_for_each_entry = (is_optimizer or is_partial) and _can_be_cut(state)
+        if has_section_for_each_entry:
+            for key, value in state.items():
+                section = Section(
+                    layout.TRAINING,
+                    (name, key),
+                    value,
+                    is_partial=key == "state" and is_partial,
+                    is_divided=key == "state" and is_optimizer and not is_partial,
+                )
+                sections.append(section)
+            continue
+
+        # Any other object is one section, which is neither partial nor divided: only a separate
+        # section "state" can be that.
+        section = Section(layout.TRAINING, (name,), state, is_partial=False, is_divided=False)
+        sections.append(section)
     return sections
 
 

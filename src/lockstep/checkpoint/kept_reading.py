@@ -159,8 +159,9 @@ def choose_step(reports: Sequence[PartReport], folders: Collection[str]) -> Kept
     """
     newest: KeptStep | None = None
     for (attempt, serial), parts in _parts_of_steps(reports, folders).items():
-        # Sets of ranks whose parts make up the whole state: usually all ranks, but each machine by
-        # itself if each has the whole state. Without such a set, the step is incomplete.
+        # Each complete set of ranks has kept the whole state. If each machine has the whole state,
+        # there is a set for each machine. Otherwise there is one set, which consists of all ranks.
+        # Without such a set, the step is incomplete.
         complete_sets = _complete_sets(parts)
         if not complete_sets:
             continue
@@ -308,6 +309,8 @@ def read_step(
     # This is a dictionary with the states of all other objects, by name.
     other_states = _assemble_file(parts, layout.TRAINING, lacks_shards=lacks_shards)
     saved.update(other_states)
+
+    # The random states come from the caller, because these parts may lack those of some ranks.
     saved[RANDOM] = list(random_states)
     saved["manifest"] = {**parts[0].facts, "modules": list(module_names)}
     return saved
@@ -375,7 +378,7 @@ class _ShardsOfThisMachine(TensorInShards):
         for shard in self.shards:
             if shard.offsets == offsets and shard.sizes == sizes:
                 return shard.values.read()
-        raise self._not_here()
+        raise self._not_here_error()
 
     def read_range(self, begin: int, end: int) -> Tensor:
         """Returns an empty tensor for an empty range; any other range cannot be read.
@@ -384,10 +387,10 @@ class _ShardsOfThisMachine(TensorInShards):
             CheckpointError: the range is not empty.
         """
         if begin < end:
-            raise self._not_here()
+            raise self._not_here_error()
         return torch.empty(0, dtype=self.dtype)
 
-    def _not_here(self) -> CheckpointError:
+    def _not_here_error(self) -> CheckpointError:
         return CheckpointError(
             f"resuming {self.name} from memory",
             "this rank needs a shard that another machine has kept",
@@ -413,13 +416,20 @@ def _assemble_file(parts: Sequence[_Part], file: str, *, lacks_shards: bool) -> 
     pieces = _Pieces(lacks_shards=lacks_shards)
     for part in parts:
         for section in part.sections_of(file):
-            for name, (code, shape, offset, box_offsets, box_sizes) in section["tensors"].items():
-                lazy = part.lazy_tensor(code, shape, offset)
-                pieces.add(name, tuple(box_offsets), tuple(box_sizes), lazy)
+            for name, description in section["tensors"].items():
+                # For example ["F32", [2, 5], 64, [2, 0], [2, 5]]: 2 x 5 numbers of the dtype
+                # float32, which lie at byte 64 of the area. In the whole tensor, this region begins
+                # at [2, 0] and has the size [2, 5].
+                dtype_code, shape, offset, box_offsets, box_sizes = description
+                stored = part.lazy_tensor(dtype_code, shape, offset)
 
-                # Several ranks may have kept the same tensor. The first one is taken.
+                # Form 1: a region of a tensor. `pieces.join` puts the regions together.
+                pieces.add(name, tuple(box_offsets), tuple(box_sizes), stored)
+
+                # Form 2: a whole tensor, as a view of the area's memory. Several ranks may have
+                # kept the same tensor. The first one is taken.
                 if name not in whole_tensors:
-                    whole_tensors[name] = part.view_of(lazy)
+                    whole_tensors[name] = part.view_of(stored)
 
     # Then, the tree of the file from the trees of its sections. In a partial section, each rank has
     # only some of the entries, so the trees of several ranks are merged.
@@ -470,7 +480,8 @@ class _Pieces:
         for (offsets, sizes), values in self._pieces_of_name.get(name, {}).items():
             shards.append(Shard(offsets, values.view_as(dtype, sizes)))
 
-        # The other machines have the rest of the tensor.
+        # If the step lacks shards, and this tensor is not complete, its other shards are on other
+        # machines. Each rank can then only read its own shard.
         num_elements_here = sum(shard.values.num_elements for shard in shards)
         if self._lacks_shards and num_elements_here < math.prod(shape):
             return _ShardsOfThisMachine(name, dtype, shape, tuple(shards))
@@ -494,7 +505,7 @@ def _put(tree: Any, path: Sequence[Any], branch: Any, is_partial: bool) -> Any:
     if not path:
         is_empty = not tree
         if is_partial and not is_empty:
-            return _merged(tree, branch)
+            return _merged(preferred=tree, other=branch)
         return branch
 
     first, *rest = path
@@ -504,8 +515,10 @@ def _put(tree: Any, path: Sequence[Any], branch: Any, is_partial: bool) -> Any:
     return {**tree, first: _put(subtree, rest, branch, is_partial)}
 
 
-def _merged(tree: Mapping[str, Any], branch: Mapping[str, Any]) -> dict[str, Any]:
-    """Merges the entries that two ranks have kept of one object. Where both have one, `tree` wins.
+def _merged(preferred: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
+    """Merges the entries that two ranks have kept of one object.
+
+    Where both have an entry, that of `preferred` is taken.
 
     There are two forms. A module has an entry for every name, which is None if another rank has it:
 
@@ -516,14 +529,14 @@ def _merged(tree: Mapping[str, Any], branch: Mapping[str, Any]) -> dict[str, Any
 
         {"$dict": [[0, A]]} and {"$dict": [[1, B]]} -> {"$dict": [[0, A], [1, B]]}
     """
-    if "$ordered" in tree:
-        entry_of_name = dict(branch["$ordered"])
+    if "$ordered" in preferred:
+        other_entries = dict(other["$ordered"])
         pairs = []
-        for name, entry in tree["$ordered"]:
-            pairs.append([name, entry_of_name.get(name) if entry is None else entry])
-        return {**tree, "$ordered": pairs}
+        for name, entry in preferred["$ordered"]:
+            pairs.append([name, other_entries.get(name) if entry is None else entry])
+        return {**preferred, "$ordered": pairs}
 
-    entries = dict(tree.get("$dict", []))
-    for number, entry in branch.get("$dict", []):
+    entries = dict(preferred.get("$dict", []))
+    for number, entry in other.get("$dict", []):
         entries.setdefault(number, entry)
     return {"$dict": [[number, entries[number]] for number in sorted(entries)]}

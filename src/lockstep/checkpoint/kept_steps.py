@@ -131,16 +131,16 @@ class KeptSteps(Extension):
         self._bytes_on_machine = 0
         """How many bytes of a step the ranks of this machine keep."""
         self._layout = KeptLayout(topology.local_rank, topology.local_size)
-        self._slots: list[list[Area]] = []
-        """A slot holds the areas of one rank: the two that it writes to, and two more for each rank
-        of another machine whose copies it may receive. There is a slot for each local rank that the
-        launcher has started in any attempt. Empty before `open`."""
+        self._areas_of_ranks: list[list[Area]] = []
+        """The areas of each rank: the two that it writes to, and two more for each rank of another
+        machine whose copies it may receive. There is a list for each local rank that the launcher
+        has started in any attempt. Empty before `open`."""
         self._own_areas: list[Area] = []
         """The two areas to which this rank writes its steps in turn."""
-        self._places_of_area: dict[int, list[Tensor]] = {}
+        self._destinations_of_area: dict[int, list[Tensor]] = {}
         """The tensors in an area that the values are copied to, by the number of the area."""
         self._layout_version_of_area: dict[int, int] = {}
-        """For each area, the version of the layout to which `_places_of_area` belongs."""
+        """For each area, the version of the layout to which `_destinations_of_area` belongs."""
         self._attempt = 0
         self._serial = 0
         """Numbers the kept steps, see `memory_area.Seal`."""
@@ -183,16 +183,18 @@ class KeptSteps(Extension):
         Raises:
             OSError: the launcher has ended, or runs in another container.
         """
-        if self._slots:
+        if self._areas_of_ranks:
             return
 
-        areas = [Area(path) for path in self._topology.memory]
+        # The launcher gives the paths of all areas on this machine, rank by rank.
+        paths_of_areas = self._topology.memory
+        areas = [Area(path) for path in paths_of_areas]
         for begin in range(0, len(areas), AREAS_PER_RANK):
-            self._slots.append(areas[begin : begin + AREAS_PER_RANK])
+            self._areas_of_ranks.append(areas[begin : begin + AREAS_PER_RANK])
 
-        # The other areas of the slot are for copies that ranks of another machine send.
-        own_slot = self._slots[self._topology.local_rank]
-        self._own_areas = own_slot[:OWN_AREAS_PER_RANK]
+        # The other areas of a rank are for copies that ranks of another machine send.
+        areas_of_this_rank = self._areas_of_ranks[self._topology.local_rank]
+        self._own_areas = areas_of_this_rank[:OWN_AREAS_PER_RANK]
 
     def report(self) -> list[dict[str, Any]]:
         """Describes what lies in the areas that this rank looks after, one report for each part.
@@ -200,18 +202,18 @@ class KeptSteps(Extension):
         The ranks exchange these reports to choose the step that they resume.
         """
         areas: list[Area] = []
-        for slot in self._looked_after():
-            areas += slot
+        for areas_of_rank in self._looked_after():
+            areas += areas_of_rank
         topology = self._topology
         return report_parts(areas, holder=topology.rank, machine=topology.node_rank)
 
     def _looked_after(self) -> list[list[Area]]:
         """Returns the areas of this rank, and those of some ranks that no longer exist.
 
-        An earlier attempt may have had more ranks. 5 slots, 2 ranks now: the rank with local rank 0
-        looks after slots 0, 2 and 4, the other one after slots 1 and 3.
+        An earlier attempt may have had more ranks. 5 ranks before, 2 ranks now: the rank with local
+        rank 0 looks after the areas of the ranks 0, 2 and 4, the other one after those of 1 and 3.
         """
-        return self._slots[self._topology.local_rank :: self._topology.local_size]
+        return self._areas_of_ranks[self._topology.local_rank :: self._topology.local_size]
 
     def start(self, attempt: int, folders: list[str], resumed: KeptStep | None) -> None:
         """Starts to keep steps. It is called once the training has its initial or resumed state.
@@ -234,14 +236,14 @@ class KeptSteps(Extension):
             self._areas_of_resumed_step = resumed.paths_on(self._topology.node_rank)
         self._resumed_step_is_released = False
 
-        # The present state is the initial or the resumed one, which the next start would find
-        # without a copy. So this step counts as kept, and the next one is the first to be copied.
+        # The present state need not be copied: after a failure, the next start makes the same
+        # initial state, or resumes from the same step or checkpoint. So this step counts as kept.
         self._last_step_number = self._step.number
         self._last_time_s = time.perf_counter()
         self._num_copies = 0
         self._interval = CopyInterval(self._collectives, self._say)
-        self._copy_s = None
-        self._waited_s = 0.0
+        self._copy_s = None  # how long the last copy took; there is none yet
+        self._waited_s = 0.0  # how long the training has waited for the end of that copy
 
         self._has_given_up = False
         self._is_on = True
@@ -251,10 +253,11 @@ class KeptSteps(Extension):
         self._wait_for_copy()
         self._is_on = False
 
-        # Drop the references to the areas, and to the tensors of the training.
-        self._slots = []
+        # Drop the references to the areas, and to the tensors of the training, which the layout
+        # has. `open` opens the areas again.
+        self._areas_of_ranks = []
         self._own_areas = []
-        self._places_of_area = {}
+        self._destinations_of_area = {}
         self._layout_version_of_area = {}
         self._layout = KeptLayout(self._topology.local_rank, self._topology.local_size)
 
@@ -264,8 +267,8 @@ class KeptSteps(Extension):
         This must not happen before a new step is about to be kept: until then, the areas may hold a
         step of another checkpoint that the script resumes next.
         """
-        for slot in self._looked_after():
-            for area in slot:
+        for areas_of_rank in self._looked_after():
+            for area in areas_of_rank:
                 if area.path not in self._areas_of_resumed_step:
                     area.break_seal()
 
@@ -302,8 +305,8 @@ class KeptSteps(Extension):
         waited_s = self._waited_s
         self._waited_s = 0.0
 
-        # The wait is part of the cost of the last copy, and not of the time of the step. The two
-        # are compared to choose the interval between copies.
+        # All waits since the last call are part of the cost of the last copy, and not of the time
+        # of the step. The two are compared to choose the interval between copies.
         step_time_s = time.perf_counter() - self._last_time_s - waited_s
         self._note_cost_of_last_copy(waited_s)
 
@@ -332,10 +335,10 @@ class KeptSteps(Extension):
             if self._partner.last_duration_s is not None:
                 self._interval.note_link_time(self._partner.last_duration_s)
 
-        # Make the copy. If the state of this rank alone cannot be copied any more, the rank has
-        # given up. It still takes part below, where all ranks communicate.
+        # Make the copy, unless this rank has given up, because its state cannot be copied any more.
+        # Such a rank has no area to send, but still takes part below, where all ranks communicate.
         begun_at_s = time.perf_counter()
-        layout_versions_before = self._layout_version_of_area.copy()
+        layout_version_of_area_before = self._layout_version_of_area.copy()
         area: Area | None = None
         self._serial += 1
         if not self._has_given_up:
@@ -347,11 +350,11 @@ class KeptSteps(Extension):
             return
         self._num_copies += 1
 
-        # The first copy to an area, and the first one with another layout, goes to memory that was
-        # not used before, which takes several times as long. The time of such a copy, which has
-        # changed the version that is noted for the area, is not recorded.
-        went_to_used_memory = self._layout_version_of_area == layout_versions_before
-        if went_to_used_memory:
+        # A copy to memory that was not used before takes several times as long, so its time is not
+        # recorded. That is the first copy to an area, and the first one after the layout has
+        # changed. Both have changed the layout version that is noted for the area.
+        went_to_new_memory = self._layout_version_of_area != layout_version_of_area_before
+        if not went_to_new_memory:
             self._copy_s = time.perf_counter() - begun_at_s
 
         # Choose how often a step is kept, unless the user asked for every step.
@@ -377,12 +380,13 @@ class KeptSteps(Extension):
         facts: dict[str, Any] = {}
         try:
             facts, sections = self._take_state()
-            self._layout.update(sections)
+            self._layout.update(sections)  # finds the tensors to copy, and their places in an area
         except Exception as error:
             problem = error
 
         # At the first copy all ranks decide together, also about the problem of one of them. They
-        # may switch keeping off.
+        # may switch keeping off. Later, a rank with a problem gives up by itself, while the others
+        # go on.
         is_first_copy = self._num_copies == 0
         if is_first_copy:
             self._agree_to_keep_steps(problem)
@@ -412,6 +416,7 @@ class KeptSteps(Extension):
         Returns:
             The area, which may not be sealed yet.
         """
+        # The header of the area describes what is copied, and which rank has copied it.
         topology = self._topology
         all_facts = {
             **facts,
@@ -430,16 +435,18 @@ class KeptSteps(Extension):
         area = self._own_areas[area_number]
         memory_has_moved = area.begin_writing(len(header), self._layout.num_bytes)
 
-        # The tensors that are copied to are views of the area. They are made anew if the area has
-        # other memory, or if the layout has changed since this area was written last.
+        # The destinations are tensors that are views of the area's memory, one for each tensor to
+        # be copied. Those of the last copy to this area are used again, unless the area has other
+        # memory now, or the layout (which tensors are copied to where) has changed since.
         has_other_layout = self._layout_version_of_area.get(area_number) != self._layout.version
         if memory_has_moved or has_other_layout:
-            self._places_of_area[area_number] = self._layout.places(area)
+            self._destinations_of_area[area_number] = self._layout.destinations_in(area)
             self._layout_version_of_area[area_number] = self._layout.version
+        destinations = self._destinations_of_area[area_number]
         self._last_area = area_number
 
+        # Copy, and then set the seal, which says that the area is complete.
         seal = partial(area.set_seal, self._attempt, self._serial, num_steps, header)
-        destinations = self._places_of_area[area_number]
         if self._background is None:
             copy_to_each(destinations, self._layout.sources)
             seal()
@@ -480,7 +487,8 @@ class KeptSteps(Extension):
             is_steady = id(leaf) in steady_ids
             needs_clone = not is_steady
 
-            # Once a steady tensor has changed during a copy all the same, every source is cloned.
+            # If a steady tensor has nevertheless changed during an earlier copy, every source is
+            # cloned from then on.
             if self._clones_every_source:
                 needs_clone = True
 
@@ -497,9 +505,10 @@ class KeptSteps(Extension):
     def _wait_for_copy(self) -> None:
         """Waits until the background copy of the last kept step has ended.
 
-        Parameters, for example, are copied in the background without a clone, because only the
-        optimizer should change them, and it calls this function first. If the script has changed
-        one of them during the copy, all later copies are made from clones.
+        Parameters, for example, are copied in the background without a clone, because only the step
+        of the optimizer should change them, and this function is called before that step. If the
+        script has changed one of these sources during the copy, all later copies are made from
+        clones.
         """
         if self._background is None:
             return
@@ -531,11 +540,11 @@ class KeptSteps(Extension):
         area_of_previous_step = self._last_area
         area_of_older_step = 1 - self._last_area
 
-        # Wait until the previous step is complete, too. If it stays incomplete, it is overwritten,
-        # so that the older step remains.
+        # Wait until the previous step is complete, too.
         deadline = time.perf_counter() + MAX_WAIT_FOR_PEERS_S
         while not self._last_is_complete():
             if time.perf_counter() > deadline or self._a_peer_has_given_up():
+                # It stays incomplete, so it is overwritten, and the older step remains.
                 return area_of_previous_step
             time.sleep(POLL_INTERVAL_S)
 
@@ -562,23 +571,23 @@ class KeptSteps(Extension):
     def _last_is_complete(self) -> bool:
         """Returns True if all ranks of this machine have sealed the previous step."""
         previous_serial = self._serial - 1
-        for slot in self._slots[: self._topology.local_size]:
-            seals = [area.seal for area in slot]
+        for areas_of_rank in self._areas_of_ranks[: self._topology.local_size]:
+            seals = [area.seal for area in areas_of_rank]
             if not any(_is_of(seal, self._attempt, previous_serial) for seal in seals):
                 return False
         return True
 
     def _a_peer_has_given_up(self) -> bool:
         """Returns True if a rank of this machine has stopped keeping steps in this attempt."""
-        present_slots = self._slots[: self._topology.local_size]
-        return any(slot[0].given_up_in == self._attempt for slot in present_slots)
+        areas_of_present_ranks = self._areas_of_ranks[: self._topology.local_size]
+        return any(areas[0].given_up_in == self._attempt for areas in areas_of_present_ranks)
 
     def _free_areas_of_absent_ranks(self) -> None:
         """Frees the areas of ranks that this attempt no longer has; local rank 0 does it."""
         if self._topology.local_rank != 0:
             return
-        for slot in self._slots[self._topology.local_size :]:
-            for area in slot:
+        for areas_of_rank in self._areas_of_ranks[self._topology.local_size :]:
+            for area in areas_of_rank:
                 area.free()
 
     # What it costs
@@ -596,12 +605,12 @@ class KeptSteps(Extension):
             CheckpointError: every step was asked for, but a machine has too little memory or a
                 state cannot be stored.
         """
-        # The slot has the areas to which this rank writes, and those for copies that it receives.
-        own_slot = self._slots[self._topology.local_rank]
+        # The areas to which this rank writes, and those for copies that it receives.
+        areas_of_this_rank = self._areas_of_ranks[self._topology.local_rank]
         answers = self._collectives.exchange(
             {
                 "bytes": self._layout.num_bytes,
-                "held": [area.file_bytes for area in own_slot],
+                "held": [area.file_bytes for area in areas_of_this_rank],
                 "available": available_memory(),
                 "machine": self._topology.node_rank,
                 "local_rank": self._topology.local_rank,
@@ -649,7 +658,7 @@ class KeptSteps(Extension):
         ranks_here = ranks_of_machine[self._topology.node_rank]
         self._bytes_on_machine = sum(answers[rank]["bytes"] for rank in ranks_here)
         if partners is not None:
-            areas_for_copies = own_slot[OWN_AREAS_PER_RANK:]
+            areas_for_copies = areas_of_this_rank[OWN_AREAS_PER_RANK:]
             self._partner = self._open_partner_copies(
                 areas_for_copies, partners[self._topology.rank]
             )
@@ -684,7 +693,8 @@ class KeptSteps(Extension):
         if has_partners:
             copies = "two copies on its machine and two on another one"
         elif needs_partners:
-            # There are none, because a machine has too few ranks to receive the copies.
+            # There are no partners, because one machine has too few ranks to receive the copies of
+            # another one: each of its ranks can receive those of `MAX_SENDERS_PER_RANK` ranks.
             note = (
                 f"; one machine has more than {MAX_SENDERS_PER_RANK} times as many ranks as the "
                 "machine that would get its copies, so that no machine has a copy of the shards of "
@@ -727,8 +737,8 @@ class KeptSteps(Extension):
             pair = areas[begin : begin + areas_per_sender]
 
             # One of the areas may hold a copy of the resumed step, which must not be overwritten.
-            next_area = self._first_to_overwrite(pair)
-            inboxes.append(Inbox(sender, pair, next_area))
+            index_of_next_area = self._first_to_overwrite(pair)
+            inboxes.append(Inbox(sender, pair, index_of_next_area))
 
         return PartnerCopies(
             partners.receiver,
@@ -759,7 +769,7 @@ class KeptSteps(Extension):
             Exception: the problem itself, if the user asked for every step to be kept.
         """
         self._has_given_up = True
-        # The other ranks of the machine look for this in the first area of each slot.
+        # The other ranks of the machine look for this in the first area of each rank.
         self._own_areas[0].give_up(self._attempt)
         if self._must_keep_every_step:
             raise problem

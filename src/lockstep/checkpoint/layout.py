@@ -134,9 +134,9 @@ def list_checkpoints(folder: Path) -> list[Path]:
     Raises:
         CheckpointError: `folder` is a file or cannot be read.
     """
-    # `candidates` begins with the highest step. If a step also has a former checkpoint
-    # (`.replaced`), this comes after the new one. In reverse order the new one comes last, and
-    # takes the place of the former one in the dictionary.
+    # The order of the candidates is reversed, for two reasons: the list is to begin with the lowest
+    # step; and if a step has a new and a former checkpoint (`.replaced`), the new one now comes
+    # after the former one, and takes its place in the dictionary.
     lowest_step_first = reversed(candidates(folder))
     path_of_step: dict[int, Path] = {}
     for path in lowest_step_first:
@@ -314,7 +314,8 @@ def check_manifest(manifest: Mapping[str, Any]) -> None:
     if not isinstance(modules, dict) or not isinstance(manifest.get("training"), dict):
         raise ValueError("it lacks the state")
 
-    # The state of a module is a dictionary by the names of its tensors.
+    # The state of a module is a dictionary by the names of its tensors. The manifest has it as a
+    # tree: {"$ordered": [[name, tensor], ...]} for an OrderedDict.
     for tree in modules.values():
         if not _is_tree_of_dict(tree):
             raise ValueError("the state of a module is not by name")
@@ -372,7 +373,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
             f"read it with Lockstep {manifest.get('lockstep', 'of the version that saved it')}",
         )
 
-    # The seal is a checksum of the manifest itself, which the manifest ends with.
+    # The manifest ends with its own checksum, the seal.
     try:
         check_manifest(manifest)
         check_seal(manifest_text(path))

@@ -76,7 +76,7 @@ class Lock:
                 which the lock was taken.
             OSError: the folder does not exist or is not writable.
         """
-        # Before the first save, the lock is taken.
+        # Before the first save, the lock is taken, unless another object of this process has it.
         if self._lock is None:
             if self._path not in _locks_of_process:
                 _locks_of_process[self._path] = _make_lock(self._path)
@@ -161,7 +161,7 @@ def _make_lock(path: Path) -> _FileLock:
             if not is_acquired:
                 os.close(descriptor)
 
-        # It was a file without a name. Open the new one.
+        # It has locked a file, but one without a name. Open the file that has the name now.
         if has_locked_file:
             continue
 
@@ -194,6 +194,8 @@ def _try_lock(descriptor: int, path: Path) -> str | None:
         text = _read_text(path)
         if _seems_alive(text, path):
             return _describe_run(text)
+
+    # This process has the lock, or no other run seems to be alive.
     return None
 
 
@@ -216,7 +218,8 @@ def _seems_alive(text: bytes, path: Path) -> bool:
             return last_save_age_s < MAX_SAVE_AGE_S
 
         # The process with this number is alive. It is that of the run if it has the same start
-        # time; otherwise another process has got the number since.
+        # time; otherwise another process has got the number since. (The start time is computed from
+        # the clock, so it changes a little if the clock is adjusted.)
         process = psutil.Process(int(run["pid"]))
         difference_s = abs(process.create_time() - float(run["started"]))
         is_process_of_run = bool(difference_s < MAX_CLOCK_CHANGE_S)
@@ -254,10 +257,14 @@ def _describe_run(text: bytes) -> str:
 
 
 def _read_text(path: Path) -> bytes:
-    """Returns the text of a lock file, or b"" if the file does not exist.
+    """Returns the text of a lock file.
 
     If this process has the lock, the text is read through the descriptor that is already open,
     because closing another descriptor of the same file would release the lock.
+
+    Returns:
+        The text. It is b"" if the file does not exist, or if this process has the lock and somebody
+        has put another file in the place of the lock file.
     """
     lock = _locks_of_process.get(path)
     with suppress(OSError):

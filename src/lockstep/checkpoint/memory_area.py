@@ -239,13 +239,13 @@ class Area:
         if header_fits and values_fit and has_same_size:
             return False
 
-        # Otherwise, the area becomes larger or smaller.
-        # The header may grow by half before everything must be moved again.
+        # Otherwise, everything is moved. The values get a place from which they need not be moved
+        # again, as long as their size stays the same and the header grows by no more than a half.
         header_end = _HEADER_AT + header_bytes + header_bytes // 2
         self.values_at = round_up(header_end, PAGE_BYTES)
         self._values_bytes = values_bytes
 
-        # If the area becomes smaller, this returns memory to the system.
+        # Make the area larger or smaller. If it becomes smaller, memory is returned to the system.
         size = round_up(self.values_at + values_bytes, PAGE_BYTES)
         os.truncate(self.path, size)
         self._map(size)
@@ -280,7 +280,8 @@ class Area:
         crc = zlib.crc32(self._view[_PREFIX.size : _CRC_AT])
         _CRC.pack_into(self._view, _CRC_AT, crc)
 
-        # The flag that says "sealed" is written last.
+        # The flag that says "sealed" is written last, by a write of its own: if the process ends
+        # before that, the area has no seal.
         self._view[: len(MAGIC)] = MAGIC
         self._view[_SEALED_AT : _SEALED_AT + 8] = (1).to_bytes(8, "little")
 

@@ -130,7 +130,9 @@ def load_plain(module: nn.Module, state: Mapping[str, Any], *, strict: bool = Tr
         if plain_name in state:
             own_state_to_load[name] = reshard(state[plain_name], tensor)
 
-    # The versions of the submodules, with which torch converts states of older versions.
+    # The versions of the submodules, with which torch converts states of older versions. They are
+    # stored by the paths of the submodules, which have the prefixes of wrappers like the names of
+    # tensors.
     versions = state_dict_metadata(state)
     if versions is not None:
         own_versions: OrderedDict[str, Any] = OrderedDict()

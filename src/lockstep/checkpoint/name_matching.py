@@ -103,7 +103,8 @@ def match_names(
 
         file_prefixes = _known_prefixes(inner_names.values())
         for removed_prefix, added_prefix in product(file_prefixes, model_prefixes):
-            # The new name of each name in the file, for the new names that the model has.
+            # By each name in the file: its new name. Names that the model does not have under their
+            # new name are left out.
             renaming = _Renaming(removed_parts, removed_prefix, added_prefix)
             names = renaming.apply(inner_names, model_shapes)
 

@@ -51,8 +51,9 @@ def load_saved_state(
     optimizer.load_state_dict({**saved, "state": safe_entries})
     _restore_entries(optimizer, saved, saved_dtypes)
 
-    # Options such as the learning rate may be tensors, on a GPU if the step is compiled. Torch has
-    # loaded them to the CPU, so they are moved to the device of the option that was there before.
+    # Options of a parameter group, such as the learning rate, may be tensors. If the step is
+    # compiled, they are on a GPU. Torch has loaded them to the CPU, so they are moved to the device
+    # on which they were before.
     for group, options_before in zip(optimizer.param_groups, tensor_options_before, strict=True):
         for name, option_before in options_before.items():
             if isinstance(group.get(name), Tensor):
@@ -85,10 +86,11 @@ def _restore_entries(
         #   bfloat16 with it, so it stays as torch has converted it.
         saved_dtype = saved_dtypes.get(parameter, parameter.dtype)
         dtype_has_changed = saved_dtype != parameter.dtype
+
+        # Tensors that were saved in this dtype stay as torch has converted them.
+        converted_dtype = saved_dtype if dtype_has_changed else None
         optimizer.state[parameter] = _restore_saved(
-            optimizer.state[parameter],
-            entries[number],
-            converted_dtype=saved_dtype if dtype_has_changed else None,
+            optimizer.state[parameter], entries[number], converted_dtype
         )
 
 
@@ -108,7 +110,8 @@ def saved_parameter_dtypes(
         to_plain_name = plain_names(module)
         for name, parameter in module.named_parameters():
             value = saved[module_name].get(to_plain_name(name))
-            if hasattr(value, "dtype"):
+            was_saved_as_tensor = hasattr(value, "dtype")  # None and values of any other kind: no
+            if was_saved_as_tensor:
                 dtypes[parameter] = value.dtype
     return dtypes
 
@@ -158,8 +161,10 @@ def _restore_saved(loaded: Any, saved: Any, converted_dtype: torch.dtype | None)
     Args:
         loaded: the value in the optimizer's state, on the right device.
         saved: the saved value, of any type, from which torch has made it.
-        converted_dtype: tensors that were saved in this dtype stay as torch has converted them. All
-            others get their saved dtype back. None: all tensors do.
+        converted_dtype: the dtype that the parameter had when it was saved, if it has another one
+            now. Tensors that were saved in this dtype stay as torch has converted them; all others
+            get their saved dtype back. None if the dtype of the parameter has not changed: all
+            tensors get their saved dtype back.
     """
     if isinstance(saved, TAKEN_FOR_LISTS_BY_TORCH):
         return saved

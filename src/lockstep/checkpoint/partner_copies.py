@@ -150,6 +150,8 @@ class PartnerCopies:
             received_seal = read_seal(received_page.numpy().data)
             if received_seal is None:  # the sender has stopped keeping steps
                 continue
+            # An inbox has two areas, which are written in turn, so that the last complete copy
+            # remains while the next one is being received.
             copy = inbox.areas[inbox.next_area]
             memory_for_content = copy.begin_copy(received_seal)
             self._receive(memory_for_content, inbox.sender)

@@ -76,8 +76,8 @@ class SignalRequests:
                 termination.end_by(number)
             return
 
-        # No training loop would act on a request. Without this handler, both signals would end the
-        # process.
+        # No training loop would act on a request, so the signal does what it would do without this
+        # handler: it ends the process.
         if not self._is_listening:
             termination.end_by(number)
             return

@@ -71,8 +71,8 @@ class RandomStates:
         if self._common_stream is None or self._warned_of_difference:
             return
 
-        # Ranks that have drawn other random numbers than rank 0. The results are then no longer the
-        # same bits as on another number of processes.
+        # Find the ranks that have drawn other random numbers than rank 0. If there are any, the
+        # results may differ in some bits from those on another number of processes.
         differing = []
         for rank, state in enumerate(states_of_ranks):
             if state != states_of_ranks[0]:
@@ -111,10 +111,11 @@ class RandomStates:
             self._common_stream.set_common(copy_to_memory(known_states[0]))
             return ""
 
-        # Case 2: the states of the ranks cannot be used, or are not all known.
+        # Case 2: the saved run had one common stream, and this run has one for each rank.
         if manifest.get("virtual_ranks") is not None:
             return "; saved with virtual ranks: dropout's random state restarts from the seed"
 
+        # Case 3: the saved run had another number of ranks.
         topology = self._collectives.topology
         world_size = manifest["world_size"]
         if world_size != topology.size:
@@ -123,10 +124,11 @@ class RandomStates:
                 "dropout's random state restarts from the seed"
             )
 
+        # Case 4: the states of some ranks are not known.
         is_known_for_all = states is not None and None not in states
         if not is_known_for_all:
             return "; dropout's random state restarts from the seed"
 
-        # Case 3: each rank has a state of its own, and there are as many ranks as before.
+        # Case 5: each rank has a state of its own, and there are as many ranks as before.
         seeding.set_rng_state(copy_to_memory(states[topology.rank]), self._collectives.device)
         return ""

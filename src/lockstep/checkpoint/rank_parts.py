@@ -55,8 +55,8 @@ def keys_of_partial_states(
     partial_keys: dict[str, list[int | str]] = {}
 
     # The state of the run itself has an entry `state` only if gradients are compressed. It holds
-    # the rounding errors of the compression, which are different on each rank. Its keys are like
-    # those of an optimizer.
+    # the rounding errors of the compression, which are different on each rank. Its form is that of
+    # an optimizer's state: {"state": {0: ..., 1: ...}, ...} has the keys 0 and 1.
     if "state" in states["world"]:
         partial_keys["world"] = list(states["world"]["state"])
 

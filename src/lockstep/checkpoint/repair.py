@@ -181,12 +181,16 @@ def _remove_or_leave(health: Health, why: str, sound_one_remains: bool) -> Repai
         why: the same as a text for the user.
         sound_one_remains: True if the run has another checkpoint, which is sound.
     """
-    # Another version of Lockstep can perhaps read it.
-    if health.other_version:
+    # The checkpoint was written by another version of Lockstep, which can perhaps read it.
+    if health.is_of_other_version:
         return Repair("leave", health.path, why)
 
-    # If the run has no sound checkpoint, files of weights that can be read are all that is left.
-    readable = [] if sound_one_remains else _readable_weights(health.path)
+    # Nothing of the broken folder is needed if the run has a sound checkpoint.
+    if sound_one_remains:
+        return Repair("remove", health.path, why)
+
+    # Otherwise, files of weights that can be read are all that is left.
+    readable = _readable_weights(health.path)
     if not readable:
         return Repair("remove", health.path, why)
 
@@ -225,13 +229,16 @@ def _leave_if_recent(repair: Repair, now_s: float) -> Repair:
         repair: the planned repair.
         now_s: the present time, as `time.time()` returns it.
     """
+    # When was the folder, or a file in it, changed last?
     changed_at_s = repair.path.lstat().st_mtime
     for file in repair.path.iterdir():
         changed_at_s = max(changed_at_s, file.lstat().st_mtime)
 
     is_recent = now_s - changed_at_s <= MIN_AGE_S
-    if repair.what == "leave" or not is_recent:
+    leaves_it_anyway = repair.what == "leave"
+    if leaves_it_anyway or not is_recent:
         return repair
+
     why = (
         f"{repair.why}. It was changed in the last {MIN_AGE_S / 60:.0f} minutes: a run may be "
         "saving; try again later"
@@ -250,9 +257,11 @@ def _rebuild_file_list(path: Path) -> None:
     if health.manifest is None or not health.only_file_list_wrong:
         raise FileNotFoundError(f"{path} has changed meanwhile")
 
+    # The tensors in the manifest tell which files there must be.
     sizes = {}
     checksums = {}
-    for file_name in tensor_names_of_files(health.manifest):
+    file_names = tensor_names_of_files(health.manifest).keys()
+    for file_name in file_names:
         file = path / file_name
         sizes[file_name] = file.stat().st_size
         checksums[file_name] = file_checksum(file)

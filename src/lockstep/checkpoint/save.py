@@ -268,6 +268,7 @@ def _complete_manifest(
         for file, (size, checksum) in report["files"].items():
             files[file] = size
             checksums[file] = checksum
+        # The entries of a state that is divided over the ranks: those of another rank's layers.
         for state_name, entries in report["entries"].items():
             _add_entries(manifest, state_name, entries)
 
@@ -310,8 +311,8 @@ def _add_entries(manifest: Mapping[str, Any], state_name: str, entries: Any) -> 
             are added to it in place.
         state_name: the name of a module, an optimizer or another object.
         entries: the tree of the other rank's entries. Of a module it is an OrderedDict with all
-            tensor names, in which the tensors that the rank does not store are None. Of an
-            optimizer it is a dictionary by parameter number.
+            tensor names, in which the tensors that the rank does not store are None. Of any other
+            object it is a dictionary by number, e.g. by parameter number for an optimizer.
     """
     # A module. Both ranks list all of its names, with None for a tensor that the rank lacks:
     #   rank 0:     {"$ordered": [["a", A], ["b", None]]}
@@ -327,15 +328,15 @@ def _add_entries(manifest: Mapping[str, Any], state_name: str, entries: Any) -> 
         module_tree["$ordered"] = merged_pairs
         return
 
-    # An optimizer. Each rank lists only the parameters of which it has a state:
+    # An optimizer, or another object. Each rank lists only the numbers of which it has a state:
     #   rank 0:     {"$dict": [[0, A]]}
     #   other rank: {"$dict": [[1, B]]}, or {} without entries
     #   result:     {"$dict": [[0, A], [1, B]]}
-    optimizer_tree = manifest["training"][state_name]
-    own_pairs = optimizer_tree["state"].get("$dict", [])
+    object_tree = manifest["training"][state_name]
+    own_pairs = object_tree["state"].get("$dict", [])
     other_pairs = entries.get("$dict", [])
     all_pairs = sorted([*own_pairs, *other_pairs], key=lambda pair: pair[0])
-    optimizer_tree["state"] = {"$dict": all_pairs}
+    object_tree["state"] = {"$dict": all_pairs}
 
 
 def _check_files_visible(temporary: Path, files: Mapping[str, int]) -> None:

@@ -124,6 +124,8 @@ class SaveSchedule:
         Args:
             number: number of optimizer steps that were made; the same on all ranks.
         """
+        # From the first call on, signals are requests to the training loop. Before, they end the
+        # process.
         self._requests.listen()
         is_due_by_steps = isinstance(self._every, int) and number % self._every == 0
 
@@ -133,6 +135,7 @@ class SaveSchedule:
         stop_requested = False
         if self._collectives.single_process:
             is_due_by_time = self._is_due()
+            # A request to save is answered once. A request to stop remains, as the run ends.
             save_requested = self._requests.take_save()
             stop_requested = self._requests.stop
         elif number >= self._next_exchange_step:

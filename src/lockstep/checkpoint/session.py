@@ -255,12 +255,12 @@ class Checkpoint:
                 has memory for them, as often as it costs little.
         """
         topology = run.topology
-        launcher_has_memory = bool(topology.memory)
-        if memory is False or not launcher_has_memory:
+        memory_paths = topology.memory  # empty if the launcher has no memory for steps
+        if memory is False or not memory_paths:
             return None
 
         # If the launcher is in another container, this process cannot open its memory.
-        if not all(os.access(path, os.R_OK | os.W_OK) for path in topology.memory):
+        if not all(os.access(path, os.R_OK | os.W_OK) for path in memory_paths):
             return None
 
         return KeptSteps(
@@ -334,9 +334,8 @@ class Checkpoint:
         if is_skipped:
             return None
 
-        # A save is unconfirmed as long as some rank does not know how it ended. In
-        # `_collect_states`, all ranks have just told each other how the previous save ended. The
-        # present save is unconfirmed as soon as its thread has been started below.
+        # In `_collect_states`, all ranks have just told each other how the previous save ended, so
+        # it is confirmed. The present save is unconfirmed once its thread has been started below.
         self._writer.has_unconfirmed_save = False
 
         other_writers: list[int] = []
@@ -352,7 +351,8 @@ class Checkpoint:
                 self._action,
                 lambda: self._prepare_save(states, summaries, other_writers),
             )
-            self._start_writing(prepared, folder_names[0], other_writers)
+            name_of_hidden_folder = folder_names[0]  # only rank 0 has created one
+            self._start_writing(prepared, name_of_hidden_folder, other_writers)
         except BaseException:  # also Ctrl-C
             self._writer.cancel()  # removes the hidden folder if it was made
             raise
@@ -400,9 +400,7 @@ class Checkpoint:
         if not skip:
             self._writer.finish()  # waits, and raises the error of the previous save
 
-        # A state is partial if each rank has only some of its entries, as under a pipeline. A rank
-        # must store these entries itself, and its shards of DTensors, because rank 0 does not have
-        # them.
+        # A state is partial if each rank has only some of its entries, as under a pipeline.
         objects = self._objects()
         states = self._states_of(objects)
         partial_keys = keys_of_partial_states(states, objects)
@@ -412,6 +410,8 @@ class Checkpoint:
             rng_state=self._random_states.to_text(),
             random_stream_is_common=self._random_states.is_common,
             partial_keys=partial_keys,
+            # True if this rank must store tensors, because rank 0 does not have them: its entries
+            # of partial states, and its shards of DTensors.
             has_own_tensors=has_own_tensors(states, partial_keys),
         )
         return states, asdict(summary)
@@ -432,9 +432,9 @@ class Checkpoint:
         Returns:
             What this rank writes, and on rank 0 the name of the hidden folder (None on the others).
         """
-        # Wait for this rank's previous save, if it is still being written. That can only be with
-        # `busy="skip"`: this rank has proposed to skip this save, and rank 0 has decided to make it
-        # all the same. Any other rank has waited in `_summarize_rank`.
+        # Usually this rank has waited for its previous save in `_summarize_rank`, and this returns
+        # at once. But with `busy="skip"`, it may have proposed to skip the present save instead. If
+        # rank 0 has decided to make the save, the rank waits here.
         self._writer.finish()
 
         rank = self._collectives.topology.rank
@@ -449,6 +449,7 @@ class Checkpoint:
         if rank > 0:
             return PreparedSave(part, manifest={}), None
 
+        # Damaged checkpoints do not count when the old checkpoints to be removed are chosen.
         manifest = self._manifest(states, summaries[0].metric, trees)
         temporary = layout.temporary_folder(self.folder, manifest["step"])
         self._writer.begin(temporary, self._damaged_names)
@@ -475,6 +476,8 @@ class Checkpoint:
         # stops waiting for them if the run has failed (`run_has_failed`).
         reports = RankReports(self._joined, folder_name, other_writers)
 
+        # Rank 0 writes its part, waits for the other ranks, and completes the checkpoint. Then it
+        # removes old checkpoints (`keep`), except the best one. The others only write their parts.
         if rank == 0:
             wait_for_others = partial(reports.wait, writer.run_has_failed, raise_if_given_up)
             write = partial(
@@ -517,9 +520,9 @@ class Checkpoint:
             return None
         self._last_step_called = number
 
-        # If steps are kept in memory, the present step is kept once its global batch is done. In a
-        # training loop over a prepared loader, the loader reports that. In any other loop, a global
-        # batch is done when the script calls this method.
+        # A step is also kept in memory (`self._kept`), which does not depend on `every`. That is
+        # done once its global batch is done. In a training loop over a prepared loader, the loader
+        # reports that. In any other loop, a global batch is done when the script calls this method.
         if self._kept is not None and not self._progress.in_training_loop:
             self._kept.batch_is_done()
 
@@ -575,11 +578,11 @@ class Checkpoint:
 
         # Collect what the ranks find in the memory of their machines. If this run has resumed
         # before, it now goes back to a checkpoint on disk.
-        goes_back = self._has_resumed
+        has_resumed_before = self._has_resumed
         answers = gather_answers(
             self._collectives,
             RESUMING_FROM_MEMORY,
-            lambda: self._report_memory(kept, goes_back=goes_back),
+            lambda: self._report_memory(kept, has_resumed_before=has_resumed_before),
         )
         self._has_resumed = True
 
@@ -589,7 +592,7 @@ class Checkpoint:
 
         # Resume a step from memory, or else a checkpoint from disk.
         resumed_step, why_not_from_memory = self._resume_kept_step(
-            answers, paths_of_folder, goes_back=goes_back
+            answers, paths_of_folder, has_resumed_before=has_resumed_before
         )
         found = resumed_step is not None or self._resume_from_disk(why_not_from_memory)
 
@@ -599,7 +602,7 @@ class Checkpoint:
 
         # The steps in memory are later than the checkpoint to which the run has gone back. If it
         # fails before it keeps a step, its next start must not resume one of these.
-        if goes_back:
+        if has_resumed_before:
             kept.forget_other_steps()
         return found
 
@@ -618,7 +621,7 @@ class Checkpoint:
         answers = gather_answers(self._collectives, action, lambda: find(self.folder).as_json())
         views = [FolderView(**answer) for answer in answers]
         chosen = views[0]  # rank 0 decides
-        self._damaged_names = tuple(chosen.passed_over)
+        self._damaged_names = tuple(chosen.passed_over)  # by name: why it cannot be resumed
         check_views(self.folder, views)
 
         # The folder has no checkpoint. The user is told so only if a step in memory was expected:
@@ -668,14 +671,18 @@ class Checkpoint:
     # Steps in memory
 
     def _resume_kept_step(
-        self, answers: Sequence[Mapping[str, Any]], folders: Sequence[str], *, goes_back: bool
+        self,
+        answers: Sequence[Mapping[str, Any]],
+        folders: Sequence[str],
+        *,
+        has_resumed_before: bool,
     ) -> tuple[KeptStep | None, str]:
         """Resumes the last step in memory, unless a checkpoint on disk is of a later step.
 
         Args:
             answers: the result of `_report_memory` on each rank.
             folders: the paths under which the ranks see the folder of the checkpoints.
-            goes_back: True if the run has resumed before. Memory is ignored then.
+            has_resumed_before: True if the run has resumed before. Memory is ignored then.
 
         Returns:
             The step that was resumed, or None. If none was, also the end of a sentence that gives
@@ -689,7 +696,7 @@ class Checkpoint:
         if chosen is None:
             is_first_start = self._collectives.topology.restarts == 0
             memory_is_new = is_first_start and not reports
-            if goes_back or memory_is_new:
+            if has_resumed_before or memory_is_new:
                 return None, ""
             return None, f"; {describe_incomplete(reports, folders)}"
 
@@ -722,12 +729,12 @@ class Checkpoint:
         self._announce_resumed(note)
         return chosen, ""
 
-    def _report_memory(self, kept: KeptSteps, *, goes_back: bool) -> dict[str, Any]:
+    def _report_memory(self, kept: KeptSteps, *, has_resumed_before: bool) -> dict[str, Any]:
         """Collects what the other ranks must know to choose a step in memory.
 
         Args:
             kept: the object that keeps the steps.
-            goes_back: True if the run has resumed before. Memory is ignored then.
+            has_resumed_before: True if the run has resumed before. Memory is ignored then.
 
         Returns:
             A dictionary that can be sent as JSON. `parts`: a `PartReport` of each part of a step in
@@ -741,7 +748,7 @@ class Checkpoint:
 
         # After the first resume, the steps in memory are those of the present training itself: a
         # user who resumes again wants to go back to a checkpoint on disk.
-        parts = [] if goes_back else kept.report()
+        parts = [] if has_resumed_before else kept.report()
         return {
             "parts": parts,
             "folder": kept.folder,
@@ -762,7 +769,7 @@ class Checkpoint:
 
         If a run has several checkpoints, only the one that was resumed last keeps steps in memory.
         """
-        present = self._extensions.of_type(KeptSteps)
+        present = self._extensions.of_type(KeptSteps)  # there is one at most
         if present is kept:
             return
         if present is not None:
@@ -774,6 +781,7 @@ class Checkpoint:
         """Returns the state that `save` would save now, without copying it."""
         self._extensions.saving_begins()
         try:
+            # A state is partial if this rank has only some of its entries, as under a pipeline.
             objects = self._objects()
             states = self._uncopied_states(objects)
             partial_names = list(keys_of_partial_states(states, objects))
@@ -796,8 +804,10 @@ class Checkpoint:
                 partial_names=partial_names,
             )
 
-            # Each rank has a random state of its own (the section is partial), so the ranks of a
-            # machine cannot share the work of copying it (the section is not divided).
+            # The sections of these states follow. A section is partial if this rank has only some
+            # of its entries, and divided if it is equal on all ranks of the machine, which then
+            # share the work of copying it. Each rank has a random state of its own: its section is
+            # partial, and not divided.
             random_section = Section(
                 RANDOM,
                 ("state",),
@@ -811,9 +821,10 @@ class Checkpoint:
             self._extensions.saving_ended()
 
     def _uncopied_states(self, objects: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the states of these objects and of the world, with the training's own tensors.
+        """Returns the states of these objects and of the world.
 
-        Unlike `_states_of`, this is called in each step, so it must be fast.
+        Their tensors are not copies, but those of the training itself. Unlike `_states_of`, this is
+        called in each step, so it must be fast.
         """
         # `World.state_dict` first waits for the checks of the run that are still going on, which
         # may take as long as a step. This function does not wait.
@@ -838,11 +849,10 @@ class Checkpoint:
         """
         ids: set[int] = set()
         for value in self._state.values():
-            # An optimizer of torch lacks this method of prepared ones, whose class is in a module
-            # that this module must not import.
-            is_prepared_optimizer = isinstance(value, Optimizer) and hasattr(
-                value, "load_saved_state"
-            )
+            # Prepared optimizers are recognised by their method `load_saved_state`, which those of
+            # torch lack: this module must not import the module of their class.
+            has_method_of_prepared = hasattr(value, "load_saved_state")
+            is_prepared_optimizer = isinstance(value, Optimizer) and has_method_of_prepared
             if not is_prepared_optimizer:
                 continue
 
@@ -880,8 +890,8 @@ class Checkpoint:
         modules = {name: read_stored(path, manifest, name) for name in manifest["modules"]}
         training = read_stored(path, manifest, layout.TRAINING)
 
-        # In a damaged manifest it may be something else. Then `check_fits` finds that everything is
-        # missing, and says so.
+        # `training` has the states of all objects but the modules, by name. If the manifest is
+        # damaged, it may be no dictionary. `check_fits` then reports all of its states as missing.
         if not isinstance(training, dict):
             training = {}
 
@@ -912,6 +922,7 @@ class Checkpoint:
         with shapes_are_enough():
             saved_dtypes = saved_parameter_dtypes(modules, saved)
 
+        # All notes are the end of one sentence. Each of them begins with "; ", or is empty.
         notes = ""
         for name, target in {**self._state, "world": self._world}.items():
             notes += _note_about_length(name, target, saved[name])
@@ -924,6 +935,8 @@ class Checkpoint:
             ):
                 self._virtual_ranks.load_state_dict(saved.get("replicas"))
         elif "replicas" in saved:
+            # The saved run trained several copies of the model with DiLoCo, and this one does not.
+            # The model was loaded above, with the weights that the copies have in common.
             notes += "; its replicas are left out, the training goes on from their shared weights"
 
         # The results are the same bits only with the same random states, and with the same number
@@ -1014,6 +1027,7 @@ class Checkpoint:
             "epoch": self._epoch(states),
             "world_size": self._collectives.topology.size,
             "strategy": self._world.strategy,
+            # What the bits of the results depend on, such as the number of threads.
             **facts_about_bits(self._settings, self._collectives.device),
             "metric": metric,
             "best": self._policy.best,
@@ -1057,10 +1071,11 @@ def _note_about_length(name: str, target: Any, saved: Any) -> str:
     if not isinstance(target, LRScheduler):
         return ""
 
-    # "; scheduler keeps T_max=100 as saved, not 200 as built". The place of a length is the path to
-    # the attribute that holds it.
+    # A length is a number of steps for which the scheduler was built, such as `T_max`. The note is
+    # "; scheduler keeps T_max=100 as saved, not 200 as built".
     note = ""
     for length in changed_lengths(target, saved):
+        # `length.place` is the path to the attribute, e.g. "T_max".
         note += (
             f"; {name} keeps {length.place}={length.saved} as saved, not {length.built} as built"
         )

@@ -89,17 +89,13 @@ def entries_to_store(
         A state of the same form. Entries that other ranks store are None in the state of a module,
         and left out of the state of an optimizer.
     """
-    # For each rank, the keys of its entries. None stands for all entries.
     key_sets = [None if keys is None else frozenset(keys) for keys in keys_of_ranks]
 
     def is_stored_here(key: int | str) -> bool:
-        """Returns True if this rank is the first that has the entry.
-
-        `key_sets` has the keys of each rank, or None for a rank that has all entries.
-        """
+        """Returns True if this rank is the first that has the entry."""
         for other_rank, keys in enumerate(key_sets):
             has_entry = keys is None or key in keys
-            if has_entry:
+            if has_entry:  # `other_rank` is the first that has it
                 return other_rank == rank
         # No rank has the entry, because the whole model is on the meta device. Rank 0 takes it, and
         # then raises the error that it has no values.
@@ -127,8 +123,8 @@ def reshard_optimizer(state: Any, optimizer: Optimizer) -> Any:
             in shards.
         optimizer: the optimizer that will load the state.
     """
-    # A saved state has numbers in place of parameters. `zip` is not strict: if the optimizer has
-    # other groups than the saved one, `load_state_dict` will tell the user.
+    # A saved state has numbers in place of parameters. If the optimizer has other groups than the
+    # saved one, `load_state_dict` will tell the user, so `zip` need not be strict here.
     parameter_of_number: dict[int, Tensor] = {}
     for saved_group, group in zip(state["param_groups"], optimizer.param_groups, strict=False):
         for number, parameter in zip(saved_group["params"], group["params"], strict=False):
@@ -136,6 +132,7 @@ def reshard_optimizer(state: Any, optimizer: Optimizer) -> Any:
 
     entries = {}
     for number, entry in state["state"].items():
+        # None if the optimizer has no such parameter. The tensors are then not sharded.
         parameter = parameter_of_number.get(number)
         resharded_entry = map_leaves(partial(reshard, like=parameter), entry)
 
@@ -151,6 +148,7 @@ def copy_to_memory(state: Any) -> Any:
     Tensors in shards are joined. A tied tensor, which occurs several times in the state, is copied
     once and stays tied.
     """
+    # `state` keeps all of its values alive, so each id belongs to one value.
     copy_of_id: dict[int, Any] = {}
 
     def copy_once(leaf: Any) -> Any:
@@ -182,7 +180,7 @@ def reshard(value: Any, like: Any) -> Any:
         If `like` is a DTensor of the same shape, a DTensor for which only this rank's shard was
         read. If `like` is on the meta device, `like` itself. Otherwise the whole tensor.
     """
-    if is_meta(like):
+    if is_meta(like):  # this rank has no values of the tensor, e.g. of a layer of another rank
         return like
     if not isinstance(value, Tensor | TensorInShards):
         return value
@@ -297,13 +295,17 @@ def map_leaves(change: Callable[[Any], Any], tree: Any) -> Any:
 
     Returns new containers of the same types. `tree` is not changed.
     """
+    # A copy of a dictionary keeps its class, for example OrderedDict. The versions of the modules,
+    # which `nn.Module.state_dict()` stores in an attribute, are copied separately.
     if isinstance(tree, dict):
-        mapped_dict: Any = tree.copy()  # keeps the class, for example OrderedDict
+        mapped_dict: Any = tree.copy()
         set_state_dict_metadata(mapped_dict, state_dict_metadata(tree))
         for key, value in tree.items():
             mapped_dict[key] = map_leaves(change, value)
         return mapped_dict
 
+    # A list or tuple of another class, such as `torch.Size`, may not be one that can be made of any
+    # values. It is treated as a single value below.
     if type(tree) in (list, tuple):
         return type(tree)(map_leaves(change, value) for value in tree)
 

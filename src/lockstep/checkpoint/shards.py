@@ -180,7 +180,10 @@ def join_shards(
 
 
 def is_inside(shard: Shard, shape: Shape) -> bool:
-    """Returns True if a shard has as many dimensions as `shape`, and does not reach beyond it."""
+    """Returns True if a shard has as many dimensions as `shape`, and does not reach beyond it.
+
+    Offsets and sizes are never negative.
+    """
     if len(shard.offsets) != len(shape) or len(shard.sizes) != len(shape):
         return False
 

@@ -82,8 +82,8 @@ def new_file(path: Path) -> Iterator[int]:
         yield descriptor
         sync(descriptor)
     except BaseException:
-        # `close` is for a complete file: it may report that the disk is full. This file is
-        # incomplete anyway, and a second error would hide the first.
+        # The function `close` of this module is for a complete file: it may report that the disk is
+        # full. This file is incomplete anyway, and a second error would hide the first.
         os.close(descriptor)
         raise
     close(descriptor)

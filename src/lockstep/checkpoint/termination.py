@@ -49,8 +49,8 @@ class _Watcher:
 
     def close(self) -> None:
         """Ends the thread, and closes its pipe."""
-        # The present pipe can only be found out by replacing it. If the program has set a pipe of
-        # its own meanwhile, that is put back.
+        # `set_wakeup_fd` returns the pipe that was set before. If that is not ours, because the
+        # program has set a pipe of its own meanwhile, it is put back.
         current_fd = signal.set_wakeup_fd(-1)
         if current_fd != self._write_end:
             signal.set_wakeup_fd(current_fd)
@@ -89,7 +89,7 @@ def protect(cleanup: Callable[[], object]) -> None:
 
     # The handler runs in the main thread, and only when Python gets to it, which may be late. A
     # thread that Python notifies through a pipe ends the process at once. There is only one such
-    # pipe, so if the program uses it, there is no thread.
+    # pipe. If the program uses it, no thread is started, and only the handler is left.
     if _handled_signals and _watcher is None and not _program_uses_wakeup_fd():
         _watcher = _Watcher()
 
@@ -171,15 +171,13 @@ def _restore_default_actions() -> None:
 
 
 def _forget_in_child() -> None:
-    """Undoes everything in a forked process, for example a worker of a DataLoader.
-
-    Otherwise the child would write its signals to the pipe of its parent, which would end the
-    parent.
-    """
+    """Undoes everything in a forked process, for example a worker of a DataLoader."""
     global _watcher, _ending
     _ending = threading.RLock()  # a thread that the child does not have may hold the parent's lock
     _cleanups.clear()
     _restore_default_actions()
+
+    # Otherwise the child would write its signals to the pipe of its parent, and so end the parent.
     if _watcher is not None:
         signal.set_wakeup_fd(-1)
         _watcher = None

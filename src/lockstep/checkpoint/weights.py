@@ -154,22 +154,23 @@ def gather_on_main(state: dict[str, Any], collectives: Collectives) -> None:
     own_names = [name for name, value in state.items() if not is_meta(value)]
     names_of_ranks = [set(names) for names in collectives.exchange(own_names)]
 
-    # Sharded tensors are known as tied by `tie_key`, which needs no values, so all ranks find the
-    # same ones. Other tied tensors are gathered under each of their names.
-    gathered_of_tie: dict[object, Any] = {}
+    # Tied tensors that are sharded have the same `tie_key`, on every rank. They are gathered once,
+    # and kept here by this key. Other tied tensors are gathered under each of their names.
+    gathered_by_tie_key: dict[object, Any] = {}
+
     # All ranks have the names in the same order, so they call the same collectives.
     for name, value in state.items():
-        tie = tie_key(value) if is_sharded(value) else None
-        is_gathered = tie is not None and tie in gathered_of_tie
+        key = tie_key(value) if is_sharded(value) else None
+        is_gathered = key is not None and key in gathered_by_tie_key
         if is_gathered:
-            state[name] = gathered_of_tie[tie]
+            state[name] = gathered_by_tie_key[key]
             continue
 
         source = _first_rank_with(name, names_of_ranks)
         gathered = _gather_tensor(value, source, collectives)
         state[name] = gathered
-        if tie is not None:
-            gathered_of_tie[tie] = gathered
+        if key is not None:
+            gathered_by_tie_key[key] = gathered
 
 
 def _gather_tensor(value: Any, source: int, collectives: Collectives) -> Any:
@@ -293,7 +294,7 @@ def _load_weights(model: nn.Module, path: Path, *, strict: bool, trust: bool) ->
     run = run_of(model)
     if run is None:
         # The model is not prepared. It may have tensors on the meta device, which have no memory
-        # yet. `world.prepare` will read their values, so it is recorded where these are.
+        # yet. `world.prepare` will read their values, so the model remembers which file has them.
         plan = _plan_loading(model, path, strict=strict, trust=trust)
         _record_sources_of_meta_tensors(model, plan)
     else:
@@ -327,8 +328,9 @@ def _record_sources_of_meta_tensors(model: nn.Module, plan: _LoadPlan) -> None:
         owner = model.get_submodule(module_name)
         earlier_source = find_source(owner, own_name, tensor)
 
-        # If weights were loaded before, the new file replaces the earlier one. A `FileSource` also
-        # keeps how the model would have initialised the tensor (`recorded`), which is taken over.
+        # The new source is this file. It also keeps how the model would have initialised the
+        # tensor. If weights were loaded before, the earlier source is a file, too, which has kept
+        # that. Otherwise the earlier source is the initialisation itself.
         if isinstance(earlier_source, FileSource):
             initialisation = earlier_source.recorded
         else:
@@ -436,7 +438,8 @@ def _check_shards(values: Mapping[str, Any], own: Mapping[str, Any]) -> None:
 def _names_that_need_memory(values: Mapping[str, Any], own: Mapping[str, Any]) -> set[str]:
     """Returns the names of values that take memory while they are loaded.
 
-    All others are copied straight from a mapped file into a plain tensor, or not copied at all.
+    If the values are in shards, or go to a sharded tensor, they are first read into memory. All
+    others are copied straight from a mapped file into a plain tensor, or not copied at all.
 
     Args:
         values: the values that are loaded, by plain names.
@@ -462,8 +465,8 @@ def _best_match(path: Path, own: Mapping[str, Any], trust: bool) -> tuple[FoundS
     own_shapes = {name: shape_of(value) for name, value in own.items()}
 
     # A model with sharded tensors, or with tensors without memory, needs only parts of the file, so
-    # the tensors of the file are lazy. A model that needs all values copies them from a mapping of
-    # the file, of which a machine has only one in memory for all of its ranks.
+    # the tensors of the file are lazy. For a model that needs all values, the file is mapped into
+    # memory. The ranks of a machine share the memory of a mapped file.
     lazy = any(is_sharded(value) or is_meta(value) for value in own.values())
     matches = []
     for found in read_source(path, trust=trust, lazy=lazy).states:
@@ -491,13 +494,13 @@ def _batches(values: Mapping[str, Any], needs_memory: Set[str]) -> list[dict[str
     """
     # "block.0.weight" and "block.0.bias" are parameters of the module "block.0".
     names_of_module = group_by_key((name.rpartition(".")[0], name) for name in values)
-    sizes_of_modules = []
+    bytes_to_copy_of_modules = []
     for module, names in names_of_module.items():
-        num_bytes = sum(values[name].nbytes for name in names if name in needs_memory)
-        sizes_of_modules.append((module, num_bytes))
+        bytes_to_copy = sum(values[name].nbytes for name in names if name in needs_memory)
+        bytes_to_copy_of_modules.append((module, bytes_to_copy))
 
     batches = []
-    for modules in group_by_size(sizes_of_modules, MAX_BYTES_IN_MEMORY):
+    for modules in group_by_size(bytes_to_copy_of_modules, MAX_BYTES_IN_MEMORY):
         batch = {}
         for module in modules:
             for name in names_of_module[module]:
@@ -519,9 +522,9 @@ def _tied_groups(own: Mapping[str, Any]) -> list[list[str]]:
         if shape_of(value) is None:  # not a tensor, or a parameter without a shape yet
             continue
 
-        # `tie_key` tells tensors apart by their memory; it is None for an empty tensor, which has
-        # none. A tensor on the meta device has no memory, but a storage object, which tied tensors
-        # share.
+        # Tied tensors have the same memory, and so the same `tie_key`. It is None for an empty
+        # tensor, which has no memory. Tied tensors on the meta device, which have no memory either,
+        # share a storage object instead.
         tie: object = storage_key(value) if is_meta(value) else tie_key(value)
         if tie is not None:
             names_of_tie.setdefault(tie, []).append(name)

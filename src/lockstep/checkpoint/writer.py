@@ -153,13 +153,13 @@ class Writer:
             Exception: the error that the thread has raised since the last call.
         """
         # The wait is for an event that the thread sets at its end, and not in `Thread.join`: if
-        # Ctrl-C interrupts a join in Python 3.11 and 3.12, a running thread is taken for ended.
+        # Ctrl-C interrupts a join in Python 3.11 and 3.12, Python takes a running thread for ended.
         if self._thread is not None:
             has_ended = self._thread_ended.wait(timeout_s)
             if not has_ended:
                 self.give_up()
                 raise SaveGivenUp("there was no time left for it")
-            self._thread.join()
+            self._thread.join()  # takes no time, because the thread has nothing left to do
             self._thread = None
 
         # No folder is half-written now, so a signal has nothing to remove.
@@ -197,12 +197,8 @@ class Writer:
 
         must_wait_for_others = self.has_unconfirmed_save and not failed
         if not must_wait_for_others:
-            # After an uncaught error, Python first ends the main thread, then waits for all other
-            # threads, and only then calls this method. If the writing thread is still busy, the
-            # user has ended that wait with Ctrl-C. So the save is given up at once.
-            user_has_interrupted = not threading.main_thread().is_alive()
-            if self.busy and failed and user_has_interrupted:
-                timeout_s = 0.0
+            if failed and self._user_has_interrupted():
+                timeout_s = 0.0  # give the save up at once
 
             try:
                 self._finish_and_release(timeout_s)
@@ -210,7 +206,8 @@ class Writer:
                 warnings.warn(f"the last checkpoint is not there: {error}", stacklevel=2)
             return
 
-        self._collectives.blocked_reason = None  # the training loop has ended
+        # The training loop may have blocked collectives. It has ended, so they are allowed again.
+        self._collectives.blocked_reason = None
         try:
             run_on_all_ranks(
                 self._collectives, self._action, lambda: self._finish_and_release(timeout_s)
@@ -220,6 +217,16 @@ class Writer:
             # another rank has failed. That is reported elsewhere, so only rank 0 raises this error.
             if isinstance(error, LockstepError) or self._collectives.topology.is_main:
                 raise
+
+    def _user_has_interrupted(self) -> bool:
+        """Returns True if the user has pressed Ctrl-C while Python waited for the writing thread.
+
+        After an uncaught error, Python first ends the main thread, then waits for all other
+        threads, and only then calls `close`. If the writing thread is still busy by then, that wait
+        was interrupted.
+        """
+        main_thread_has_ended = not threading.main_thread().is_alive()
+        return self.busy and main_thread_has_ended
 
     def _finish_and_release(self, timeout_s: float | None) -> None:
         """Calls `finish`, and then releases the lock on the folder, even after an error."""

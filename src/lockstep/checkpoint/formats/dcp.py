@@ -249,7 +249,8 @@ def _read_entries(
         ValueError, KeyError: the metadata is not sound.
     """
     archives = _find_archives(folder, metadata["storage_data"])
-    # All shards of the folder share this cache, so at most one of them is in memory.
+    # The cache for the values of the shard that was read last. All shards of the folder share it,
+    # and a shard empties it before it puts its own values there. So one shard at most is in memory.
     cached_values: dict[Archive, Tensor] = {}
     entries: dict[str, TensorInShards | StoredObject] = {}
     for name, record in metadata["state_dict_metadata"].items():
@@ -289,6 +290,7 @@ def _find_archives(folder: Path, storage_data: Mapping[Any, Any]) -> dict[PlaceO
             raise ValueError(f"{file_name} was transformed while it was written")
 
         if file_name not in file_sizes:
+            # The whole message is "its .metadata is refused: it names the file ...".
             if not layout.is_plain_name(file_name):
                 raise ValueError(
                     f"it names the file {short(file_name)!r}, which is not one beside it"
@@ -318,8 +320,8 @@ def _read_tensor(
         name: the name of the tensor.
         description: its record in the metadata: properties, size and chunks (the shards).
         archives: all archives of the folder. Each holds the values of one shard.
-        cached_values: a cache for the values of the shard that was read last. It is the same
-            dictionary for all tensors of the folder.
+        cached_values: a cache for the values of the shard that was read last, which is its only
+            entry. It is the same dictionary for all tensors of the folder.
 
     Raises:
         ValueError: the description is not sound, or a shard is missing.

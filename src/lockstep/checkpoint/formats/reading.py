@@ -128,7 +128,8 @@ def read_source(
             folder, or a folder with one of these. In a run's folder, the latest complete checkpoint
             is taken.
         trust: whether a torch file may run its author's code while it is read.
-        name: the name of one model if there are several; in a torch file, a key above the model.
+        name: the name of one model if there are several; in a torch file, the key under which it
+            is, such as "model" in `{"model": state_dict}`.
         everything: whether to take all models of a checkpoint if none is named, in one state, with
             the names of the models as prefixes.
         lazy: whether tensors of safetensors files are `LazyTensor`s, not views of mapped files.
@@ -234,7 +235,7 @@ def locate(path: Path) -> tuple[Path, Kind]:
         path = index_of(path)
 
     with opened(path) as file:  # raises an error if it cannot be read
-        begins_like_one = begins_like_safetensors(file)
+        looks_like_safetensors = begins_like_safetensors(file)
 
     if path.suffix == ".json":
         return path, "index"
@@ -247,7 +248,7 @@ def locate(path: Path) -> tuple[Path, Kind]:
 
     # People who are used to torch.save may have named a file of save_weights "net.pth", so the
     # first bytes count, too.
-    if path.suffix == ".safetensors" or begins_like_one:
+    if path.suffix == ".safetensors" or looks_like_safetensors:
         return path, "safetensors"
     return path, "torch"
 
@@ -266,7 +267,8 @@ def _locate_in_folder(folder: Path) -> tuple[Path, Kind]:
         indexes = sorted(folder.glob(f"*{INDEX_ENDING}"))
         files = sorted(folder.glob("*.safetensors"))
         if not indexes and not files:
-            # The usual name of a torch file with published weights.
+            # The usual name of a torch file with published weights. Nothing is found if there is no
+            # such file.
             files = sorted(folder.glob("pytorch_model.bin"))
 
     # Many publish the same weights in both formats side by side: "model.safetensors.index.json" and
@@ -279,8 +281,9 @@ def _locate_in_folder(folder: Path) -> tuple[Path, Kind]:
 
     # A single file is taken, unless the folder may be a damaged checkpoint: then the file is not
     # everything that was saved.
+    has_single_file = len(files) == 1 and not indexes
     may_be_damaged_checkpoint = folder.name.startswith(("step-", ".step-"))
-    if len(files) == 1 and not indexes and not may_be_damaged_checkpoint:
+    if has_single_file and not may_be_damaged_checkpoint:
         file = files[0]
         return file, "safetensors" if file.suffix == ".safetensors" else "torch"
 
@@ -324,7 +327,7 @@ def _walk_states(content: Any, place: str, max_depth: int) -> Iterator[FoundStat
     """Yields the states in nested dictionaries, outer ones first; for a pickled module, its state.
 
     A dictionary is taken for a state if it has any tensors. Its values under `USUAL_KEYS_OF_STATES`
-    are searched too.
+    (such as "state_dict" and "model") are searched too.
 
     Args:
         content: the dictionary or module to search.
@@ -342,8 +345,9 @@ def _walk_states(content: Any, place: str, max_depth: int) -> Iterator[FoundStat
     for name, value in content.items():
         if not isinstance(name, str):
             continue
+        # A state consists of tensors and of extra states: what `get_extra_state` of a module
+        # returns, which may be any value.
         is_tensor = isinstance(value, Tensor | TensorInShards)
-        # `get_extra_state` of a module may return any value. All other values are left out.
         is_extra_state = name.endswith("_extra_state")
         if is_tensor or is_extra_state:
             state[name] = value
@@ -358,7 +362,8 @@ def _walk_states(content: Any, place: str, max_depth: int) -> Iterator[FoundStat
 
 def _no_weights_error(path: Path, content: Any) -> CheckpointError:
     """Builds the error for a file without weights; it says what the file holds instead."""
-    # What it holds: "list", "dict with 'epoch', 'losses'" or "dict with nothing by name in it".
+    # What it holds: "list", "dict with 'epoch', 'losses'" or, for a dictionary without any texts as
+    # keys, "dict with nothing by name in it".
     held = type(content).__name__
     if isinstance(content, Mapping):
         # Keys of other types, such as numbers, are left out.
@@ -385,6 +390,7 @@ def _short_values(content: Any) -> dict[str, Any]:
     if not isinstance(content, Mapping):
         return {}
 
+    # Exact types only: instances of subclasses, which a trusted file may hold, need not be shown.
     values = {}
     for key, value in content.items():
         if type(key) is not str:
@@ -417,7 +423,8 @@ def _read_checkpoint(path: Path, name: str | None, *, everything: bool, lazy: bo
         raise _no_such_name_error(path, name, modules)
 
     # The place of a state says where in the source it was found, for errors. All modules together
-    # are the whole checkpoint, so the place is empty.
+    # are the whole checkpoint, so the place is empty. (A single module keeps its own names, so it
+    # is read like one that is named.)
     takes_all = name is None and everything and len(modules) > 1
     if takes_all:
         state = {}
@@ -535,6 +542,7 @@ class _StoredShards:
         """
         shards = []
         for rank, offsets, sizes in self._shards_of_tensor.get(tensor_name, ()):
+            # The header of a file lists its tensors, by name; their values are not read yet.
             if rank not in self._tensors_of_rank:
                 self._tensors_of_rank[rank] = _read_header_of(
                     self._path, self._manifest, self._name, rank

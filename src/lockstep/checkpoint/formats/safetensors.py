@@ -142,8 +142,8 @@ def _parse_tensor(path: Path, name: str, description: Any, values_begin: int) ->
     if not isinstance(code, str) or code not in DTYPE_OF_CODE:
         raise ValueError(f"{short(name)} has the dtype {short(code)}, which is not known here")
 
-    # `as_shape` raises a ValueError unless all numbers are whole and at least 0, which is also what
-    # offsets have to be.
+    # `as_shape` raises a ValueError unless all numbers are whole and at least 0. The offsets of the
+    # begin and the end must be such numbers as well, so it checks them, too.
     try:
         begin, end = as_shape(offsets)
         tensor = TensorInFile(path, DTYPE_OF_CODE[code], as_shape(shape), values_begin + begin)
@@ -262,7 +262,8 @@ def _make_header(path: Path, tensors: Sequence[tuple[str, Tensor]]) -> bytes:
         offset = end
 
     text = json.dumps(content, separators=(",", ":"), ensure_ascii=False).encode()
-    # Spaces after the JSON make the values start at a multiple of 8 bytes.
+    # Spaces after the JSON make the values start at a multiple of 8 bytes. The length before the
+    # JSON has 8 bytes itself.
     while len(text) % 8 != 0:
         text += b" "
     return len(text).to_bytes(LENGTH_BYTES, "little") + text

@@ -298,7 +298,8 @@ def cast(tensor: Tensor, dtype: torch.dtype | None, name: str) -> Tensor:
     if result is tensor:
         return tensor
 
-    # A dtype of the same size may have a smaller range: float16 has a smaller one than bfloat16.
+    # A smaller dtype may have a smaller range, and so may a dtype of the same size: float16 has a
+    # smaller one than bfloat16.
     may_overflow = new_dtype.itemsize <= tensor.dtype.itemsize
     if may_overflow and not torch.equal(result.isinf(), tensor.isinf()):
         largest = float(tensor.abs().nan_to_num(nan=0, posinf=0).max())

@@ -169,7 +169,8 @@ def check_archive(path: Path, file: IO[bytes]) -> list[zipfile.ZipInfo]:
     # same bytes of the file. Then they have more bytes together than the file.
     total_size = sum(member.file_size for member in members)
     if compressed or total_size > file_size:
-        # In the message, compressed members are "packed contents". There may be none to be named.
+        # In the message, compressed members are "packed contents". If there are none, because
+        # members overlap, the parentheses are empty.
         raise unreadable(
             path,
             f"it is an archive with packed contents ({short(', '.join(compressed[:3]))}), as "
@@ -197,8 +198,9 @@ def _not_trusted_error(path: Path, error: Exception) -> CheckpointError:
     except Exception:
         code_names = []
 
-    # Then the text of the error tells the two apart. Torch writes "Unsupported class ..." or
-    # "unsupported operation ..." only about code that it refuses to run.
+    # If none can be listed, the text of the error tells whether the file needs trust or is damaged.
+    # Torch writes "Unsupported class ..." or "unsupported operation ..." only about code that it
+    # refuses to run.
     uses_code = bool(code_names) or "nsupported" in str(error)
     is_damaged = not uses_code
     if is_damaged:
