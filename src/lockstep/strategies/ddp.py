@@ -262,7 +262,7 @@ class DDP(base.Strategy):
             module,
             run.step,
             average=(),
-            left_out=virtual_rank_buffers.combined,
+            left_out=virtual_rank_buffers.combined_names,
             strategy=type(self).__name__,
         )
         return [virtual_ranks, virtual_rank_buffers, _StepsUnderDDP(wrapped, moving_buffers)]

@@ -343,7 +343,7 @@ class FSDP(Strategy):
         already_equal: Sequence[str] = ()
         if virtual_rank_buffers is not None:
             average = ()
-            already_equal = virtual_rank_buffers.combined
+            already_equal = virtual_rank_buffers.combined_names
 
         moving_buffers = MovingBuffers(
             model.root,

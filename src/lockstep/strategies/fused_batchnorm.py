@@ -43,8 +43,10 @@ def make_row(x: Tensor, eps: float, *, has_samples: bool) -> Tensor:
         mean, invstd = torch.batch_norm_stats(x, eps)
         num_values = mean.new_full((1,), x.numel() // channels)
     else:
+        # The count is 0, so the means and deviations do not matter. But the kernel that combines
+        # the rows divides by the deviations, which must not be 0.
         mean = x.new_zeros(channels, dtype=torch.promote_types(x.dtype, torch.float32))
-        invstd = torch.ones_like(mean)  # the kernel that combines all rows divides by it
+        invstd = torch.ones_like(mean)
         num_values = mean.new_zeros(1)
 
     return torch.cat([mean, invstd, num_values])

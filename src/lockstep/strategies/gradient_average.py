@@ -120,9 +120,9 @@ class GradientAverage:
         remaining_flags = iter(sums_of_flags.tolist())
         num_ranks = dist.get_world_size(self._group)
         for bucket in self._buckets:
-            # Its first sum is out of date, so it is sent once more.
             has_changed_on_any_rank = next(remaining_flags) > 0
             if has_changed_on_any_rank:
+                # Its first sum is out of date, so all ranks send the bucket once more.
                 bucket.send()
                 bucket.wait()
 
@@ -170,7 +170,9 @@ class _Bucket:
         `write_mean` divides the sums by the number of ranks, after `wait`.
 
         Raises:
-            UsageError: a gradient is sparse.
+            UsageError: a gradient is sparse. The message names both uses of this class: several
+                pipelines under `pipeline`, and several ranks that compute one replica (virtual
+                rank) under `diloco`.
         """
         gradients: list[Tensor] = []
         for parameter in self.parameters:
@@ -204,16 +206,16 @@ class _Bucket:
             num_ranks: the number of ranks in the group.
             has_gradient: for each parameter, True if any rank has a gradient of it.
         """
-        assert self._message is not None  # it was sent
+        assert self._message is not None  # `send` has set it
         means = self._message.div_(num_ranks).to(self.parameters[0].device)
         gradients: list[Tensor] = []
         sources: list[Tensor] = []
         sizes = [parameter.numel() for parameter in self.parameters]
 
-        for parameter, mean, is_used in zip(
+        for parameter, mean, any_rank_has_gradient in zip(
             self.parameters, torch.split(means, sizes), has_gradient, strict=True
         ):
-            if not is_used:
+            if not any_rank_has_gradient:
                 continue
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)

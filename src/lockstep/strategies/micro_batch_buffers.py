@@ -127,7 +127,7 @@ class MicroBatchBuffers(Extension):
             "update them once per global batch, from sums over its micro-batches, or choose the "
             "momentum of running means for so many updates"
         )
-        if not self._pipelined:
+        if not self._pipelined:  # a pipeline needs micro-batches
             advice += "; without micro-batches there is one update"
 
         warn(

@@ -90,7 +90,11 @@ class MovingBuffers:
         """The names of the watched buffers that have changed on some rank."""
 
     def make_equal(self) -> None:
-        """Makes moving buffers equal on all ranks, after an optimizer step."""
+        """Makes moving buffers equal on all ranks, after an optimizer step.
+
+        Some buffers are averaged. All others are watched, and those of them that have changed on
+        some rank are *moving*: they are taken from rank 0.
+        """
         self._num_steps += 1
         if self._averaged_names:
             self._average()
@@ -147,10 +151,11 @@ class MovingBuffers:
         # negative.
         maxima = torch.stack([has_changed, sums, -sums])  # shape (3, buffers)
 
-        # Without samples, the buffers of this rank have kept their old values. So they must not
-        # count in the comparison, and the smallest possible number never is the maximum.
+        # If this rank had no samples, its buffers have kept their old values, which must not count.
+        # So it sends the smallest possible number, which is less than what any other rank sends.
         micro_batch = self._step.micro_batch
-        if micro_batch.global_samples and not micro_batch.local_rows:
+        rank_has_no_samples = micro_batch.global_samples > 0 and micro_batch.local_rows == 0
+        if rank_has_no_samples:
             maxima[1:] = torch.iinfo(torch.int64).min
 
         routing.all_reduce(maxima, dist.ReduceOp.MAX, self._group)
@@ -165,7 +170,11 @@ class MovingBuffers:
         return changed_on_any_rank, differs_between_ranks
 
     def _warn(self, names: Sequence[str]) -> None:
-        """Warns that the values of the buffers with these names differ between ranks."""
+        """Warns that the values of the buffers with these names differ between ranks.
+
+        The values of rank 0 replace those of all other ranks. So what the buffers of the other
+        ranks have recorded in their forward passes is lost.
+        """
         advice = "compute them from the global batch: world.sum of sums and counts, in forward"
         if self._strategy is not None:
             advice += (
@@ -186,10 +195,9 @@ class MovingBuffers:
         """Replaces buffers by their means over the ranks, weighted by the samples of each rank."""
         micro_batch = self._step.micro_batch
 
-        # The weight of a rank is its number of samples in the global batch. This number is unknown
-        # without a prepared loader. With several micro-batches only that of the last micro-batch is
-        # known, whose samples may be divided over the ranks differently. Then all ranks have the
-        # same weight.
+        # The weight of a rank is its number of samples in the global batch, if this is known. It is
+        # unknown without a prepared loader (`global_samples` is 0), and with several micro-batches,
+        # of which only the last one's samples are known here. Then all ranks have the same weight.
         weight = 1.0
         if micro_batch.global_samples > 0 and micro_batch.num_micro_batches == 1:
             weight = float(micro_batch.local_rows)

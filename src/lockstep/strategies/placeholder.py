@@ -43,7 +43,7 @@ class Placeholders(Extension):
         self._modules = modules
         self._is_needed = False
         """True if this rank has had a micro-batch without samples."""
-        self.was_computed = False
+        self.placeholder_was_computed = False
         """True if a forward pass of this micro-batch, with gradients, used a placeholder."""
 
     def part_is_empty(self) -> None:
@@ -58,8 +58,8 @@ class Placeholders(Extension):
             self._attach(wrapped.module)
 
     def begin(self, micro_batch: MicroBatch) -> None:
-        """Resets `was_computed` at the beginning of a micro-batch."""
-        self.was_computed = False
+        """Resets `placeholder_was_computed` at the beginning of a micro-batch."""
+        self.placeholder_was_computed = False
 
     def _attach(self, module: nn.Module) -> None:
         hook = _PlaceholderHooks(self)
@@ -77,7 +77,7 @@ class Placeholders(Extension):
     @contextmanager
     def _recomputing(self) -> Iterator[None]:
         """Tells SyncBatchNorm, in this context, whether forward passes compute a placeholder."""
-        sync_batchnorm.thread_state.computes_placeholder = self.was_computed
+        sync_batchnorm.thread_state.computes_placeholder = self.placeholder_was_computed
         try:
             yield
         finally:
@@ -154,7 +154,7 @@ class _PlaceholderHooks:
         sync_batchnorm.thread_state.computes_placeholder = True
         if torch.is_grad_enabled():
             # A backward pass may follow, in which SyncBatchNorm must know of the placeholder.
-            self._run_state.was_computed = True
+            self._run_state.placeholder_was_computed = True
 
         return new_args, new_kwargs
 
@@ -177,9 +177,15 @@ class _PlaceholderHooks:
         guard = self._side_effect_guards.pop()
         guard.__exit__(None, None, None)
 
-        return map_tensors(
-            output, lambda tensor: mark_no_rows(self._placeholder_sample.cut_off(tensor))
-        )
+        def cut_off_row(tensor: Tensor) -> Tensor:
+            """Removes the row, and marks a tensor without rows.
+
+            If the script calls a function of torch that refuses such tensors, the mark makes the
+            function compute with a placeholder row, too.
+            """
+            return mark_no_rows(self._placeholder_sample.cut_off(tensor))
+
+        return map_tensors(output, cut_off_row)
 
 
 @contextmanager
@@ -209,6 +215,7 @@ def _without_side_effects(module: nn.Module) -> Iterator[None]:
     write_counts_before = write_counts(buffers)
     gpus = {p.device.index for p in module.parameters() if p.device.type == "cuda"}
     with ExitStack() as stack:
+        # Restore the random streams: first those of the CPU, then those of the GPUs.
         stack.enter_context(preserve_rng_state())
         stack.enter_context(torch.random.fork_rng(sorted(gpus), enabled=bool(gpus)))
         for layer in normalisation_layers:

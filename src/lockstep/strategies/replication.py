@@ -64,7 +64,8 @@ def take_from_first(tensors: Iterable[Tensor], group: dist.ProcessGroup | None =
         received = torch.split(message, [len(as_bytes) for as_bytes in tensors_as_bytes])
 
         for tensor, as_bytes in zip(bucket, received, strict=True):
-            # A message of a single contiguous tensor is the memory of that tensor.
+            # The message of a single contiguous tensor shares the tensor's memory, so the broadcast
+            # has written the values into the tensor already.
             if as_bytes.data_ptr() == tensor.data_ptr():
                 continue
 
@@ -124,7 +125,7 @@ def _extreme_over_ranks(
     The result is NaN if the norm of any rank is NaN.
     """
     # The smallest norm is found as the maximum of the negated norms.
-    sign = math.copysign(1.0, norm_type)
+    sign = 1.0 if norm_type > 0 else -1.0
 
     # Whether the maximum of NaN and a number is NaN depends on the device. So NaN is replaced by 0,
     # and a second maximum shows whether any rank had NaN. By default `nan_to_num` would also
@@ -152,7 +153,7 @@ def norm_over_ranks(
 
     Args:
         local_tensors: the tensors of this rank, possibly none.
-        norm_type: the type of the norm, as for `torch.nn.utils.get_total_norm`, except for 0.
+        norm_type: the type of the norm, as for `torch.nn.utils.get_total_norm`; not 0.
         device: the device of the result, supported by the backend of the group.
         group: the ranks that hold the tensors; None for all ranks.
         copies: the number of ranks that hold the same tensors.
@@ -165,16 +166,16 @@ def norm_over_ranks(
     for dtype in dtypes:
         result_dtype = torch.promote_types(result_dtype, dtype)
 
-    # torch refuses to take the maximum of an empty tensor. A rank without elements contributes a
-    # norm that changes nothing. For a positive norm type that is 0: it adds 0 to the sum of powers,
-    # and is never the largest. For a negative one it is infinity: its power is 0 (inf ** -2 == 0),
-    # and for -inf it is never the smallest.
+    # A rank without elements contributes a norm that changes nothing. (torch refuses to take the
+    # maximum of an empty tensor.)
     filled = [tensor for tensor in local_tensors if tensor.numel()]
     if filled:
         local_norm = torch.nn.utils.get_total_norm(filled, norm_type)
     elif norm_type < 0:
+        # Adds 0 to the sum of powers, e.g. inf ** -2 == 0. For -inf it never is the smallest norm.
         local_norm = torch.tensor(math.inf)
     else:
+        # Adds 0 to the sum of powers. For inf it never is the largest norm.
         local_norm = torch.tensor(0.0)
 
     local_norm = local_norm.double().to(carrier_device(device, group))

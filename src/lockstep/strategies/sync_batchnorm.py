@@ -141,8 +141,8 @@ class SyncBatchNorm(BatchNorm):
         # In an evaluation some ranks may have fewer batches than others, so that not all of them
         # run this layer, which would wait for them forever.
         if not torch.is_grad_enabled():
-            # Collectives are blocked while some ranks may not run the same forward passes. This is
-            # the reason, or None if all ranks run this one.
+            # The run blocks collectives in such an evaluation, and says why. The reason is None if
+            # all ranks run this forward pass.
             reason = blocked_reason()
             if reason is not None:
                 raise UsageError(
@@ -177,6 +177,8 @@ class SyncBatchNorm(BatchNorm):
             return self._forward_by_fused_kernels(x, num_ranks)
 
         moments = _global_moments(x, self.process_group)
+
+        # Usually `x` shows that there are values, and `total`, on the device, need not be read.
         if self._no_rank_has_values(x, moments.total, num_ranks):
             return super().forward(x)  # torch's own layer accepts an empty batch
 
@@ -205,7 +207,8 @@ class SyncBatchNorm(BatchNorm):
         rows = _gather_rows(row, group)
         counts = rows[:, -1]
 
-        # Looks at `x` first, because reading the sum of the counts would wait for the GPU.
+        # Reading the sum of the counts would wait for the GPU. Usually `_no_rank_has_values` need
+        # not read it, because it sees values in `x`.
         if self._no_rank_has_values(x, counts.sum(), num_ranks):
             return super().forward(x)  # torch's own layer accepts an empty batch
 
@@ -236,10 +239,10 @@ class SyncBatchNorm(BatchNorm):
         running_var = self.running_var
         momentum = self.momentum
 
-        # The usual case: one kernel combines the rows and updates the running statistics. It can do
-        # so if they have the dtype of the rows, and if the weight of this batch (the momentum) is
-        # known on the host. Without momentum, the weight is 1 / `num_batches_tracked`, which is on
-        # the device.
+        # The usual case: one kernel combines the rows and updates the running statistics. The
+        # statistics must have the dtype of the rows, and the kernel needs the weight of this batch,
+        # the momentum, as a Python number. If the momentum is None, the weight is
+        # 1 / `num_batches_tracked`, a tensor on the device.
         if self.track_running_stats and momentum is not None:
             if running_mean is not None and running_mean.dtype == rows.dtype:
                 if self.num_batches_tracked is not None:
@@ -248,7 +251,8 @@ class SyncBatchNorm(BatchNorm):
                     rows, running_mean, running_var, momentum, self.eps
                 )
 
-        # Otherwise the kernel only combines the rows.
+        # Otherwise the kernel only combines the rows. Without running statistics, its momentum does
+        # not matter.
         mean, invstd = fused_batchnorm.combine_rows(rows, None, None, 0.0, self.eps)
         if self.track_running_stats:
             variance = invstd.double().pow(-2) - self.eps  # invstd = 1 / sqrt(variance + eps)
@@ -258,10 +262,10 @@ class SyncBatchNorm(BatchNorm):
         return mean, invstd
 
     def _no_rank_has_values(self, x: Tensor, total: Tensor, num_ranks: int) -> bool:
-        """Returns True if no rank has any values: an empty output, and unchanged statistics.
+        """Returns True if no rank has any values. The caller then returns an empty output.
 
-        Knowing the number of values takes waiting for the device. A rank with at least two values
-        per channel knows the answer without waiting.
+        The number of values on all ranks is only known after waiting for the device. A rank with at
+        least two values per channel knows the answer without waiting.
 
         Args:
             x: the input on this rank.
@@ -331,6 +335,7 @@ def update_running_stats(layer: BatchNorm, mean: Tensor, variance: Tensor, total
     if layer.num_batches_tracked is not None:
         layer.num_batches_tracked.add_(1)
 
+    # Without momentum and counter, the running statistics never change, as in torch.
     weight_of_batch: float | Tensor = 0.0
     if layer.momentum is not None:
         weight_of_batch = layer.momentum
@@ -447,6 +452,7 @@ def sum_over_ranks(
         group: the ranks.
         tree_sums: adds up in a fixed order; None if the order may depend on the machines.
     """
+    # If `sums` is on the device that the backend sends from, `to` does not copy it.
     totals = sums.to(carrier_device(sums.device, group))
     if tree_sums is None:
         routing.all_reduce(totals, group=group)
@@ -483,6 +489,7 @@ def _two_pass_moments(x: Tensor) -> _LocalMoments:
     # Rounding makes `centre` differ from the mean by a small error e, so the deviations add up to
     # count * e instead of 0. The mean is corrected by e. The sum of squares would be corrected by
     # count * e * e, which is too small to matter.
+    # The deviations stay those from `centre`, so they are returned together with it.
     mean = centre + sum_of_deviations.double() / count
     return _LocalMoments(mean, sum_of_squares, _CentredInput(centre, deviations))
 
@@ -627,7 +634,7 @@ def _scaled_sum(
     factor_of_xhat: Tensor,
     constant: Tensor,
 ) -> Tensor:
-    """Returns `dy * scale + xhat * factor_of_xhat + constant`, in two passes without a temporary.
+    """Returns `dy * scale + xhat * factor_of_xhat + constant`, without a temporary tensor.
 
     `xhat` is `x`, normalised by `mean` and `variance`. All vectors have shape (C,).
     """
@@ -667,7 +674,7 @@ class BatchNormNames(NamedTuple):
     """The layers that were not converted, because they have their own forward."""
 
     def choices(self, *, computed_by: str, samples: str) -> list[Choice]:
-        """Returns the printed lines about both kinds of layers.
+        """Returns the printed lines about the layers: those converted, and those left alone.
 
         Args:
             computed_by: what computes a part of the samples: "rank" or "device".

@@ -58,7 +58,7 @@ def synchronise_batchnorm(module: nn.Module, run: Run, statistics_of: str) -> li
     """
     _check_can_synchronise(module, run)
     if run.settings.synchronises_batchnorm:
-        convert(module)
+        convert(module)  # all BatchNorm layers, in place
 
     # Every rank computes one virtual rank, with the same number. Virtual ranks without samples are
     # present in the sums as well, and contribute zeros.
@@ -72,8 +72,10 @@ def synchronise_batchnorm(module: nn.Module, run: Run, statistics_of: str) -> li
     num_synchronised = 0
     num_others = 0
     for layer in module.modules():
+        # Without that option, convert only those layers that are torch's own SyncBatchNorm. Each
+        # becomes an instance of Lockstep's `SyncBatchNorm`.
         if isinstance(layer, nn.SyncBatchNorm):
-            convert(layer)  # in place: the layer is now an instance of `SyncBatchNorm`
+            convert(layer)
 
         if isinstance(layer, SyncBatchNorm):
             layer.tree_sums = tree_sums
@@ -95,8 +97,8 @@ def synchronise_batchnorm(module: nn.Module, run: Run, statistics_of: str) -> li
 def _check_can_synchronise(module: nn.Module, run: Run) -> None:
     """Raises SettingError if BatchNorm layers cannot take statistics from all virtual ranks.
 
-    All virtual ranks must run at the same time, one in each process. Each layer must sum over all
-    of them, because the order of the sum is a fixed binary tree with one leaf per virtual rank.
+    Each layer sums over all virtual ranks while they run. So all of them must run at the same time,
+    one in each process, and a layer cannot sum over only some of them.
 
     Args:
         module: the user's module.

@@ -123,9 +123,9 @@ class VirtualRankBuffers(Extension):
         self._values_of_first: dict[str, Tensor] = {}
         """The buffers that are neither averaged nor counters nor synchronised, as virtual rank 0
         has left them, by name. Empty if another process computes virtual rank 0."""
-        self._latest_virtual_rank: MicroBatch | None = None
-        """The first micro-batch of the virtual rank that was begun last, in the place of that
-        virtual rank; None before the first one."""
+        self._micro_batch_of_latest: MicroBatch | None = None
+        """The first micro-batch of the virtual rank that was begun last; None before the first
+        virtual rank."""
         self._combined_in: StepKey | None = None
         """The optimizer step after which the buffers were combined."""
         self._must_combine = False
@@ -137,7 +137,7 @@ class VirtualRankBuffers(Extension):
         """While a checkpoint is being saved: the present buffers, by name."""
 
     @property
-    def combined(self) -> list[str]:
+    def combined_names(self) -> list[str]:
         """The names of the buffers that are combined here.
 
         Others are taken from rank 0 elsewhere.
@@ -159,13 +159,14 @@ class VirtualRankBuffers(Extension):
         if not self._buffer_owners or not micro_batch.virtual_rank_begins:
             return
 
-        finished_virtual_rank = self._latest_virtual_rank
-        self._latest_virtual_rank = micro_batch
+        # A micro-batch of the virtual rank that was begun before this one, if there is one.
+        micro_batch_of_finished = self._micro_batch_of_latest
+        self._micro_batch_of_latest = micro_batch
 
-        if finished_virtual_rank is None or micro_batch.first:
+        if micro_batch_of_finished is None or micro_batch.first:
             self._begin_global_batch()
         else:
-            self._store_results_of(finished_virtual_rank)
+            self._store_buffers_left_by(micro_batch_of_finished)
             self._restore_buffers(keep_synchronised=True)
 
     def _begin_global_batch(self) -> None:
@@ -173,6 +174,8 @@ class VirtualRankBuffers(Extension):
 
         If no optimizer has stepped after the previous global batch, its results are not combined.
         The buffers then still have the values of its last virtual rank, and are restored first.
+        Those of SyncBatchNorm layers are left alone, because all virtual ranks have given them the
+        same values.
         """
         if self._must_combine:
             self._restore_buffers(keep_synchronised=True)
@@ -190,15 +193,17 @@ class VirtualRankBuffers(Extension):
         if not self._buffer_owners:
             return
 
-        last_virtual_rank = self._latest_virtual_rank
-        if last_virtual_rank is None:  # no virtual rank has begun
+        micro_batch_of_last = self._micro_batch_of_latest
+        if micro_batch_of_last is None:  # no virtual rank has begun
             return
         if self._combined_in == self._step.key:  # at the step of another optimizer
             return
 
         self._combined_in = self._step.key
         self._must_combine = False
-        self._store_results_of(last_virtual_rank)
+
+        # The buffers are still as the last virtual rank has left them. Store its buffers too.
+        self._store_buffers_left_by(micro_batch_of_last)
 
         # Go back to the initial values, to which the increments of the counters are added below.
         # Buffers of SyncBatchNorm are left alone: they have the values of the global batch already.
@@ -304,7 +309,8 @@ class VirtualRankBuffers(Extension):
         kept = self._synchronised if keep_synchronised else set()
         restored: dict[str, Tensor] = {}
         for name, buffer in self._changed_buffers().items():
-            # A buffer whose shape has changed is not a statistic, but a cache, for example.
+            # A buffer whose shape has changed is not a statistic, but for example a cache. It is
+            # left alone.
             has_same_shape = buffer.shape == self._at_beginning[name].values.shape
             if has_same_shape and name not in kept:
                 restored[name] = buffer
@@ -322,7 +328,7 @@ class VirtualRankBuffers(Extension):
             self._at_beginning[name] = _Copy(buffer, write_count, initial_values[name])
 
     @torch.no_grad()
-    def _store_results_of(self, micro_batch: MicroBatch) -> None:
+    def _store_buffers_left_by(self, micro_batch: MicroBatch) -> None:
         """Stores the buffers as a virtual rank has left them, until `after_step` combines them.
 
         Averaged buffers and counters of batches are added to the sums over virtual ranks. Buffers
@@ -347,9 +353,10 @@ class VirtualRankBuffers(Extension):
             push(self._partial_sums, flat_tensors, num_merges, add_to_each)
 
         if is_first_virtual_rank:
-            stored_elsewhere = [*self.combined, *self._synchronised]
+            # Combined buffers were stored above, and synchronised ones are left out.
+            not_stored_here = [*self.combined_names, *self._synchronised]
             for name, buffer in self._changed_buffers().items():
-                if name not in stored_elsewhere:
+                if name not in not_stored_here:
                     self._values_of_first[name] = buffer.clone()
 
     def _flatten_results(self, *, is_first_virtual_rank: bool) -> list[Tensor]:
@@ -369,7 +376,7 @@ class VirtualRankBuffers(Extension):
         for names in self._averaged_by_dtype(buffers):
             values_of_dtypes.append([buffers[name].reshape(-1) for name in names])
 
-        # There is a first dtype: a BatchNorm with a counter also has averaged buffers.
+        # There is at least one dtype, because this is only called if there are averaged buffers.
         values_of_first_dtype = values_of_dtypes[0]
         first_dtype = values_of_first_dtype[0].dtype
         for name in self._counters:
@@ -428,7 +435,8 @@ class VirtualRankBuffers(Extension):
 
             copy_to_each(averaged, means)
 
-            # A mean increment times the number of virtual ranks is the increment of virtual rank 0.
+            # All virtual ranks except number 0 have put zeros in the place of increments. So a mean
+            # increment times the number of virtual ranks is the increment of virtual rank 0.
             _advance_counters(counters, mean_increments, sums.num_present)
 
         self._partial_sums.clear()

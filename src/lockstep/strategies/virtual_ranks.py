@@ -123,6 +123,7 @@ class _BucketGradients(NamedTuple):
         for view, index in zip(self.views, self.indices_in_module, strict=True):
             gradient = gradients_of_module[index]
             if gradient is not None:
+                # Copy the gradient to the place in `flat` that `view` has in the buffer.
                 offset = view.storage_offset() - self.buffer.storage_offset()
                 flat.as_strided(view.shape, view.stride(), offset).copy_(gradient)
         return flat
@@ -169,9 +170,9 @@ class VirtualRankGradients(Extension):
     def begin(self, micro_batch: MicroBatch) -> None:
         """Adds the gradients of the previous virtual rank to the sum when another one begins.
 
-        The gradients of the last virtual rank of a process were added in its backward pass. So when
-        a global batch begins, nothing is left to add. If the script has cleared the gradients in
-        between, `before_step` raises an error.
+        When a global batch begins, nothing is left to add: the gradients of the last virtual rank
+        of a process are added in its own backward pass. If the script has cleared the gradients
+        between two virtual ranks, `before_step` raises an error.
         """
         if micro_batch.virtual_rank is None:  # the script does not use a prepared loader
             return
@@ -239,26 +240,27 @@ class VirtualRankGradients(Extension):
         if not self._partial_sums:  # no virtual rank had a gradient that counts
             return
 
-        # After the last virtual rank all partial sums are merged into one.
-        (total,) = self._partial_sums
+        # After the last virtual rank all partial sums are merged into one: a list with the sum of
+        # each parameter's gradients, or None for a parameter that was not used.
+        (sums_of_parameters,) = self._partial_sums
         self._partial_sums.clear()
 
-        # Divide the sum by the number of virtual ranks, which gives the mean.
-        used = [gradient for gradient in total if gradient is not None]
+        # Divide the sums by the number of virtual ranks, which gives the means.
+        used = [gradient for gradient in sums_of_parameters if gradient is not None]
         if used:
             multiply_each(used, 1.0 / self.tree.num_virtual_ranks)
 
-        for parameter, gradient in zip(self._parameters, total, strict=True):
+        for parameter, gradient in zip(self._parameters, sums_of_parameters, strict=True):
             parameter.grad = gradient
 
     def start_bucket_sum(self, bucket: dist.GradBucket) -> Callable[[], None]:
         """Starts replacing the gradients in a bucket of DDP by those of the global batch.
 
         It is called in the last backward pass of this process. The bucket then has the gradients of
-        this process's last virtual rank, and the stack of partial sums has those of all others. For
-        example, with virtual ranks 0, 1 and 2 on this process, the stack has the sum of 0 and 1,
-        and the bucket has the gradients of 2. The tree says that one merge follows: the sum is
-        added to the bucket, and nothing is left on the stack.
+        this process's last virtual rank, and the stack of partial sums has those of all others.
+
+        The buffer of the bucket is the output of the sum (`total`). It may also be one of the
+        inputs, the partial sums that this process passes on.
 
         Returns:
             A function that waits for the result.
@@ -267,24 +269,30 @@ class VirtualRankGradients(Extension):
         sums = self.tree.sums(micro_batch.global_samples)
         total = bucket.buffer()
         scale = 1.0 / self.tree.num_virtual_ranks
+        bucket_counts = counts_in_sum(micro_batch)
 
+        # The usual case: this process has one virtual rank, whose gradients are in the bucket, and
+        # no extension (such as the journal) wants to see the gradients of single parameters.
         is_only_virtual_rank = not self._partial_sums
-        if is_only_virtual_rank and not self._step.extensions.listeners["leaf_gradient"]:
-            # The usual case: this process has one virtual rank, whose gradient is in the bucket.
-            partial_sums = [total] if counts_in_sum(micro_batch) else []
+        has_listener = len(self._step.extensions.listeners["leaf_gradient"]) > 0
+        if is_only_virtual_rank and not has_listener:
+            partial_sums = [total] if bucket_counts else []
             return sums.start(partial_sums, total, scale=scale)
 
+        # The process has no virtual rank left to compute, or has repeated one to check a device. It
+        # passes on the stack, and ignores what is in the bucket.
         gradients = self._gradients_in(bucket)
-        if not counts_in_sum(micro_batch):
-            # The process has no virtual rank left to compute, or has repeated one to check a
-            # device. It passes on the stack, and ignores what is in the bucket.
+        if not bucket_counts:
             partial_sums = [gradients.copy_with(partial) for partial in self._partial_sums]
             return sums.start(partial_sums, total, scale=scale)
 
         self._step.extensions.leaf_gradient(micro_batch, gradients.parameters, gradients.views)
 
-        # Add the topmost partial sums to the bucket, as many as the tree says.
-        num_left = len(self._partial_sums) - self.tree.num_merges(micro_batch)
+        # Merge the topmost partial sums with the bucket, as many as the tree says. For example, the
+        # stack has the sum of the virtual ranks 0 and 1, the bucket has the gradients of 2, and one
+        # merge follows: the sum is added to the bucket, and nothing is left on the stack.
+        num_merges = self.tree.num_merges(micro_batch)
+        num_left = len(self._partial_sums) - num_merges
         for partial_sum in reversed(self._partial_sums[num_left:]):
             gradients.add(partial_sum)
 
@@ -297,8 +305,8 @@ class VirtualRankGradients(Extension):
         """Returns the gradients in a bucket, which are looked up once for each buffer."""
         buffer = bucket.buffer()
 
-        # An equal address means the same buffer: while a buffer is stored here, torch cannot give
-        # its memory to another one.
+        # `_buckets` keeps each buffer that was looked up alive, so torch cannot give its memory to
+        # another buffer. An equal address therefore means the same buffer.
         known = self._buckets.get(bucket.index())
         if known is not None and known.buffer.data_ptr() == buffer.data_ptr():
             return known
@@ -433,8 +441,8 @@ def add_gradients(totals: Sequence[Tensor | None], gradients: Sequence[Tensor | 
             used_totals.append(total)
             used_gradients.append(gradient)
         elif total is not None:
-            # Adding zero turns -0.0 into 0.0. A process that has zeros for this gradient, instead
-            # of None, gets the same bits.
+            # Another process may have zeros for this gradient instead of None, and add them. This
+            # turns -0.0 into 0.0. Add zero here too, so that both get the same bits.
             total.add_(0.0)
 
     if used_totals:

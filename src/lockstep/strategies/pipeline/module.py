@@ -199,13 +199,16 @@ class PipelinedModule(ModuleWrapper):
         if self.has_last_stage:
             return output
 
-        # On this rank the output consists of tensors without values, which become NaN.
+        # On this rank the output consists of tensors without values. They become NaN, so that
+        # nobody takes a loss that is computed from them for a real one.
         return map_tensors(self._make_nan, output)
 
     def _check_can_run(self) -> None:
         """Raises UsageError if the run has ended, or if an earlier call has failed on this rank."""
-        # A pipeline has at least two stages, so it has wires until `release` removes them.
-        if not self._activation_wires:
+        # A pipeline has at least two stages, and so at least one wire, until the run ends and
+        # `release` removes the wires.
+        run_has_ended = not self._activation_wires
+        if run_has_ended:
             raise UsageError(
                 "a forward pass after world.close()",
                 "the model is spread over the ranks, which no longer exchange messages",
@@ -260,7 +263,7 @@ class PipelinedModule(ModuleWrapper):
         is finished first.
         """
         self._drop_unfinished()
-        batch = self._global_batch
+        batch = self._global_batch  # None between two global batches
 
         # If all losses were given, this call begins another global batch. A loop that calls the
         # model several times for each batch of the loader does so.
@@ -282,6 +285,7 @@ class PipelinedModule(ModuleWrapper):
                 key=self.run.step.key,
                 num_micro_batches=num_micro_batches,
                 actions=deque(actions),
+                # It decides which activations need gradients, so it is part of each `InputKind`.
                 requires_grad=tuple(p.requires_grad for p in self._all_parameters),
                 training=self.training,
                 seed=self._next_seed(),
@@ -303,12 +307,14 @@ class PipelinedModule(ModuleWrapper):
         batch = self._global_batch
         assert batch is not None  # the caller has checked `waits_for_loss`
 
-        # The backward pass of the loss is run when it is this micro-batch's turn.
+        # The backward pass of the loss is run when it is this micro-batch's turn. On ranks without
+        # the last stage, None stands for the loss.
         run_backward = None
         if self.has_last_stage:
             run_backward = partial(precision.backward, loss, **options)
 
-        micro_batch = len(batch.loss_backwards)  # numbers are given in the order of the losses
+        # Losses come in the order of the micro-batches, so the first one is that of micro-batch 0.
+        micro_batch = len(batch.loss_backwards)
         batch.loss_backwards.append(run_backward)
 
         # The next stage will send gradients of this micro-batch. Start receiving them now, even if
@@ -330,7 +336,12 @@ class PipelinedModule(ModuleWrapper):
     def check_backward_is_done(self) -> None:
         """Raises UsageError if an optimizer steps before `world.backward` was called."""
         batch = self._global_batch  # `world.backward` sets it to None when all is done
-        if batch is not None and batch.key == self.run.step.key:
+        if batch is None:
+            return
+
+        # A global batch of an earlier step was left early by the loop, and will be dropped.
+        belongs_to_this_step = batch.key == self.run.step.key
+        if belongs_to_this_step:
             raise UsageError(
                 "optimizer.step() before the backward pass of the pipeline",
                 "loss.backward() reaches no further than the stage of this rank",
@@ -389,12 +400,12 @@ class PipelinedModule(ModuleWrapper):
     def release(self) -> None:
         """Drops all references to process groups, which would keep their threads alive.
 
-        The user may have copied this module (`__deepcopy__`). A copy shares the wires, and its
-        BatchNorm layers have groups of their own.
+        The user may have copied this module (`__deepcopy__`). A copy shares the wires, but its
+        BatchNorm layers are copies, from which the groups must be removed too.
         """
         self._global_batch = None
         self.replica_group = None
-        self._moving_buffers = None  # it has the replica group
+        self._moving_buffers = None  # this object also refers to the replica group
 
         # `_copies` contains this module as well.
         for pipelined in self._copies:
@@ -420,6 +431,7 @@ class PipelinedModule(ModuleWrapper):
             self._run_backward_pass(batch, action)
             return None
 
+        # If another micro-batch follows, a wire may start receiving its tensors early.
         another_micro_batch_follows = action.micro_batch + 1 < batch.num_micro_batches
         call = batch.calls[action.micro_batch]
         result = self._run_forward_pass(
@@ -442,7 +454,8 @@ class PipelinedModule(ModuleWrapper):
         """Returns the kind of a call; None if unknown.
 
         Calls of the same kind give activations of the same shapes, so the ranks exchange the shapes
-        only once for each kind.
+        only once for each kind. If a kind depends on values, a message begins with a mark that says
+        whether the shapes are really the same.
 
         Args:
             arguments: the arguments of the call.
@@ -515,7 +528,7 @@ class PipelinedModule(ModuleWrapper):
             another_follows: True if another micro-batch is certain to follow. Then the wires may
                 start receiving its tensors early.
         """
-        received = None
+        received = None  # the first stage receives nothing, and the last one sends nothing
         with self._noting_failures():
             if stage > 0:
                 source = self.place.rank_of_stage(stage - 1)
@@ -539,10 +552,12 @@ class PipelinedModule(ModuleWrapper):
         Args:
             batch: the global batch.
             action: the backward pass to run.
-            drop: True to exchange the messages without computing anything.
+            drop: True to exchange the messages without computing anything, if the loop has left
+                the global batch early and its gradients are not needed.
         """
         stage = action.stage
         micro_batch = action.micro_batch
+        # The tensors that the forward pass of this stage has received and sent.
         tensors = batch.boundary_tensors.pop((stage, micro_batch))
         with (
             self._noting_failures(),
@@ -578,8 +593,8 @@ class PipelinedModule(ModuleWrapper):
             batch: the global batch. Its `actions` are those that remain after `action`.
             action: the backward pass that runs inside this context.
         """
-        # There is one pipeline, or `world.backward` was not called for the last micro-batch yet.
-        # Until then, backward passes may follow that cannot be foreseen.
+        # With one pipeline `average` is None. With several it is None until `world.backward` was
+        # called for the last micro-batch, because only then it is known what still follows.
         average = batch.average
         if average is None or self._another_backward_follows(batch, action.stage):
             yield
@@ -641,8 +656,8 @@ class PipelinedModule(ModuleWrapper):
     def _receive_gradients_early(self, batch: GlobalBatch, micro_batch: int) -> None:
         """Starts receiving gradients from the next stage, before the backward pass needs them.
 
-        The receives are kept in `batch.posted_gradients`. Nothing happens if starting them early
-        would not help.
+        The receives are kept in `batch.posted_gradients`. Nothing is started early over NCCL, where
+        a waiting receive would keep the GPU busy.
 
         Args:
             batch: the global batch.
@@ -678,7 +693,7 @@ class PipelinedModule(ModuleWrapper):
         Backward passes remain if the loop has left out some micro-batches. For example, the order
         of a rank is F0 F1 B0 F2 B1 B2 (F forward, B backward), and the loop does not call the model
         for micro-batch 2. Then F0 F1 B0 are done. The rank does actions in order, so it has not
-        done B1, which is behind F2. Here F2 and B2 are skipped, and B1 is done. The loops of all
+        done B1, which is behind F2. This method skips F2 and B2, and does B1. The loops of all
         ranks leave out the same micro-batches.
 
         Args:
@@ -691,7 +706,8 @@ class PipelinedModule(ModuleWrapper):
             if action.forward:  # the loop has left out its micro-batch
                 continue
 
-            # Without a loss, it is a backward pass of a micro-batch that was left out.
+            # `loss_backwards` has an entry for each micro-batch whose loss was given. The loop has
+            # left out all later micro-batches.
             loss_was_given = action.micro_batch < len(batch.loss_backwards)
             if loss_was_given:
                 self._run_backward_pass(batch, action, drop=drop)
@@ -723,7 +739,7 @@ class PipelinedModule(ModuleWrapper):
 
     def _evaluate(self, arguments: Arguments) -> Any:
         """Runs a forward pass without gradients, and returns the model's output on every rank."""
-        self._drop_unfinished()
+        self._drop_unfinished()  # a global batch of an earlier step, which the loop has left
         kind = self._input_kind(arguments)
         seed = self._next_seed()
 
@@ -739,9 +755,9 @@ class PipelinedModule(ModuleWrapper):
         tensors_here = [leaf.detach() for leaf in leaves if isinstance(leaf, Tensor)]
         tensors = self._pass_output_back(tensors_here)
 
-        # Wait until everything has been sent, except gradients. The gradient wires may carry those
-        # of a global batch that is being computed, which another rank receives only in the next
-        # turn of its loop.
+        # Wait until everything has been sent, except gradients. A script may evaluate between two
+        # micro-batches of a global batch. Then the gradient wires may carry gradients that another
+        # rank receives only after the evaluation.
         for wire in self._activation_wires + self._output_wires:
             wire.wait()
 
@@ -766,6 +782,7 @@ class PipelinedModule(ModuleWrapper):
             The tensors of the output, with their values.
         """
         # The ranks at the positions n and n + 1 of the pipeline are connected by output wire n.
+        # Stage k, for k below the number of positions, is at position k.
         position = self.place.position
         if not self.has_last_stage:
             source = self.place.rank_of_stage(position + 1)

@@ -57,8 +57,10 @@ def order(
     if schedule == "gpipe":  # all forward passes come first
         max_ahead = micro_batches
     else:
-        # The last position can run a backward pass right after the forward pass. Each position
-        # before it runs one more forward pass until the first gradient arrives.
+        # `max_ahead` is how many micro-batches the forward passes are ahead of the backward passes.
+        # The last position is 0 ahead: it runs the backward pass of a micro-batch right after the
+        # forward pass. Each earlier position has to wait longer for the first gradient, and is
+        # ahead by one micro-batch more. With 3 positions: 2, 1 and 0.
         max_ahead = positions - 1 - position
 
     return tuple(_order_of_one_stage(position, max_ahead, micro_batches))
@@ -182,13 +184,11 @@ class _SimulatedRank:
         training loop at which all ranks may wait for each other: number 2n is after the call of the
         model for micro-batch n, and number 2n + 1 after its `world.backward`.
 
-        For example, the forward pass of micro-batch 3 through the highest stage is done before
-        meeting point 6, which is part of the result. With it the call of the model returns, so the
-        rank goes past 6, and its next actions are done before meeting point 7.
-
         Returns:
             The tick at which the action ends, and the meeting point before which it is done.
         """
+        # This is the next meeting point of the rank, or a later one: a backward pass of micro-batch
+        # 3 needs the loss, so it is done in `world.backward`, between the meeting points 6 and 7.
         done_before = self.meeting_point_of(action)
         self.actions.append(action)
         if action.forward:
@@ -198,6 +198,10 @@ class _SimulatedRank:
             self.backward_passes.remove(action)
             self.busy_until = tick + 2
 
+        # After its forward pass through the highest stage of this rank, the call of the model
+        # returns. For micro-batch 3 the rank then reaches meeting point 6 and goes past it, so its
+        # next actions are done before 7. After any other action the rank is still before the same
+        # meeting point.
         call_of_model_returns = action.forward and action.stage == self.highest_stage
         if call_of_model_returns:
             self.meeting_point = done_before + 1
@@ -213,16 +217,19 @@ def _interleaved_orders(
     """Returns the actions of every rank, for a pipeline with several stages per rank.
 
     They are found by a simulation: in each tick of a clock, every rank that is not busy does the
-    first of its candidates whose requirements are fulfilled.
+    first of its candidates that can begin. These are its next forward pass, and the backward passes
+    for which it has a gradient.
 
     A script may call a collective after the call of the model and after `world.backward`. There all
     ranks wait for each other; these are the two *meeting points* of each micro-batch. The orders
-    must not deadlock with it. Suppose rank 0 does an action before meeting point 4, and needs a
-    gradient that rank 1 sends after meeting point 4. Then rank 1 waits at the meeting point for
-    rank 0, and rank 0 waits for the gradient. So whatever an action requires must be done before
-    the same meeting point, or an earlier one.
+    must not deadlock with such a collective. For example, rank 0 does an action before meeting
+    point 4, for which it needs a gradient that rank 1 sends after meeting point 4. Then rank 1
+    waits at the meeting point for rank 0, and rank 0 waits for the gradient. So whatever an action
+    requires must be done before the same meeting point, or an earlier one.
     """
     last_stage = positions * per_rank - 1
+
+    # How many micro-batches a rank may have begun and not finished.
     if schedule == "gpipe":
         max_under_way = micro_batches
     else:
@@ -237,6 +244,8 @@ def _interleaved_orders(
                 continue
 
             for action in rank.candidates(schedule):
+                # Everything that the action requires must be finished now, and in a place of the
+                # training loop before the next meeting point.
                 required = _requirements(action, positions, last_stage, max_under_way)
                 can_begin = _are_finished(
                     required,
@@ -244,11 +253,14 @@ def _interleaved_orders(
                     by_tick=tick,
                     by_meeting_point=rank.meeting_point_of(action),
                 )
-                if can_begin:
-                    finished[action] = rank.do(action, tick)
-                    if not action.forward:
-                        _pass_gradient_on(action, ranks, last_stage)
-                    break
+                if not can_begin:
+                    continue
+
+                finished[action] = rank.do(action, tick)
+                if not action.forward:
+                    # Its gradient makes the backward pass of the previous stage a candidate.
+                    _pass_gradient_on(action, ranks, last_stage)
+                break
 
         tick += 1
 
@@ -260,11 +272,12 @@ def _pass_gradient_on(
 ) -> None:
     """Simulates the messages of a backward pass: it has used one gradient, and sends another.
 
-    A gradient is represented by the backward pass that starts from it. After the backward pass of
-    stage 2, for example, the rank of stage 1 has the gradient for its own backward pass.
+    In `backwards_with_gradients` each rank has the backward passes that it has received a gradient
+    for. After the backward pass of stage 2, for example, that of stage 1 is added there.
 
     Args:
-        backward_pass: the backward pass, which was done.
+        backward_pass: the backward pass, which was done. It used the first gradient of its rank
+            (`_SimulatedRank.candidates` offers no other), unless it started from the loss.
         ranks: the ranks of the pipeline, by position.
         last_stage: the number of the model's last stage, which starts from the loss instead.
     """
@@ -291,8 +304,9 @@ def _are_finished(
         finished: when each action that is done was finished.
         by_tick: the tick at which A would begin.
         by_meeting_point: the *meeting point* (where all ranks wait for each other) before which A
-            is done. If another rank does a required action only after this meeting point, it waits
-            there for the rank of A, which waits for the action: a deadlock.
+            would be done. A required action must be done before it too. Otherwise there is a
+            deadlock: the rank of A waits for that action, and the other rank waits at the meeting
+            point.
     """
     for action in required:
         if action not in finished:
@@ -313,7 +327,7 @@ def _requirements(
         action: the action.
         positions: the number of ranks in the pipeline.
         last_stage: the number of the model's last stage.
-        max_under_way: how many micro-batches a rank may have begun and not finished.
+        max_under_way: how many micro-batches each rank may have begun and not finished.
     """
     stage = action.stage
     micro_batch = action.micro_batch

@@ -101,8 +101,8 @@ def copy_to_meta(module: nn.Module) -> nn.Module:
 
     for part in module.modules():
         for value in vars(part).values():
-            # The copy does not communicate. The threads of a group only end when nothing refers to
-            # it any more, so the copy must not.
+            # The threads of a process group only end when nothing refers to the group any more. So
+            # the copy, which does not communicate, gets None instead.
             if isinstance(value, dist.ProcessGroup):
                 memo[id(value)] = None
 

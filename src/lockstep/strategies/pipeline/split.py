@@ -79,9 +79,9 @@ def _find_units(name: str, module: nn.Module, blocks: list[str]) -> list[tuple[s
 
     # Divide the model itself, containers, and modules that contain blocks. Any other module may
     # call its submodules in an order of its own, so it stays whole.
-    prefix = f"{name}." if name else ""
     is_whole_model = name == ""
     is_container = isinstance(module, _CONTAINERS)
+    prefix = "" if is_whole_model else f"{name}."  # of the names of all its submodules
     contains_blocks = any(block.startswith(prefix) for block in blocks)
     if not (is_whole_model or is_container or contains_blocks):
         return [(name, module)]
@@ -126,6 +126,9 @@ def split(module: nn.Module, cuts: Sequence[str]) -> Split:
 
     positions = [names.index(name) for name in cuts]
     is_in_order = sorted(set(positions)) == positions  # ascending, and no name twice
+
+    # A stage cannot begin inside of the submodule with which the previous stage begins, for example
+    # at "block.linear" after "block".
     has_nested_cuts = any(later.startswith(f"{name}.") for name, later in itertools.pairwise(cuts))
     if not is_in_order or has_nested_cuts:
         raise SettingError(
@@ -240,7 +243,7 @@ def balanced(costs: Sequence[float], parts: int) -> list[int]:
     Returns:
         The index of the first item of every part except the first part.
     """
-    cost_before = [0.0, *itertools.accumulate(costs)]  # [i]: the cost of all items before item i
+    cost_before = [0.0, *itertools.accumulate(costs)]
 
     @cache
     def best(end: int, num_parts: int) -> tuple[float, list[int]]:
@@ -263,7 +266,9 @@ def balanced(costs: Sequence[float], parts: int) -> list[int]:
             cuts = [*cuts_before, begin_of_last]
             candidates.append((max(most_before, cost_of_last), cuts))
 
-        return min(candidates)  # of several cheapest candidates, the one that is cut earliest
+        # Tuples are compared by their first elements, the costs, and then by the cuts. So this is
+        # the cheapest candidate, and of several cheapest ones that with the earliest cuts.
+        return min(candidates)
 
     _, cuts = best(len(costs), parts)
     return cuts

@@ -116,6 +116,12 @@ class StagedModel:
             return
 
         stage_is_here = stage in stages
+
+        # If the piece's stage is elsewhere, the piece itself computes the shapes. If this process
+        # runs this stage and others, a copy computes them. If it runs only this one, nothing does.
+        shape_forward = _make_shape_forward(
+            piece, stage_is_here=stage_is_here, num_stages=len(stages)
+        )
         forward = _PieceForward(
             self,
             name,
@@ -123,7 +129,7 @@ class StagedModel:
             is_first_of_stage,
             stage_is_here,
             piece.forward,
-            _make_shape_forward(piece, stage_is_here=stage_is_here, num_stages=len(stages)),
+            shape_forward,
         )
         piece.forward = forward
         if is_first_of_stage:
@@ -154,9 +160,9 @@ class StagedModel:
         args, kwargs = arguments
         gpus = [self._device] if self._device.type == "cuda" else []
         try:
-            # Before and after the stage, shapes are computed instead of values. `stage_run` enters
-            # and leaves the context for that when pieces are called; `shape_contexts` leaves it at
-            # the end, if it is still entered.
+            # Before and after the stage, shapes are computed instead of values, in a context that
+            # `stage_run` enters in the ExitStack `shape_contexts`. It leaves the context when the
+            # stage begins. A context that is still entered at the end is left by the ExitStack.
             with torch.random.fork_rng(gpus), stage_run.shape_contexts:
                 seed_streams(seed, self._device)
                 if stage > 0:  # only stage 0 computes values from the start of the forward pass
@@ -184,18 +190,20 @@ class StagedModel:
         """
         stage = stage_run.stage
 
-        # Every stage except the last one ends where the next stage begins. `self._cuts` has no
-        # entry for stage 0, so stage n begins at `self._cuts[n - 1]`.
+        # The name of the piece with which each stage begins. `self._cuts` has none for stage 0,
+        # which begins with the forward pass.
+        first_pieces = ["", *self._cuts]
+
+        # Every stage except the last one ends where the next stage begins.
         if stage < self._last_stage:
+            next_stage = stage + 1
             if not stage_run.has_ended:
-                first_piece_of_next_stage = self._cuts[stage]
-                raise _not_called_error(first_piece_of_next_stage, stage + 1)
+                raise _not_called_error(first_pieces[next_stage], next_stage)
             return
 
         # The last stage computes values from its first piece to the end of the forward pass.
         if not stage_run.computes_values:
-            first_piece = self._cuts[stage - 1]
-            raise _not_called_error(first_piece, stage)
+            raise _not_called_error(first_pieces[stage], stage)
 
         for leaf in pytree.tree_leaves(output):
             if isinstance(leaf, Tensor) and leaf.is_meta:
@@ -350,8 +358,9 @@ class _PieceForward:
         """Begins or ends the running stage if the call of this piece is where it begins or ends.
 
         It is called before the piece runs: as a forward pre-hook if the piece is the first of its
-        stage, and by `__call__`. A stage computes values from the call of its own first piece to
-        the call of the next stage's first piece. Before and after that, it computes shapes.
+        stage, and otherwise by `__call__`. A stage computes values from the call of its own first
+        piece to the call of the next stage's first piece. Before and after that, it computes
+        shapes.
 
         Returns:
             The arguments for the piece.
@@ -388,7 +397,8 @@ class _PieceForward:
 
     def _output_shapes(self, arguments: Arguments) -> Any:
         """Returns the shapes of the piece's output, computed once for each kind of input."""
-        # It is only None if this process runs no stage but the piece's own.
+        # Shapes are only needed while another stage than the piece's own runs. If this process runs
+        # another stage, `_make_shape_forward` has made a function that computes shapes.
         assert self.shape_forward is not None
 
         # Reading attributes of a `Shape`, a subclass of Tensor, is slow without this context.
@@ -447,7 +457,7 @@ def _move_to_stages(
         # A parameter on the meta device takes the place of one that is on another rank.
         for attribute, parameter in parameters_elsewhere:
             gone.append(parameter)
-            if not parameter.is_meta:
+            if not parameter.is_meta:  # it is already if the model was built on the meta device
                 meta_parameter = nn.Parameter(shape_of(parameter), parameter.requires_grad)
                 part.register_parameter(attribute, meta_parameter)
                 gone.append(meta_parameter)
@@ -457,6 +467,7 @@ def _move_to_stages(
         stage_is_here = stage is None or stage in stages
         buffers = part.named_buffers(recurse=False, remove_duplicate=False)
         for attribute, buffer in list(buffers):
+            # `buffers` of `members` is the dict in which the module keeps its buffers.
             members(part).buffers[attribute] = buffer.to(device if stage_is_here else "meta")
 
     return gone
@@ -482,6 +493,7 @@ def _move_to_device(
         else:
             parameter.data = parameter.data.to(device)
 
+    # The `data` of a parameter cannot move away from the meta device, so these are replaced.
     if meta_ids:
         give_memory = partial(_give_memory, ids=meta_ids, device=device)
         convert_tensors(part, give_memory, recurse=False)
@@ -552,7 +564,8 @@ def _disable_nested_tensors(module: nn.Module, split: Split) -> None:
 def _uses_other_stage_error(stage: int) -> UsageError:
     """Returns the error for a stage that uses values of another stage.
 
-    The place where the stage begins was printed by `world.prepare`.
+    The error is about the place where the stage begins ("there"), which `world.prepare` has
+    printed.
     """
     return UsageError(
         f"a pipeline whose stage {stage} begins there",

@@ -268,8 +268,8 @@ class Pipeline(Strategy):
             device = local_parameters[0].device
 
         # Every pipeline has all stages, so a gradient is on as many ranks as there are pipelines.
-        # The option `stages` is the number of ranks in a pipeline; with `interleave`, each of them
-        # has several stages of the model.
+        # The option `stages` is the number of ranks in a pipeline, although each rank may have
+        # several stages of the model (`interleave`). By default all ranks are in one pipeline.
         ranks_per_pipeline = self.stages or num_ranks
         num_pipelines = num_ranks // ranks_per_pipeline
         return norm_over_ranks(gradients, norm_type, device, copies=num_pipelines)
@@ -296,12 +296,11 @@ class Pipeline(Strategy):
         if from_settings is not None:
             return from_settings
 
-        # If `micro_batch_size` is set, the number follows later from the number of samples, and
-        # what is returned here is a lower bound. One process has no stages to keep busy with
-        # several micro-batches.
         num_positions = self._num_positions(run.topology)
-        if run.settings.micro_batch_size or num_positions == 1:
-            number = 1
+        if run.settings.micro_batch_size:
+            number = 1  # a lower bound: the number will follow from the number of samples
+        elif num_positions == 1:
+            number = 1  # one process has no other stages to keep busy
         else:
             number = MICRO_BATCHES_PER_STAGE * num_positions
 
@@ -329,6 +328,8 @@ class Pipeline(Strategy):
         ranks_of_pipelines = _table_of_ranks(run, place).T
         activations = open_group(run, f"activations of model {model_number}", ranks_of_pipelines)
 
+        # Gradients may need several groups, so that receiving one does not wait until another has
+        # been sent (`PipelinePlace.gradient_group`).
         gradients: list[dist.ProcessGroup] = []
         for number in range(place.num_gradient_groups):
             name = f"gradients {number} of model {model_number}"
@@ -354,7 +355,8 @@ class Pipeline(Strategy):
         """
         layers = [m for m in module.modules() if isinstance(m, SyncBatchNorm | nn.SyncBatchNorm)]
 
-        # With several pipelines, this is the group of the ranks with the same stages.
+        # With several pipelines, which hold replicas of the model, this is the group of the ranks
+        # with the same stages.
         group = run.groups.get("replicas")
 
         # With one pipeline, each rank gets a group of its own. `open_group` opens a group for each
@@ -364,8 +366,8 @@ class Pipeline(Strategy):
             group = open_group(run, "alone", one_rank_per_row)
 
         for layer in layers:
-            # Torch's own SyncBatchNorm works neither on CPUs nor on tensors without values (on the
-            # meta device), which the pipeline uses for the shapes of other stages.
+            # Turn torch's own SyncBatchNorm into Lockstep's, in place. Torch's layer works neither
+            # on CPUs nor on the meta device, where the pipeline computes shapes of other stages.
             if isinstance(layer, nn.SyncBatchNorm):
                 convert(layer, group)
 
@@ -462,7 +464,8 @@ def _choose_first_units(names: Sequence[str], unit_costs: UnitCosts, num_stages:
     Raises:
         UsageError: there are fewer possible cuts than stages.
     """
-    # A stage begins when its first unit is called, so that must be a unit that the model calls.
+    # A stage begins when its first unit is called, so that must be a unit that the model calls. The
+    # exception is unit 0: the first stage begins with the forward pass itself.
     possible_units: list[int] = []
     for index in range(len(names)):
         if index == 0 or unit_costs.called[index]:
@@ -501,8 +504,9 @@ def check_compiled_parts(module: nn.Module, cuts: Split) -> None:
         if spans_several_stages and is_compiled(part):
             raise _compiled_around_cuts_error(name)
 
-        # The pipeline replaces the forward of a piece. A module returned by torch.compile(block)
-        # calls that forward, but block.compile() would compile the pipeline's code with it.
+        # The pipeline replaces the forward of a piece by code of its own, which cannot be compiled.
+        # With torch.compile(block), this code calls the compiled block. But block.compile() would
+        # compile the whole call of the module, with the pipeline's code.
         if name in cuts.pieces and is_compiled_in_place(part):
             raise UsageError(
                 f"{name}.compile() under strategy='pipeline'",

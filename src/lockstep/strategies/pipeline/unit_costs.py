@@ -101,12 +101,13 @@ def _measure_on_examples(
 
     Returns:
         The seconds of each unit, and the bytes of its activations; both are 0 for units that the
-        model does not call. None if the model cannot be called with any of the examples.
+        model does not call. None if the model has no values yet (it is on the meta device), or
+        cannot be called with any of the examples.
     """
-    device = next(module.parameters()).device
     if any(parameter.is_meta for parameter in module.parameters()):
         return None
 
+    device = next(module.parameters()).device
     for example in examples:
         batch = map_tensors(example(), lambda tensor: tensor.to(device))
 
@@ -167,16 +168,17 @@ def _time_units(
     A unit is timed at its first call, with the inputs and under the autocast settings of that call.
     """
     seconds_of_unit: dict[int, float] = {}
+    was_called: set[int] = set()
 
     def time_first_call(
         number: int, unit: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
-        """A forward pre-hook of a unit, which times the unit at its first call."""
-        if number in seconds_of_unit:  # a later call, or one of those that are timed
+        """A forward pre-hook of unit `number`, which times the unit at its first call."""
+        if number in was_called:
             return
 
-        # Timing calls the unit, and with it this hook, which must find the unit here.
-        seconds_of_unit[number] = 0.0
+        # `_time_unit` calls the unit, and so this hook again, which then returns at once.
+        was_called.add(number)
         seconds_of_unit[number] = _time_unit(unit, (args, kwargs), device)
 
     args, kwargs = arguments

@@ -150,7 +150,7 @@ class Wire:
         """
         specs = tuple(TensorSpec.of(tensor) for tensor in tensors)
         known_specs = self._specs_of_kind.get(kind)
-        expected = None if known_specs is None else _spec_of_known_kind(known_specs, kind)
+        expected = None if known_specs is None else _spec_of_message(known_specs, kind)
 
         # The receiver may have posted receives for a message like the previous one. If this message
         # is different, zeros complete them.
@@ -181,7 +181,7 @@ class Wire:
 
         self._posted_by_receiver = None
         if self._posts_next_message(specs, another_follows):
-            self._posted_by_receiver = _spec_of_known_kind(specs, kind)
+            self._posted_by_receiver = _spec_of_message(specs, kind)
 
         self._previous_specs = specs
 
@@ -202,9 +202,9 @@ class Wire:
         data = [tensor_bytes.to_bytes(tensor).to(self._carrier_device) for tensor in tensors]
         self._send_batch(data, to)
 
-        # Both calls have added their sends to `self._sends`, which keeps the data alive until it is
-        # sent. Drop the sends that are done.
-        self._sends = [(work, data) for work, data in self._sends if not work.is_completed()]
+        # `_send_from_cpu` and `_send_batch` have added to `_sends`, which keeps data alive until it
+        # is sent. Drop what has been sent.
+        self._sends = [(work, sent) for work, sent in self._sends if not work.is_completed()]
 
     def receive(
         self, source: int, kind: InputKind | None = None, *, another_follows: bool = False
@@ -220,7 +220,8 @@ class Wire:
           sender knows of them, and completes them with zeros. Then it sends the specs.
         - It is of a known kind, and has the known specs. It arrives in the receives that were
           started early, or that are started now.
-        - It is of a known kind, but has new specs. Zeros and the new specs precede it.
+        - It is of a known kind, but has new specs (`_receive_of_known_kind`). The receives are
+          completed with zeros. Then the specs arrive, and the message itself.
 
         Args:
             source: the rank that calls `send`.
@@ -239,7 +240,7 @@ class Wire:
 
         # The next message will most likely have the same specs, so its receives are started now.
         if self._posts_next_message(specs, another_follows):
-            self._posted = self.post_receives(source, _spec_of_known_kind(specs, kind))
+            self._posted = self.post_receives(source, _spec_of_message(specs, kind))
 
         self._previous_specs = specs
         for tensor, spec in zip(tensors, specs, strict=True):
@@ -253,16 +254,16 @@ class Wire:
     ) -> tuple[tuple[TensorSpec, ...], list[Tensor]]:
         """Receives a message of a kind that was received before; returns its specs and its tensors.
 
-        If the kind depends on values of the inputs, the message has one mark. It is True if the
-        message has the known specs, and False if new specs follow. Otherwise the message has no
-        mark, and always has the known specs.
+        If the kind depends on values of the inputs, the message has one mark. The mark is True if
+        the message has the known specs, and False if new specs follow. Messages of other kinds have
+        no mark, and always have the known specs.
 
         Args:
             source: the sending rank.
             kind: the kind of the input.
             known_specs: the specs of the previous message of this kind.
         """
-        expected = _spec_of_known_kind(known_specs, kind)
+        expected = _spec_of_message(known_specs, kind)
         if self._posted is not None and self._posted.spec == expected:
             # The receives that were started early are for this message.
             posted = self._posted
@@ -274,8 +275,8 @@ class Wire:
             posted = self.post_receives(source, expected)
 
         message = self.take(posted)
-        new_specs_follow = message.marks == [False]
-        if not new_specs_follow:
+        has_known_specs = message.marks in ([], [True])
+        if has_known_specs:
             return known_specs, message.tensors
 
         # The tensors received so far are zeros. The new specs and the real tensors follow.
@@ -346,7 +347,8 @@ class Wire:
     def take(self, posted: PostedMessage) -> Message:
         """Waits for the receives of a message, and returns the message.
 
-        Over NCCL this process only waits for the marks, while the GPU waits for the tensors.
+        Over NCCL this process only waits for the marks, which arrive on the CPU, over Gloo. For the
+        tensors, `work.wait()` makes the GPU wait instead.
         """
         for work in posted.works:
             work.wait()
@@ -394,7 +396,10 @@ class Wire:
         return tuple(specs)
 
     def _send_zeros(self, spec: MessageSpec, to: int) -> None:
-        """Sends zeros to complete receives that were posted for another message."""
+        """Sends zeros to complete receives that were posted for another message.
+
+        As in every message, the marks are sent from CPU to CPU, and the tensors as bytes.
+        """
         zeros: list[Tensor] = []
         for tensor_spec in spec.tensors:
             zeros.append(
@@ -444,7 +449,7 @@ def _has_mark(kind: InputKind | None) -> bool:
     return kind is not None and kind.depends_on_values
 
 
-def _spec_of_known_kind(specs: tuple[TensorSpec, ...], kind: InputKind | None) -> MessageSpec:
+def _spec_of_message(specs: tuple[TensorSpec, ...], kind: InputKind | None) -> MessageSpec:
     """Returns the specs and the number of marks of a message whose kind is known."""
     return MessageSpec(specs, num_marks=1 if _has_mark(kind) else 0)
 
