@@ -57,7 +57,8 @@ def wrap(
     lines: list[str] = []
     line = ""
     for piece in _unbreakable_pieces(text):
-        # A line that has only its indent takes even a piece that is too long for it.
+        # A piece that does not fit begins a new line. If the line is still empty, a new one would
+        # be no longer, so the piece exceeds it.
         if line.strip() and width_of(line + piece.rstrip()) > width:
             lines.append(line.rstrip())
             line = subsequent_indent

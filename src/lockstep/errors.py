@@ -354,7 +354,8 @@ def install_excepthook() -> None:
             previous_hook(kind, error, trace)
             return
 
-        # In a process of the launcher, the launcher may print the error for all ranks.
+        # In a process that the launcher has started, this function returns True if the launcher
+        # will print the error for all ranks.
         if leave_to_launcher is not None and leave_to_launcher(error):
             return
 
@@ -384,7 +385,7 @@ def warn(
 ) -> None:
     """Issues a warning at the user's own line, on rank 0 only.
 
-    The functions in `on_warning` are called with its English text first.
+    Before the warning is issued, the functions in `on_warning` are called with its English text.
 
     Args:
         was_set: what the user asked for, in the user's own terms.

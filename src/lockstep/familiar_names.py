@@ -161,12 +161,14 @@ def error_of_world_name(name: str) -> UnknownNameError | None:
 
 def error_of_module_name(name: str) -> UnknownNameError | None:
     """Returns the error for a name that the module does not have; None: nothing is known of it."""
-    # What to write instead, such as `lockstep.init()` or `world.rank`. The name may be one of
-    # another library's module; or of a World, and not of the module; or of another library's
-    # object in place of a World.
+    # The name of a class or function of another library: `Accelerator` is `lockstep.init()`.
     code = CODE_OF_MODULE_NAME.get(name)
+
+    # An attribute of a World, which the module does not have: `rank` is `world.rank`.
     if code is None and name in NAMES_OF_WORLD:
         code = f"world.{name}"
+
+    # What another library has, and a World has under another name: `all_reduce` is `world.sum(x)`.
     if code is None:
         code = CODE_OF_WORLD_NAME.get(name)
     if code is None:

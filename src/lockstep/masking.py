@@ -61,7 +61,9 @@ def mask_secrets(arguments: Sequence[str]) -> list[str]:
     masked = []
     name_before = ""  # the previous argument, if it is an option that may take a value
     for argument in arguments:
-        # `--token VALUE`. A value may begin with one dash, as a random text or `-1` may.
+        # `--token VALUE`. A value may begin with one dash, as a random text or `-1` may. A value
+        # that is no secret as a whole may still contain one, such as a password in an address. Then
+        # `_mask_value` replaces only this part.
         if name_before and not argument.startswith("--"):
             hidden = _is_secret(name_before, argument)
             name_before = ""
@@ -176,8 +178,8 @@ def _end_of_user(rest: str) -> int | None:
     if "@" in before_path:
         return before_path.rindex("@")
 
-    # `ann:p/ss@host`: what follows the colon is a password with a slash. In `host:8080/page@2` it
-    # is a port, and there is no user.
+    # `ann:p/ss@host`: what follows the colon is a password with a slash. In `host:8080/page@2` and
+    # `host:/page@2` it is a port, which may be left out, and there is no user.
     _, colon, port_or_password = before_path.partition(":")
     is_port = re.fullmatch(r"[0-9]*", port_or_password) is not None
     if colon and not is_port and "@" in rest:

@@ -188,6 +188,7 @@ def check_precision(precision: Any) -> None:
     if precision in PRECISIONS:
         return
 
+    # "bfloat16" contains the part "bf", for example, so "bf16" was probably meant.
     advice = "choose one of them"
     for part, suggested in PRECISION_OF_PART.items():
         if part in str(precision):
@@ -285,7 +286,7 @@ def _whole_numbers(shares: str | Sequence[int]) -> tuple[int, ...] | None:
         parts = shares.split(":") if isinstance(shares, str) else shares
         for part in parts:
             number = int(part)
-            is_fraction = not isinstance(part, str) and number != part  # 1.5, of which int is 1
+            is_fraction = not isinstance(part, str) and number != part  # 1.5, which `int` cuts to 1
             if is_fraction:
                 return None
 
@@ -675,7 +676,7 @@ def choices_from_file(environ: Mapping[str, str]) -> list[Choice]:
     Args:
         environ: the environment variables of a rank.
     """
-    file, names = _options_from_file(environ)
+    file, names = _options_from_file(environ)  # names of options without dashes: ["nproc", "seed"]
     texts = []
     for declaration in DECLARATIONS.values():
         if declaration.option.removeprefix("--") in names:
@@ -736,7 +737,7 @@ def check_micro_batches(number: Any, size: Any) -> None:
 
     check_whole_number(f"num_micro_batches={number!r}", number)
 
-    # Both say how a global batch is cut.
+    # Each of the two settings determines how a global batch is cut, so only one may be set.
     if size is not None:
         raise SettingError(
             f"num_micro_batches={number} and micro_batch_size={size!r}",
@@ -847,6 +848,6 @@ def _as_comparable_text(value: Any) -> str:
         return ":".join(str(part) for part in value)
     if isinstance(value, timedelta):
         return str(value.total_seconds())
-    if isinstance(value, int):
+    if isinstance(value, int):  # a bool is an int, too: True gives "1.0"
         return str(float(value))
     return str(getattr(value, "name", value))  # a strategy is written as its name

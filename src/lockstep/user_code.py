@@ -88,7 +88,8 @@ def user_call() -> str | None:
             function_names.append(frame.f_code.co_qualname)
         frame = frame.f_back
 
-    # The user has called the outermost of them that users call.
+    # The user has called one of these functions, and this one has called the others. So it is the
+    # outermost of those that users may call.
     for name in reversed(function_names):
         class_name, _, method = name.partition(".")
 

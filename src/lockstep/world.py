@@ -218,8 +218,8 @@ class World:
 
         A DataLoader's `batch_size` is that of the global batch, of which each rank gets its part.
         Optimizers and schedulers step once per global batch. On more than one process a module's
-        BatchNorm layers are synchronised unless `init` was called with `sync_batchnorm=False`, or
-        with `virtual_ranks` and without `sync_batchnorm=True`.
+        BatchNorm layers are synchronised, with two exceptions: `sync_batchnorm=False` turns this
+        off, and under `virtual_ranks` only `sync_batchnorm=True` turns it on.
 
         Returns:
             The prepared objects in the order given; for a single object, that object.
@@ -279,11 +279,12 @@ class World:
             shuffle: True for a new order in every epoch, the same on any number of devices.
             drop_last: True to leave out a last batch that is not full.
             micro_batch_size: the most samples that a rank computes at a time, or `"auto"`.
-            num_micro_batches: instead of it, the number of micro-batches of a global batch, on any
-                number of ranks; BatchNorm then has the same statistics everywhere.
+            num_micro_batches: the number of micro-batches of a global batch, instead of
+                `micro_batch_size`. It is the same on any number of ranks, and so are the statistics
+                of BatchNorm then.
             shares: how the batch is divided, `"1:2"` or `"auto"`; None: as set by `init`.
             weight: returns a batch's weight in the mean, such as its number of tokens; the loss is
-                then the mean over that. Called with the batch on the CPU.
+                then the mean over the tokens. Called with the batch on the CPU.
             sample_rng: give every sample random streams of its own; False for datasets that draw
                 nothing, which are then read in whole batches.
             collate_fn: joins samples into a batch.
@@ -558,6 +559,8 @@ class World:
         policy = Policy(keep=keep, every=every, best=best, busy=busy, asynchronous=asynchronous)
         self._run.checkpoint_folders.append(str(folder))
         self._warn_of_unsaved_schedulers(folder, state)
+
+        # If virtual ranks train one model, all ranks share a random stream, which `streams` has.
         return Checkpoint(
             folder,
             self._run,
@@ -567,7 +570,7 @@ class World:
             virtual_ranks=self._preparer.virtual_ranks,
             common_stream=self._preparer.streams,
             memory=memory,
-            unsettled_world_state=self._unsettled_state_dict,
+            unsettled_world_state=self._state_dict_without_checks,
         )
 
     def _warn_of_unsaved_schedulers(self, folder: str | Path, state: dict[str, Any]) -> None:
@@ -597,9 +600,9 @@ class World:
         sent yet.
         """
         self._run.extensions.settle()
-        return self._unsettled_state_dict()
+        return self._state_dict_without_checks()
 
-    def _unsettled_state_dict(self) -> dict[str, Any]:
+    def _state_dict_without_checks(self) -> dict[str, Any]:
         """Returns the same as `state_dict`, but does not raise the deferred errors of checks.
 
         To find such an error, a check may have to wait for the device, which would take too long in
@@ -611,8 +614,8 @@ class World:
             "scaler": self._preparer.precision.state_dict(),
         }
 
-        # Compression keeps a part of the gradients for later, which differs between the ranks. What
-        # is under "state" is saved for each rank.
+        # Compression keeps a part of the gradients for later, which differs between the ranks. So
+        # it is stored by rank: `{2: ...}` on rank 2. A checkpoint then has that of every rank.
         unsent = self._preparer.unsent_gradients()
         if unsent:
             state["state"] = {self.rank: unsent}
@@ -640,7 +643,7 @@ class World:
             return
 
         self._closed = True
-        _steps_at_close = self.step
+        _steps_at_close = self.step  # the launcher asks for it when the script has ended
         _open_worlds.discard(self)
         atexit.unregister(process_group.close_at_exit)
         self._preparer.release()

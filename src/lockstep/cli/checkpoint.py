@@ -141,7 +141,8 @@ def diff_command(
         tensors_a = _all_tensors(contents_a)
         tensors_b = _all_tensors(contents_b)
 
-        # The names of B may have to be changed to match those of A; a text says how.
+        # The names of B may have to be changed to match those of A; a text says how. Without
+        # --match it is only printed, as a hint.
         tensors_b_renamed, changes = rename_to_match(tensors_a, tensors_b)
         if changes:
             pairing = "paired after this" if match else "with --match they would pair after this"

@@ -103,7 +103,9 @@ class RunCommand(click.Command):
             for option in torchrun_options():
                 if own_flags.isdisjoint(option.opts):  # otherwise this command has the flag itself
                     options.append(option)
-            ctx.meta[TORCHRUN_OPTIONS] = options  # from now on, `get_params` returns them too
+
+            # From now on, `get_params` above returns them too.
+            ctx.meta[TORCHRUN_OPTIONS] = options
 
         try:
             return self._parse(ctx, args)
@@ -744,6 +746,7 @@ def _hosts_spec(ctx: click.Context, script: str, args: tuple[str, ...]) -> Hosts
         SettingError: one of torchrun's flags cannot be used with --hosts, there is no such script,
             or --copy would send too much.
     """
+    # What does not depend on the machines; they are added below.
     spec = _spec_for_unknown_machines(ctx, script, args, "--hosts")
 
     folder = Path(current_folder())

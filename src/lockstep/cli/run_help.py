@@ -97,6 +97,7 @@ def _rows_of_groups(command: click.Command, ctx: click.Context) -> dict[str, lis
         "Watching and restarts": [],
         TITLE_OF_SETTINGS: [],
     }
+    # Torchrun's most important options are shown in some of these groups.
     for title, torchrun_rows in TORCHRUN_GROUPS.items():
         rows[title] += torchrun_rows
 

@@ -194,6 +194,8 @@ def _split_off(command: Sequence[str], flag: str) -> tuple[list[str], list[str]]
 def _may_differ(name: str, values: list[str], launch: Launch, *, no_other_differs: bool) -> bool:
     """True if an argument is of one of the kinds that this module's docstring lists.
 
+    `launch.places` has a *place* for each rank: its rank, its local rank, and its machine.
+
     Args:
         name: name of the argument; empty if it has none.
         values: its value on each rank.

@@ -199,6 +199,8 @@ def find_problem(name: str, leaf: Any) -> Problem | None:
 
 def _find_problem_of_tensor(name: str, tensor: Tensor) -> Problem | None:
     """Returns why the collective with this name cannot take the tensor, or None if it can."""
+    # A backend can send the dtypes with which torch computes (which it promotes to others), and
+    # those that are sent as another dtype, their carrier.
     was_set = f"world.{name} of a tensor of {tensor.dtype}"
     can_be_carried = _takes_part_in_promotion(tensor.dtype) or tensor.dtype in CARRIER_DTYPES
     if not can_be_carried:

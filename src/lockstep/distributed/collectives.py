@@ -336,12 +336,15 @@ class Collectives:
         # Transposed from [rank][leaf] to [leaf][rank]: the type, dtype and shape of one leaf on
         # each rank.
         descriptions_of_leaf = list(zip(*descriptions_of_rank, strict=True))
+
+        # The reduced numbers by the position of their leaf, such as `{1: 3, 2: 11}`.
         reduced_numbers = self._reduce_numbers(leaves, descriptions_of_leaf, combine)
         operation = getattr(dist.ReduceOp, "SUM" if name == "mean" else name.upper())
 
         reduced = []
         for position, leaf in enumerate(leaves):
             # Python numbers and 0-dimensional tensors have been reduced above, by an exchange.
+            # `number_like` makes a 0-dimensional tensor again if this rank has passed one.
             if position in reduced_numbers:
                 number = reduced_numbers[position]
                 check_fits(name, number, descriptions_of_leaf[position])

@@ -214,8 +214,9 @@ class Join:
         advice_on_file = ""
         if self.file is not None:
             advice_on_file = f"; remove {self.file} before the next try"
-        self._await_rank_0(request, advice_on_file)
+        self._await_rank_0(request, advice_on_file)  # until rank 0 has come to the store
 
+        # Rank 0 is there. It decides when all ranks have come, or when its timeout is over.
         deadline = time.monotonic() + self.timeout_s + DECISION_GRACE_S
         if not self._wait_for_key("decision", deadline):
             rank_0 = read_request(self.store, "rank 0")
@@ -424,7 +425,7 @@ class Join:
         Differences that are harmless, such as a `--local-rank` argument, are ignored.
         """
         manifests = [member.manifest for member in members]
-        if not mismatches(manifests):
+        if not mismatches(manifests):  # the usual case, in which no topologies are needed
             return None
 
         lines = mismatches(without_harmless_differences(manifests, self._topologies_of(members)))
@@ -461,7 +462,7 @@ class Join:
                 local_rank=member.local_rank,
                 local_size=member.local_size,
                 node_rank=member.node_rank,
-                unknown=frozenset(member.unknown),
+                unknown=frozenset(member.unknown),  # names of fields, such as "node_rank"
             )
             topologies.append(topology.with_hosts(hosts))
         return topologies

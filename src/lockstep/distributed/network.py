@@ -364,7 +364,7 @@ def _check_loopback(address: str, family: socket.AddressFamily) -> None:
             f"processes of this machine meet at {address}",
             "it cannot be reached: the loopback interface is down, or lacks this address",
             "set it up (`ip link set lo up`, as root), or take a container that has one",
-            may_pass=True,
+            may_pass=True,  # a later start may succeed
         ) from None
 
 
@@ -486,7 +486,8 @@ def unreachable_error(
     if tried:
         found += f" (tried for {tried:g} s)"
 
-    # `{}` in the advice stands for the server: "look at the output of {}: ...".
+    # `{}` in the advice stands for the server: "look at the output of {}: ...". If the reason is
+    # none of the four, another program listens at this port.
     advice = ADVICE_OF_REASON.get(reason, "choose a port that no other program has")
     return MasterUnreachableError(f"{server} at {where}", found, advice.format(server))
 

@@ -119,12 +119,16 @@ def _values_of_all_rows(tensors: Sequence[Tensor], norm_type: float) -> list[Ten
 
 
 def _values_of_rows(local: Tensor, norm_type: float) -> Tensor:
-    """Returns what each row on this process adds to a norm: a float64 tensor of shape `(rows,)`."""
+    """Returns what each row on this process adds to a norm: a float64 tensor of shape `(rows,)`.
+
+    This is the sum of |x| ** norm_type, of which the caller takes the root once all rows are added
+    up. For a norm of type inf or -inf it is the largest or smallest |x|.
+    """
     # Shape (rows, elements of a row). In a vector, each element is a row of its own.
     rows = local.reshape(-1, 1) if local.dim() < 2 else local.flatten(start_dim=1)
     absolute = rows.abs()
     if absolute.numel() == 0:
-        # Rows without elements. `amax` and `amin` would raise, and their sum is 0.
+        # Rows without elements: a sum of nothing is 0. `amax` and `amin` would raise an error.
         return torch.zeros(len(absolute), dtype=torch.float64, device=local.device)
     if norm_type == math.inf:
         return absolute.amax(dim=1).double()

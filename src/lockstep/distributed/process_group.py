@@ -376,9 +376,9 @@ def _set_up_run(
 def _exchange_on_this_machine(joined: Joined | None, timeout_s: float, text: str) -> list[str]:
     """Returns the texts of all processes on this machine, including this one.
 
-    The texts are ids of GPUs, and the caller refuses the device if two processes have the same one.
-    If a text does not come in time, the device must be refused too. So this pretends that another
-    process has the same text, and returns it twice.
+    The texts are ids of GPUs. The caller refuses the GPU if two processes have the same id. It must
+    also refuse the GPU if the id of some process does not come in time. Then this function returns
+    the id of this process twice, as if another process had the same GPU.
 
     Args:
         joined: the store at which the ranks have met; None in a single process.
@@ -395,7 +395,7 @@ def _exchange_on_this_machine(joined: Joined | None, timeout_s: float, text: str
     store.set(f"here/{joined.rank}", text)
     all_have_come = network.wait_until(lambda: store.check(keys), time.monotonic() + timeout_s)
     if not all_have_come:
-        return [text, text]
+        return [text, text]  # makes the caller refuse the GPU
     return [store.get(key).decode() for key in keys]
 
 
@@ -447,6 +447,7 @@ def _measure_link(collectives: Collectives) -> Link | None:
     if rank in first_ranks:
         ring_position = first_ranks.index(rank)
 
+    # `measure` calls `shift(size)` with several numbers of bytes, and gets the seconds it took.
     shift = partial(_shift_in_ring, first_ranks, ring_position)
     return measure(shift, collectives.max, num_machines)
 
@@ -478,8 +479,7 @@ def _shift_in_ring(first_ranks: Sequence[int], ring_position: int | None, size: 
     receiving = dist.irecv(received_data, previous_rank)
     sending = dist.isend(data_to_send, next_rank)
     for work in (receiving, sending):
-        # Only a process outside of the group would get None, as the annotations of torch say.
-        assert work is not None
+        assert work is not None  # for the type checker: only ranks outside of the group get None
         work.wait()
     return time.perf_counter() - begin
 
@@ -520,6 +520,8 @@ def _leave_group(run: Run, failed: bool) -> None:
     nccl_may_hang = failed and run.device.type == "cuda"
     if not nccl_may_hang:
         close_group()
+
+    # With `others_leave`, rank 0 waits a few seconds until the other ranks have closed the store.
     run.joined.close(others_leave=not failed)
 
 

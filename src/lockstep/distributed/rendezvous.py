@@ -86,7 +86,7 @@ class Joined:
         del self.store
 
         # There are three kinds of stores: served by rank 0, in a file, and served by the launcher.
-        # The launcher closes its store itself.
+        # The launcher closes its own store.
         is_in_file = self.file is not None
         served_by_launcher = not self.served_by_rank_0 and not is_in_file
         if served_by_launcher:
@@ -105,6 +105,7 @@ class Joined:
                 deadline = time.monotonic() + CLOSING_TIMEOUT_S
                 others_have_left = wait_until(partial(store.check, keys), deadline)
 
+        # Only rank 0 comes here. If all ranks have left, nobody uses the file any more.
         del store
         if others_have_left and self.file is not None:
             _remove_file(self.file)
@@ -380,6 +381,7 @@ def serve(endpoint: Endpoint, timeout: float) -> Store:
         address = network.serving_address(endpoint)
         return network.serve_store(address, endpoint.port, timedelta(seconds=timeout))
     except OSError as error:
+        # A `PortTakenError` or a `SettingError`, or any other error of the system as it is.
         raise network.listening_error(error, endpoint) from None
 
 

@@ -19,7 +19,7 @@ def to_bytes(tensor: Tensor) -> Tensor:
     """
     contiguous = tensor.detach().resolve_conj().resolve_neg().contiguous()
     if contiguous.numel() == 0:
-        # An empty tensor may have strides with which `view(torch.uint8)` below would fail.
+        # `reshape(-1)` may leave an empty tensor with strides that `view(torch.uint8)` refuses.
         flat = contiguous.new_empty(0)
     else:
         flat = contiguous.reshape(-1)

@@ -215,8 +215,9 @@ def _judge_variables(machines: Machines) -> Finding:
         keys = [key for key in variables if key not in NAMES_OF_ONE_MACHINE]
         compared[name] = {key: variables[key] for key in keys}
 
-    # In a run, `lockstep run --hosts` sends some variables from this machine to all others. In the
-    # facts, `hosts` has given these variables the same value on each machine.
+    # `lockstep run --hosts` sends some variables from this machine to all others, so these must not
+    # be reported. They cannot be: `hosts` has given them the same value in the facts of each
+    # machine.
     return _compare(
         compared,
         level=WARNING,
@@ -261,7 +262,8 @@ def _judge_names(machines: Machines) -> Finding:
     unknown: list[str] = []
     reached_by_address: list[str] = []  # names that not all machines can look up
     for observer, facts in machines.items():
-        # What the observer got when it looked up the name of each machine.
+        # What the observer got when it looked up the name of each machine. `NO_ANSWER` has the key
+        # `UNKNOWN`.
         addresses_of_target = facts.get("resolved", NO_ANSWER)
         if UNKNOWN in addresses_of_target:
             unknown.append(observer)
@@ -426,7 +428,7 @@ def _judge_folder(machines: Machines) -> Finding:
         return Finding(WARNING, found, "name another folder")
 
     problems = []
-    not_shared = [name for name, seen in sees_file.items() if not seen]
+    not_shared = [name for name, seen in sees_file.items() if not seen]  # False, as None is out
     if not_shared:
         found = f"not shared: files written there are not visible on {_name_machines(not_shared)}"
         do = "checkpoints, ledger and report need one disk that all machines mount"
@@ -435,7 +437,7 @@ def _judge_folder(machines: Machines) -> Finding:
 
     if not problems:
         return Finding(OK, "all machines see the same files")
-    return join_findings("", problems)
+    return join_findings("", problems)  # the texts of the problems need no summary before them
 
 
 def _judge_script(machines: Machines) -> Finding:
@@ -451,7 +453,8 @@ def _judge_token(machines: Machines) -> Finding:
     """Finds tokens that differ. A token is the secret by which the machines of a run recognize each
     other.
 
-    Tokens are compared by the first digits of their digests, as a token itself is never sent.
+    Each machine has sent the first digits of a digest of its token. These are compared, as a token
+    itself is never sent.
     """
     digests = {}
     for name, token in _facts_of_check(machines, "token").items():
@@ -502,6 +505,6 @@ def _judge_data(machines: Machines) -> Finding:
     if differences:
         return differences[0]
 
-    # Nothing differs. A machine that has not answered is unknown in every comparison, so all
-    # findings are the same.
+    # Nothing differs, so each finding is either that all machines are equal, or that some are not
+    # known. A machine that has not answered is unknown in every comparison. So all are the same.
     return findings[0]

@@ -35,7 +35,8 @@ def judge(facts: Facts) -> Finding:
     quota = facts["quota"]  # in cores, such as 2.5
     load = facts["load"]  # in processes
 
-    # The texts of the problems follow the summary: `4 of 8; 60.0 processes want them`.
+    # The summary is "4 of 8", for example, and the texts of the problems follow it: "4 of 8; 60.0
+    # processes want them".
     problems = []
     if quota is not None and quota < machine:
         found = f"the control group allows {quota:g}, but libraries count {machine}"

@@ -35,8 +35,8 @@ def gather(folder: Path) -> Facts:
     If the folder does not exist, the nearest existing folder above it is measured. `speed` is in
     bytes per second. It is None if the folder cannot be written; then `problem` says why.
     """
-    # From the folder upwards, the first path at which there is anything, and the first folder. They
-    # differ if a file is in the way: for `a/b/c`, where `a/b` is a file, they are `a/b` and `a`.
+    # Go upwards from the folder, to the first path that exists, and to the first folder that
+    # exists. Usually both are the same. But if `a/b` is a file, they are `a/b` and `a` for `a/b/c`.
     path_and_parents = [folder, *folder.absolute().parents]
     nearest_path = _first(path_and_parents, os.path.lexists)
     nearest_folder = _first(path_and_parents, os.path.isdir)
@@ -98,7 +98,8 @@ def judge(facts: Facts) -> Finding:
     """Finds a disk that is nearly full, a folder that cannot be written, and a slow disk."""
     summary = f"{gib(facts['free'])} of {gib(facts['total'])} free in {facts['folder']}"
 
-    # The texts of the problems follow the summary: `3 GiB of ...; it is nearly full`.
+    # The texts of the problems follow the summary: "3 GiB of 8 GiB free in runs; that is not much
+    # for checkpoints".
     problems = []
     if facts["problem"] is not None:  # the reason why nothing can be written; no speed was measured
         found = f"{facts['folder']} cannot be written: {facts['problem']}"

@@ -23,7 +23,8 @@ def gather(folder: Path) -> Facts:
     """
     name = socket.gethostname()
 
-    # The address of this machine from which packets to other machines leave.
+    # The address of this machine from which packets to other machines leave. (Without an argument:
+    # to any machine outside of this network.)
     address = address_reaching() or LOOPBACK
 
     # Torch looks up an IPv4 address in this form, since its sockets are IPv6. A system may answer
@@ -64,8 +65,9 @@ def judge(facts: Facts) -> Finding:
             "does so for every connection"
         )
 
-        # Torch's sockets are IPv6, so it looks up IPv4 addresses in the form ::ffff:127.0.0.1. It
-        # does so for connections within this machine, too, which are at the loopback address.
+        # Two lines are added: one for connections to this machine from others, and one for those
+        # within it, at the loopback address. Torch's sockets are IPv6, so it looks up IPv4
+        # addresses in the form ::ffff:127.0.0.1.
         hosts_lines = f"'::ffff:{LOOPBACK} localhost' and '{facts['address']} {name}'"
         do = (
             f"repair the name server in /etc/resolv.conf, or add {hosts_lines} to /etc/hosts, as "

@@ -150,8 +150,8 @@ class _Examination:
                 continue
 
             # Another machine knows its own address from the ssh connection that leads to it. To
-            # this machine there is no ssh connection. Its address is the one from which it has
-            # reached the other machines.
+            # this machine there is no ssh connection. But the other machines see, and answer, from
+            # which address their ssh connections come: that of this machine.
             own_address = answer["own"]
             is_this_machine = self._remotes[name].here
             if is_this_machine:
@@ -230,8 +230,8 @@ class _Examination:
         The results are added to the fact `links` of each machine.
 
         Args:
-            neighbors: the name of the machine at the other end of the link, by the name of the
-                machine.
+            neighbors: for each machine, the name of the one to which its link is measured, such as
+                `{"a": "b", "b": "c"}`.
             places: the address and port of each machine.
         """
 
@@ -253,6 +253,7 @@ class _Examination:
             files: the files to compare: `script`, a file, and `data`, a file or folder.
             fix: whether to repair on each machine what can be repaired.
         """
+        # Each machine checks whether it can resolve the names of all machines.
         addresses = {name: self._remotes[name].host.address for name in self.facts}
 
         # Time is reserved for the transfer of the answer, and for the requests that come after it.
@@ -271,8 +272,8 @@ class _Examination:
             timeout_s=self._remaining_s(reserve_s=ANSWER_TRANSFER_S),
         )
 
-        # In a run, `lockstep run --hosts` sends these variables from here to each machine. So their
-        # values here replace those that each machine has found.
+        # In a run, `lockstep run --hosts` sends some variables from here to each machine. So for
+        # these variables, the value here counts on each machine, in place of its own value.
         forwarded = {}
         for name, value in variables.gather(self._folder).items():
             if is_forwarded(name):

@@ -152,8 +152,9 @@ def judge(facts: Facts) -> Finding:
         files = count_noun(len(shared), "file")
         found = f"/dev/shm holds {size_mib} MiB in {files} of ended processes"
 
-        # The name of a file has the id of the process that created it. In a container, a process
-        # has another id, so it may be running although no process here has this id.
+        # The name of a file has the id of the process that created it. No process here has this id.
+        # But a process in a container has another id (number) there than here, so it may be
+        # running.
         if facts["sees_all"]:
             do = "--fix removes them"
         else:

@@ -23,6 +23,8 @@ CHECKSUM_PREFIX = " (checksum"
 def check_equal_on_ranks(call: str, objects: Sequence[Any], run: Run) -> None:
     """Compares objects over the ranks, which all call this together.
 
+    If all ranks have the same objects, some samples of each loader are compared, too.
+
     Args:
         call: the function that the user has called, for the message.
         objects: the objects, in the order in which the user gave them.
@@ -91,13 +93,15 @@ def _code_if_only_data_differs(descriptions_by_rank: Sequence[Sequence[str]]) ->
         return None
 
     only_checksums_differ = True
-    for descriptions_of_object in zip(*descriptions_by_rank, strict=True):
-        if len(set(descriptions_of_object)) == 1:
+    for description_by_rank in zip(*descriptions_by_rank, strict=True):  # of one object
+        if len(set(description_by_rank)) == 1:
             continue
-        for description in descriptions_of_object:
+
+        for description in description_by_rank:
             if not description.startswith(LOADER_PREFIX):
                 return None
-        without_checksum = {text.partition(CHECKSUM_PREFIX)[0] for text in descriptions_of_object}
+
+        without_checksum = {text.partition(CHECKSUM_PREFIX)[0] for text in description_by_rank}
         if len(without_checksum) > 1:
             only_checksums_differ = False
 

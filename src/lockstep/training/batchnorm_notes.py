@@ -61,7 +61,8 @@ class BatchNormNotes:
             self._dividing_size = micro_batch_size
             self._num_micro_batches = num_micro_batches
 
-        # With sync_batchnorm=False the user has already been told that the statistics differ.
+        # The startup summary tells the user of which samples the statistics are. With
+        # sync_batchnorm=False the user has already been told that they differ.
         if self._is_synchronised:
             ranks = "ranks" if self._run.settings.virtual_ranks is None else "virtual ranks"
             reason = (
@@ -82,8 +83,9 @@ class BatchNormNotes:
         if self._run.settings.virtual_ranks is not None:
             return
 
-        # Nor does it in a pipeline, in which all processes work on the same samples. For the data
-        # they are a single rank, so a pipeline is recognised by one rank of several processes.
+        # In a pipeline, all processes work on the same samples, so the number of micro-batches does
+        # not depend on the number of processes either. As far as the data is concerned they are a
+        # single rank, by which a pipeline is recognised.
         num_data_parallel_ranks = self._plan.rank.size
         has_several_processes = not self._run.collectives.single_process
         is_pipeline = num_data_parallel_ranks == 1 and has_several_processes

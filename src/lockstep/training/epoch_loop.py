@@ -70,7 +70,8 @@ def may_pass_value_on(line: Location) -> bool:
     if _contains_print(statement):
         return False
 
-    # `return 3 * len(loader)`, or a statement that is only a call, `build(3 * len(loader))`.
+    # `return 3 * len(loader)`, or `build(3 * len(loader))`. The second is an `ast.Expr`, a
+    # statement that consists of an expression only.
     if isinstance(statement, ast.Return | ast.Expr):
         return True
 
@@ -196,8 +197,8 @@ def _count(iterated: ast.expr, frame: FrameType) -> int | None:
 
     - `range(20)`: 20 epochs.
     - `range(1, 21)`: 20 epochs. The constant 1 is only where the script begins to count.
-    - `range(start, 20)`: 20 epochs. A variable is the epoch at which a resumed run goes on, so the
-      epochs before it belong to the training too.
+    - `range(start, 20)`: 20 epochs. If `start` is a variable, a resumed run goes on at this epoch.
+      The epochs before it were trained earlier, and belong to the training too.
     - `world.epochs(20)`: 20 epochs.
 
     Args:

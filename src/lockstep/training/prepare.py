@@ -254,6 +254,9 @@ class Preparer:
             # These two events enclose the backward pass itself: strategies prepare for it, and
             # release the memory that it needed.
             extensions.backward_begins(weighted_loss, micro_batch)
+
+            # A rank without samples computes a placeholder. Activation checkpointing, which runs
+            # forward passes again in here, must know that.
             with self._placeholders.in_backward():
                 modules = list(self.wrapped)
                 self.strategy.backward(modules, weighted_loss, self.precision, **options)
@@ -295,12 +298,12 @@ class Preparer:
                 optimizer.note_clipping()
 
         # With virtual ranks the norm has the same bits on any number of processes, so it is
-        # computed in a fixed order.
-        if self.run.settings.virtual_ranks is None:
-            norm = self.strategy.total_norm(parameters, norm_type)
-        else:
+        # computed in a fixed order. Otherwise the strategy knows the fastest way.
+        if self.run.settings.virtual_ranks is not None:
             gradients = [p.grad for p in parameters if p.grad is not None]
             norm = ordered_norm.total_norm(gradients, norm_type)
+        else:
+            norm = self.strategy.total_norm(parameters, norm_type)
 
         torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
         return norm
@@ -308,7 +311,7 @@ class Preparer:
     def loss(self) -> float:
         """Returns the loss of the present global batch or, after the loop, of the last one.
 
-        All ranks call this together.
+        All ranks call this together. A *pass* is one iteration of a training loop over a loader.
 
         Raises:
             UsageError: the loss is not known, or only a part of it.
@@ -316,8 +319,9 @@ class Preparer:
         step = self.run.step
         local_loss: Tensor | float | None = None  # this rank's loss of the global batch
         if not step.in_training_loop and step.pass_of_loss is not None:
-            # The loop has ended. Its pass is no longer the current one, so take the pass to which
-            # the latest loss belonged, and the loss of its last complete global batch.
+            # The loop has ended, so its pass is no longer the current one (`step.training_pass`).
+            # Take the pass to which the latest loss belonged, and the loss of its last complete
+            # global batch.
             training_pass = step.pass_of_loss
             local_loss = _last_loss(training_pass)
         else:
@@ -612,7 +616,7 @@ class Preparer:
             return False
 
         # The strategy may have replaced the parameter, e.g. by its shard. Then the module has the
-        # new parameter instead, and this one would not be found below.
+        # new parameter instead of this one. `_replacement` has the new parameter for each old one.
         was_replaced = parameter in self._replacement
         if was_replaced:
             return True
@@ -626,8 +630,9 @@ class Preparer:
         Raises:
             SettingError: virtual ranks are to share statistics, and cannot.
         """
-        # If the module was prepared in an earlier run of this process, its layers still sum in the
-        # order that was planned for that run.
+        # If the module was prepared in an earlier run of this process, with virtual ranks, its
+        # layers still have a plan of that run: the order in which to add up the virtual ranks' sums
+        # (a tree). Remove this plan.
         sync_batchnorm.forget_tree_sums(module)
 
         # First case: no virtual ranks.
@@ -665,6 +670,8 @@ class Preparer:
 
         group = self.run.groups.get(self._plan.statistics_group)
         converted = sync_batchnorm.convert(module, group)
+
+        # Virtual ranks of a strategy are replicas that train copies of the model (DiLoCo).
         if self._plan.virtual_ranks is not None:
             statistics_of = "the replica's part of the global batch"
         elif self._may_use_micro_batches():
@@ -675,7 +682,10 @@ class Preparer:
         self.choices += converted.choices(computed_by="rank", samples=statistics_of)
 
     def _may_use_micro_batches(self) -> bool:
-        """Returns True if global batches may be computed in several micro-batches."""
+        """Returns True if some loader computes, or may later compute, several micro-batches.
+
+        This is not known of every loader yet.
+        """
         settings = self.run.settings
         loaders = [*self.loaders, *self._loaders_of_this_call]
 
@@ -708,7 +718,7 @@ class Preparer:
         parameter_numbers_here = self._replace_parameters(optimizer)
         refuse_optimizer_wrong_on_shards(optimizer)
 
-        # If a faster implementation was chosen, it returns the reason to print.
+        # This may switch the optimizer to a faster implementation. Then the reason is printed.
         reason = choose_foreach(optimizer, self.run.device)
         if reason:
             self._choose("optimizer", f"{type(optimizer).__name__}, foreach", reason)
@@ -719,7 +729,8 @@ class Preparer:
 
         # A saved state numbers the parameters as on one device, e.g. 0 to 9. To save and load it,
         # the optimizer must know which of these numbers the parameters on this rank have, e.g. 5
-        # to 9 in the second stage of a pipeline.
+        # to 9 in the second stage of a pipeline. (`_replacement` has the new parameter for each one
+        # that the strategy has replaced, or None if it is on another rank.)
         some_are_on_other_ranks = any(new is None for new in self._replacement.values())
         if some_are_on_other_ranks:
             prepared.numbers_on_one_device = parameter_numbers_here
@@ -772,6 +783,7 @@ class Preparer:
                 number = next(numbers)
                 new = self._replacement.get(old, old)  # None if the parameter is on other ranks
                 if new is not old and optimizer.state.get(old):
+                    # The state goes to the new parameter, or is removed if there is none here.
                     self._replace_state(optimizer, old, new)
                 if new is not None:
                     parameters_here.append(new)
@@ -839,7 +851,9 @@ class Preparer:
         return unsent
 
     def load_unsent_gradients(self, unsent_by_rank: dict[int, dict[str, Tensor]]) -> None:
-        """Loads what the ranks of a checkpoint had not sent yet; warns if it does not fit this run.
+        """Loads the parts of gradients that compression had not sent yet when it was saved.
+
+        Warns if they do not fit this run, which may have other ranks or another compression.
 
         Args:
             unsent_by_rank: what `unsent_gradients` returned on each rank.
@@ -962,8 +976,8 @@ def _last_loss(training_pass: TrainingPass) -> Tensor | float | None:
 
 def _check_loader_of_virtual_ranks(shares: Any, micro_batch_size: Any) -> None:
     """Raises SettingError for settings that a loader cannot have with virtual ranks."""
-    # Shares decide which virtual ranks a process computes. All loaders of a run need the same
-    # answer, so shares are a setting of the run.
+    # Shares decide which virtual ranks a process computes. This must be the same for all loaders of
+    # a run, so shares are a setting of the run.
     if shares is not None:
         raise SettingError(
             f"shares={shares!r} of a loader with virtual_ranks",
@@ -971,6 +985,8 @@ def _check_loader_of_virtual_ranks(shares: Any, micro_batch_size: Any) -> None:
             "set them for the run: lockstep.init(shares=...)",
         )
 
+    # The size decides the order of sums, and so the bits of results. It would be measured, and
+    # might be another one in the next run.
     if is_auto(micro_batch_size):
         raise SettingError(
             "micro_batch_size='auto' with virtual_ranks",

@@ -100,8 +100,8 @@ class ScheduleLengths(Extension):
             if self._num_epochs is not None:
                 self._check_all(loader, self._num_epochs)
 
-            # Otherwise, and to see how often the schedulers step, the ends of the first two passes
-            # over the loader are compared.
+            # In any case, the ends of the first two passes over the loader are compared. They show
+            # how often the schedulers step, and the length of the training if it is not known.
             steps_of_scheduler = {scheduler: scheduler.last_epoch for scheduler in self._schedulers}
             end = _EndOfPass(user_stack(), steps_of_scheduler)
             if loader not in self._first_ends:
@@ -135,9 +135,12 @@ class ScheduleLengths(Extension):
             return
 
         for scheduler, steps in second.steps_of_scheduler.items():
-            # A scheduler that was prepared after the first pass counts as having made no steps.
+            # If a scheduler was prepared after the first pass, it is not known how many steps it
+            # has made in this epoch. The default gives 0, so it is not checked.
             steps_before = first.steps_of_scheduler.get(scheduler, steps)
             steps_in_epoch = steps - steps_before
+
+            # It has stepped once for each global batch.
             if steps_in_epoch == loader.steps:
                 self._check_micro_batches(scheduler, loader, num_epochs)
                 self._check_epochs_as_steps(scheduler, loader, num_epochs)
@@ -146,8 +149,8 @@ class ScheduleLengths(Extension):
         self, scheduler: PreparedScheduler, loader: Loader, num_epochs: int
     ) -> None:
         """Warns if a schedule is as long as the number of micro-batches in the training."""
-        # None if the script had not used `len(loader)` yet when it prepared the scheduler: then the
-        # schedule was not computed from the length of this loader.
+        # If the script had not used `len(loader)` before it prepared the scheduler, this is None:
+        # the schedule was not computed from the length of this loader.
         line_of_length = self._line_of_length.get((scheduler, loader))
         if line_of_length is None or loader.steps is None or scheduler in self._warned_of:
             return
@@ -156,8 +159,8 @@ class ScheduleLengths(Extension):
         if length_of_epoch == loader.steps:
             return
 
-        # A schedule of this length may be right for another loader, if that makes as many optimizer
-        # steps as this one has micro-batches.
+        # The schedule may be meant for another loader. It is right if the other loader has as many
+        # global batches as this loader has micro-batches.
         length = num_epochs * length_of_epoch
         for other in self._loaders:
             if other.steps is not None and num_epochs * other.steps == length:
@@ -186,7 +189,8 @@ class ScheduleLengths(Extension):
     ) -> None:
         """Warns of a cosine schedule that has as many steps as the training has epochs.
 
-        That is wrong if the scheduler makes several steps in an epoch, one for each global batch.
+        The scheduler has stepped once for each global batch of an epoch. So the schedule is wrong
+        if an epoch has several global batches.
         """
         steps = loader.steps
         is_cosine = type(scheduler.inner) is CosineAnnealingLR

@@ -33,7 +33,7 @@ NOT_ITERABLE = re.compile(r"'(?P<class>\w+)' object is not iterable")
 
 
 def check_unpacking(objects: Sequence[Any], frame: FrameType | None) -> None:
-    """Raises UsageError if a variable would get the result for another variable's object.
+    """Raises UsageError if the results of `prepare` are unpacked in the wrong order.
 
     Args:
         objects: the objects that `prepare` was given.
@@ -77,6 +77,7 @@ def note_order(error: BaseException | None, returned: Sequence[Sequence[Any]]) -
         error: an uncaught error; None if there was none.
         returned: the results of each call of `prepare`.
     """
+    # Errors of Lockstep, some of which are also AttributeErrors, have advice of their own.
     if not isinstance(error, TypeError | AttributeError) or isinstance(error, LockstepError):
         return
     for results in returned:

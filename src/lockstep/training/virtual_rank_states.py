@@ -81,8 +81,8 @@ class VirtualRankStates:
     def check(self, state: Mapping[str, Any]) -> None:
         """Raises CheckpointError if a saved state does not fit this run.
 
-        It must have as many virtual ranks as the run, and each module checks the part of the state
-        that its virtual ranks share.
+        It must have as many virtual ranks as the run (which DiLoCo calls replicas). Each module
+        also has a state that all virtual ranks share, and checks this part of the saved state.
         """
         if state["replicas"] != self.count:
             raise CheckpointError(

@@ -191,10 +191,10 @@ def _find_records(data: bytes | mmap.mmap, file: RankFile) -> Iterator[tuple[int
     A record that cannot be read is noted in `file`, which is changed. There are three cases:
 
     - A complete record follows somewhere: the bytes before it are damaged. Reading goes on there.
-    - No complete record follows, and the file has no bytes after this one: the process was killed
-      while it wrote its last record. The file is cut off.
-    - No complete record follows, but there are bytes after this one: the record is damaged, and so
-      are these bytes. The file counts as cut off as well.
+    - No complete record follows, and the file ends within the record that cannot be read: the
+      process was killed while it wrote this record. The file is cut off.
+    - No complete record follows, but the file has bytes after that record: the record is damaged,
+      and so are these bytes. The file counts as cut off as well.
 
     Args:
         data: bytes of the file.
@@ -262,7 +262,11 @@ def _next_complete_record(data: bytes | mmap.mmap, first_content: int) -> int | 
 
 
 def _end_of_record(data: bytes | mmap.mmap, record_begin: int) -> int | None:
-    """Returns the end of the record that begins at an offset, or None if it is not complete."""
+    """Returns the end of the record that begins at an offset.
+
+    Returns:
+        None if there is no record, or it is incomplete or damaged.
+    """
     # The content begins with "S" (a step) or "J{" (a JSON object).
     content_begin = record_begin + FRAME.size
     if _BEGINNING_OF_CONTENT.match(data, content_begin) is None:

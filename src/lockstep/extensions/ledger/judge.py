@@ -71,6 +71,8 @@ def judge(folder: str | Path) -> LedgerReport:
     final_attempts = _find_final_attempts(attempts, report)
     loaders = _collect_loaders(attempts, report)
     _report_kinds_of_loaders(loaders, attempts, report)
+
+    # The global batches that were trained in each epoch: a list for each pair (loader, epoch).
     epochs = _join_ranks(attempts, final_attempts, report)
     _check_beginnings(attempts, epochs, final_attempts, report)
     _check_steps(final_attempts, report)
@@ -160,8 +162,9 @@ def _split_start(start_name: str, files: Mapping[int, RankFile]) -> list[Attempt
             has_attempt = number < len(file.batches_by_attempt)
             batches_of_rank[rank] = file.batches_by_attempt[number] if has_attempt else []
 
-        # Later, all files of an attempt are checked for damage and for other settings. Only the
-        # first attempt of a start has the files, so each file is checked once.
+        # Later, the files of all attempts are checked for damage and for other settings. The
+        # attempts of a start have the same files, so only the first one (number 0) gets them. Then
+        # each file is checked once.
         files_of_attempt = files if number == 0 else {}
         attempts.append(Attempt(start_name, num_ranks, files_of_attempt, batches_of_rank))
     return attempts
@@ -200,8 +203,9 @@ def _find_final_attempts(attempts: Sequence[Attempt], report: LedgerReport) -> F
     trained the steps 0 to 5, and the second one went on from a checkpoint with 4 to 9: the first
     attempt counts for the steps 0 to 3, and the second one for 4 to 9.
 
-    A description of each attempt is added to the report. So is the number of steps that were
-    trained again (here 2), as `again`.
+    A description of each attempt is added to the report. So are the number of steps that were
+    trained again, here 2 (`report.again`), and that of the steps that count, here 10
+    (`report.steps`).
     """
     final_attempts: dict[int, int] = {}
     for index, attempt in enumerate(attempts):
@@ -286,7 +290,7 @@ def _report_other_setting(
     """
     loader = first["loader"]
     report.add_finding(
-        # LS104: the dataset has another length, so the data has changed. LS109: a setting has
+        # LS104: a new length of the dataset means that the data has changed. LS109: a setting has
         # changed, so that global batches consist of other samples.
         "LS104" if name == "length" else "LS109",
         f"loader {loader}: {name} is {description[name]} on {where}, and was {first[name]}",
@@ -334,9 +338,12 @@ def _report_other_data(
     Returns:
         True if something differs.
     """
+    # The description of a stream has no fingerprint of the data. Nor has any description in a
+    # ledger of an older version.
     if first.get("data") is None or description.get("data") is None:
-        return False  # a stream has none, nor has a ledger of an older version
+        return False
 
+    # A difference has a text for the user, `found`.
     fingerprint_before = Fingerprint.from_text(first["data"])
     fingerprint_now = Fingerprint.from_text(description["data"])
     difference = compare(fingerprint_before, fingerprint_now)
@@ -497,15 +504,16 @@ def _check_beginnings(
     final_attempts: FinalAttempts,
     report: LedgerReport,
 ) -> None:
-    """Checks that a stream has begun with the same samples in each attempt that trained an epoch.
+    """Checks that each attempt at an epoch of a stream has read the same samples at its beginning.
 
     For example, a run was restarted in the middle of an epoch. Both starts have read the stream
     from its beginning, and rank 0 has recorded digests of the first samples that it got. If these
-    digests differ, the same position in the stream was another sample after the restart.
+    digests differ, the stream had another sample at the same position after the restart.
 
     The first difference in an epoch is added to the report, in which attempts are called starts.
     """
     for (loader, epoch), batches in sorted(epochs.items()):
+        # The indices of the attempts that have trained global batches of this epoch.
         attempts_of_epoch = {final_attempts[batch.step] for batch in batches}
 
         # The digests of the first samples, by the index of the attempt.
@@ -690,7 +698,8 @@ def _check_positions(
     num_steps = loader["steps"]  # of a whole epoch; None: a stream that does not say its length
     trained_end = max(positions) + 1  # the position behind the last one that was trained
 
-    # All positions before `required_end` must have been trained.
+    # All positions before `required_end` must have been trained. The cases are those of the example
+    # above. First: the epoch is finished (as far as that is known), or the run ended in it.
     explanation = ""
     is_finished = num_steps is None or trained_end == num_steps
     if is_finished or next_batch is None:
@@ -770,7 +779,7 @@ def _required_samples(
     samples must have been trained.
 
     - A shuffled dataset of 100 samples, trained to its end: `range(0, 100)`.
-    - The same, but the epoch is unfinished: `range(0, 0)`, as any sample may be in its rest.
+    - The same, but the epoch is unfinished: `range(0, 0)`, as any sample may still be to come.
     - A stream in global batches of 8, from which samples up to 35 were trained: `range(0, 36)`, or
       `range(16, 36)` if the ledger begins at the third global batch.
 
@@ -844,8 +853,8 @@ def repeats_and_gaps(
     for batch in batches:
         arrays += batch.samples
 
-    # A group has trained samples and required ones. The larger number of both decides how many
-    # groups are needed.
+    # There are as many groups as the larger of two sets needs: the trained samples or the required
+    # ones.
     num_trained = sum(batch.num_recorded for batch in batches)
     num_samples = max(num_trained, len(required_samples))
     num_groups = max(1, ceil_div(num_samples, group_size))
@@ -856,7 +865,7 @@ def repeats_and_gaps(
         # Only the samples of this group are copied, so memory is bounded by one group.
         group = np.concatenate([array[array % num_groups == remainder] for array in arrays])
         distinct, counts = np.unique(group, return_counts=True)
-        repeated.add(distinct[counts > 1])
+        repeated.add(distinct[counts > 1])  # counts them, and keeps the first ones as examples
 
         required = _required_samples_of_group(required_samples, remainder, num_groups)
         absent.add(np.setdiff1d(required, distinct, assume_unique=True))

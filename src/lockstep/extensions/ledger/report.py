@@ -111,10 +111,9 @@ class LedgerReport:
 
     def as_json(self) -> dict[str, Any]:
         """Returns the fields of the report and a verdict, as values for `json.dumps`."""
-        # There is one verdict for all loaders, so it claims no more than is known of each of them.
-        # Of a stream, only positions are known (`by_position` is True if there is one), and of a
-        # sampler of the script's own only global batches (`by_batch`). Of all others, the samples
-        # are known.
+        # There is one verdict for all loaders, so it claims no more than is known of each of them:
+        # only positions if some loader reads a stream, or only global batches if some loader has a
+        # sampler of the script's own. `by_position` and `by_batch` are lists of such loaders.
         if self.findings:
             verdict = "REPEATS OR GAPS"
         elif self.by_position:

@@ -86,9 +86,9 @@ class Ledger(Extension):
         """
         wrote_samples = False
         for loader, batches in self._untrained.items():
-            # The loop over a loader ends only when its last global batch was trained. If the loop
-            # has ended although there is an untrained batch, the script has left it by a `break`,
-            # and this step has trained something else.
+            # If the loop over the loader is going on, this step has trained its batches. If the
+            # script has left the loop by a `break` before, it has dropped these batches, and the
+            # step has trained something else.
             pass_is_running = loader.mid_epoch
             if pass_is_running:
                 self._write_step(number, loader, batches)
