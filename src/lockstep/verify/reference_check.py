@@ -59,8 +59,8 @@ def check_reference(
     else:
         return
 
-    # In all other cases, a script that has started a process of any kind, and made no step in this
-    # one, may train in that process. The error then says so too.
+    # A script that failed, or made no step in this process, may train in another process that it
+    # has started. In the first case above, the error says so already.
     may_train_elsewhere = bool(reference.own_process_line) and not reference.updates
     if may_train_elsewhere and not was_ended_for_own_ranks:
         line = reference.own_process_line

@@ -288,9 +288,10 @@ def _describe_compared_values(reference: RunRecord) -> str:
     if num_buffers:
         values.append(f"{num_buffers} buffers")
 
-    # An update is a sequence with a record for each rank. The reference has only rank 0.
-    record_of_one_process = first[0]
-    if record_of_one_process.learning_rates:
+    # An update is a sequence of records. The reference has one record for its process, or one for
+    # each replica of the model that it trains.
+    first_record = first[0]
+    if first_record.learning_rates:
         values.append("learning rates")
 
     return ", ".join(values)

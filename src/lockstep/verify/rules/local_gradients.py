@@ -285,7 +285,7 @@ def exchanged_inside_step(gradients: LocalGradients) -> Cause | None:
     if not calls_in_step:
         return None
 
-    # The evidence begins with the sentence that the gradients differ from one process. The second
+    # The evidence begins with the sentence that the gradients differ between the ranks. The second
     # sentence adds that the optimizer exchanges these gradients inside its step.
     line = calls_in_step[0].line
     exchange = f"they differ as the step begins; the optimizer exchanges them in it: {line}"

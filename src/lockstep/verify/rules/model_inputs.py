@@ -292,8 +292,7 @@ def _inputs_of_all_steps(case: Divergence, forward: Forward) -> Array:
     """Returns the inputs that one process gave to the same model in any step, one in each row."""
     inputs = []
     for update in case.reference_run:
-        # Each model comes with its forward pass in this step, and with the rank of each row, which
-        # is always 0 on one process.
+        # Each forward pass comes with the rank of each of its rows, which is not needed here.
         for forward_of_step, _ranks in join_forwards_of_ranks(update).values():
             is_same_model = forward_of_step.model == forward.model
             if is_same_model and forward_of_step.shape == forward.shape:
