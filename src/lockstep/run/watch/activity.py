@@ -220,7 +220,7 @@ def _kind_by_stack(earlier: RankState, later: RankState, seconds: float) -> Kind
         return Kind.LOADING
     if pending:
         return Kind.PERHAPS_WAITING
-    if _others_compute_for_it(earlier, later, seconds):
+    if _threads_or_children_compute(earlier, later, seconds):
         return Kind.CHILDREN
     return Kind.BLOCKED
 
@@ -269,7 +269,7 @@ def _current_call(state: RankState, wait: stacks.Wait) -> CollectiveCall | None:
 
     # 3. The stack shows a function that is not recorded, such as `recv` over Gloo. A pending
     # collective does not explain this wait, as it may be that of another thread. A pending send or
-    # receive may.
+    # receive may explain it.
     if wait.op in _UNRECORDED_FUNCTIONS:
         return _latest_call([call for call in pending if call.p2p])
 
@@ -325,7 +325,7 @@ def is_still(earlier: RankState, later: RankState, seconds: float) -> bool:
     return not any(stacks.may_continue_alone(stack) for stack in other_threads)
 
 
-def _others_compute_for_it(earlier: RankState, later: RankState, seconds: float) -> bool:
+def _threads_or_children_compute(earlier: RankState, later: RankState, seconds: float) -> bool:
     """Returns True if other threads of a rank, or processes that it started, are known to compute.
 
     This is only asked for a rank whose main thread is idle.

@@ -96,6 +96,8 @@ class CallTable:
 
     def _add(self, rank: int, call: CollectiveCall) -> None:
         """Adds a call of a rank to the table, and updates the longest timeout of its backend."""
+        # `has_short_timeout` compares timeouts with the longest one, also those of sends and
+        # receives.
         longest_s = self._longest_timeout_s.get(call.backend, 0.0)
         self._longest_timeout_s[call.backend] = max(longest_s, call.timeout_s or 0.0)
 
@@ -175,7 +177,7 @@ class CallTable:
         pending_on_sender = self._pending_p2p.get((call.key, sender), [])
         for other_call in first_batch(pending_on_sender):
             if other_call.op == "send" and other_call.peer == own_number_in_group:
-                return None
+                return None  # the sender has reached its send to this rank
         return sender
 
     @cached_property
@@ -216,8 +218,10 @@ class CallTable:
         if may_be_default_of_nccl:
             return False
 
-        longest_timeout_s = self._longest_timeout_s[call.backend]
-        return call.timeout_s < DEFAULT_TIMEOUT_S and call.timeout_s < longest_timeout_s
+        # The program has chosen this timeout, or it is torch's usual default.
+        is_below_default = call.timeout_s < DEFAULT_TIMEOUT_S
+        is_below_that_of_other_group = call.timeout_s < self._longest_timeout_s[call.backend]
+        return is_below_default and is_below_that_of_other_group
 
     def record_reaches_back_to(self, key: str, seq: int, rank: int) -> bool:
         """Returns True if a rank's record would contain this call if the rank had made it.
@@ -270,12 +274,17 @@ def _time_of_first_call(mismatch: Mismatch) -> float:
 def _first_mismatch_of_group(table: CallTable, key: str) -> Mismatch | None:
     """Finds the first call of a group that differs between ranks, or that some ranks did not make.
 
+    Args:
+        table: the calls of all ranks.
+        key: the key of the group, `backend:name`.
+
     Returns:
         The mismatch, or None if there is no such call.
     """
     members = sorted(table.members(key))
     for seq, calls_by_rank in sorted(table.calls[key].items()):
-        # Other ranks may have used the name for a group of their own, which they have destroyed.
+        # torch gives names of groups again: other ranks may have had a group of this name before,
+        # which they have destroyed. A call that only they made does not belong to this group.
         any_member_made_it = any(rank in calls_by_rank for rank in members)
         if not any_member_made_it:
             continue
@@ -292,8 +301,10 @@ def _first_mismatch_of_group(table: CallTable, key: str) -> Mismatch | None:
 
         if differs or some_have_not_made_it:
             calls = tuple((rank, calls_by_rank.get(rank)) for rank in members)
-            first_from_other_lines = _first_call_from_different_lines(table, key, seq)
-            return Mismatch(table.name(key), seq, calls, lines_differ_since=first_from_other_lines)
+
+            # The ranks may have called from different lines of the source for some calls before.
+            lines_differ_since = _first_call_from_different_lines(table, key, seq)
+            return Mismatch(table.name(key), seq, calls, lines_differ_since)
 
     return None
 

@@ -157,13 +157,15 @@ class Case:
                 wait in it; None if there is no mismatch, or if the rank has not reached it.
         """
         state = activity.state
+
+        # `does` is the text on what the rank does, such as "waits in all_reduce of 25 float".
         if state.rank in self.graph.waits_for:
             # The rank may have several pending calls, of which `activity.call` is one. The call at
             # the mismatch explains most.
             call = activity.call
             if mismatched_call is not None and may_wait_in(activity, mismatched_call):
                 call = mismatched_call
-            does = self._wait_text(activity, call)  # such as "waits in all_reduce of 25 float"
+            does = self._wait_text(activity, call)
         else:
             does = _text_without_wait(activity)
 

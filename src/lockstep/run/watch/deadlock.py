@@ -140,6 +140,7 @@ def _describe_calls(waiting: Mapping[int, Activity], mismatch: Mismatch | None) 
     if _create_different_groups(waiting):
         return f"{name_ops(waiting)}, for process groups that differ"
 
+    # If no mismatch is known, no calls were made at it, and nothing is known to differ.
     ops_at_mismatch = {call.op for call in _calls_made(mismatch)}
     if _only_sizes_differ(mismatch):
         (op,) = ops_at_mismatch  # there is one, as all ranks called the same operation
@@ -186,9 +187,9 @@ def _ranks_at_fault(waiting: Mapping[int, Activity], mismatch: Mismatch | None) 
     """Returns the ranks to blame: those that did not do what most ranks did at the mismatch.
 
     Without a majority, the ranks in DDP's forward pass are blamed, because they probably run the
-    model while the others do not. If none of the ranks is there, or all are, nobody can be singled
-    out. Then all ranks of the group with the mismatch are returned or, if no mismatch is known, all
-    ranks that wait.
+    model while the others do not. If none of the ranks is in the forward pass, or all are, nobody
+    can be singled out. Then all ranks of the group with the mismatch are returned or, if no
+    mismatch is known, all ranks that wait.
 
     Args:
         waiting: what the deadlocked ranks do, by rank.
@@ -196,8 +197,8 @@ def _ranks_at_fault(waiting: Mapping[int, Activity], mismatch: Mismatch | None) 
     """
     sides = _sides_of_mismatch(mismatch)  # lists of ranks that made the same call, longest first
 
-    # 1. All present members of the group made the same call. It differs only from a call of ranks
-    # that have left the group, so no member is to blame.
+    # 1. All present members of the group made the same call. Only ranks that have left the group
+    # made another one, so no member is to blame.
     if len(sides) == 1:
         return []
 
@@ -211,7 +212,7 @@ def _ranks_at_fault(waiting: Mapping[int, Activity], mismatch: Mismatch | None) 
                 ranks_at_fault += side
             return ranks_at_fault
 
-    # 3. The ranks in DDP's forward pass, if the others are not there.
+    # 3. The ranks in DDP's forward pass, if the others are not in it.
     ranks_in_forward = []
     for rank, activity in waiting.items():
         if activity.wait.context == DDP_BUFFER_BROADCAST:
@@ -299,7 +300,8 @@ def _advice(waiting: Mapping[int, Activity], mismatch: Mismatch | None) -> tuple
         return _advice_on_ddp_forward(waiting)
 
     for activity in waiting.values():
-        # At first it is not known which group a rank in `new_group` creates.
+        # The ranks create groups that do not match. While it is not known yet which group a rank
+        # creates, the name of the function shows that it creates one.
         if activity.created_group is not None or activity.op == "new_group":
             return (_ADVICE_ON_NEW_GROUP,)
 
@@ -311,7 +313,7 @@ def _advice(waiting: Mapping[int, Activity], mismatch: Mismatch | None) -> tuple
     if only_some_in_backward:
         return (_ADVICE_ON_NUMBER_OF_STEPS, _ADVICE_ON_CONDITIONS)
 
-    if _only_sizes_differ(mismatch):
+    if _only_sizes_differ(mismatch):  # False if no mismatch is known
         return (_ADVICE_ON_SIZES,)
 
     # A key is `backend:group`, so several keys mean that the ranks use different process groups.
@@ -358,8 +360,8 @@ def _are_at_new_line(activities: Sequence[Activity]) -> bool | None:
         if not earlier_calls or not lines_are_known:
             return None
 
-        present_line = activity.line
-        if any(user_frame(call.frames) == present_line for call in earlier_calls):
+        present_frame = activity.line
+        if any(user_frame(call.frames) == present_frame for call in earlier_calls):
             return False
 
     return True

@@ -139,8 +139,8 @@ def readable_torch_file(path: Path) -> str:
         The path, or an empty string.
     """
     try:
-        # torch accepts a message that is a text, or a dictionary with the time as a number. All
-        # others raise an error here, as they do in torch.
+        # torch accepts a message that is a text, or a dictionary with the time as a number. For any
+        # other message, reading the time fails here as it does in torch.
         message = json.loads(path.read_text())["message"]
         if not isinstance(message, str):
             int(message["extraInfo"]["timestamp"])
@@ -163,6 +163,9 @@ def read_error(evidence: Evidence) -> ErrorRecord | None:
 
 def describe_error(error: BaseException) -> ErrorRecord:
     """Describes an exception, with the present time; for a group, the first exception in it.
+
+    The headline of an exception in a group says so: "ValueError: no data (the first of 2 exceptions
+    in ...)".
 
     An error of Lockstep's also says whether it may pass if the ranks are started again, and which
     rank has failed if this one was only told of the failure.

@@ -111,8 +111,8 @@ class EvidenceMemory:
         for name, descriptor in self._descriptors.items():
             path = self._folder / name
 
-            # Remove the link to the memory, which is freed soon. A file replaces it if it is worth
-            # keeping.
+            # Remove the link to the memory, which is freed soon. If the file is worth keeping, its
+            # content is then copied from the memory, which `descriptor` still gives access to.
             path.unlink(missing_ok=True)
             if name not in _FILES_WORTH_KEEPING:
                 continue

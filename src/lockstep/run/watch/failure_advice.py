@@ -135,9 +135,9 @@ def advise(kind: str, end: ExitStatus, *, network_failed: bool) -> tuple[str, ..
     """
     text = _error_text(end)
 
-    # `end.oom` says that the out-of-memory killer has ended some process of the run. Had it ended
-    # the rank, the kind would be "oom". Here it ended one of the rank's workers, and the rank
-    # raised an error: "DataLoader worker (pid 71) is killed by signal: Killed."
+    # `end.oom` says that the out-of-memory killer has ended some process of the run. It was not the
+    # rank, for which the kind would be "oom". It was one of the rank's workers if the error of the
+    # rank says so: "DataLoader worker (pid 71) is killed by signal: Killed."
     names_killed_worker = re.search(r"DataLoader worker|signal: Killed", text) is not None
     if kind == "exception" and end.oom and names_killed_worker:
         return (f"the kernel's out-of-memory killer ended a worker: {_MEMORY}",)

@@ -92,6 +92,7 @@ def _heading_lines(failure: FirstFailure, in_language: InLanguage) -> list[str]:
     else:
         who = in_language(f"{subject} on host {failure.host}")
 
+    # `in_language` finds the template of a text in the catalogue: ", after step {step}".
     heading = join_label(in_language("FIRST FAILURE:"), who)
     if failure.step is not None:
         heading += in_language(f", after step {failure.step}")
@@ -118,7 +119,7 @@ def _detail(failure: FirstFailure, text: str, in_language: InLanguage) -> str:
     as they are.
     """
     # Two kinds of lines are always Lockstep's, and are recognized by their first words: the heading
-    # of the rank's output, and the line about a signal after an exception.
+    # of the rank's output, and the line about a signal that ended the rank after an exception.
     if text.startswith(("its last lines:", "its process was then ")):
         return in_language(text)
     if not failure.is_from_lockstep:

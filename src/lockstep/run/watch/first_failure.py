@@ -128,6 +128,7 @@ def _sort_ends(exits: Sequence[ExitStatus], interrupted: Interruption | None) ->
     """Sorts the ends of the ranks by what they may mean for the first failure."""
     ends = _Ends()
     for end in exits:
+        # A rank that was ended by the same signal as the launcher has not failed by itself either.
         if end.ended_by_lockstep or _was_interrupted_too(end, interrupted):
             ends.ended_by_lockstep.append(end)
         elif end.code == 0:
@@ -238,7 +239,7 @@ def _first_of_roots(roots: Sequence[FirstFailure], followers: Sequence[ExitStatu
             delay = f"{root.time - first.time:.1f} s later"
             consequences.append(f"{root.subject} ({root.headline}, {delay})")
 
-    # The ranks may be started again with success if that is so for one of these failures.
+    # A restart may succeed if one of these failures may pass.
     may_pass = first.may_pass or any(root.may_pass for root in simultaneous_roots)
     return replace(
         first,
@@ -346,6 +347,8 @@ def _merge_and_sort(roots: Iterable[FirstFailure]) -> list[FirstFailure]:
     Returns:
         The merged roots, the earliest first.
     """
+    # The roots are added in the order of time. So each list begins with its earliest root, and the
+    # dictionary with the list that has the earliest root of all.
     similar_roots: dict[object, list[FirstFailure]] = defaultdict(list)
     for root in sorted(roots, key=lambda root: (root.time, root.ranks)):
         similar_roots[root.likeness].append(root)
@@ -474,9 +477,10 @@ def _launcher_exit_code(end: ExitStatus) -> int:
     if end.code == 0:  # it left while others were waiting for it
         return EXIT_LOST_RANK
 
-    # From here on, the rank was ended by a signal. 1. It had raised no exception before.
+    # From here on, the rank was ended by a signal, and `end.code` is minus its number.
+    # 1. It had raised no exception before, or only that of `sys.exit`, which is no failure.
     error = end.error
-    if error is None or error.type == "SystemExit":  # `sys.exit` is no failure of its own
+    if error is None or error.type == "SystemExit":
         return EXIT_LOST_RANK
 
     # 2. It had raised an exception, and was killed while it was ending. Without the signal, Python
@@ -564,8 +568,8 @@ def _roots_of_hang(hang: Verdict, ends: _Ends) -> list[FirstFailure]:
         if failures_of_ranks_that_left:
             return failures_of_ranks_that_left
 
-    # 2. The hang itself. A verdict "left" or "lost" comes here if it is not known how the ranks
-    # that it names have ended, or if none of them ended with exit code 0.
+    # 2. The hang itself. With a verdict "left" or "lost" too, if no rank that it names is known to
+    # have ended with exit code 0.
     kind: FailureKind
     if hang.kind == "deadlock":
         kind = "deadlock"

@@ -108,7 +108,7 @@ def _nothing_is_visible(case: Case) -> Verdict | None:
     if len(alive) < 2:
         return None
 
-    # That a rank waits is only known from its stack, so a waiting rank is visible.
+    # If a rank is known to wait, its stack was seen, so something is visible.
     if case.waiting:
         return None
 
@@ -117,7 +117,8 @@ def _nothing_is_visible(case: Case) -> Verdict | None:
         if is_visible:
             return None
 
-        # A rank without a heartbeat may be a program that is not Python, which never answers.
+        # A rank without a heartbeat may be a program that is not Python. Such a program never
+        # answers, so its silence does not mean that anything is wrong.
         has_heartbeat = activity.state.steps is not None
         if not has_heartbeat:
             return None
@@ -148,9 +149,9 @@ def _all_are_blocked(case: Case) -> Verdict | None:
     ended_ranks = case.activities.keys() - alive.keys()
     blocked_kinds = {Kind.BLOCKED, Kind.PERHAPS_WAITING, Kind.LOADING, Kind.STOPPED}
     if ended_ranks:
-        # Other ranks have ended, so these may be ending, too, and hang in that: a rank that ends
-        # may hold Python's lock while it waits for a thread of torch, which needs the lock. Such a
-        # rank is SILENT, as it cannot answer the launcher without the lock.
+        # Other ranks have ended, so these may be ending too, and hang in that. A rank that ends may
+        # hold Python's lock, and wait for a thread of torch that needs this lock. Nobody in the
+        # rank can answer the launcher without the lock, so it is SILENT.
         blocked_kinds.add(Kind.SILENT)
 
     kinds = {activity.kind for activity in alive.values()}
@@ -195,6 +196,7 @@ def _awaited_rank_is_gone(case: Case) -> Verdict | None:
         has_no_error = all(state.code == 0 for state in ended.values())
         kind: VerdictKind = "left" if has_no_error else "lost"
         what = "has ended without an error" if has_no_error else "has died"
+        # Stopped ranks do not make the run go on either, as they are not running.
         is_fatal = _cannot_go_on(case, ended=ended, ended_or_stopped={**stopped, **ended})
         return case.make_verdict(kind, ended, case.waiting_text(what, ended), fatal=is_fatal)
 
@@ -217,9 +219,8 @@ def _cannot_go_on(
         ended: of the ranks that others wait for, those that have ended.
         ended_or_stopped: these, and those that are stopped by a signal.
     """
-    # 1. A rank is known to wait for one that has ended. It is not known of some waiting ranks which
-    # other ranks they wait for: the graph assumes that they wait for every rank that does something
-    # else, so it proves nothing about them.
+    # 1. A rank is known to wait for one that has ended. (If the partners of a waiting rank are
+    # unknown, the graph only assumes that it waits for every rank that does something else.)
     partners_unknown = case.graph.partners_unknown
 
     for rank, awaited in case.graph.waits_for.items():
@@ -235,7 +236,8 @@ def _cannot_go_on(
         return False
 
     # 3. No rank is running that they could wait for. They still go on if all of them are destroying
-    # their process group: that takes a while, but succeeds even if other ranks are gone.
+    # their process group: that takes a while, but succeeds even if other ranks are gone. If a rank
+    # has a pending call as well, its partners are known, and it waits for them in vain.
     for rank, activity in waiting.items():
         destroys_group = activity.op == "destroy_process_group" and rank in partners_unknown
         if not destroys_group:
@@ -261,17 +263,20 @@ def _awaited_rank_is_busy(case: Case) -> Verdict | None:
     """Reports that the run waits for ranks that may still go on, or whose state cannot be seen.
 
     If such ranks do different things, the verdict names those whose kind of activity comes first in
-    `_VERDICT_ON_AWAITED_RANK`.
+    `_VERDICT_ON_AWAITED_RANK`. Not every kind of activity leads to a verdict in every case:
+
+        LIMITED       always: the rank waits itself, until the timeout of its group
+        MAY_COME      always: the rank waits itself, until another of its threads makes a call
+        other kinds   only if other ranks wait; otherwise it is normal, such as computing
     """
-    roots = case.roots  # the ranks that others wait for or, if there are none, all that do not wait
+    # The ranks that others wait for. If no rank is waited for, all ranks that do not wait.
+    roots = case.roots
+
     for kind, verdict_kind in _VERDICT_ON_AWAITED_RANK.items():
         ranks = sorted(rank for rank, activity in roots.items() if activity.kind is kind)
         if not ranks:
             continue  # look for ranks of the next kind
 
-        # Ranks of these two kinds wait too: if LIMITED, until the timeout of their group; if they
-        # MAY_COME, until another of their own threads makes a call. That is worth a verdict by
-        # itself. What ranks of all other kinds do is normal, unless others wait for them.
         wait_themselves = kind in (Kind.MAY_COME, Kind.LIMITED)
         if wait_themselves or case.waiting:
             headline = case.waiting_text(kind.value, ranks)
@@ -291,7 +296,7 @@ def _nothing_is_transported(case: Case) -> Verdict | None:
 
     # `how_they_wait` completes the headline: "all ranks wait in recv, for each other", or "all
     # ranks wait in all_reduce, which match on all".
-    advice = None  # the usual advice for this kind of verdict
+    advice: tuple[str, ...] | None = None  # the usual advice for this kind of verdict
     if any(activity.waits_in_p2p for activity in waiting.values()):
         how_they_wait = "for each other"
         advice = advice_on_p2p(waiting)

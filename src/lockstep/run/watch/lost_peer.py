@@ -78,8 +78,9 @@ def find_lost_peer(texts: Iterable[str]) -> LostPeer | None:
     # If the error says both, the peer is gone: an operation may time out because of that. The text
     # about the timeout is still the one to show, as it may name the peer ("Rank 1 failed to pass
     # monitoredBarrier").
+    peer_is_gone = closed is not None
     if timeout is not None:
-        return LostPeer(timeout, timed_out=closed is None)
+        return LostPeer(timeout, timed_out=not peer_is_gone)
     if closed is not None:
         return LostPeer(closed, timed_out=False)
     return None

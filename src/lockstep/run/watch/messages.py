@@ -147,6 +147,8 @@ def _mismatch_lines(mismatch: Mismatch, in_language: InLanguage) -> list[str]:
         if frame is not None:
             lines.append(_source(frame, indent=6))
 
+    # The ranks may have called from different lines of the source for some calls before, in which
+    # they happened to make the same calls.
     if mismatch.lines_differ_since is not None:
         number = mismatch.lines_differ_since
         remark = f"(already from call {number} on they called from different lines)"

@@ -97,7 +97,8 @@ def _find_last_heading(lines: Sequence[str]) -> int | None:
         if heading is None:
             continue
 
-        # A heading inside a group follows a bar ("| "), that of a group itself a plus sign.
+        # A heading inside a group follows a bar ("| "), even that of a group within the group. The
+        # heading of the outermost group follows a plus sign.
         is_group = heading["group"] is not None
         is_inside_group = in_group and heading["prefix"].endswith("| ")
 
@@ -161,8 +162,8 @@ def _user_line(block: Sequence[str]) -> str | None:
     Returns:
         The line, or None if no line of the user's has a source file.
     """
-    # A syntax error names its file and line after all frames, the last of which has imported the
-    # file.
+    # A syntax error names its file and line after all frames. The last frame is not its place, but
+    # the line that imports the file.
     matches = [_SYNTAX_ERROR_PLACE.fullmatch(text) for text in block]
     syntax_errors = [match for match in matches if match is not None]
     if syntax_errors:

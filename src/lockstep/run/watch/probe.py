@@ -142,8 +142,8 @@ class Probe:
         faulthandler.enable(_open_to_append(self._evidence.crash))
 
         # When the interpreter shuts down, faulthandler restores the handler that was there before
-        # it. Without a handler, a signal that comes later would end the process. So the signal is
-        # ignored before, and ignored again after that.
+        # it. If that was the default one, a signal that comes later would end the process. So
+        # ignore the signal before faulthandler is registered: that is what it restores.
         signal.signal(MAIN_THREAD_SIGNAL, signal.SIG_IGN)
 
         # This signal shows only the stack of the main thread, which handles it. Reading the frames
@@ -175,16 +175,16 @@ class Probe:
     def _start_answering(self) -> None:
         """Starts the thread that answers requests, and creates the pipe that it reads them from.
 
-        This must happen before a process group is opened, which makes a rank wait for the others.
-        Without the thread, the launcher would ask the rank by a signal there, and the signal makes
-        TCPStore count its timeout from the beginning again.
+        This must happen before a process group is opened, in which the rank waits for the others in
+        TCPStore. The launcher asks a rank without this thread by a signal. At each such signal,
+        TCPStore would begin to count its timeout anew, and the rank might wait forever.
         """
         pipe_path = self._evidence.request_pipe
         try:
             if not pipe_path.exists():
                 os.mkfifo(pipe_path, 0o600)
-            # Open it for writing too, so that a read does not return an empty string when the
-            # launcher closes its end.
+            # Open it for reading and writing. When the launcher closes its end, there is then still
+            # a writer, so a read waits for the next request instead of returning nothing.
             self._request_pipe = os.open(pipe_path, os.O_RDWR)
         except OSError:  # the file system has no pipes; a signal still shows the main stack
             return
@@ -203,13 +203,14 @@ class Probe:
         Each request is a line, `NUMBER` or `NUMBER lines`. If several have arrived, only the last
         one is answered: of "7" and "8 lines", that is request 8, with the stacks of calls.
         """
-        # This signal makes a process show the stacks of all its threads. A system call of the
-        # thread that handles it may fail, which does no harm in this thread. So this is the only
-        # thread that does not block it.
+        # The launcher may ask for the stacks of all threads by a signal. A system call of the
+        # thread that handles the signal may fail, which does no harm in this thread. So only this
+        # thread handles it, and all others block it.
         if sys.platform == "linux":
             signal.pthread_sigmask(signal.SIG_UNBLOCK, [ALL_THREADS_SIGNAL])
 
         while True:
+            # This waits for a request, as long as this process has the pipe open for writing too.
             text = os.read(pipe, _REQUEST_MAX_BYTES).decode(errors="replace")
 
             if self._is_stopping:
@@ -248,9 +249,9 @@ class Probe:
             with_call_stacks: whether to include the stack of each recorded call, which takes
                 longer.
         """
-        # The recorder asks CUDA whether calls have ended. That would use the first GPU in this
-        # thread, so the rank's own GPU is selected before. In a rank that the script has spawned,
-        # there may be no LOCAL_RANK, so its index among the spawned ranks says which GPU.
+        # Select the rank's own GPU in this thread: the recorder asks CUDA whether calls have ended,
+        # which would use the first GPU otherwise. A rank that the script has spawned may have no
+        # LOCAL_RANK, so its index among the spawned ranks says which GPU is its own.
         torch_compat.take_gpu(self._spawn_index)
 
         stacks = json.dumps(_stacks_of_other_threads())

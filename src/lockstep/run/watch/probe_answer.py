@@ -59,7 +59,7 @@ def _add_answer(state: RankState, answer: Mapping[str, Any], main_thread: int) -
     completed: dict[str, int] = {}  # the number of the last completed call, by the group's key
     for record in answer["records"]:
         calls_of_record = _read_calls(record)
-        calls += [call for call, _ in calls_of_record]
+        calls += [call for call, group_id in calls_of_record]
         completed.update(_read_status(record, calls_of_record))
     calls.sort(key=lambda call: call.time_s)
 
@@ -105,7 +105,8 @@ def _read_calls(record: Mapping[str, Any]) -> list[tuple[CollectiveCall, str]]:
         calls.append((_read_call(entry), str(entry["pg_id"])))
     calls.sort(key=lambda call_and_id: call_and_id[0].time_s)
 
-    # Some entries are not calls of their own, but say in which state a batch of calls is.
+    # Some entries (`coalesced`) are not calls of their own, but say in which state a batch of sends
+    # and receives is.
     calls = _with_states_of_batches(calls)
 
     # Of the groups with the same key, the one that made the latest call is the one that exists now.
@@ -171,6 +172,8 @@ def _with_states_of_batches(
 
     for call, group_id in calls:
         indices = indices_of_group.setdefault((call.key, group_id), [])
+
+        # For an entry `coalesced`, find the sends and receives of its batch in the result.
         batch = _last_batch(result, indices) if call.op == BATCH_OP else []
         if batch:
             for index in batch:

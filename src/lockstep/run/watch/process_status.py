@@ -48,7 +48,7 @@ class ProcessStatus(NamedTuple):
     """Processor time of all its threads."""
     main_cpu_s: float | None
     """Processor time of its main thread."""
-    main_switches: int | None
+    main_context_switches: int | None
     """How often its main thread has given up its processor by itself, to wait or to sleep."""
     shows_stacks: bool
     """True if it handles the stack signals. A process that does not would be ended by them, and one
@@ -74,18 +74,18 @@ def read_process(pid: int, root: Path = _PROC) -> ProcessStatus | None:
 
     # The main thread may have ended before the process.
     main_cpu_s = None
-    main_switches = None
+    main_context_switches = None
     main_folder = folder / "task" / str(pid)  # the main thread has the number of its process
     with contextlib.suppress(OSError, ValueError, IndexError):
         # This file has the state of the main thread, too. It replaces the one above, as it is read
         # later and so is newer.
         state, main_cpu_s = _state_and_cpu_s(main_folder / "stat")
         main_status_text = (main_folder / "status").read_text()
-        main_switches = int(_status_field(main_status_text, "voluntary_ctxt_switches"))
+        main_context_switches = int(_status_field(main_status_text, "voluntary_ctxt_switches"))
 
-    # The process may be sent a stack signal if it handles both of them, as a signal that it does
-    # not handle would end it, and if its main thread does not block the one that shows its stack.
-    # The masks of signals are written in hexadecimal.
+    # The process may be sent a stack signal under two conditions. It handles both signals, as one
+    # that it does not handle would end it. And its main thread, whose mask `SigBlk` is, does not
+    # block the signal that shows its stack. The masks are written in hexadecimal.
     caught_signals = int(_status_field(status_text, "SigCgt") or "0", 16)
     blocked_signals = int(_status_field(status_text, "SigBlk") or "0", 16)
     shows_stacks = (
@@ -93,7 +93,7 @@ def read_process(pid: int, root: Path = _PROC) -> ProcessStatus | None:
         and _has_signal(caught_signals, ALL_THREADS_SIGNAL)
         and not _has_signal(blocked_signals, MAIN_THREAD_SIGNAL)
     )
-    return ProcessStatus(state, cpu_s, main_cpu_s, main_switches, shows_stacks)
+    return ProcessStatus(state, cpu_s, main_cpu_s, main_context_switches, shows_stacks)
 
 
 def _has_signal(mask: int, number: int) -> bool:
@@ -113,8 +113,8 @@ def exit_code_of_ending_process(pid: int, root: Path = _PROC) -> int | None:
         running, is gone, or the kernel does not show the code.
     """
     try:
-        # If a thread has not begun to end, the process is still running. The kernel would show the
-        # exit code 0 for it, which is not its own.
+        # If a thread has not begun to end, the process is still running. For a running process the
+        # kernel shows the exit code 0, which says nothing.
         for thread in (root / str(pid) / "task").iterdir():
             flags = int(_stat_fields(thread / "stat")[_FLAGS])
             if not flags & _PF_EXITING:
@@ -145,8 +145,8 @@ def describe_state(pid: int, root: Path = _PROC) -> str:
         for thread in threads:
             state_of_thread = _stat_fields(thread / "stat")[_STATE]
 
-            # The state so far is "Z" only if all threads so far have ended, as that of any other
-            # thread replaces it.
+            # Begin with the main thread. While only ended threads (Z) have been found, the next
+            # thread replaces them, and a thread in state D replaces any other.
             is_first_thread = state == ""
             all_before_have_ended = state == "Z"
             if is_first_thread or all_before_have_ended or state_of_thread == "D":
@@ -230,7 +230,7 @@ def cpu_of_descendants(pids: Collection[int], root: Path = _PROC) -> dict[int, f
 
 
 def harmless_stack_signal(
-    pid: int, earlier_main_switches: int | None, *, answers: bool, root: Path = _PROC
+    pid: int, earlier_context_switches: int | None, *, answers: bool, root: Path = _PROC
 ) -> int | None:
     """Chooses a stack signal that a rank can be sent now without harm, if there is one.
 
@@ -246,9 +246,10 @@ def harmless_stack_signal(
 
     Args:
         pid: number of the rank's process.
-        earlier_main_switches: how often the main thread had given up its processor some tenths of a
-            second ago (`ProcessStatus.main_switches`); None if that is not known. If the number is
-            still the same, the main thread has computed all the time, or has slept all the time.
+        earlier_context_switches: how often the main thread had given up its processor some tenths
+            of a second ago (`ProcessStatus.main_context_switches`); None if that is not known. If
+            the number is still the same, the main thread has computed all the time, or has slept
+            all the time.
         answers: True if the rank has a thread that answers requests.
         root: the folder `/proc`.
 
@@ -268,23 +269,25 @@ def harmless_stack_signal(
     if status is None:
         return None
 
-    main_did_not_change = (
-        earlier_main_switches is not None and status.main_switches == earlier_main_switches
+    # If the number is the same, the main thread has slept, or has computed, all the time since.
+    main_switches_unchanged = (
+        earlier_context_switches is not None
+        and status.main_context_switches == earlier_context_switches
     )
     main_is_in_futex = kernel_function.startswith("futex")
 
     # 1. All threads sleep. A main thread that has slept the whole time goes on sleeping while its
-    # stack is read. So does one that waits for a lock in a futex, even if it wakes up now and then,
-    # as it does every 5 ms while it waits for Python's own lock.
+    # stack is read. One that waits for a lock in a futex may wake up now and then, every 5 ms if it
+    # is Python's own lock, but it sleeps again at once.
     all_sleep = thread_states.issubset({"S", "D"})
-    main_sleeps_for_long = main_did_not_change or main_is_in_futex
-    if answers and all_sleep and main_sleeps_for_long:
+    main_goes_on_sleeping = main_switches_unchanged or main_is_in_futex
+    if answers and all_sleep and main_goes_on_sleeping:
         return ALL_THREADS_SIGNAL
 
     # 2. The main thread does something that a signal does not disturb, and has done so for a while.
     main_computes = status.state == "R"
     main_waits_without_timeout = main_is_in_futex and not _may_have_timeout(threads / str(pid))
-    if main_did_not_change and (main_computes or main_waits_without_timeout):
+    if main_switches_unchanged and (main_computes or main_waits_without_timeout):
         return MAIN_THREAD_SIGNAL
 
     return None

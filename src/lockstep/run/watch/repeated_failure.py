@@ -83,6 +83,8 @@ def failure_key(end: ExitStatus) -> str:
     Returns:
         The key. Empty if the failure may pass by itself, or if its step is not known.
     """
+    # Only a rank that ended by itself with an error (a code above 0) will do so again. A signal (a
+    # code below 0) may have come from outside.
     error = end.error
     step = _step(end)
     if error is None or error.line is None or end.code <= 0 or step is None:
@@ -123,7 +125,7 @@ def _comes_from_program(error: ErrorRecord, headline: str) -> bool:
         return False
 
     # The message of an error from a DataLoader worker begins with "Caught ValueError in DataLoader
-    # worker process 0". It is not searched, as this alone would mention another process.
+    # worker process 0". It is not searched, as the words "worker process" alone would match.
     texts = [headline, *error.chain]
     is_from_worker = headline != error.headline
     if not is_from_worker:
@@ -134,28 +136,36 @@ def _comes_from_program(error: ErrorRecord, headline: str) -> bool:
 def _step(end: ExitStatus) -> int | None:
     """Returns the step after which a rank failed, counted from the beginning of the training.
 
-    Two counts are known: the steps of this attempt, by the heartbeat, and all steps of the training
-    (`ErrorRecord.trained_steps`), if the script called `lockstep.init`.
+    The heartbeat counts the steps of this attempt. If the script called `lockstep.init`, the steps
+    of the training are counted too (`ErrorRecord.trained_steps`). That count includes the steps of
+    earlier attempts which this one has resumed:
+
+        steps of this attempt        steps of the training    result
+        1. some                      5                        5
+                                     0                        None, as an optimizer made the steps
+                                                              that Lockstep does not count
+        2. not known                 any                      None
+        3. none, failed late         any                      None, as it did other work, not steps
+        4. none, failed soon         5                        5, at which it had resumed
+                                     not counted              0, as it had begun anew
 
     Returns:
         The step, or None if it is not known.
     """
     steps_of_training = None if end.error is None else end.error.trained_steps
 
-    # 1. The attempt has made some steps. If the count of the training is 0 all the same, an
-    # optimizer has made them that Lockstep does not know, so the real count is not known.
+    # Case 1.
     if end.step is not None:
         return None if steps_of_training == 0 else steps_of_training
 
-    # 2. It is not known whether the attempt has made steps.
+    # Case 2.
     if not end.made_no_step:
         return None
 
-    # 3. The attempt has made no step, and ran for long. It has done other work than training.
+    # Case 3.
     failed_soon = end.ran_s is not None and end.ran_s <= MAX_S_WITHOUT_STEP
     if not failed_soon:
         return None
 
-    # 4. The attempt failed soon, before its first step. It had resumed at the count of the training
-    # or, if there is no such count, it had begun anew.
+    # Case 4.
     return 0 if steps_of_training is None else steps_of_training

@@ -107,8 +107,8 @@ class _WatchedStarter:
             # The size of the group is not known yet. `_run_process` appends it to the name.
             self._group_folder = self._folder / f"own_{next(self._numbers):06}"
 
-        # The child process calls `process.run`. While it is started, this attribute of the object
-        # hides the method, so that the child calls `_run_process`, which calls the method.
+        # The child process calls `process.run`. During the start, replace this method by
+        # `_run_process`, which then calls the original one.
         process.run = partial(_run_process, self._group_folder, process.run)  # type: ignore[method-assign]
         self._original_start(process)
         del process.run  # it refers to the process, and would keep it alive
@@ -143,7 +143,9 @@ def _run_spawned(
     """
 
     def mark_unless_index_is_rank(group: Any) -> None:
-        """Marks the folder if a default group that the program opens has other ranks or sizes."""
+        """Marks the folder if the default group that the program opens has another size, or if this
+        process is another rank in it.
+        """
         if (group.rank(), group.size()) != (index, size):
             (folder / NOT_ONE_GROUP_FILE).touch()
 
@@ -168,7 +170,7 @@ def _run_process(group_folder: Path, run: Callable[[], object]) -> None:
             added to its name: `own_000000` becomes `own_000000_2`.
         run: the original `Process.run`.
     """
-    own_folder: Path | None = None  # `install_probe` sets it
+    own_folder: Path | None = None  # set by `install_probe`, if the program opens a group
 
     def install_probe(group: Any) -> None:
         """Installs the probe when the program opens its default group.
@@ -179,14 +181,14 @@ def _run_process(group_folder: Path, run: Callable[[], object]) -> None:
         if probe.has_probe():  # since an earlier group
             return
         in_main_thread = threading.current_thread() is threading.main_thread()
-        if not in_main_thread:  # a probe sets up signals, which only the main thread can do
+        if not in_main_thread:  # only the main thread may set the signal handlers of a probe
             return
 
         folder = group_folder.with_name(f"{group_folder.name}_{group.size()}")
         rank_folder = folder / f"rank_{group.rank()}"
 
-        # The folder may exist already. Then another process is rank 1, too, so the script's
-        # processes have opened several groups. This process gets no probe.
+        # The folder may exist already. Then another process is rank 1 of a group of this size too,
+        # so the script's processes have opened several groups. This process gets no probe.
         if rank_folder.exists():
             (folder / NOT_ONE_GROUP_FILE).touch()
             return

@@ -101,8 +101,9 @@ class NewGroup:
         return f"{ranks} ({', '.join(details)})" if details else ranks
 
     def is_same(self, other: NewGroup) -> bool:
-        """Returns True if two ranks may be creating the same group: nothing known about it
-        differs.
+        """Returns True if two ranks may be creating the same group.
+
+        They may unless something that is known about the group differs.
         """
         if self.name != other.name or self.ranks != other.ranks:
             return False
@@ -253,7 +254,8 @@ def _rename_groups(state: RankState, ambiguous_names: Collection[str]) -> RankSt
     for group in state.groups or ():
         if group.name in ambiguous_names:
             new_names[group.name] = f"{group.name} of {format_ranks(group.ranks)}"
-            # A description would be shown instead of the name, and several groups may share it.
+            # Drop the description, which would be shown instead of the new name: several groups may
+            # have the same one.
             group = replace(group, name=new_names[group.name], description="")
         groups.append(group)
 
@@ -343,7 +345,7 @@ def _to_ranges(ranks: Sequence[int]) -> list[RangeBounds]:
             last = ranges[-1]
 
             # The second rank of a range determines its step: after [0], rank 2 makes it 2.
-            step = rank - last.start if len(last) == 1 else last.step
+            step = (rank - last.start) if len(last) == 1 else last.step
             continues_last = step > 0 and rank == last[-1] + step
             if continues_last:
                 ranges[-1] = range(last.start, rank + 1, step)

@@ -62,7 +62,7 @@ class SnapshotExchange:
         self._last_question = 0
         self._last_answered_number: dict[int, int] = {}
         """The number of the last question that this launcher has answered, by machine."""
-        self._is_led_until = 0.0
+        self._other_leads_until = 0.0
         self.delay_s = 0.0 if node == 0 else _HEAD_START_S
         """How much later than the first launcher this one begins to ask."""
 
@@ -82,8 +82,8 @@ class SnapshotExchange:
 
         # If a launcher with a lower rank takes snapshots, that is enough to find a hang. But the
         # launcher that has found one asks in any case, for the stacks in its report.
-        is_led = time.monotonic() < self._is_led_until
-        if is_led and not call_stacks:
+        another_leads = time.monotonic() < self._other_leads_until
+        if another_leads and not call_stacks:
             return None
         if not self._rendezvous.can_publish:
             return None
@@ -125,7 +125,7 @@ class SnapshotExchange:
 
         lowest_asking_node = min(questions)
         if lowest_asking_node < self._node:  # that launcher leads now
-            self._is_led_until = time.monotonic() + _LED_FOR_S
+            self._other_leads_until = time.monotonic() + _LED_FOR_S
 
         for node, question in questions.items():
             self._last_answered_number[node] = question["number"]
@@ -139,7 +139,8 @@ class SnapshotExchange:
         # with one call, there is no answer.
         for max_calls in _MAX_CALLS_SENT:
             text = to_json(shorten(snapshot, max_calls))
-            if self._send_answers(questions, text):
+            is_short_enough = self._send_answers(questions, text)
+            if is_short_enough:
                 break
 
     def _new_questions(self) -> dict[int, Question]:

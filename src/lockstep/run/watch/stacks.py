@@ -120,6 +120,7 @@ def user_frame(stack: Stack | None) -> Frame | None:
             if frame.file == script or not is_skipped:
                 return frame
 
+    # There are only frames of torch, and of files that are never the user's.
     return program_frames[0] if program_frames else None
 
 
@@ -241,7 +242,9 @@ def find_wait(stack: Stack | None) -> Wait | None:
     innermost = stack[0]
     if _is_communication(innermost):
         return Wait(op=_called_op(stack), context=_context(stack))
-    if _is_in(innermost, *_COMPUTING_OR_WAITING):  # such as a backward pass
+
+    # In some functions of torch, such as a backward pass, a rank may compute as well as wait.
+    if _is_in(innermost, *_COMPUTING_OR_WAITING):
         return Wait(op="", context=_context(stack), certain=False)
     return None
 
@@ -285,8 +288,9 @@ def _called_op(stack: Stack) -> str:
 
     for frame in stack[1:]:
         if _is_communication(frame):
-            # Only these files contain the operations that users call. Other communication code,
-            # such as the meeting of the ranks in `rendezvous.py`, is a part of an operation.
+            # torch's `distributed_c10d.py` and two modules of Lockstep contain the operations that
+            # users call. Other communication code, such as the meeting of the ranks in
+            # `rendezvous.py`, is a part of an operation.
             if _is_in(frame, _C10D, _SHARED_MEMORY, _ROUTING):
                 op = frame.function
             continue
@@ -316,7 +320,7 @@ def _is_communication(frame: Frame) -> bool:
     it calls, does nothing but wait for other ranks.
     """
     # In some files, all public functions wait for other ranks, apart from quick ones such as
-    # `get_rank`, which a stack hardly ever shows.
+    # `get_rank`, which a stack hardly ever shows. So do some private functions that they call.
     if _is_in(frame, *_WAITING_FILES):
         is_public = not frame.function.startswith("_")
         return is_public or _INNER_WAITING_FUNCTION.fullmatch(frame.function) is not None
@@ -345,8 +349,8 @@ def may_continue_alone(stack: Stack) -> bool:
     `torch.distributed`, in Python's `threading`, and in the idle workers of `concurrent.futures`.
     A thread with any other stack is assumed to be able to go on.
     """
-    # A thread without a stack is about to begin or to end. It has no code of the user's to run, so
-    # it does not continue.
+    # A thread without a stack is about to begin or to end. It runs no code of the user's, so it is
+    # not counted on to go on and do something.
     if not stack:
         return False
 

@@ -72,16 +72,17 @@ def find_straggler(snapshot: Snapshot) -> Verdict | None:
         if not collectives:
             continue
 
-        end_s = collectives[-1].begin_s
-        recorded_s = end_s - collectives[0].begin_s
+        latest_call_s = collectives[-1].begin_s
+        recorded_s = latest_call_s - collectives[0].begin_s
 
         # The whole window is judged first, and then its second half, so that a single long stall in
         # the first half cannot hide a straggler that came after it.
         later_half_s = min(WINDOW_MAX_S, recorded_s) / 2
         for window_s in (WINDOW_MAX_S, later_half_s):
-            window = [
-                collective for collective in collectives if end_s - collective.begin_s <= window_s
-            ]
+            window = []
+            for collective in collectives:
+                if latest_call_s - collective.begin_s <= window_s:
+                    window.append(collective)
             verdict = _judge_window(window, snapshot)
             if verdict is not None:
                 return verdict
@@ -180,7 +181,8 @@ def _rank_that_stands_out(window: Sequence[_Collective]) -> int | None:
     # longest waits may be stalls that came in addition, so the third longest is compared.
     third_wait = waits[2]
     tenth_wait = waits[STRAGGLER_MIN_LATE_ARRIVALS - 1]
-    if tenth_wait <= MIN_RATIO_OF_TENTH_TO_THIRD_WAIT * third_wait:
+    has_only_few_long_waits = tenth_wait <= MIN_RATIO_OF_TENTH_TO_THIRD_WAIT * third_wait
+    if has_only_few_long_waits:
         return None
 
     # If another rank causes much of the waiting too, the ranks may simply take turns being slow.

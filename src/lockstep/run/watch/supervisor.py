@@ -132,9 +132,9 @@ class Supervisor:
         A rank may be quiet for `HangRules.after` seconds, or for the time of `_QUIET_AFTER_STEPS`
         of its own steps if that is longer. In the second case, the extra time is subtracted:
 
-            steps take    after    may be quiet for    has been quiet for    result
-            1 s           10 s     10 s                12 s                  12 s
-            5 s           10 s     20 s                12 s                  2 s
+            steps take    after    may be quiet for     has been quiet for    result
+            1 s           10 s     10 s                 12 s                  12 s
+            5 s           10 s     20 s, for 4 steps    12 s                  2 s
 
         Returns:
             The longest result of all ranks, to be compared with `HangRules.after`.
@@ -208,6 +208,7 @@ class Supervisor:
         # The stacks of calls are only worth stopping the ranks for if they cannot go on anyway.
         if verdict.fatal:
             verdict = self._add_stacks_of_calls(verdict, earlier, later)
+        # The journal gets the text in English, and the console in the user's language.
         self._report(render(verdict), render(verdict, translate))
 
     def _add_stacks_of_calls(self, verdict: Verdict, earlier: Snapshot, later: Snapshot) -> Verdict:
@@ -219,14 +220,15 @@ class Supervisor:
         """
         snapshot_with_stacks = self._take_snapshot(call_stacks=True)
         if snapshot_with_stacks is not None:
+            # Judge again from the same earlier snapshot: a rank that has moved since then shows it.
             waited_s = time.monotonic() - self._moved_at
             verdict_with_stacks = hang.find(earlier, snapshot_with_stacks, waited_s)
 
             # If the new verdict is of another kind, a rank has moved or ended meanwhile. Then the
             # first verdict stands.
             if verdict_with_stacks is not None and verdict_with_stacks.kind == verdict.kind:
-                # It was found when the first verdict was, which is compared with the times at which
-                # ranks have ended.
+                # Keep the time at which the first verdict was found: a comparison with the times at
+                # which ranks have ended shows what came first.
                 verdict = replace(verdict_with_stacks, found_at=verdict.found_at)
                 later = snapshot_with_stacks
 
@@ -251,7 +253,8 @@ class Supervisor:
         Returns:
             True if the verdict must be reported. It is then marked as reported.
         """
-        # How long it had lasted at the last report; 0 if it has not been reported, so that it is.
+        # How long the wait had lasted at its last report. It may have been reported by either of
+        # its two keys. If by neither, this is 0, and the wait is reported now.
         keys = self._keys_of_wait(verdict)
         last_reported_s = max(self._reported_s.get(key, 0.0) for key in keys)
         if lasted_s < _REPORT_AGAIN_FACTOR * last_reported_s:
@@ -265,10 +268,10 @@ class Supervisor:
         """Returns two keys of a wait. Two verdicts that have one of them in common are on the same
         wait.
 
-        - The first key is the same if all ranks are at the same lines in both verdicts. Ranks may
-          have moved between the verdicts: in a loop, the same rank may be late again and again.
-        - The second key is the same if no rank has moved between the verdicts. Some ranks may be at
-          other lines all the same, such as one that polls in a loop.
+        - The first key is the same if all ranks are at the same lines in both verdicts, even if
+          ranks have moved between them. In a loop, the same rank may be late again and again.
+        - The second key is the same if no rank has moved between the verdicts, even if some ranks
+          are at other lines. A rank may poll in a loop, for example.
         """
         lines = tuple(row.line for row in verdict.rows)
         key_by_lines = (verdict.kind, verdict.ranks, lines)
@@ -306,7 +309,7 @@ class Supervisor:
 
         # A wait is reported again when it has lasted four times as long as at the last report. But
         # one report of a straggler is enough. So each of its verdicts is given the same duration,
-        # 1 s, and only one with ranks at other lines is reported again.
+        # 1 s, and is never due again. If the ranks are at other lines, it counts as another wait.
         if self._mark_reported_if_due(verdict, lasted_s=1.0):
             self._report(render(verdict), render(verdict, translate))
 

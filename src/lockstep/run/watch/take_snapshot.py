@@ -110,11 +110,11 @@ class _Request:
         is_dead = process_state is not None and process_state in _DEAD_STATES
 
         self._main_thread = 0 if heartbeat is None else heartbeat.main_thread
-        self._cannot_react = has_ended or is_stopped or process_state == _ZOMBIE_STATE
+        self._has_ended_or_is_stopped = has_ended or is_stopped or process_state == _ZOMBIE_STATE
         self._handles_stack_signals = (
-            status is not None and status.shows_stacks and not self._cannot_react
+            status is not None and status.shows_stacks and not self._has_ended_or_is_stopped
         )
-        self._earlier_main_switches = None if status is None else status.main_switches
+        self._earlier_context_switches = None if status is None else status.main_context_switches
         """How often the main thread had given up its processor when the request was sent."""
         self._stacks_offset: int | None = None
         """The offset in the file at which the stacks that a signal asked for begin; None before."""
@@ -137,13 +137,16 @@ class _Request:
     @property
     def is_complete(self) -> bool:
         """True if everything that the rank was asked for has arrived."""
-        # `answered` is False from the request to the answer, and then True.
+        # `answered` has three values:
+        #
+        #     False    the rank was asked, and has not answered yet
+        #     True     it has answered
+        #     None     it could not be asked, or its answer could not be read
         answered = self.state.answered
         if answered is not None:
             return answered
 
-        # It is None for a rank that could not be asked, or whose answer could not be read. All that
-        # such a rank can give is a stack, if it handles the stack signals.
+        # All that such a rank can give is a stack, if it handles the stack signals.
         has_stack = self.state.stack is not None
         return has_stack or not self._handles_stack_signals
 
@@ -155,10 +158,10 @@ class _Request:
         Args:
             call_stacks: whether to ask for the stack of each recorded call too.
         """
-        # If the number of steps is known, there is a heartbeat, so the rank has a probe. The probe
+        # The number of steps is known if the rank has a probe, which writes the heartbeat. A probe
         # has also started the thread that answers.
         has_answering_thread = self.state.steps is not None
-        if self._cannot_react or not has_answering_thread:
+        if self._has_ended_or_is_stopped or not has_answering_thread:
             return
 
         try:
@@ -189,7 +192,7 @@ class _Request:
             has_answering_thread = self.state.answered is not None
 
             signal_number = harmless_stack_signal(
-                self.state.pid, self._earlier_main_switches, answers=has_answering_thread
+                self.state.pid, self._earlier_context_switches, answers=has_answering_thread
             )
             if signal_number is None:  # no signal is harmless now
                 return
@@ -216,8 +219,9 @@ class _Request:
             file.seek(offset)
             text = file.read().decode(errors="replace")
 
-        # The signal handler writes piece by piece. It is done if nothing has been added since the
-        # last look, 0.02 s ago. (At the first look, the length from before is -1.)
+        # The signal handler writes piece by piece, and this is called every 0.02 s until it is
+        # done. It is done if nothing has been added since the last call. (Before the first call,
+        # the length is -1.)
         if len(text) == self._stacks_length:
             stack = parse_stack(text, self._main_thread)
             self.state = replace(self.state, stack=stack)

@@ -80,13 +80,7 @@ class WaitGraph:
             table: the calls of all ranks.
             never_waiting: ranks that are treated as if they did not wait.
         """
-        # Among thousands of ranks, most wait for the same ranks, so they share one set, in two
-        # ways: 1. Ranks in the same wait have the same key, for which the set is computed once.
-        awaited_by_key: dict[object, frozenset[int]] = {}
-
-        # 2. Ranks in different waits may wait for the same ranks. Of equal sets, the first is kept.
-        unique_sets: dict[frozenset[int], frozenset[int]] = {}
-
+        shared_sets = _SharedSets(activities, table)
         for rank, activity in activities.items():
             may_wait = activity.kind in (Kind.WAITING, Kind.PERHAPS_WAITING)
             if not may_wait or rank in never_waiting:
@@ -97,21 +91,18 @@ class WaitGraph:
             if not calls and sender is None:
                 self.partners_unknown.add(rank)
 
-            key = _identify_wait(activity, calls, sender)
-            if key not in awaited_by_key:
-                new_set = frozenset(_awaited_ranks(activity, activities, table))
-                awaited_by_key[key] = unique_sets.setdefault(new_set, new_set)
-            awaited = awaited_by_key[key]
-
-            is_mismatched = any(table.is_mismatched(call) for call in calls)
-            if is_mismatched:
+            call_cannot_complete = any(table.is_mismatched(call) for call in calls)
+            if call_cannot_complete:
                 self.mismatched.add(rank)
 
+            # The set may contain this rank, as ranks share it. But no rank waits for itself.
+            awaited = shared_sets.awaited_ranks(activity, calls, sender)
+            another_rank_is_missing = _has_other_rank(awaited, rank)
+
             # A rank that is PERHAPS_WAITING may be blocked by something else. It is treated as
-            # waiting if its call cannot complete, or if another rank has not made this call yet. (A
-            # set that several ranks share may contain this rank, which does not wait for itself.)
-            is_certain = activity.kind is Kind.WAITING
-            if is_certain or is_mismatched or _has_other_rank(awaited, rank):
+            # waiting if there is a reason for that.
+            certainly_waits = activity.kind is Kind.WAITING
+            if certainly_waits or call_cannot_complete or another_rank_is_missing:
                 self.waits_for[rank] = awaited
 
     def _free_ranks(self, remaining: set[int]) -> set[int]:
@@ -136,14 +127,48 @@ class WaitGraph:
         return free_ranks
 
 
+class _SharedSets:
+    """Computes the sets of awaited ranks, of which ranks that wait for the same ranks share one.
+
+    Among thousands of ranks, most wait for the same ranks.
+
+    Args:
+        activities: what each rank does.
+        table: the calls of all ranks.
+    """
+
+    def __init__(self, activities: Mapping[int, Activity], table: CallTable) -> None:
+        self._activities = activities
+        self._table = table
+        self._set_of_wait: dict[object, frozenset[int]] = {}
+        """The set for each key of `_identify_wait`."""
+        self._unique_sets: dict[frozenset[int], frozenset[int]] = {}
+        """The first of all sets that are equal, by itself."""
+
+    def awaited_ranks(
+        self, activity: Activity, calls: Sequence[CollectiveCall], sender: int | None
+    ) -> frozenset[int]:
+        """Returns the ranks that a waiting rank waits for; see `_identify_wait` for the arguments.
+
+        The set is computed once for all ranks in the same wait. It may contain the rank itself.
+        """
+        key = _identify_wait(activity, calls, sender)
+        if key not in self._set_of_wait:
+            new_set = frozenset(_awaited_ranks(activity, self._activities, self._table))
+
+            # Ranks in different waits may wait for the same ranks. Of equal sets, keep the first.
+            self._set_of_wait[key] = self._unique_sets.setdefault(new_set, new_set)
+        return self._set_of_wait[key]
+
+
 def build_wait_graph(activities: Mapping[int, Activity], table: CallTable) -> WaitGraph:
     """Builds the graph of which rank waits for which.
 
     A rank that is `PERHAPS_WAITING` is blocked in a line of the user's code after it called a
     collective. It may wait for that collective or for anything else, so it is not called deadlocked
     unless its call is mismatched. If such ranks seem deadlocked, the graph is built again as if
-    they did not wait: others may still wait for them, but they wait for nobody. Once is enough, as
-    the second graph has fewer waits, and so no deadlocked ranks that the first one did not have.
+    they did not wait: others may still wait for them, but they wait for nobody. Once is enough:
+    with fewer waits, no rank becomes deadlocked that was not deadlocked before.
     """
     graph = WaitGraph(activities, table)
     doubtful_ranks = set()
@@ -168,7 +193,9 @@ def _calls_waited_in(activity: Activity) -> list[CollectiveCall]:
         return []
 
     calls = [call for call in activity.state.pending_calls() if not call.p2p]
-    if activity.call not in calls:  # recorded as completed, but the stack shows that it still waits
+
+    # The stack may show that the rank still waits in a call that is recorded as completed.
+    if activity.call not in calls:
         calls.append(activity.call)
     return calls
 
@@ -192,7 +219,8 @@ def _identify_wait(
 ) -> object:
     """Returns a key that is equal for all ranks that wait for the same ranks.
 
-    The keys are of different types, so that those of different kinds of waits are never equal.
+    Keys of different kinds of waits are never equal: they are of different types, and
+    `_SEND_OR_RECEIVE` is an object of its own.
 
     Args:
         activity: what a waiting rank does.
@@ -225,6 +253,7 @@ def _awaited_ranks(
         activities: what each rank does, including this one.
         table: the calls of all ranks.
     """
+    # 1. In known calls, it waits for the ranks that have not made them yet.
     calls = _calls_waited_in(activity)
     if calls:
         awaited = set()
@@ -232,17 +261,19 @@ def _awaited_ranks(
             awaited |= table.missing_ranks(call)
         return awaited
 
+    # 2. In a receive from a known sender, it waits for that rank.
     sender = _sender_waited_for(activity, table)
     if sender is not None:
         return {sender}
 
-    # In a send or receive with an unknown partner, it waits for one rank, which may be any of them.
-    # The result includes the rank itself, as the caller uses it for all ranks in such a wait.
+    # 3. In a send or receive with an unknown partner, it waits for one rank, which may be any of
+    # them. The result includes the rank itself: all ranks in such a wait share one set, and each of
+    # them may be the partner of another.
     if activity.waits_in_p2p:
         return set(activities)
 
-    # Without a recorded call, the rank is assumed to wait for those that are in another function,
-    # or that create another group.
+    # 4. Without a recorded call, the rank is assumed to wait for those that are in another
+    # function, or that create another group.
     awaited = {
         rank for rank, other in activities.items() if not _wait_for_the_same(activity, other)
     }
@@ -310,7 +341,8 @@ def recognize_gpu_wait(earlier: RankState, activity: Activity, table: CallTable)
         if not is_the_same:
             continue
         for call in batch:
-            sender = table.awaited_sender(activity.state.rank, call)  # None for a send
+            # For a send, and for a receive whose sender has come, there is no awaited sender.
+            sender = table.awaited_sender(activity.state.rank, call)
             if sender is not None:
                 return replace(activity, kind=Kind.WAITING, call=call)
 
@@ -355,6 +387,7 @@ def recognize_possible_progress(
     result = dict(activities)
     for rank in graph.deadlocked:
         activity = activities[rank]
+        # The timeout ends the wait whether or not another rank helps, so this case comes first.
         if activity.call is not None and table.has_short_timeout(activity.call):
             result[rank] = replace(activity, kind=Kind.LIMITED)
             continue
@@ -362,7 +395,7 @@ def recognize_possible_progress(
         if rank not in helpful_ranks:
             continue
         for thread_stack in activity.state.threads or ():
-            # A thread that waits for nothing may come to the call.
+            # A thread that does not wait for others may go on until it makes the call.
             if stacks.may_continue_alone(thread_stack):
                 state = replace(activity.state, stack=thread_stack)
                 result[rank] = Activity(state, Kind.MAY_COME)
@@ -395,7 +428,8 @@ def _ranks_whose_call_would_help(
     for call in completable_calls.values():
         helpful_ranks |= table.missing_ranks(call)
 
-    # 2. The call of the others is not known. All ranks that they are assumed to wait for may help.
+    # 2. The partners of the other deadlocked ranks are not known. All ranks that these ranks are
+    # assumed to wait for may help.
     return helpful_ranks | _assumed_partners(graph)
 
 
@@ -430,6 +464,7 @@ def _completable_calls(activity: Activity, table: CallTable) -> list[CollectiveC
     """
     calls = _calls_waited_in(activity)
 
+    # `calls` begins with the oldest call, so the first mismatched one of each group is found first.
     first_mismatched_seq: dict[str, int] = {}  # by the key of the group
     for call in calls:
         if call.key not in first_mismatched_seq and table.is_mismatched(call):
