@@ -47,10 +47,10 @@ def samples(count: int) -> TensorDataset:
     return TensorDataset(images, torch.randint(0, 3, (count,), generator=generator))
 
 
-def train(**options: Any) -> tuple[str, list[float]]:
+def train(virtual_ranks: int = 5, **options: Any) -> tuple[str, list[float]]:
     """Two epochs of three global batches, the last of them short; weights and losses."""
     micro_batch_size = options.pop("micro_batch_size", None)
-    with lockstep.init(seed=3, virtual_ranks=5, **options) as world:
+    with lockstep.init(seed=3, virtual_ranks=virtual_ranks, **options) as world:
         model = Net()
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
@@ -101,6 +101,14 @@ def test_bits_do_not_depend_on_shares_or_shards(
     env: dict[str, str], on_one_process: tuple[str, list[float]]
 ) -> None:
     assert run_ranks(train, 4, env=env) == [on_one_process] * 4
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "hsdp:shard_size=3"])
+def test_bits_on_six_processes(strategy: str) -> None:
+    """Of 10 virtual ranks, 5 and 6 are on one of them: these are in no subtree of their own."""
+    (alone,) = run_ranks(train, 1, 10)
+    assert run_ranks(train, 6, 10, env={"LOCKSTEP_STRATEGY": strategy}) == [alone] * 6
 
 
 def train_with(precision: str, micro_batch_size: int | None) -> tuple[str, list[float]]:
@@ -215,9 +223,12 @@ def refusals() -> list[str]:
         {"strategy": "diloco"},
         {"strategy": "ddp:find_unused_parameters=true"},
         {"strategy": "fsdp:find_unused_parameters=true"},
+        {"strategy": "ddp:compress=bf16"},
+        {"strategy": "fsdp:accumulate_shards=true"},
         {"strategy": lockstep.strategies.HSDP(shard_size=1)},
         {"virtual_ranks": 1},
         {"shares": "9:1"},
+        {"shares": "auto"},
         {"micro_batch_size": "auto"},
     ):
         with pytest.raises(SettingError) as error:
@@ -253,9 +264,12 @@ def test_what_cannot_have_the_same_bits_is_refused() -> None:
         "virtual_ranks=4 with strategy='diloco'",
         "virtual_ranks=4 with strategy='ddp:find_unused_parameters=true'",
         "virtual_ranks=4 with strategy='fsdp:find_unused_parameters=true'",
+        "virtual_ranks=4 with strategy='ddp:compress=bf16'",
+        "virtual_ranks=4 with strategy='fsdp:accumulate_shards=true'",
         "virtual_ranks=4 with strategy='hsdp:shard_size=1'",
         "virtual_ranks=1",
         "virtual_ranks=4",
+        "virtual_ranks=4 with shares='auto'",
         "virtual_ranks=4 with micro_batch_size='auto'",
         "virtual_ranks for a stream with shard=",
         "optimizer.step(closure) with virtual_ranks",

@@ -132,6 +132,13 @@ class DDP(base.Strategy):
                 "every virtual rank has to use all parameters, so that its gradient has its place "
                 "in the sum",
             )
+        if self.compress is not None and not run.settings.uncompressed:
+            base.refuse_virtual_ranks(
+                run,
+                f"{self.name}:compress={self.compress}",
+                "what compression loses depends on the ranks",
+                "leave compress out, or leave virtual_ranks out",
+            )
         return replace(super().plan(run), can_autotune=True, static_graph=self.static_graph)
 
     def wrap(self, module: nn.Module, run: Run) -> base.PreparedModule:
@@ -305,9 +312,6 @@ class DDP(base.Strategy):
         if self.compress is None or run.settings.uncompressed:
             return None
 
-        base.refuse_virtual_ranks(
-            run, f"ddp:compress={self.compress}", "what compression loses depends on the ranks"
-        )
         if self.compress != "bf16" and run.settings.precision == "fp16":
             raise SettingError(
                 f"compress={self.compress!r} with precision='fp16'",
