@@ -118,6 +118,25 @@ class Letters(nn.Module):
         return self.out(self.embed(ids))
 
 
+class Penalised(nn.Module):
+    """A critic whose gradient by its input is part of the loss, which is differentiated twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(LENGTH, 8), nn.Tanh(), nn.Linear(8, 3))
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+        return self.layers(x.double().reshape(len(x), -1))
+
+
+def loss_with_gradient_penalty(model: Any, x: Tensor, lengths: Tensor, labels: Tensor) -> Tensor:
+    x = x.double().requires_grad_()
+    output = model(x, lengths)
+    (gradient,) = torch.autograd.grad(output.sum(), x, create_graph=True)
+    penalty = (gradient.norm(dim=1) - 1).square().mean()
+    return cross_entropy(output, labels) + penalty
+
+
 def loss_in_the_loop(model: Any, ids: Tensor, lengths: Tensor, labels: Tensor) -> Tensor:
     """CTCLoss, a reshape with -1, the longest sample and the largest output."""
     flat = ids.view(ids.size(0), -1)
@@ -131,7 +150,7 @@ def loss_in_the_loop(model: Any, ids: Tensor, lengths: Tensor, labels: Tensor) -
     return loss + output.reshape(len(output), -1).amax(1).mean()
 
 
-MODELS = [Normalised, Reshapes, Padded, Packed, Connectionist, Letters]
+MODELS = [Normalised, Reshapes, Padded, Packed, Connectionist, Letters, Penalised]
 
 
 def build(kind: type[nn.Module]) -> nn.Module:
@@ -147,6 +166,8 @@ def loss_of(model: Any, batch: Any) -> Tensor:
         return loss
     if isinstance(inner, Letters):
         return loss_in_the_loop(model, ids, lengths, labels)
+    if isinstance(inner, Penalised):
+        return loss_with_gradient_penalty(model, ids, lengths, labels)
     return cross_entropy(model(ids, lengths), labels)
 
 

@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.overrides import get_default_nowrap_functions
 
 from lockstep.batch.pytree import map_tensors, tensors
@@ -255,6 +254,23 @@ def _offset_of_last_element(tensor: Tensor, shape: list[int]) -> int:
     return offset
 
 
+class _ZeroGradient(torch.autograd.Function):
+    """Zeros of a shape in place of a gradient, still connected with it.
+
+    A gradient penalty differentiates a gradient once more. The second backward pass then has to
+    reach all parameters that it reaches on ranks with samples, so the zeros are no constant.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, gradient: Tensor, shape: torch.Size) -> Tensor:
+        ctx.shape = gradient.shape
+        return gradient.new_zeros(shape)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return _ZeroGradient.apply(gradient, ctx.shape), None  # type: ignore[no-untyped-call]
+
+
 class _AddRow(torch.autograd.Function):
     """Replaces a tensor without rows by a row; the tensor gets an empty gradient."""
 
@@ -264,9 +280,8 @@ class _AddRow(torch.autograd.Function):
         return row
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient.new_zeros(ctx.shape), None
+        return _ZeroGradient.apply(gradient, ctx.shape), None  # type: ignore[no-untyped-call]
 
 
 class _CutRows(torch.autograd.Function):
@@ -291,6 +306,5 @@ class _CutRows(torch.autograd.Function):
         return without_rows
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient.new_zeros(ctx.shape), None
+        return _ZeroGradient.apply(gradient, ctx.shape), None  # type: ignore[no-untyped-call]
