@@ -33,6 +33,7 @@ from torch.distributed.elastic.rendezvous import (
 )
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
+from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
 
@@ -619,6 +620,28 @@ def test_a_backward_pass_is_seen():
     (x * 2).backward()
     assert seen == [True]
     assert not torch_compat.in_backward_pass()
+
+
+def test_a_loss_function_that_sums_says_over_how_many_rows():
+    scores = torch.rand(4, 3, requires_grad=True)
+    labels, targets = torch.tensor([0, 1, 2, 0]), torch.rand(4, 3)
+    assert torch.nn._reduction.get_enum("sum") == 2
+    for function, target in [
+        (functional.cross_entropy, labels),
+        (functional.mse_loss, targets),
+        (functional.binary_cross_entropy, targets),
+        (functional.binary_cross_entropy_with_logits, targets),
+        (functional.smooth_l1_loss, targets),
+        (functional.huber_loss, targets),
+    ]:
+        summed = function(scores, target, reduction="sum")
+        assert torch_compat.rows_summed_by_loss_function(summed.grad_fn) == 4, function
+        mean = function(scores, target)
+        assert torch_compat.rows_summed_by_loss_function(mean.grad_fn) == 0, function
+        assert torch_compat.rows_summed_by_loss_function((summed / 4).grad_fn) == 0
+        node = summed.grad_fn
+        summed.backward()
+        assert torch_compat.rows_summed_by_loss_function(node) == 0
 
 
 def test_a_function_that_is_transformed_is_seen():

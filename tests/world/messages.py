@@ -288,6 +288,12 @@ MESSAGES: dict[str, str] = {
         "  do:    give the model to world.prepare with its optimizer, and use what it returns: model, optimizer = world.prepare(model, optimizer)\n"
         "  more:  [LS311: lockstep explain LS311]"
     ),
+    "loss that sums": (
+        'world.backward of a loss with reduction="sum"\n'
+        "  found: NllLoss sums over the 4 samples of this part of the global batch, which has 8; the losses of the parts are averaged, so the gradients get smaller with each further rank or micro-batch\n"
+        '  do:    use reduction="mean", or divide the loss by the number of its samples: loss / max(1, len(x))\n'
+        "  more:  [LS202: lockstep explain LS202]"
+    ),
     "nothing prepared": (
         "training without world.prepare\n"
         "  found: optimizers made 3 steps on this rank, and there was no collective between them on any rank: unless the script exchanges gradients in another way, each process has trained a model of its own\n"

@@ -158,6 +158,18 @@ def optimizer_of_more_than_the_model(world: lockstep.World) -> None:
     train(world, model, both, loss_of=lambda model, x, y: F.cross_entropy(head(model(x)), y))
 
 
+def loss_that_sums(world: lockstep.World) -> None:
+    """A sum over the samples, beside a penalty that is no sum over them."""
+    model, loader = mlp(), world.loader(tensors(24), 8)
+    model, optimizer = world.prepare(model, sgd(model))
+    for x, y in loader:
+        penalty = sum(p.square().sum() for p in model.parameters())
+        loss = F.cross_entropy(model(x), y, reduction="sum") + 1e-4 * penalty
+        world.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 def evaluation_loader_not_prepared(world: lockstep.World) -> None:
     model = trained(world)
     world.sum(hits(model, plain_test()))
@@ -239,6 +251,7 @@ MISTAKES: dict[Use, str] = {
     model_not_prepared: f"LS311 {_BACKWARD}",
     model_not_prepared_in_a_short_training: f"LS311 {_BACKWARD}",
     nothing_prepared: "LS311 optimizer.step()",
+    loss_that_sums: f"LS202 {_BACKWARD}",
     discriminator_not_prepared: "LS311 world.backward(fake - real)",
     optimizer_not_prepared: "LS407 optimizer.step()",
     optimizer_that_was_given: "LS407 optimizer.step()",
@@ -529,12 +542,31 @@ def ddp_by_hand_and_nothing_prepared(world: lockstep.World) -> None:
     model.reducer = model.logger = model.process_group = None
 
 
+def sum_that_is_divided(world: lockstep.World) -> None:
+    """Sums that the script divides, and one over something else than the samples."""
+    model, loader = mlp(), world.loader(tensors(24), 8)
+    model, optimizer = world.prepare(model, sgd(model))
+    prototypes = torch.ones(5, 6).double()
+    for x, y in loader:
+        scores = model(x)
+        losses = [
+            F.cross_entropy(scores, y, reduction="sum") / max(1, len(x)),
+            F.cross_entropy(scores, y)
+            + F.mse_loss(model(prototypes), torch.zeros(5, 4).double(), reduction="sum"),
+            F.cross_entropy(scores, y, reduction="none").sum() * (1 / max(1, len(x))),
+        ]
+        world.backward(sum(losses))
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 def rank_0_trains_alone(world: lockstep.World) -> None:
     if world.is_main:
         plain_training(mlp())
 
 
 HONEST: list[Use] = [
+    sum_that_is_divided,
     averaged_by_hand_and_nothing_prepared,
     ddp_by_hand_and_nothing_prepared,
     rank_0_trains_alone,
@@ -561,6 +593,8 @@ HONEST: list[Use] = [
     plain_pass_before_a_prepared_one,
 ]
 ALWAYS_TRIED: list[Use] = [
+    loss_that_sums,
+    sum_that_is_divided,
     nothing_prepared,
     averaged_by_hand_and_nothing_prepared,
     ddp_by_hand_and_nothing_prepared,

@@ -703,6 +703,28 @@ def in_backward_pass() -> bool:
     return torch._C._current_graph_task_id() != -1  # -1: this thread runs none
 
 
+def rows_summed_by_loss_function(node: Any) -> int:
+    """Returns the number of rows that a loss function has added up with `reduction="sum"`.
+
+    Args:
+        node: a node of autograd's graph, for example the `grad_fn` of a loss.
+
+    Returns:
+        The size of the first dimension of the loss function's input. 0 if the node is that of
+        another function, or of another reduction.
+    """
+    sum_reduction = 2  # torch.nn._reduction.get_enum("sum")
+    if getattr(node, "_saved_reduction", None) != sum_reduction:
+        return 0
+
+    # Torch releases the input in the backward pass, after which it raises a RuntimeError.
+    try:
+        predictions: Tensor = node._saved_self
+    except RuntimeError:
+        return 0
+    return len(predictions) if predictions.dim() > 0 else 0
+
+
 def storage_reference(tensor: Tensor) -> Any:
     """Returns a weak reference to the storage of a dense tensor, which can be a key of a dict.
 

@@ -12,12 +12,14 @@ from lockstep.extensions.checks.parameters import ParameterCheck
 from lockstep.extensions.checks.preparation import PreparationCheck
 from lockstep.extensions.checks.replicas import ReplicaCheck
 from lockstep.extensions.checks.sum_of_means import SumOfMeansCheck
+from lockstep.extensions.checks.summed_loss import SummedLossCheck
 from lockstep.extensions.checks.unit_order import UnitOrderCheck
 from lockstep.extensions.checks.unprepared_sum import UnpreparedSumCheck
 from lockstep.extensions.checks.unprepared_training import UnpreparedTrainingCheck
 
 CHECKS: tuple[type[Check], ...] = (
     LossCheck,
+    SummedLossCheck,
     GradientVersionCheck,
     UnitOrderCheck,
     ParameterCheck,
