@@ -35,12 +35,11 @@ def check_reference(
     Raises:
         UsageError: The reference failed, made no step, or does not use Lockstep.
     """
-    # `lockstep verify` ends a script with an error when it starts ranks of its own.
-    was_ended_for_own_ranks = _has_started_own_ranks(reference)
-    if was_ended_for_own_ranks:
-        found = _describe_failure(reference)
-        advice = OWN_PROCESSES_HINT
-    elif reference.error:
+    # `lockstep verify` has ended the script, because it starts ranks of its own.
+    if _has_started_own_ranks(reference):
+        raise UsageError(was_set, _aligned(_describe_failure(reference)), OWN_PROCESSES_HINT)
+
+    if reference.error:
         found = _describe_failure(reference)
         is_fp64 = reference.config.precision == "fp64"
         if is_fp64 and _DTYPE_ERROR.search(reference.error):
@@ -59,17 +58,19 @@ def check_reference(
     else:
         return
 
-    # A script that failed, or made no step in this process, may train in another process that it
-    # has started. In the first case above, the error says so already.
+    # The script has made no step in this process, but has started others. It may train in these.
     may_train_elsewhere = bool(reference.own_process_line) and not reference.updates
-    if may_train_elsewhere and not was_ended_for_own_ranks:
+    if may_train_elsewhere:
         line = reference.own_process_line
         found = f"{found.rstrip()}\nit started processes of its own, which are not seen: {line}"
         advice = f"{OWN_PROCESSES_HINT}; else {advice}"
 
-    # Further lines are aligned with the first one, which follows "  found: ".
-    indented = found.rstrip().replace("\n", "\n         ")
-    raise UsageError(was_set, indented, advice)
+    raise UsageError(was_set, _aligned(found), advice)
+
+
+def _aligned(found: str) -> str:
+    """Indents all lines but the first one, which follows "  found: ", to align them with it."""
+    return found.rstrip().replace("\n", "\n         ")
 
 
 def _has_started_own_ranks(reference: RunRecord) -> bool:
