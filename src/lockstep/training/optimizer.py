@@ -360,14 +360,14 @@ class PreparedOptimizer(_DelegatesToInner, Optimizer):
             self._key_of_postponed_clearing = self._key_of_latest_call
             return
 
-        # Otherwise the gradients are cleared below. Some of the micro-batches before the present
-        # step may have been trained already, so that it will lack their gradients. Note this step:
-        # if it is made, `_take_step` counts it as incomplete. If the loop leaves it out, for
+        # Otherwise the gradients are cleared below. The present step may still need them: it has
+        # several micro-batches, of which some have had their backward pass. Note this step. If it
+        # is made all the same, `_take_step` counts it as incomplete. If the loop leaves it out, for
         # example because a loss was not finite, the note has no effect.
         present_step = self._step.key
         was_made = self._key_of_latest_step == present_step
-        lacks_gradients = self.num_backwards > 0 and not was_made
-        if lacks_gradients and not self._step.micro_batch.is_only_of_step:
+        needs_gradients = self.num_backwards > 0 and not was_made
+        if needs_gradients and not self._step.micro_batch.is_only_of_step:
             self._key_of_incomplete_step = present_step
 
         if set_to_none and self._has_plain_zero_grad:
