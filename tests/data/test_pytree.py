@@ -19,6 +19,7 @@ from lockstep.batch.pytree import (
     all_dense,
     bytes_to_pin,
     cut_to_rows,
+    join_trees,
     map_tensors,
     move,
     pin,
@@ -214,6 +215,13 @@ def test_what_streams_cannot_share_is_found_at_any_depth(leaf):
         Held({"a": leaf}),
     ):
         assert not all_dense(batch)
+
+
+@pytest.mark.parametrize("trees", [[{}, 5], [{"x": 1}, {}], [[1], {"x": 1}], [[1, 2], [1]]])
+def test_trees_of_different_kinds_are_not_joined(trees):
+    assert join_trees([{"x": [1, 2]}, {"x": [3, 4]}], sum) == {"x": [4, 6]}
+    with pytest.raises(DataError, match="they are of different kinds: "):
+        join_trees(trees, sum)
 
 
 def test_text_and_sparse_tensors_become_empty():

@@ -294,6 +294,12 @@ def test_the_shutdown_timeout_comes_from_the_flag_or_the_variable(
             "same environment",
         ),
         (
+            f"{PYTHON}: Error while finding module specification for "
+            "'lockstep.run.machines.remote' (ModuleNotFoundError: No module named 'lockstep.run')",
+            "is not this version",
+            "the same version",
+        ),
+        (
             "Idle sessions are timed out after 15 minutes.\n" + UNKNOWN,
             "drops",
             "MaxStartups",

@@ -251,19 +251,12 @@ def join_trees(trees: Sequence[Any], join: Callable[[list[Any]], Any]) -> Any:
     if first_children is None:  # the trees are leaves
         return join(list(trees))
 
-    # A leaf of another tree is treated as an empty container. It has other keys than the first
-    # tree, unless that is an empty container, too, which is then the result.
-    children_of_trees = [children_of(tree) or {} for tree in trees]
-    if any(children.keys() != first_children.keys() for children in children_of_trees):
-        descriptions = []
-        for tree, children in zip(trees, children_of_trees, strict=True):
-            descriptions.append(f"{describe_type(tree)} of {len(children)}")
-        raise DataError(
-            "results of several devices, to be joined",
-            f"they are of different kinds: {', '.join(descriptions)}",
-            "return containers of the same length and keys whatever the samples are; what differs "
-            "from sample to sample belongs into tensors with one row a sample",
-        )
+    children_of_trees = []
+    for tree in trees:
+        children = children_of(tree)
+        if children is None or children.keys() != first_children.keys():
+            raise _different_kinds_error(trees)
+        children_of_trees.append(children)
 
     joined_children = {}
     for key in first_children:
@@ -271,6 +264,20 @@ def join_trees(trees: Sequence[Any], join: Callable[[list[Any]], Any]) -> Any:
         joined_children[key] = join_trees(children_at_key, join)
 
     return _rebuild(trees[0], joined_children)
+
+
+def _different_kinds_error(trees: Sequence[Any]) -> DataError:
+    """Returns the error of results that cannot be joined."""
+    descriptions = []
+    for tree in trees:
+        num_children = len(children_of(tree) or {})  # 0 for a leaf
+        descriptions.append(f"{describe_type(tree)} of {num_children}")
+    return DataError(
+        "results of several devices, to be joined",
+        f"they are of different kinds: {', '.join(descriptions)}",
+        "return containers of the same length and keys whatever the samples are; what differs "
+        "from sample to sample belongs into tensors with one row a sample",
+    )
 
 
 def children_of(batch: Any, *, opaque_too: bool = False) -> dict[Any, Any] | None:

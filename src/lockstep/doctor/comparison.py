@@ -386,7 +386,7 @@ def _link_problem(direction: str, link: Facts) -> Finding | None:
         do = "allow connections between the machines on all ports: Gloo and NCCL choose them"
         return Finding(ERROR, f"{direction}: {link['error']}", do)
     if link.get("stalled"):
-        found = f"{direction}: short messages arrive, long ones do not; perhaps the MTU is wrong"
+        found = f"{direction}: short messages arrive, long ones do not (perhaps the MTU is wrong)"
         do = "set the MTU of the interfaces to that of the network between them"
         return Finding(ERROR, found, do)
     return None

@@ -76,10 +76,11 @@ CAUSES_ON_HOST = (
         "have",
     ),
     Cause(
-        # The package of `lockstep.run.machines.remote` does not exist there.
+        # `lockstep` exists there, but not `lockstep.run.machines.remote`: it is an older version,
+        # the package of this name on PyPI, or an empty folder.
         r"No module named '?lockstep\.run",
-        "its Lockstep is older than this one",
-        "install the same version there, for {python}",
+        "the package `lockstep` there is not this version of Lockstep",
+        "install the same version of torch-lockstep there, for {python}",
     ),
     Cause(
         r"No module named '?lockstep|nknown option:? -P",
