@@ -47,6 +47,7 @@ from lockstep.distributed.torch_compat import copy_to_each
 from lockstep.extensions.ledger.judge import judge
 from lockstep.run.start.step_memory import StepMemory
 from lockstep.strategies import HSDP, Pipeline
+from lockstep.units import format_bytes
 
 pytestmark = pytest.mark.launcher
 THOROUGH = pytest.mark.thorough
@@ -685,6 +686,8 @@ class Brief(NamedTuple):
     kept: list[int]
     """The steps that were kept."""
     said: str
+    held: int
+    """How much memory the steps of this rank take at the end."""
 
 
 class Clock:
@@ -751,7 +754,11 @@ def train_briefly(
                     clock.step(world.step)
         except lockstep.errors.CheckpointError as raised:
             error = str(raised)
-    return Brief(error, kept, "\n".join([*said, *(str(each.message) for each in warned)]))
+        held = 0
+        if checkpoint._kept is not None:
+            held = sum(area.file_bytes for area in checkpoint._kept._own_areas)
+    lines = [*said, *(str(each.message) for each in warned)]
+    return Brief(error, kept, "\n".join(lines), held)
 
 
 @pytest.mark.parametrize(
@@ -829,7 +836,8 @@ def test_how_often_steps_are_kept(memory: dict[str, str], tmp_path: Path) -> Non
     short, _, seldom, insists, *_, changing = by_rank[0]
     assert "steps are not kept in memory: it takes" in short.said
     assert "every 5 steps, one is kept in memory from now on: that takes" in seldom.said
-    assert "every step is kept in memory: two copies" in insists.said
+    foretold = f"{format_bytes(insists.held)} for a rank at most"
+    assert f"every step is kept in memory: two copies, {foretold}" in insists.said
     assert "every 6 steps, one is kept in memory from now on: that takes 1 ms" in changing.said
     assert "every step is kept in memory from now on: that takes 0.05 ms" in changing.said
     assert changing.said.count("from now on") == 2

@@ -45,7 +45,7 @@ from lockstep.checkpoint.background_copy import BackgroundCopy
 from lockstep.checkpoint.copy_interval import CopyInterval
 from lockstep.checkpoint.kept_layout import KeptLayout, Section
 from lockstep.checkpoint.kept_reading import KeptStep, report_parts
-from lockstep.checkpoint.memory_area import Area, Seal
+from lockstep.checkpoint.memory_area import Area, Seal, size_of_area
 from lockstep.checkpoint.partner_copies import Inbox, PartnerCopies, Partners, find_partners
 from lockstep.distributed.collectives import Collectives
 from lockstep.distributed.control_groups import available_memory
@@ -376,20 +376,23 @@ class KeptSteps(Extension):
         Returns:
             The area, or None if steps are not kept, or no longer by this rank.
         """
+        is_first_copy = self._num_copies == 0
         problem: Exception | None = None
         facts: dict[str, Any] = {}
+        area_bytes = 0  # how much memory a copy takes, with its header
         try:
             facts, sections = self._take_state()
             self._layout.update(sections)  # finds the tensors to copy, and their places in an area
+            if is_first_copy:
+                area_bytes = size_of_area(len(self._header(facts)), self._layout.num_bytes)
         except Exception as error:
             problem = error
 
         # At the first copy all ranks decide together, also about the problem of one of them. They
         # may switch keeping off. Later, a rank with a problem gives up by itself, while the others
         # go on.
-        is_first_copy = self._num_copies == 0
         if is_first_copy:
-            self._agree_to_keep_steps(problem)
+            self._agree_to_keep_steps(area_bytes, problem)
         elif problem is not None:
             self._give_up(problem)
 
@@ -416,21 +419,7 @@ class KeptSteps(Extension):
         Returns:
             The area, which may not be sealed yet.
         """
-        # The header of the area describes what is copied, and which rank has copied it.
-        topology = self._topology
-        all_facts = {
-            **facts,
-            "folders": self._folders,
-            "rank": topology.rank,
-            "world_size": topology.size,
-            "machine": topology.node_rank,
-            "ranks_on_machine": topology.local_size,
-            "is_replica": self._each_machine_has_all,
-        }
-        facts_text = json.dumps(all_facts)
-        sections_text = self._layout.header_sections  # is JSON already
-        header = f'{{"facts": {facts_text}, "sections": {sections_text}}}'.encode()
-
+        header = self._header(facts)
         area_number = self._area_to_overwrite()
         area = self._own_areas[area_number]
         memory_has_moved = area.begin_writing(len(header), self._layout.num_bytes)
@@ -453,6 +442,26 @@ class KeptSteps(Extension):
         else:
             self._copy_in_background(self._background, destinations, seal)
         return area
+
+    def _header(self, facts: dict[str, Any]) -> bytes:
+        """Returns the header of an area: what is copied to it, and which rank has copied it.
+
+        Args:
+            facts: the facts of the state, see `TakenState`.
+        """
+        topology = self._topology
+        all_facts = {
+            **facts,
+            "folders": self._folders,
+            "rank": topology.rank,
+            "world_size": topology.size,
+            "machine": topology.node_rank,
+            "ranks_on_machine": topology.local_size,
+            "is_replica": self._each_machine_has_all,
+        }
+        facts_text = json.dumps(all_facts)
+        sections_text = self._layout.header_sections  # is JSON already
+        return f'{{"facts": {facts_text}, "sections": {sections_text}}}'.encode()
 
     def _copy_in_background(
         self,
@@ -592,13 +601,14 @@ class KeptSteps(Extension):
 
     # What it costs
 
-    def _agree_to_keep_steps(self, problem: Exception | None) -> None:
+    def _agree_to_keep_steps(self, area_bytes: int, problem: Exception | None) -> None:
         """Decides with the other ranks whether steps are kept, and which machines get copies.
 
         All ranks call this when they are about to keep their first step. They exchange their needs
         once, so that all of them come to the same decision.
 
         Args:
+            area_bytes: how much memory a copy of this rank takes.
             problem: the error met while the state of this rank was collected, if there was one.
 
         Raises:
@@ -609,7 +619,7 @@ class KeptSteps(Extension):
         areas_of_this_rank = self._areas_of_ranks[self._topology.local_rank]
         answers = self._collectives.exchange(
             {
-                "bytes": self._layout.num_bytes,
+                "bytes": area_bytes,
                 "held": [area.file_bytes for area in areas_of_this_rank],
                 "available": available_memory(),
                 "machine": self._topology.node_rank,

@@ -239,14 +239,12 @@ class Area:
         if header_fits and values_fit and has_same_size:
             return False
 
-        # Otherwise, everything is moved. The values get a place from which they need not be moved
-        # again, as long as their size stays the same and the header grows by no more than a half.
-        header_end = _HEADER_AT + header_bytes + header_bytes // 2
-        self.values_at = round_up(header_end, PAGE_BYTES)
+        # Otherwise, everything is moved.
+        self.values_at = _place_of_values(header_bytes)
         self._values_bytes = values_bytes
 
         # Make the area larger or smaller. If it becomes smaller, memory is returned to the system.
-        size = round_up(self.values_at + values_bytes, PAGE_BYTES)
+        size = size_of_area(header_bytes, values_bytes)
         os.truncate(self.path, size)
         self._map(size)
         return True
@@ -291,6 +289,24 @@ class Area:
         os.truncate(self.path, PAGE_BYTES)
         self._values_bytes = 0
         self._map(PAGE_BYTES)
+
+
+def size_of_area(header_bytes: int, values_bytes: int) -> int:
+    """Returns how many bytes an area takes that is made for a header and values of these sizes."""
+    return round_up(_place_of_values(header_bytes) + values_bytes, PAGE_BYTES)
+
+
+def _place_of_values(header_bytes: int) -> int:
+    """Returns the offset at which the values of an area begin.
+
+    The values get a place from which they need not be moved again, as long as their size stays the
+    same and the header grows by no more than a half.
+
+    Args:
+        header_bytes: the present length of the header.
+    """
+    header_end = _HEADER_AT + header_bytes + header_bytes // 2
+    return round_up(header_end, PAGE_BYTES)
 
 
 def read_seal(first_page: memoryview) -> Seal | None:
