@@ -40,7 +40,7 @@ from lockstep.checkpoint.kept_reading import (
 from lockstep.checkpoint.layout import step_folder
 from lockstep.checkpoint.memory_area import PAGE_BYTES, Area
 from lockstep.checkpoint.modules import plain_state_dict
-from lockstep.checkpoint.partner_copies import find_partners
+from lockstep.checkpoint.partner_copies import PartnerCopies, find_partners
 from lockstep.checkpoint.sharding import copy_to_memory
 from lockstep.distributed.topology import AREAS_PER_RANK
 from lockstep.distributed.torch_compat import copy_to_each
@@ -198,6 +198,24 @@ def test_machines_copy_in_a_ring(
     places: list[tuple[int, int]], partners: list[tuple[int, list[int]]] | None
 ) -> None:
     assert find_partners(places) == partners
+
+
+def test_an_error_of_an_exchange_is_not_that_of_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    failing = [True]
+
+    def exchange(copies: PartnerCopies, area: object, serial: int) -> None:
+        if failing.pop():
+            raise RuntimeError("the connection is broken")
+
+    monkeypatch.setattr(PartnerCopies, "_exchange", exchange)
+    copies = PartnerCopies.__new__(PartnerCopies)
+    copies._error = None
+    copies.start(None, 1)
+    with pytest.raises(RuntimeError, match="is broken"):
+        copies.wait()
+    failing.append(False)
+    copies.start(None, 2)
+    copies.wait()
 
 
 # The layout

@@ -125,6 +125,17 @@ def test_ways_of_computing_the_same(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.thorough
+def test_a_collective_that_one_rank_alone_calls_is_named(tmp_path: Path) -> None:
+    """Gloo ends rank 0 in its all-reduce, which has met one of rank 1's backward pass."""
+    script = Path(__file__).parents[1] / "verify/blind/third/wrong/w10_eval_on_main.py"
+    ended = verify(tmp_path, script)
+    assert ended.returncode == 2, ended.stdout + ended.stderr
+    assert "FIRST FAILURE: rank 0 on host" in ended.stdout
+    assert "w10_eval_on_main.py:23: dist.all_reduce(hits)" in ended.stdout
+    assert "what to do: the ranks came to this collective with tensors of other" in ended.stdout
+
+
 def test_what_cannot_be_compared_is_said(tmp_path: Path) -> None:
     (tmp_path / "fails.py").write_text("import sys\nprint('no data')\nsys.exit(5)\n")
     ended = verify(tmp_path, "fails.py")

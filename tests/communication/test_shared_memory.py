@@ -332,23 +332,29 @@ def test_who_waits_for_the_first_hears_of_an_end(victim: int) -> None:
     assert expected in failed.value.errors[1]
 
 
-def late() -> str:
+def late() -> list[str]:
+    """What rank 0 says of a rank that does not come, and of one that comes and stands still."""
+    found = []
     with lockstep.init(device="cpu") as world:
-        shared, _ = open_shared_memory(world.rank, 0, 0.01, world._run.collectives.exchange)
-        assert shared is not None
-        found = ""
-        if world.rank == 0:
-            with pytest.raises(dist.DistNetworkError) as raised:
-                shared.all_reduce(torch.zeros(3))
-            found = str(raised.value)
-        world.barrier()
-        shared.close()
-        return found
+        for other_has_come in (False, True):
+            shared, _ = open_shared_memory(world.rank, 0, 0.01, world._run.collectives.exchange)
+            assert shared is not None
+            if world.rank == 0:
+                if other_has_come:
+                    offset_of_other = shared._barrier_number_offsets[1]
+                    shared_memory.BARRIER_NUMBER.pack_into(shared._memory, offset_of_other, 1)
+                with pytest.raises(dist.DistNetworkError) as raised:
+                    shared.all_reduce(torch.zeros(3))
+                found.append(str(raised.value))
+            world.barrier()
+            shared.close()
+    return found
 
 
 def test_a_rank_that_does_not_come_is_named() -> None:
-    text = "shared memory: rank 1 did not come within 0.01 s to all_reduce number 1"
-    assert run_ranks(late, 2) == [text, ""]
+    late_ranks = ["rank 1 did not come", "all ranks have come, but one did not go on"]
+    texts = [f"shared memory: {late} within 0.01 s to all_reduce number 1" for late in late_ranks]
+    assert run_ranks(late, 2) == [texts, []]
 
 
 def fail(*_: object) -> Any:

@@ -450,6 +450,12 @@ def test_a_forward_pass_with_a_backward_pass_in_it() -> None:
         checkpoint_activations(Penalised(), budget="1GiB", example=EXAMPLE)
 
 
+def test_a_model_without_parameters_does_not_tell_how_much_memory_there_is() -> None:
+    net = nn.Sequential(nn.Tanh(), nn.Tanh())
+    with pytest.raises(SettingError, match="the model has no parameters"):
+        checkpoint_activations(net, nn.Tanh, budget="auto", example=((torch.ones(2, 3),), {}))
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_the_free_memory_of_a_gpu() -> None:

@@ -470,6 +470,15 @@ def test_what_was_run_is_told(tmp_path: Path) -> None:
     made.write(tmp_path / "cpu", 2, rows=2, device_name="EPYC")
     assert ("host", "node1: ranks 0-1", "EPYC") in run_facts(Record(tmp_path / "cpu").starts[0])
 
+    # Rank 0 is on the CPU, and the others are on GPUs.
+    about = {"device": "cuda:0", "device_name": "H100"}
+    made.write(tmp_path / "both", 3, rows=2, **about)
+    [first] = (tmp_path / "both").glob("*.rank0.record")
+    text = first.read_text().replace('"cuda:0"', '"cpu"').replace("H100", "EPYC")
+    first.write_text(text)
+    host = ("host", "node1: ranks 0-2", "EPYC, 2 × H100")
+    assert host in run_facts(Record(tmp_path / "both").starts[0])
+
 
 def test_two_runs_are_compared(tmp_path: Path) -> None:
     made.write(tmp_path / "a", 2, command=["/x/train.py", "--lr", "0.1"])

@@ -274,6 +274,14 @@ def test_parts_that_train_nothing_or_write_to_their_input_are_measured():
     assert all(cost > 0 for cost in costs)
 
 
+def test_a_model_without_parameters_is_measured():
+    costs, reason, _ = measure(
+        nn.Sequential(nn.Tanh(), nn.Tanh()), ["0", "1"], [lambda: torch.ones(2, 4)]
+    )
+    assert "measured" in reason
+    assert all(cost > 0 for cost in costs)
+
+
 class Named(nn.Sequential):
     def forward(self, *, x: torch.Tensor) -> torch.Tensor:
         return super().forward(x)

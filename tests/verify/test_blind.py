@@ -6,7 +6,8 @@ contact stand in docs/verify.md; here stands what `verify` says now.
 Each script in `blind` has one defect, which `answers.json` describes; those in `blind/right` have
 none. Two people wrote them, the second those that begin with a letter. Those in `blind/third` are
 by a third one, and those in `blind/fourth` by a fourth. `verify` still refuses r02 in float64,
-since it names dtypes itself, and names no cause of w10, in which rank 0 alone calls a collective.
+since it names dtypes itself. Of w10, in which rank 0 alone calls a collective, it shows what the
+launcher reports: the line of that collective (`tests/cli/test_verify.py`).
 """
 
 from __future__ import annotations
@@ -131,10 +132,11 @@ def test_a_defect_of_the_third_set_is_named_or_said_to_be_unknown(
 def test_ranks_that_are_not_in_the_same_collective_fail(tmp_path: Path) -> None:
     """Rank 0 evaluates alone, and an all-reduce of its evaluation meets one of another's training.
 
-    Of the two ranks one or the other sees it first; the cause is not named.
+    Rank 0 is ended by Gloo, and the other loses its connection.
     """
     verdict = _verdict(THIRD / "wrong" / "w10_eval_on_main.py", tmp_path)
-    assert verdict.word != "EQUAL"
+    assert verdict.word == "FAILED"
+    assert "the script ended with: the loss of a process" in verdict.lines()[1]
 
 
 @pytest.mark.parametrize(

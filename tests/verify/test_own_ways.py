@@ -41,7 +41,7 @@ def thorough(*words: str, nproc: int = 2, steps: int = 3) -> object:
         thorough("tensor_parallel", nproc=3),
         thorough("by_hand"),
         thorough("by_hand", nproc=3),
-        in_main("by_hand", "first"),
+        in_main("by_hand", "first", steps=9),  # to the end of the script, as by default
         thorough("by_hand", "first", nproc=3),
         in_main("probe"),
         thorough("probe", "rank=1", nproc=3),
@@ -55,6 +55,7 @@ def thorough(*words: str, nproc: int = 2, steps: int = 3) -> object:
         thorough("probe", "module", "pretrains", steps=9),
         thorough("without_modules"),
         thorough("without_modules", nproc=3),
+        thorough("without_modules", steps=9),
         thorough("without_modules", "grad", steps=9),
         thorough("helper", steps=9),
         thorough("helper", nproc=3, steps=9),

@@ -134,6 +134,18 @@ def test_a_process_that_is_lost(tmp_path: Path) -> None:
     assert recorded(tmp_path / "right", (0, None), (1, None)).error == ""
 
 
+def test_a_process_that_is_lost_before_the_others_lose_their_connection(tmp_path: Path) -> None:
+    report = "lockstep: FIRST FAILURE: rank 0\n  killed by SIGABRT\n  train.py:23: x()\n"
+
+    def start(run: Path, way: RunConfig) -> str:
+        UpdateWriter(run, 1).end(RuntimeError("Connection reset by peer"))
+        return "a line\n" * 20 + report
+
+    run = record_run(TWO, tmp_path / "run", start)
+    assert run.error == "the loss of a process"
+    assert run.output.splitlines() == report.splitlines()
+
+
 def test_a_copy_of_the_process_writes_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

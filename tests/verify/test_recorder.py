@@ -551,6 +551,21 @@ def test_batches_of_a_sampler_of_the_users_own_are_enlarged(tmp_path: Path) -> N
 
 
 @pytest.mark.thorough
+def test_a_batch_that_the_script_divides_already_is_not_to_be_enlarged(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    divided = "Batches(DistributedSampler(data), 6 // dist.get_world_size())"
+    text = OWN_BATCHES.replace("Batches(DistributedSampler(data), 6)", divided)
+    script.write_text(text.replace("assert len(loader) == 4", "pass"))
+    told = [
+        "NOT KNOWN  2 processes: with --batch-per-process one process trains 12 samples in step 1, "
+        "and 2 processes train 6 together",
+        "  do      leave --batch-per-process out if the script divides its batch size by the "
+        "number of processes itself",
+    ]
+    assert warm.verify(script, batch_times=2).lines() == told
+
+
+@pytest.mark.thorough
 def test_a_loader_that_cannot_be_enlarged_is_named(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(OWN_BATCHES)

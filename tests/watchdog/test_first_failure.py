@@ -815,6 +815,10 @@ def test_first_failure_of_each_case(name: str) -> None:
         ("ProcessGroupNCCL's watchdog got stuck for 480 seconds", "watchdog got stuck"),
         ("torch...ChildFailedError: train.py FAILED", "ChildFailedError"),
         ("rank 1 did not come within 300 s; came: rank 0", "rank 1 did not come within 300 s"),
+        (
+            "shared memory: all ranks have come, but one did not go on within 9 s to all_reduce",
+            "all ranks have come, but one did not go on within",
+        ),
         ("[Errno 32] Broken pipe", None),
         ("loss is NaN", None),
     ],

@@ -252,6 +252,79 @@ def test_a_schedule_as_long_as_the_micro_batches_is_told() -> None:
     assert second == []
 
 
+SCHEDULES = torch.optim.lr_scheduler
+ALL_SCHEDULES: dict[str, Callable[[Any], Any]] = {
+    "StepLR": lambda o: SCHEDULES.StepLR(o, 2),
+    "MultiStepLR": lambda o: SCHEDULES.MultiStepLR(o, [2, 5]),
+    "ConstantLR": lambda o: SCHEDULES.ConstantLR(o, 0.5, 3),
+    "LinearLR": lambda o: SCHEDULES.LinearLR(o, 0.5),
+    "PolynomialLR": lambda o: SCHEDULES.PolynomialLR(o, 6),
+    "ExponentialLR": lambda o: SCHEDULES.ExponentialLR(o, 0.9),
+    "CosineAnnealingLR": lambda o: SCHEDULES.CosineAnnealingLR(o, 20),
+    "CosineAnnealingWarmRestarts": lambda o: SCHEDULES.CosineAnnealingWarmRestarts(o, 3),
+    "OneCycleLR": lambda o: SCHEDULES.OneCycleLR(o, 0.1, total_steps=10),
+    "CyclicLR": lambda o: SCHEDULES.CyclicLR(o, 0.01, 0.1, 2, cycle_momentum=False),
+    "LambdaLR": lambda o: SCHEDULES.LambdaLR(o, lambda step: 0.9**step),
+    "MultiplicativeLR": lambda o: SCHEDULES.MultiplicativeLR(o, lambda step: 0.9),
+    "ReduceLROnPlateau": lambda o: SCHEDULES.ReduceLROnPlateau(o, patience=1),
+    "SequentialLR": lambda o: SCHEDULES.SequentialLR(
+        o, [SCHEDULES.LinearLR(o), SCHEDULES.ExponentialLR(o, 0.9)], [3]
+    ),
+    "ChainedScheduler": lambda o: SCHEDULES.ChainedScheduler(
+        [SCHEDULES.ConstantLR(o, 0.5, 3), SCHEDULES.ExponentialLR(o, 0.9)], o
+    ),
+    "SWALR": lambda o: torch.optim.swa_utils.SWALR(o, 0.05, 3),
+}
+
+
+def step_of(schedule: Any, name: str) -> None:
+    """A step of a schedule; the metric of a ReduceLROnPlateau is always the same."""
+    schedule.step(1.0) if name == "ReduceLROnPlateau" else schedule.step()
+
+
+def rates_in_two_epochs() -> dict[str, list[float]]:
+    """The learning rates of each of torch's schedules, after each of the global batches."""
+    rates: dict[str, list[float]] = {name: [] for name in ALL_SCHEDULES}
+    with lockstep.init(seed=0, num_micro_batches=2) as world:
+        layers = torch.nn.ModuleDict({name: torch.nn.Linear(6, 3) for name in ALL_SCHEDULES})
+        plain = [torch.optim.SGD(layer.parameters(), 0.1, 0.9) for layer in layers.values()]
+        schedules = [
+            make(optimizer) for make, optimizer in zip(ALL_SCHEDULES.values(), plain, strict=True)
+        ]
+        loader = DataLoader(tensors(90), 24)
+        _, loader, *prepared = world.prepare(layers, loader, *plain, *schedules)
+        optimizers, schedules = prepared[: len(plain)], prepared[len(plain) :]
+        for _ in range(2):
+            for x, _ in loader:
+                outputs = [layer(x[:, :6].float()) for layer in layers.values()]
+                world.backward(sum(output.square().mean() for output in outputs))
+                for optimizer in optimizers:
+                    optimizer.step()
+                    optimizer.zero_grad()
+                for name, optimizer, schedule in zip(rates, plain, schedules, strict=True):
+                    step_of(schedule, name)
+                    if world.is_last_micro_batch:
+                        rates[name].append(float(optimizer.param_groups[0]["lr"]))
+    return rates
+
+
+def rates_of_plain_torch(name: str, num_steps: int) -> list[float]:
+    optimizer = torch.optim.SGD(torch.nn.Linear(6, 3).parameters(), 0.1, 0.9)
+    schedule = ALL_SCHEDULES[name](optimizer)
+    rates = []
+    for _ in range(num_steps):
+        optimizer.step()
+        step_of(schedule, name)
+        rates.append(float(optimizer.param_groups[0]["lr"]))
+    return rates
+
+
+def test_all_of_torchs_schedules_step_once_per_global_batch() -> None:
+    [rates] = run_ranks(rates_in_two_epochs, 1)
+    for name, rates_of_schedule in rates.items():
+        assert rates_of_schedule == rates_of_plain_torch(name, 8), name
+
+
 # Schedules in plain loops over epochs
 
 EPOCHS = 3
@@ -530,6 +603,17 @@ def one_cycle(t: Split) -> None:
     t.run()
 
 
+def chained(t: Split) -> None:
+    """A ChainedScheduler, which does not have torch's `last_epoch`."""
+    batches_of_epoch = len(t.train)
+    halves = torch.optim.lr_scheduler.ConstantLR(t.optimizer, 0.5, t.train.steps)
+    chain = torch.optim.lr_scheduler.ChainedScheduler([halves], t.optimizer)
+    t.schedule = t.world.prepare(chain)
+    t.run()
+    assert batches_of_epoch
+    assert chain.get_last_lr() == [0.1]
+
+
 def in_each_epoch(t: Split) -> None:
     batches_of_epoch = len(t.train)
     t.cosine(EPOCHS)
@@ -563,6 +647,7 @@ HONEST_SPLITS = [
     stops_early,
     resumed,
     one_cycle,
+    chained,
     in_each_epoch,
 ]
 

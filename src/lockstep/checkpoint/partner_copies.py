@@ -109,8 +109,12 @@ class PartnerCopies:
             return
         self._thread.join()
         self._thread = None
-        if self._error is not None:
-            raise self._error
+
+        # The error is that of this exchange alone, not of a later one.
+        error = self._error
+        self._error = None
+        if error is not None:
+            raise error
 
     def _run(self, area: Area | None, serial: int) -> None:
         """Runs the exchange in the thread, and stores an error for `wait` to raise."""

@@ -923,9 +923,13 @@ class SharedMemory:
                     f"{call}"
                 )
             if time.monotonic() > deadline:
+                absent_ranks = self._absent_ranks()
+                if absent_ranks:
+                    late = f"{format_ranks(absent_ranks)} did not come"
+                else:
+                    late = "all ranks have come, but one did not go on"
                 raise dist.DistNetworkError(
-                    f"shared memory: {format_ranks(self._absent_ranks())} did not come within "
-                    f"{self._timeout_s:g} s to {call}"
+                    f"shared memory: {late} within {self._timeout_s:g} s to {call}"
                 )
 
     def _find_ended_ranks(self) -> list[int]:
@@ -944,7 +948,7 @@ class SharedMemory:
         first_rank = self.ranks[0]
         is_first_rank = self._local_rank == 0
         if is_first_rank or self._local_size <= MAX_RANKS_OF_FLAT_BARRIER:
-            return self._ended(self._absent_ranks())
+            return self._ended(self._awaited_ranks())
 
         # How many barriers the first rank has reached. The number is negative if an error has ended
         # its collective; the first rank then waits for nobody.
@@ -967,12 +971,12 @@ class SharedMemory:
         Of the absent ranks 1 to 10, the first call returns 1 to 8, and the second call 1 to 6, 9
         and 10.
         """
-        absent_ranks = self._absent_ranks()  # at least one
-        begin = MAX_RANKS_CHECKED_AT_ONCE * self._num_checks % len(absent_ranks)
+        awaited_ranks = self._awaited_ranks()
+        begin = MAX_RANKS_CHECKED_AT_ONCE * self._num_checks % len(awaited_ranks)
         self._num_checks += 1
 
         # The list is doubled so that the few ranks may begin near its end.
-        in_circle = 2 * absent_ranks
+        in_circle = 2 * awaited_ranks
         next_few = in_circle[begin : begin + MAX_RANKS_CHECKED_AT_ONCE]
         return sorted(set(next_few))
 
@@ -981,11 +985,7 @@ class SharedMemory:
         return [rank for rank in ranks if not _is_running(self._pids[rank])]
 
     def _absent_ranks(self) -> list[int]:
-        """Returns the ranks for which this rank waits in the barrier; at least one.
-
-        These are the ranks that have not reached the barrier. If all have reached it, this rank
-        waits to be woken by the first rank, which is returned.
-        """
+        """Returns the ranks that have not reached the barrier in which this rank waits."""
         absent_ranks = []
         for rank, offset in zip(self.ranks, self._barrier_number_offsets, strict=True):
             # How many barriers `rank` has reached in the run. The number is negative if an error
@@ -993,10 +993,15 @@ class SharedMemory:
             (barriers_of_rank,) = BARRIER_NUMBER.unpack_from(self._memory, offset)
             if abs(barriers_of_rank) < self._num_barriers:
                 absent_ranks.append(rank)
+        return absent_ranks
 
-        if absent_ranks:
-            return absent_ranks
-        return self.ranks[:1]
+    def _awaited_ranks(self) -> list[int]:
+        """Returns the ranks for which this rank waits in the barrier; at least one.
+
+        These are the ranks that have not reached the barrier. If all have reached it, this rank may
+        wait to be woken by the first rank, which is returned.
+        """
+        return self._absent_ranks() or self.ranks[:1]
 
     def _calls_differ_error(self, descriptions: Sequence[bytes]) -> RanksDifferError:
         """Returns the error of ranks that have called different collectives.

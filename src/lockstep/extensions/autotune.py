@@ -250,7 +250,8 @@ class Autotune(Extension):
         if len(self.optimizers) > 1:
             return True
 
-        # LBFGS computes a global batch several times in one step, by a closure of the user.
+        # LBFGS calls a closure of the user, which must see the whole global batch: `step` refuses a
+        # closure in a global batch of several micro-batches.
         for optimizer in self.optimizers:
             if isinstance(optimizer.inner, torch.optim.LBFGS):
                 return True

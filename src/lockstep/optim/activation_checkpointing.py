@@ -252,9 +252,16 @@ def _free_bytes(module: nn.Module) -> int:
     takes one all-reduce.
 
     Raises:
-        SettingError: the model is not on a GPU.
+        SettingError: the model is not on a GPU, or has no parameters.
     """
     parameters = list(module.parameters())
+    if not parameters:
+        raise SettingError(
+            "checkpoint_activations(..., budget='auto')",
+            "the model has no parameters, which would tell what GPU it is on",
+            "give bytes",
+        )
+
     device = parameters[0].device
     if device.type != "cuda":
         raise SettingError(

@@ -868,6 +868,9 @@ class PreparedScheduler(_DelegatesToInner, LRScheduler):
         self.prepared_optimizer = prepared_optimizer
         self._step = step
         self._collectives = collectives
+        self.num_steps = 0
+        """How often the inner scheduler has stepped. Not every scheduler has torch's `last_epoch`:
+        ChainedScheduler does not."""
         prepared_optimizer.has_prepared_scheduler = True
 
     def step(self, *args: Any, **kwargs: Any) -> None:
@@ -892,6 +895,7 @@ class PreparedScheduler(_DelegatesToInner, LRScheduler):
         if isinstance(self.inner, ReduceLROnPlateau):
             self._check_metric(*args, **kwargs)
         self.inner.step(*args, **kwargs)
+        self.num_steps += 1
 
     def get_last_lr(self) -> list[float | torch.Tensor]:
         """Returns the learning rate of each parameter group."""

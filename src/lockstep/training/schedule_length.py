@@ -102,7 +102,7 @@ class ScheduleLengths(Extension):
 
             # In any case, the ends of the first two passes over the loader are compared. They show
             # how often the schedulers step, and the length of the training if it is not known.
-            steps_of_scheduler = {scheduler: scheduler.last_epoch for scheduler in self._schedulers}
+            steps_of_scheduler = {scheduler: scheduler.num_steps for scheduler in self._schedulers}
             end = _EndOfPass(user_stack(), steps_of_scheduler)
             if loader not in self._first_ends:
                 self._first_ends[loader] = end

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,9 @@ from lockstep.verify.recording.determinism import Determinism
 from lockstep.verify.recording.function_mode import FunctionMode
 from lockstep.verify.recording.patches import install, install_for_bits
 from lockstep.verify.recording.recorder import Recorder
+from lockstep.verify.recording.state import ExitByRecorder
 from lockstep.verify.run_config import RunConfig, read_run_config
+from lockstep.verify.tolerance import Array
 
 
 def main(folder: Path, program: Callable[[], object] | None = None) -> None:
@@ -72,6 +75,8 @@ def main(folder: Path, program: Callable[[], object] | None = None) -> None:
         if isinstance(recorder, BitRecorder):
             fields_of_end = recorder.end()
         else:
+            if error is None:
+                _record_last_update(recorder)
             fields_of_end = _describe_end(recorder)
 
         if isinstance(kept_batches, BatchWriter):
@@ -92,10 +97,20 @@ def _kept_batches(config: RunConfig, rank: int) -> BatchWriter | BatchReader | N
     return BatchWriter(config.batches_folder, rank)
 
 
+def _record_last_update(recorder: Recorder) -> None:
+    """Completes the last update of a rank without an optimizer, if the script has ended well."""
+    # An error of the recorder's own is kept in `internal_error`, which is written with the end.
+    with suppress(ExitByRecorder):
+        recorder.foreign_steps.record_last_update()
+
+
 def _describe_end(recorder: Recorder) -> dict[str, Any]:
     """Returns fields of `RankEnd`, which describe the end of the script, as values for JSON."""
-    final_parameters = recorder.final_parameters()
     state = recorder.state
+    final_parameters: dict[str, Array] = {}
+    with suppress(ExitByRecorder):  # see `_record_last_update`
+        final_parameters = recorder.final_parameters()
+
     return {
         "uses_lockstep": bool(state.models.prepared_ids),
         # Where `lockstep verify` has ended the script, such as "step 3, batch 3 of 4 of epoch 1".

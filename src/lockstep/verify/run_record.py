@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
+from lockstep.language import translate
 from lockstep.verify.files import restore
 from lockstep.verify.lines_up import group_by_step, line_up, with_idle_ranks
 from lockstep.verify.rank_files import RankEnd, read_end, read_updates
@@ -24,6 +25,9 @@ from lockstep.verify.training_record import Place, RankUpdate, Update
 from lockstep.verify.unsupported import recording_failed_error
 
 MAX_OUTPUT_LINES = 15
+
+# How the script has ended if a rank was killed, for example by an abort in a C++ library.
+LOST_PROCESS = "the loss of a process"
 
 
 @dataclass(frozen=True)
@@ -109,6 +113,8 @@ def record_run(
     # the script is kept too.
     needs_output = failure is None or failure.exited
     last_lines = output.splitlines()[-MAX_OUTPUT_LINES:]
+    if failure is not None and failure.error == LOST_PROCESS:
+        last_lines = _report_of_launcher(output) or last_lines
 
     # What any rank has switched off, without duplicates and in the order of ranks.
     switched_off: dict[str, None] = {}
@@ -172,16 +178,30 @@ def _find_failure(
         updates_of_ranks: records of each rank.
     """
     failure = first_failure(ends, updates_of_ranks, config.steps)
-    if failure is not None:
-        return failure
 
+    # If the other ranks have only lost their connections to it, a rank that was killed came first.
     a_rank_was_killed = len(ends) < config.nproc
-    if a_rank_was_killed:
+    nothing_else_failed = failure is None or (failure.lost_peer and not failure.code)
+    if a_rank_was_killed and nothing_else_failed:
         # The verdict says "the script ended with: the loss of a process", which explains little.
-        # With `exited=True`, as after `sys.exit`, `record_run` keeps the script's output for it.
-        return RankEnd(error="the loss of a process", exited=True)
+        # With `exited=True`, as after `sys.exit`, `record_run` keeps the output for it.
+        return RankEnd(error=LOST_PROCESS, exited=True)
 
-    return None
+    return failure
+
+
+def _report_of_launcher(output: str) -> list[str]:
+    """Returns the lines in which the launcher reports the first failure; empty if it does not.
+
+    They name the rank that was killed, or the deadlock for which ranks were ended, with the lines
+    of the script.
+    """
+    lines = output.splitlines()
+    heading = translate("FIRST FAILURE:")
+    for number, line in enumerate(lines):
+        if heading in line:
+            return lines[number:]
+    return []
 
 
 def _first_text(ends: Mapping[int, RankEnd], field_name: str) -> str:

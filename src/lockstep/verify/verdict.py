@@ -339,6 +339,18 @@ def _judge(reference: RunRecord, parallel: RunRecord) -> Verdict:
         )
         return Verdict(reference, parallel, unknown=joined.unknown, unknown_advice=advice)
 
+    if _are_batches_divided_already(reference, parallel) and not parallel.error:
+        num_processes = parallel.config.nproc
+        reason = (
+            f"with --batch-per-process one process trains {reference.updates[0].samples} samples "
+            f"in step 1, and {num_processes} processes train {parallel.updates[0].samples} together"
+        )
+        advice = (
+            "leave --batch-per-process out if the script divides its batch size by the number of "
+            "processes itself"
+        )
+        return Verdict(reference, parallel, unknown=reason, unknown_advice=advice)
+
     # 2. Find the differences, and explain them. After an error, a smaller number of steps is not a
     # difference of its own.
     reference, parallel = _until_rounding_grows(reference, parallel, tolerance)
@@ -387,6 +399,17 @@ def _joined_updates(reference: RunRecord, parallel: RunRecord) -> JoinedRuns:
         without_rows_that_are_no_samples(reference_run, parallel_run),
         without_rows_that_are_no_samples(parallel_run, reference_run),
     )
+
+
+def _are_batches_divided_already(reference: RunRecord, parallel: RunRecord) -> bool:
+    """True if the ranks together train what one process trains without `--batch-per-process`.
+
+    The option has then made the batches of the reference too large.
+    """
+    factor = reference.config.batch_size_factor
+    if factor == 1 or not reference.updates or not parallel.updates:
+        return False
+    return reference.updates[0].samples == factor * parallel.updates[0].samples > 0
 
 
 def _judge_idle_ranks(reference: RunRecord, parallel: RunRecord) -> Verdict:

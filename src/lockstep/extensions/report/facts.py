@@ -24,6 +24,13 @@ class Fact(NamedTuple):
     reason: str = ""
 
 
+class _Device(NamedTuple):
+    """What a rank computes on. A host may have ranks on GPUs and ranks on its CPU."""
+
+    name: str
+    is_gpu: bool
+
+
 def command_line(header: Mapping[str, Any]) -> str:
     """Returns the command line of a start, as one would type it; empty if it is not known."""
     return shlex.join(header.get("command") or [])
@@ -117,22 +124,21 @@ def _hosts(start: Start) -> list[Fact]:
         return []
 
     ranks_of_host: dict[str, list[int]] = {}
-    devices_of_host: dict[str, Counter[str]] = {}
+    devices_of_host: dict[str, Counter[_Device]] = {}
     for rank, record in sorted(start.records.items()):
         host = str(record.header.get("host", "not known"))
-        device = str(record.header.get("device_name") or record.header.get("device") or "")
+        device = str(record.header.get("device") or "")
+        name = str(record.header.get("device_name") or device)
+        is_gpu = device.startswith("cuda")
         ranks_of_host.setdefault(host, []).append(rank)
-        devices_of_host.setdefault(host, Counter())[device] += 1
+        devices_of_host.setdefault(host, Counter())[_Device(name, is_gpu)] += 1
 
     facts = []
     for host, ranks in ranks_of_host.items():
-        # All ranks of a host use GPUs, or all use CPUs.
-        first_header = start.records[ranks[0]].header
-        is_gpu = str(first_header.get("device", "")).startswith("cuda")
         devices = []
-        for device, num_ranks in devices_of_host[host].items():
+        for (name, is_gpu), num_ranks in devices_of_host[host].items():
             # Each rank has a GPU of its own, so two ranks use "2 × H100". But they may share a CPU.
-            devices.append(f"{num_ranks} × {device}" if num_ranks > 1 and is_gpu else device)
+            devices.append(f"{num_ranks} × {name}" if num_ranks > 1 and is_gpu else name)
         facts.append(Fact("host", f"{host}: {format_ranks(ranks)}", ", ".join(devices)))
     return facts
 

@@ -24,6 +24,7 @@ _TIMEOUT_PATTERNS = (
     r"watchdog got stuck",
     r"Heartbeat monitor timed out",
     r"ranks? [\d, -]+ did not come within [\d.]+ s",
+    "all ranks have come, but one did not go on within",
     # Gloo says this to the other operations on a connection on which one has timed out.
     r"Application timeout caused pair closure",
     r"Some NCCL operations have failed or timed out",

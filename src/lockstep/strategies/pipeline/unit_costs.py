@@ -104,10 +104,14 @@ def _measure_on_examples(
         model does not call. None if the model has no values yet (it is on the meta device), or
         cannot be called with any of the examples.
     """
-    if any(parameter.is_meta for parameter in module.parameters()):
+    parameters = list(module.parameters())
+    if any(parameter.is_meta for parameter in parameters):
         return None
 
-    device = next(module.parameters()).device
+    device = torch.device("cpu")
+    if parameters:
+        device = parameters[0].device
+
     for example in examples:
         batch = map_tensors(example(), lambda tensor: tensor.to(device))
 

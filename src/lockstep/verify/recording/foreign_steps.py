@@ -39,10 +39,29 @@ class ForeignStepRecorder:
         pass of the current update. Nothing is recorded on a rank with an optimizer, whose step
         completes the update, or if there was no backward pass, as nothing was trained then.
         """
+        if self._parameters_have_changed():
+            self._record_update()
+            self.state.end_script_if_enough()
+
+    @guarded
+    def record_last_update(self) -> None:
+        """Records the current update if it has changed the parameters, when the script has ended.
+
+        After the last update there is no forward pass, and no loss, before which it would be
+        noticed.
+        """
+        if self._parameters_have_changed() or self._parameters_of_loss_have_changed():
+            self._record_update()
+
+    def _parameters_have_changed(self) -> bool:
+        """True if a module's parameters have changed since the first forward pass of the update.
+
+        False on a rank with an optimizer, and if there was no backward pass.
+        """
         state = self.state
         had_backward_pass = bool(state.update.losses)
         if state.has_optimizer or not had_backward_pass:
-            return
+            return False
 
         # A summary of each parameter at the first forward pass: two numbers that change when any of
         # its values does.
@@ -50,10 +69,18 @@ class ForeignStepRecorder:
         for name, parameter in state.models.parameters():
             if name not in summaries_at_start:
                 continue
-            has_changed = not np.array_equal(summarize(parameter), summaries_at_start[name])
-            if has_changed:
-                self._record_update()
-                return
+            if not np.array_equal(summarize(parameter), summaries_at_start[name]):
+                return True
+        return False
+
+    def _parameters_of_loss_have_changed(self) -> bool:
+        """True if the parameters behind the last loss have changed since, without any module."""
+        if self.state.has_optimizer:
+            return False
+        for parameter, summary in self.state.notes.parameters_of_loss.values():
+            if not np.array_equal(summarize(parameter), summary):
+                return True
+        return False
 
     def record_if_loss_parameters_changed(self, loss: Tensor) -> None:
         """Records an update if the parameters behind a loss have changed since the loss before.
@@ -96,6 +123,7 @@ class ForeignStepRecorder:
 
         if has_changed:
             self._record_update()
+            state.end_script_if_enough()
 
         state.notes.parameters_of_loss = summaries
 
@@ -128,10 +156,7 @@ class ForeignStepRecorder:
             update.unclipped = update.gradients
 
     def _record_update(self) -> None:
-        """Writes the current update as a foreign step, and begins the next one.
-
-        The script is ended here if enough updates are recorded.
-        """
+        """Writes the current update as a foreign step, and begins the next one."""
         state = self.state
         update = state.update
 
@@ -158,7 +183,6 @@ class ForeignStepRecorder:
         )
         state.foreign_steps += 1
         state.finish_update(complete, later_batches)
-        state.end_script_if_enough()
 
     @guarded
     def record_shadowed_iteration(self) -> None:
