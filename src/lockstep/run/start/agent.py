@@ -768,8 +768,8 @@ class Agent(api.SimpleElasticAgent):
         if self._rdzv.elastic and membership_changed:
             self._rdzv.request_restart()
 
-            # At SIGTERM, a rank saves its last step in a checkpoint. Ranks that keep their steps in
-            # memory have nothing left to save, so they are killed at once.
+            # At SIGTERM, a rank that writes checkpoints saves its last step. Ranks that keep their
+            # steps in memory have nothing left to save, so they are killed at once.
             ranks_keep_steps_in_memory = self._step_memory.is_used
             if ranks_keep_steps_in_memory:
                 end_signal = signal.SIGKILL

@@ -112,6 +112,6 @@ def _why_nothing_is_kept(flags: argparse.Namespace) -> tuple[str, str] | None:
             "add --max-restarts 3, for example",
         )
     if sys.platform != "linux":
-        # "it" is the option with which the error begins.
+        # The error begins with the option, which "it" refers to.
         return "this system has no memfd_create(2)", "leave it out"
     return None

@@ -93,6 +93,6 @@ def _build_tuple(
         item_type = arguments[0]
         return tuple(_build(item_type, value, numbered) for value in values)
 
-    # Items for which there is no type are left out.
+    # The type says how many items there are. Values beyond that number are left out.
     types_and_values = zip(arguments, values, strict=False)
     return tuple(_build(item_type, value, numbered) for item_type, value in types_and_values)
