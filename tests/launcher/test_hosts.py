@@ -347,7 +347,11 @@ def test_the_shutdown_timeout_comes_from_the_flag_or_the_variable(
         (f"exec: {PYTHON}: Permission denied", f"{PYTHON} cannot", "same path"),
         (f"fish: Unknown command: {PYTHON}", f"{PYTHON} cannot", "same path"),
         (f"{PYTHON}: No module named 'lockstep'", "has no Lockstep", "same environment"),
-        (f"{PYTHON}: No module named lockstep.run.machines.remote", "is not this version", "same version"),
+        (
+            f"{PYTHON}: No module named lockstep.run.machines.remote",
+            "is not this version",
+            "same version",
+        ),
         (
             f"{PYTHON}: Error while finding module specification for "
             "'lockstep.run.machines.remote' (ModuleNotFoundError: No module named 'lockstep.run')",
