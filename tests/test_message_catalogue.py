@@ -21,7 +21,9 @@ from lockstep import errors, language
 from lockstep.columns import pad, width_of, wrap
 from lockstep.language import (
     GRAMMATICAL_FIELDS,
+    HEADING,
     chinese_catalogue,
+    chinese_headings,
     fields_of,
     language_of,
     pattern_of_field,
@@ -58,7 +60,13 @@ class Entry:
 
 
 PO_TEXT = language.CATALOGUE_FILE.read_text(encoding="utf-8")
-ENTRIES = [Entry(*each) for each in language.read_po(PO_TEXT).items()]
+ALL_ENTRIES = [Entry(*each) for each in language.read_po(PO_TEXT).items()]
+ENTRIES = [entry for entry in ALL_ENTRIES if not entry.message.startswith(HEADING)]
+HEADINGS = [
+    Entry(entry.message.removeprefix(HEADING), entry.translation)
+    for entry in ALL_ENTRIES
+    if entry.message.startswith(HEADING)
+]
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +81,7 @@ def chinese(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_every_message_of_the_source_is_in_the_catalogue(extracted: messages.Messages) -> None:
     in_source = set(extracted.places)
-    in_catalogue = {entry.message for entry in ENTRIES}
+    in_catalogue = {entry.message for entry in ALL_ENTRIES}
     assert in_source - in_catalogue == set(), "make messages, and translate what is new"
     assert in_catalogue - in_source == set(), "make messages: these are gone"
 
@@ -83,14 +91,14 @@ def test_the_advice_of_every_error_is_found(extracted: messages.Messages) -> Non
 
 
 def test_every_message_is_translated() -> None:
-    assert [entry.message for entry in ENTRIES if not entry.translation] == []
+    assert [entry.message for entry in ALL_ENTRIES if not entry.translation] == []
     # What gettext's own tools make of a message that has changed, or is gone.
     assert "fuzzy" not in PO_TEXT
     assert "\n#~" not in PO_TEXT
 
 
 def test_both_languages_have_the_same_fields() -> None:
-    for entry in ENTRIES:
+    for entry in ALL_ENTRIES:
         fields = set(fields_of(entry.message))
         translated_fields = set(fields_of(entry.translation))
         assert translated_fields <= fields, entry
@@ -101,8 +109,10 @@ def test_what_is_written_is_read_again() -> None:
     messages_with_quotes = messages.Messages()
     message = 'a "quoted" path C:\\new\nin two lines {name}'
     messages_with_quotes.add(message, "module")
-    text = messages.write_po(messages_with_quotes, {message: "\u4e00"})
-    assert language.read_po(text) == {message: "\u4e00"}
+    messages_with_quotes.add(HEADING + message, "module")
+    translations = {message: "\u4e00", HEADING + message: "\u4e8c"}
+    text = messages.write_po(messages_with_quotes, translations)
+    assert language.read_po(text) == translations
 
 
 def test_entries_of_both_sides_of_a_conflict_are_read() -> None:
@@ -154,6 +164,33 @@ def test_what_was_made_from_a_template_is_recognized() -> None:
         translated_values = {name: catalogue.translate(value) for name, value in values.items()}
         expected = entry.translation.format(**translated_values)
         assert catalogue.translate(text).replace(" ", "") == expected.replace(" ", "")
+
+
+def test_first_lines_of_errors_are_recognized_as_a_whole() -> None:
+    """A template may be like another one, as "a {x}" and "a {x} of {y}"; none may be English."""
+    catalogue = chinese_headings()
+    english = []
+    for entry in HEADINGS:
+        heading = entry.message.format(**values_of(entry.message))
+        is_all_code = entry.translation == entry.message
+        if catalogue.translate_whole(heading) == heading and not is_all_code:
+            english.append(heading)
+    assert english == []
+
+
+def test_first_lines_keep_code_and_what_is_not_theirs(chinese: None) -> None:
+    for heading, expected in {
+        "world.prepare of an int": "对 an int 调用 world.prepare",
+        "launch(train) on 2 processes": "在 2 个进程上 launch(train)",
+        "--hosts with --slurm": "--hosts 与 --slurm 同用",
+        "world.checkpoint without anything to save": "world.checkpoint 没有要保存的内容",
+        "rank=1, world_size=2": "rank=1, world_size=2",
+        "a loss of the user's own": "a loss of the user's own",
+        "a sampler of your own; an int": "a sampler of your own; an int",
+    }.items():
+        assert language.translate_heading(heading) == expected
+    # They are not messages, so that they fit no other text.
+    assert language.translate("training over an unprepared DataLoader").isascii()
 
 
 def test_values_of_a_template_are_translated_too(chinese: None) -> None:
@@ -395,6 +432,24 @@ def test_lines_of_verify_of_launchers_and_of_kept_steps_are_translated(chinese: 
          "没有选项 '--foder'。是不是想写 '--folder'？"),
     ):  # fmt: skip
         assert language.translate(text) == expected
+
+
+def test_lines_about_checkpoints_and_journals_are_translated(chinese: None) -> None:
+    lines = {
+        "runs/step-12: complete, metric 0.5, the best": "runs/step-12：完整，指标 0.5，最佳",
+        "net.pt: a torch file": "net.pt：torch 文件",
+        "total: 2 tensors (2 float32), 12,610 values, 20.1 kB": (
+            "合计：2 个张量（2 float32），12,610 个数值，20.1 kB"
+        ),
+        "1 of 2 tensors differ": "2 个张量中有 1 个不同",
+        "A: j2: 8 steps, 0 to 7; 2 processes": "A: j2：8 步，0 到 7；2 个进程",
+        "step 3: the loss parted first; equal up to step 2": (
+            "第 3 步：loss 最先出现差异；到第 2 步为止相同"
+        ),
+        "Directory 'j3' does not exist.": "文件夹 'j3' 不存在。",
+    }
+    for line, expected in lines.items():
+        assert language.translate(line) == expected
 
 
 def test_names_that_are_words_of_the_catalogue_stay_names(chinese: None) -> None:

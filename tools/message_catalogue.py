@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 import house
 
 sys.path.insert(0, str(house.SOURCE.parent))
-from lockstep.language import CATALOGUE_FILE, read_po
+from lockstep.language import CATALOGUE_FILE, HEADING, read_po
 from lockstep.run.watch.messages import conjugate
 from lockstep.verify.catalogue import page_head_to_translate, paragraphs_to_translate
 
@@ -30,10 +30,15 @@ PO_FILE = CATALOGUE_FILE
 CATALOGUE_OF_FINDINGS = house.SOURCE / "verify" / "catalogue.toml"
 
 FILES_OF_SENTENCES = (
+    "checkpoint.health",
+    "checkpoint.repair",
     "cli.run_help",
     "distributed.interface",
     "doctor.",
     "extensions.autotune",
+    "extensions.journal.comparison",
+    "extensions.journal.reading",
+    "extensions.journal.summary",
     "extensions.report.analysis",
     "extensions.report.closing",
     "extensions.report.comparison",
@@ -78,6 +83,7 @@ NO_MESSAGES = {
     "statistics of {samples}",
     "torch {facts}",
     "{milliseconds} ms",
+    "{num_bytes} B",
     "{names} from {file}",
     "{number} {noun}es",
     "{number} {noun}s",
@@ -94,6 +100,20 @@ NO_MESSAGES = {
 }
 """Texts in these modules that are not shown, and templates that would fit texts of others."""
 SHORT_MESSAGES = {
+    "Directory {name} does not exist.": "cli.help_text",
+    "File {name} does not exist.": "cli.help_text",
+    "Path {name} does not exist.": "cli.help_text",
+    "a checkpoint of Lockstep": "checkpoint.formats.reading",
+    "a safetensors file": "checkpoint.formats.reading",
+    "a torch file": "checkpoint.formats.reading",
+    "a folder of torch.distributed.checkpoint": "checkpoint.formats.reading",
+    "torch files ({num_files} of them)": "checkpoint.formats.reading",
+    "safetensors in {num_files} files": "checkpoint.formats.reading",
+    "besides, of the training": "cli.checkpoint",
+    "total": "cli.checkpoint",
+    "{number} to {number_2}": "extensions.journal.comparison",
+    "equal losses up to step {last_equal_step}": "extensions.journal.comparison",
+    "equal up to step {last_equal_step}": "extensions.journal.comparison",
     "1/{number} of": "verify.rules.evidence",
     "Commands:": "cli.help_text",
     "Error:": "cli.help_text",
@@ -231,6 +251,8 @@ SHORT_MESSAGES = {
 or come from click, with the modules that write them."""
 MIN_LETTERS = 4
 """A template with fewer letters between its fields would fit texts that were not made from it."""
+MIN_LETTERS_OF_HEADING = 2
+"""A first line of an error may have only "of" between its code and fields."""
 FUNCTIONS_THAT_WARN = ("warn", "warn_about")
 FUNCTIONS_THAT_TRANSLATE = ("translate", "in_language", "_translated", "say", "_say", "say_waiting")
 """Functions that are given an English text, and show or return it in the user's language."""
@@ -238,12 +260,20 @@ HELP_ARGUMENTS = ("help", "short_help", "epilog")
 """Arguments of click's decorators that are texts of the help."""
 ERRORS_WITHOUT_SETTING = ("Problem", "ConnectionDropped")
 """Errors of `run.machines.ssh_errors`: what was found, and what to do."""
+POSITION_OF_WAS_SET = 0
 POSITION_OF_FOUND = 1
 POSITION_OF_DO = 2
 MAX_DEPTH = 6
 """How many names and calls are followed from an argument to its texts."""
 DEPTH_OF_FOUND = 3
 """How many for what an error has found, which often quotes names and numbers of the script."""
+DEPTH_OF_WAS_SET = 1
+"""How many for the first line of an error, which often quotes what the user has written."""
+HEADINGS_OF_LAUNCH = (
+    "launch({name}) on {count_noun}",
+    "launch({name}) on {count_noun} of a Ray cluster",
+)
+"""First lines that are made far from the errors that have them."""
 
 
 @dataclass
@@ -272,6 +302,21 @@ def has_enough_letters(message: str) -> bool:
     literal = re.sub(r"\{\w+\}", " ", message)
     num_letters = len(re.findall(r"[A-Za-z]", literal))
     return num_letters >= MIN_LETTERS
+
+
+def is_prose(heading: str) -> bool:
+    """True if the first line of an error has words of its own beside code, names and fields.
+
+    "a batch with batch_size=None" has; "lockstep verify {script}" and "rank={rank}" have not.
+    """
+    text = re.sub(r"^lockstep \w+", "", heading)
+    text = re.sub(r"\{\w+\}|'[^']*'|\"[^\"]*\"", "_", text)
+    words = []
+    for word in text.split():
+        is_word = re.fullmatch(r"[A-Za-z][a-z'-]*[,:;]?", word) is not None
+        if is_word and word not in ("a", "an", "the"):
+            words.append(word)
+    return " " in heading and len("".join(words)) >= MIN_LETTERS_OF_HEADING
 
 
 # --- From expressions to messages
@@ -379,6 +424,8 @@ class Reader:
                 self._read_call(name, function, call)
         for word, module_name in SHORT_MESSAGES.items():
             self.messages.places.setdefault(word, set()).add(module_name)
+        for heading in HEADINGS_OF_LAUNCH:
+            self.messages.places.setdefault(HEADING + heading, set()).add("run")
         for message in messages_of_page():
             self.messages.add(message, "extensions.report.web.page")
         for message in messages_of_findings():
@@ -440,6 +487,7 @@ class Reader:
             self._read_help(call, module, function)
         if name not in {*self._error_classes, *FUNCTIONS_THAT_WARN, *ERRORS_WITHOUT_SETTING}:
             return
+        self._read_heading(call, module, function)
         shift = 1 if name in ERRORS_WITHOUT_SETTING else 0
         found = _argument(call, POSITION_OF_FOUND - shift, "found")
         if found is not None:
@@ -453,6 +501,17 @@ class Reader:
             if not texts:
                 place = f"{module}:{ast.unparse(do)}"
                 self.messages.advice_not_found.append(place)
+
+    def _read_heading(self, call: ast.Call, module: str, function: ast.FunctionDef | None) -> None:
+        """Reads the first line of an error or a warning: what was set."""
+        if _called_name(call) in ERRORS_WITHOUT_SETTING:
+            return
+        was_set = _argument(call, POSITION_OF_WAS_SET, "was_set")
+        if was_set is None:
+            return
+        for text in self._texts(was_set, module, function, MAX_DEPTH - DEPTH_OF_WAS_SET):
+            if is_prose(text):
+                self.messages.places.setdefault(HEADING + text, set()).add(module)
 
     def _read_choice(self, call: ast.Call, module: str, function: ast.FunctionDef | None) -> None:
         """Reads a line of the summary that is printed at the start: name, value and reason."""
@@ -746,7 +805,9 @@ def write_po(messages: Messages, translations: Mapping[str, str]) -> str:
         lines = [f"#: {place}" for place in sorted(messages.places[message])]
         if re.search(r"\{\w+\}", message):
             lines.append("#, python-brace-format")
-        lines.append(f"msgid {_quote(message)}")
+        if message.startswith(HEADING):
+            lines.append('msgctxt "heading"')
+        lines.append(f"msgid {_quote(message.removeprefix(HEADING))}")
         lines.append(f"msgstr {_quote(translations.get(message, ''))}")
         blocks.append("\n".join(lines))
     return "\n\n".join(blocks) + "\n"

@@ -54,6 +54,7 @@ from lockstep.language import (
     in_english,
     language_of,
     translate,
+    translate_heading,
 )
 from lockstep.user_code import Location, user_line, user_location, user_traceback
 from lockstep.wording import did_you_mean
@@ -471,8 +472,9 @@ def _format_message(
         in_language: function that translates a text, or leaves it in English.
         found_in_language: `found` if it is translated already; otherwise an empty text.
     """
+    heading = was_set if in_language is in_english else translate_heading(was_set)
     lines = [
-        was_set,
+        heading,
         _labelled(in_language("found:"), found_in_language or in_language(found)),
         _labelled(in_language("do:"), in_language(do)),
     ]

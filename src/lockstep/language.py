@@ -125,6 +125,7 @@ FIELDS_OF_CATALOGUED_WORDS = (
     "killed",
     "kind",
     "kind_of_tensors",
+    "label",
     "subject",
     "text",
     "when",
@@ -198,6 +199,14 @@ QUOTATION_BEGINS = re.compile(
 )
 """How a line of source begins, or what an exception of the script's says. They stay as they are."""
 
+HEADING = "heading\x04"
+"""How the first lines of errors begin among the messages that were read: gettext's *context* and
+the character that it puts behind it. They have a catalogue of their own, as templates such as
+"{action} with {objects}" would fit many other texts."""
+
+AMOUNT = re.compile(r"\{number\} \w+")
+"""A message such as "{number} steps", which is a value of many headings."""
+
 CATALOGUE_FILE = Path(__file__).parent / "locale" / "zh_CN" / "LC_MESSAGES" / "lockstep.po"
 
 
@@ -261,10 +270,39 @@ def translate_names(text: str) -> str:
     return chinese_catalogue().translate(text, may_be_word=False)
 
 
+def translate_heading(text: str) -> str:
+    """Returns the first line of an error in the language of this process.
+
+    Unlike other texts it is translated as a whole or not at all: most of it may be code.
+    """
+    if language() == ENGLISH:
+        return text
+    return chinese_headings().translate_whole(text)
+
+
 @functools.cache
 def chinese_catalogue() -> Catalogue:
     """Returns the Chinese messages; they are read when a text is shown for the first time."""
-    return Catalogue(read_po(CATALOGUE_FILE.read_text(encoding="utf-8")))
+    translations = {}
+    for message, translation in _all_translations().items():
+        if not message.startswith(HEADING):
+            translations[message] = translation
+    return Catalogue(translations)
+
+
+@functools.cache
+def chinese_headings() -> Catalogue:
+    """Returns the Chinese first lines of errors, and the amounts that are values in them."""
+    translations = {}
+    for message, translation in _all_translations().items():
+        if message.startswith(HEADING) or AMOUNT.fullmatch(message):
+            translations[message.removeprefix(HEADING)] = translation
+    return Catalogue(translations)
+
+
+@functools.cache
+def _all_translations() -> dict[str, str]:
+    return read_po(CATALOGUE_FILE.read_text(encoding="utf-8"))
 
 
 def read_po(text: str) -> dict[str, str]:
@@ -274,14 +312,19 @@ def read_po(text: str) -> dict[str, str]:
     messages of both sides are read.
 
     Returns:
-        The translations by their messages, without the header. A translation may be empty.
+        The translations by their messages, without the header. A translation may be empty. The
+        first lines of errors begin with `HEADING`.
     """
     translations: dict[str, str] = {}
+    context = ""
     message = ""
     is_translation = False
     for line in text.splitlines():
-        if line.startswith("msgid "):
-            message = _unquote(line.removeprefix("msgid "))
+        if line.startswith("msgctxt "):
+            context = HEADING
+        elif line.startswith("msgid "):
+            message = context + _unquote(line.removeprefix("msgid "))
+            context = ""
             is_translation = False
         elif line.startswith("msgstr "):
             translations[message] = _unquote(line.removeprefix("msgstr "))
@@ -318,9 +361,20 @@ class Translation:
 
 
 def are_within(spans: Sequence[Span], outer_spans: Sequence[Span]) -> bool:
-    """Returns True if each of `spans` that is not empty lies within one of `outer_spans`."""
+    """Returns True if each of `spans` that is not empty lies within `outer_spans`.
+
+    Outer spans that touch, as those of two fields without a text between them, count as one.
+    """
+    joined: list[Span] = []
+    for begin, end in sorted(outer_spans):
+        if joined and begin <= joined[-1][1]:
+            last_begin, last_end = joined[-1]
+            joined[-1] = (last_begin, max(end, last_end))
+        else:
+            joined.append((begin, end))
+
     for begin, end in spans:
-        if begin < end and not any(low <= begin and end <= high for low, high in outer_spans):
+        if begin < end and not any(low <= begin and end <= high for low, high in joined):
             return False
     return True
 
@@ -482,6 +536,12 @@ class Catalogue:
         """
         cache = Cache(single_words_stay_english=not may_be_word)
         return self._translate_text(text, cache, may_be_word=may_be_word).text
+
+    def translate_whole(self, text: str) -> str:
+        """Returns the translation of a text that is one message; any other stays English."""
+        cache = Cache(single_words_stay_english=False)
+        translation = self._translate_message(text, cache)
+        return text if translation is None else translation.text
 
     def _translate_text(self, text: str, cache: Cache, *, may_be_word: bool) -> Translation:
         """Translates a text as one message or, if it is none, part by part.

@@ -15,6 +15,10 @@ V = TypeVar("V")
 
 MAX_RANGES_OF_RANKS = 24
 """`format_ranks` lists no more ranges than this."""
+SIMILARITY_OF_SECOND = 0.6
+"""A second word is suggested if it is at least this similar, from 0 to 1, ..."""
+MAX_BEHIND_BEST = 0.15
+"""... and at most this much less than the first."""
 
 
 def join_first(names: Sequence[str], max_names: int = 8) -> str:
@@ -56,15 +60,23 @@ def did_you_mean(
 ) -> str:
     """Returns "did you mean 'x'?" for the known word that is most similar to an unknown one.
 
+    If another known word is nearly as similar, both are named: "dpp" may be 'dp' or 'ddp'.
+
     Args:
         word: what the user wrote.
         known_words: what could have been meant.
         otherwise: text to return if no known word is similar enough.
         cutoff: how similar two words must be, from 0 to 1 (see `difflib.get_close_matches`).
     """
-    similar = difflib.get_close_matches(str(word), list(known_words), n=1, cutoff=cutoff)
+    text = str(word)
+    similar = difflib.get_close_matches(text, list(known_words), n=2, cutoff=cutoff)
     if not similar:
         return otherwise
+
+    if len(similar) == 2:
+        best, second = [difflib.SequenceMatcher(None, known, text).ratio() for known in similar]
+        if second >= SIMILARITY_OF_SECOND and best - second <= MAX_BEHIND_BEST:
+            return f"did you mean {similar[0]!r} or {similar[1]!r}?"
     return f"did you mean {similar[0]!r}?"
 
 

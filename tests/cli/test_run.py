@@ -159,6 +159,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (("--seed", "x", "t.py"), "Invalid value for '--seed'"),
         (("--hang-after", "nan", "t.py"), "--hang-after=nan"),
         (("--strategy", "dpp", "t.py"), "strategies are single, dp, ddp"),
+        (("--strategy", "dpp", "t.py"), "did you mean 'dp' or 'ddp'?"),
+        (("--strategy", "fspd", "t.py"), "did you mean 'fsdp'?"),
         (("--lr", "0.2", "t.py"), "do:    the script's own arguments go after the script"),
         (("--precision", "float16", "t.py"), "--precision float16\n  found: precisions are"),
         (("--shares", "1:2:3", "--nproc", "2", "t.py"), "--shares 1:2:3\n  found: 3 shares for"),
@@ -323,11 +325,29 @@ if sys.argv[1:]:
 """
 
 
-def test_a_module_beside_the_script_with_our_name(folder: Path) -> None:
-    (folder / "lockstep.py").touch()
+@pytest.mark.parametrize("name", ["lockstep.py", "torch.py", "numpy/__init__.py"])
+def test_a_module_beside_the_script_that_hides_what_each_rank_imports(
+    folder: Path, name: str
+) -> None:
+    (folder / name).parent.mkdir(exist_ok=True)
+    (folder / name).touch()
     result = run("t.py")
     assert result.exit_code == 2
-    assert "has the name of this package" in result.output
+    package = name.partition("/")[0].removesuffix(".py")
+    assert f"{name} has the name of the package {package}" in result.output
+
+
+@pytest.mark.usefixtures("folder")
+def test_options_after_a_script_that_reads_no_arguments_are_warned_of(
+    asked: list[LaunchSpec],
+) -> None:
+    text = "warning: --strategy fsdp has no effect, as it stands after t.py"
+    assert text in run("--nproc", "2", "t.py", "--strategy", "fsdp").output
+    assert "warning" not in run("--nproc", "2", "t.py", "--epochs", "3").output
+    assert "warning" not in run("--from-file=", "t.py", "--strategy", "fsdp").output
+    Path("t.py").write_text("import argparse")
+    assert "warning" not in run("--nproc", "2", "t.py", "--strategy", "fsdp").output
+    assert len(asked) == 4
 
 
 @pytest.mark.usefixtures("folder")

@@ -24,6 +24,8 @@ from lockstep.run.watch.error_record import (
     record_error,
 )
 from lockstep.run.watch.evidence import Evidence
+from lockstep.run.watch.exit_status import ExitStatus
+from lockstep.run.watch.failure_advice import advise
 
 pytestmark = pytest.mark.launcher
 
@@ -53,6 +55,49 @@ def run_script(tmp_path: Path, code: str, **variables: str) -> ErrorRecord:
     found = read_error(Evidence.in_folder(tmp_path))
     assert found is not None
     return found
+
+
+@pytest.mark.parametrize(
+    ("name", "code"),
+    [
+        ("random.py", "import random; random.shuffle([1])"),
+        ("numpy.py", "import numpy.linalg"),
+        ("train.py", "from train import go"),
+        ("csv/__init__.py", "try: import csv.reader\nexcept ImportError: raise ValueError(1)"),
+    ],
+)
+def test_a_file_that_hides_an_installed_module_is_named(
+    tmp_path: Path, name: str, code: str
+) -> None:
+    installed = tmp_path / "installed"
+    installed.mkdir()
+    (installed / "train.py").write_text("def go(): ...")
+    hiding = tmp_path / name
+    hiding.parent.mkdir(exist_ok=True)
+    hiding.touch()
+    paths = f"import sys; sys.path[0] = {str(tmp_path)!r}; sys.path.append({str(installed)!r})"
+    forget = "for name in ('random', 'csv', 'numpy'): sys.modules.pop(name, None)"
+    record = run_script(tmp_path, f"{paths}\n{forget}\n{code}")
+    assert record.hiding_file == str(hiding)
+    end = ExitStatus(rank=0, host="a", time=1.0, code=1, how="exit code 1", error=record)
+    (advice,) = advise("exception", end, network_failed=False)
+    assert advice.startswith(f"{hiding} is imported in place of the installed module")
+
+
+@pytest.mark.parametrize(
+    ("name", "code"),
+    [
+        ("own.py", "import own.part"),
+        ("own.py", "import own; own.missing"),
+        ("random.py", "raise ValueError"),
+        ("random.py", "import nowhere"),
+        ("time.py", "import time; time.missing"),  # a module that is built into Python
+    ],
+)
+def test_no_file_is_named_if_it_hides_nothing(tmp_path: Path, name: str, code: str) -> None:
+    (tmp_path / name).touch()
+    record = run_script(tmp_path, f"import sys; sys.path[0] = {str(tmp_path)!r}\n{code}")
+    assert record.hiding_file == ""
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from lockstep.columns import pad
 from lockstep.errors import LockstepError, SettingError
+from lockstep.language import translate
 from lockstep.wording import replace_unprintable
 
 if TYPE_CHECKING:
@@ -31,6 +33,7 @@ trust_option = click.option(
     "--trust", is_flag=True, help="Read a pickled model, which runs code that is in it."
 )
 LABEL_WIDTH = 12  # columns
+LABEL_WIDTH_OF_REPAIR = 7
 SIZE_UNITS = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
 REPAIR_TEXTS = {
     "remove": "remove it",
@@ -50,7 +53,7 @@ def command() -> None:
     """
 
 
-@command.command("inspect")
+@command.command("inspect", short_help="Shows what PATH contains, and whether it is intact.")
 @click.argument("path", type=PATH_TYPE)
 @name_option
 @trust_option
@@ -146,7 +149,7 @@ def diff_command(
         tensors_b_renamed, changes = rename_to_match(tensors_a, tensors_b)
         if changes:
             pairing = "paired after this" if match else "with --match they would pair after this"
-            _print(f"names in {b}: {pairing}: {changes}")
+            _say(f"names in {b}: {pairing}: {changes}")
 
         if match:
             tensors_b = tensors_b_renamed
@@ -178,10 +181,10 @@ def _print_differences(
         _print_table(head, [_pair_row(pair) for pair in shown], right_aligned=(4, 5, 6))
 
     for key in differing_extra:
-        _print(f"{key}: differs, and is no tensor")
+        _say(f"{key}: differs, and is no tensor")
 
     num_differing = len([pair for pair in pairs if pair.differs])
-    _print(f"{num_differing} of {len(pairs)} tensors differ")
+    _say(f"{num_differing} of {len(pairs)} tensors differ")
 
 
 @command.command("convert")
@@ -244,17 +247,17 @@ def convert_command(
     if contents.facts.get("read"):
         source_text += f", {contents.facts['read']}"
 
-    _print(source_text)
+    _say(source_text)
 
     tensors_text = f"tensors {converted.num_tensors}"
     if converted.num_renamed:
         tensors_text += f"; {converted.num_renamed} renamed"
     if converted.num_cast:
         tensors_text += f"; {converted.num_cast} converted to {dtype}"
-    _print(tensors_text)
+    _say(tensors_text)
 
     for file in converted.files:
-        _print(f"wrote   {file} ({_format_size(file.stat().st_size)})")
+        _say(f"wrote   {file} ({_format_size(file.stat().st_size)})")
 
 
 @command.command("repair", short_help="Repairs the checkpoints of a run.")
@@ -270,20 +273,21 @@ def repair_command(ctx: click.Context, folder: Path, yes: bool) -> None:
 
     plan = plan_repairs(folder)
     if not plan:
-        _print(f"{folder}: nothing is wrong")
+        _say(f"{folder}: nothing is wrong")
         return
 
     for repair in plan:
-        do = REPAIR_TEXTS[repair.what]
-        _print(f"{repair.path}\n  found: {repair.why}\n  do:    {do}")
+        _print(str(repair.path))
+        for label, text in (("found:", repair.why), ("do:", REPAIR_TEXTS[repair.what])):
+            _print(f"  {pad(translate(label), LABEL_WIDTH_OF_REPAIR)}{translate(text)}")
 
     # Some problems cannot be repaired; the plan leaves their files as they are.
     repairs = [repair for repair in plan if repair.what != "leave"]
     if yes:
         carry_out(repairs)
-        _print(f"{len(repairs)} done, {len(plan) - len(repairs)} left as they are")
+        _say(f"{len(repairs)} done, {len(plan) - len(repairs)} left as they are")
     elif repairs:
-        _print("nothing was changed; add --yes to do it")
+        _say("nothing was changed; add --yes to do it")
 
     # All problems are solved only if every repair was made and nothing had to be left as it is.
     is_in_order = yes and len(repairs) == len(plan)
@@ -359,7 +363,7 @@ def _print_health(inspection: Inspection) -> None:
     """
     for health in inspection.checkpoints:
         if health.problems:
-            _print(f"{health.path}: {'; '.join(health.problems)}")
+            _say(f"{health.path}: {'; '.join(health.problems)}")
             continue
 
         text = "complete"
@@ -368,13 +372,13 @@ def _print_health(inspection: Inspection) -> None:
             text += f", metric {metric:g}"
         if health.path == inspection.best:
             text += ", the best"
-        _print(f"{health.path}: {text}")
+        _say(f"{health.path}: {text}")
 
     for path in inspection.leftovers:
-        _print(f"{path}: a save that was stopped, or goes on")
+        _say(f"{path}: a save that was stopped, or goes on")
 
     if inspection.contents is None:
-        _print("no complete checkpoint is there; lockstep checkpoint repair says what can be done")
+        _say("no complete checkpoint is there; lockstep checkpoint repair says what can be done")
         return
 
     # The caller prints the contents next. An empty line separates them from the lines above. A file
@@ -391,7 +395,7 @@ def _print_contents(contents: Contents, sort: str, limit: int) -> None:
         sort: `size` for the largest tensors first, `file` for the order in the file.
         limit: the largest number of tensors to show; 0 for all.
     """
-    _print(f"{contents.source.path}: {contents.source.kind}")
+    _say(f"{contents.source.path}: {contents.source.kind}")
     for key, value in contents.facts.items():
         _print_labelled(key.replace("_", " "), value)
     if len(contents.source.modules) > 1:
@@ -414,7 +418,7 @@ def _print_contents(contents: Contents, sort: str, limit: int) -> None:
         rows.append((tensor["name"], str(tensor["shape"]), tensor["dtype"], size))
     _print_table(("name", "shape", "dtype", "size"), rows, right_aligned=(3,))
     if len(shown) < len(tensors):
-        _print(f"... and {len(tensors) - len(shown)} more (--limit 0 shows all)")
+        _say(f"... and {len(tensors) - len(shown)} more (--limit 0 shows all)")
     _print()
 
     # The weights, the tensors of the training state (such as the optimizer's), and all other saved
@@ -423,7 +427,7 @@ def _print_contents(contents: Contents, sort: str, limit: int) -> None:
     if contents.training:
         _print_totals("besides, of the training", contents.training)
     if contents.extra:
-        _print(f"no tensors: {', '.join(contents.extra)}")
+        _say(f"no tensors: {', '.join(contents.extra)}")
 
 
 def _print_labelled(label: str, value: object) -> None:
@@ -437,9 +441,10 @@ def _print_totals(label: str, tensors: Mapping[str, LazyTensor]) -> None:
 
     total = totals(tensors.values())
     dtypes = ", ".join(f"{count} {name}" for name, count in total["dtypes"].items())
-    _print(
+    amount = _format_size(total["bytes"])
+    _say(
         f"{label}: {total['tensors']} tensors ({dtypes or 'none'}), {total['values']:,} values, "
-        f"{_format_size(total['bytes'])}"
+        f"{amount}"
     )
 
 
@@ -542,6 +547,11 @@ def _differing_extra(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
         if not in_both or not same_extra(a[name], b[name]):
             differing.append(name)
     return differing
+
+
+def _say(text: str) -> None:
+    """Prints an English sentence in the language of this process."""
+    _print(translate(text))
 
 
 def _print(text: str = "") -> None:

@@ -8,6 +8,7 @@ import click
 
 from lockstep.cli.output import print_for_people, write_json
 from lockstep.errors import LockstepError
+from lockstep.language import translate
 
 FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
 
@@ -19,6 +20,7 @@ def command() -> None:
 
 @command.command(
     "diff",
+    short_help="Finds the first difference between runs A and B.",
     epilog="Exit codes: 0 all steps that both have are equal, 1 they differ, 2 a journal cannot be "
     "read.",
 )
@@ -40,7 +42,7 @@ def diff_command(ctx: click.Context, /, a: Path, b: Path, as_json: str | None) -
         error.exit_code = 2  # 1 would mean that they differ
         raise
 
-    print_for_people(comparison.lines(), as_json)
+    print_for_people([translate(line) for line in comparison.lines()], as_json)
     write_json(as_json, comparison.as_json())
     ctx.exit(1 if comparison.differs else 0)
 
@@ -67,4 +69,7 @@ def show_command(run: Path, last: int) -> None:
         error.exit_code = 2  # as of the other commands on journals, where 1 means that they differ
         raise
 
-    click.echo("\n".join(lines))
+    for line in lines:
+        # Lines of the manifest are indented, and have the user's own values.
+        is_of_manifest = line.startswith("  ") and not line.startswith("  note: ")
+        click.echo(line if is_of_manifest else translate(line))

@@ -46,6 +46,7 @@ from lockstep.run.start.plan import HangRules, LaunchSpec
 from lockstep.run.start.rank_imports import without_garbage_collection
 from lockstep.run.start.step_memory import check_keep_in_memory
 from lockstep.run.start.torchrun_flags import check_flags_usable_with, has_node_flags, parse_flags
+from lockstep.run.start.unread_arguments import never_reads_arguments, words_of_options
 from lockstep.run.start.worker import Script
 from lockstep.settings import DECLARATIONS, FROM_FILE_VARIABLE, QUIET_VARIABLE, is_quiet
 from lockstep.units import parse_seconds
@@ -516,6 +517,7 @@ def command(
     """Starts SCRIPT on several processes, watches them, and ends all of them when one fails."""
     _leave_out_places_of_file(ctx)
     _check_combinations(ctx)
+    _say_if_options_are_not_read(ctx, script, args)
 
     # The options that say where the run is started are read from `ctx.params`. Without them, the
     # settings of `lockstep.init` remain.
@@ -978,6 +980,28 @@ def misplaced_option_hint(ctx: click.Context, script: str, args: tuple[str, ...]
                 f"the options of {ctx.command_path} stand before the script"
             )
     return ""
+
+
+def _say_if_options_are_not_read(ctx: click.Context, script: str, args: tuple[str, ...]) -> None:
+    """Says so if options of this command stand after a script that never reads its arguments.
+
+    Such options have no effect, and the run would not fail because of them.
+    """
+    if OPTIONS_FROM_FILE in ctx.meta:  # another launcher has started this one, and has said so
+        return
+
+    takes_value: dict[str, bool] = {}
+    for param in ctx.command.params:
+        if isinstance(param, click.Option):
+            takes_value |= dict.fromkeys(param.opts, not param.is_flag)
+    words = words_of_options(args, takes_value)
+    if not words or not never_reads_arguments(Script(path=script, module=ctx.params["module"])):
+        return
+
+    _say(
+        f"warning: {shlex.join(words)} has no effect, as it stands after {script}, which reads no "
+        f"arguments: write it before {script}"
+    )
 
 
 def _exit(ctx: click.Context, exit_code: int, script: str, args: tuple[str, ...]) -> None:

@@ -296,9 +296,10 @@ def _add_start(journal: Journal, files: Mapping[int, RankFile]) -> None:
         complete_steps = sorted(set.intersection(*steps_of_ranks))
         num_incomplete = len(set.union(*steps_of_ranks)) - len(complete_steps)
         if num_incomplete:
+            verb = "is" if num_incomplete == 1 else "are"
             journal.notes.append(
                 f"{count_noun(num_incomplete, 'step')} that not all ranks have written down "
-                f"{'is' if num_incomplete == 1 else 'are'} left out"
+                f"{verb} left out"
             )
 
         # This is 6 in the example. It is known of the first attempt of a start even if no step of

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import difflib
+import importlib.util
 import json
 import os
 import shutil
@@ -42,6 +43,8 @@ from lockstep.run.start.step_memory import check_keep_in_memory
 from lockstep.run.start.torchrun_flags import check_flags, node_numbers, parse_flags
 from lockstep.run.start.worker import LOCAL_RANK_MACRO, Command, Script
 from lockstep.run.start.zygote import FreshZygote, Zygote, serve
+
+THIS_PACKAGE = __name__.partition(".")[0]
 
 
 def plan_run(spec: LaunchSpec) -> LaunchPlan:
@@ -263,24 +266,40 @@ def check_script(script: Script, command: str = "lockstep run") -> None:
         command: the command that the error mentions.
 
     Raises:
-        SettingError: the script does not exist, or a module beside it has the name of this package.
+        SettingError: the script does not exist, or a module beside it has the name of a package
+            that each rank imports.
     """
     if script.module:
         _check_module(script.path, command)
     else:
         _check_path(script.path, command)
 
-    # If a module beside the script has the name of this package, ranks would import that module
-    # instead. There is no harm if the module is this package itself, and the script lies beside it.
-    package = Path(__file__).parents[2]  # the folder `lockstep`
-    for name in (f"{package.name}.py", f"{package.name}/__init__.py"):
-        path = Path(script.folder, name)
-        is_this_package = path.resolve() == package / "__init__.py"
-        if path.is_file() and not is_this_package:
+    _check_names_beside(script, command)
+
+
+def _check_names_beside(script: Script, command: str) -> None:
+    """Checks that no module beside a script hides a package that each rank imports.
+
+    Python finds a module beside the script before an installed one of the same name. Each rank
+    imports this package, torch and, with torch, numpy.
+
+    Raises:
+        SettingError: there is such a module.
+    """
+    for name in (THIS_PACKAGE, "torch", "numpy"):
+        spec = importlib.util.find_spec(name)
+        installed = None if spec is None or spec.origin is None else Path(spec.origin).resolve()
+        for path in (Path(script.folder, f"{name}.py"), Path(script.folder, name, "__init__.py")):
+            # The package may lie beside the script itself, as in a clone of its source.
+            if not path.is_file() or path.resolve() == installed:
+                continue
+            do = "rename it"
+            if name == THIS_PACKAGE:
+                do = "rename it, or start the script with torchrun"
             raise SettingError(
                 f"{command} {script.path}",
-                f"{path} has the name of this package, which each rank imports",
-                "rename it, or start the script with torchrun",
+                f"{path} has the name of the package {name}, which each rank imports",
+                do,
             )
 
 

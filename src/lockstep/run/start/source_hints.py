@@ -63,8 +63,8 @@ class SourceHints:
     """True if the script itself contains a line such as `import lockstep`."""
 
 
-def read_script(script: Script) -> SourceHints:
-    """Reads the source of a script or module. A file that is not Python code gives the defaults.
+def path_of_source(script: Script) -> Path:
+    """Returns the path of the source file of a script or module. It may not exist.
 
     A module is searched for in the working directory, where `python -m` looks first.
     """
@@ -72,14 +72,28 @@ def read_script(script: Script) -> SourceHints:
         names = script.path.split(".")
         path = Path(*names)
         is_package = path.is_dir()
-        path = path / "__main__.py" if is_package else path.with_suffix(".py")
-    else:
-        path = Path(script.path)
-        if path.is_dir():  # Python runs the `__main__.py` of a folder
-            path = path / "__main__.py"
+        return path / "__main__.py" if is_package else path.with_suffix(".py")
 
+    path = Path(script.path)
+    if path.is_dir():  # Python runs the `__main__.py` of a folder
+        return path / "__main__.py"
+    return path
+
+
+def parse_file(path: Path) -> ast.Module | None:
+    """Parses a source file; returns None if it is not Python code or cannot be read."""
     try:
         with tokenize.open(path) as file, warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the ranks will show these warnings
+            return ast.parse(file.read())
+    except (OSError, SyntaxError, ValueError, RecursionError):  # running the script will say why
+        return None
+
+
+def read_script(script: Script) -> SourceHints:
+    """Reads the source of a script or module. A file that is not Python code gives the defaults."""
+    try:
+        with tokenize.open(path_of_source(script)) as file, warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the ranks will show these warnings
             return read_source(file.read())
     except (OSError, SyntaxError, ValueError, RecursionError):  # running the script will say why

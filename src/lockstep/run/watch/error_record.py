@@ -26,6 +26,7 @@ from typing import Any
 from lockstep.errors import LockstepError, format_for_user
 from lockstep.run.watch.dataclass_json import from_values
 from lockstep.run.watch.evidence import Evidence, write_in_place
+from lockstep.run.watch.hiding_file import find_hiding_file
 from lockstep.run.watch.stacks import Frame, Stack, parse_frames, user_frame
 from lockstep.user_code import format_source_line
 
@@ -74,6 +75,9 @@ class ErrorRecord:
     """See `LockstepError.may_pass`; True for all exceptions of others."""
     of_rank: int | None = None
     """The rank that has failed, if this one was only told of it (`LockstepError.of_rank`)."""
+    hiding_file: str = ""
+    """A file of the user's that was imported in place of an installed module of the same name, if
+    the exception may come from that."""
 
 
 class Reserve:
@@ -171,7 +175,8 @@ def describe_error(error: BaseException) -> ErrorRecord:
     rank has failed if this one was only told of the failure.
     """
     groups, cause = _unpack_groups(error)
-    chain = [f"{_type_name(earlier)}: {_message(earlier)}" for earlier in _chain(cause)]
+    earlier_errors = _chain(cause)
+    chain = [f"{_type_name(earlier)}: {_message(earlier)}" for earlier in earlier_errors]
     return ErrorRecord(
         type=_type_name(cause),
         message=_message(cause),
@@ -185,6 +190,7 @@ def describe_error(error: BaseException) -> ErrorRecord:
         from_lockstep=isinstance(cause, LockstepError),
         may_pass=not isinstance(cause, LockstepError) or cause.may_pass,
         of_rank=cause.of_rank if isinstance(cause, LockstepError) else None,
+        hiding_file=find_hiding_file([cause, *earlier_errors]),
     )
 
 

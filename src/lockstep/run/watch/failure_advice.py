@@ -150,6 +150,13 @@ def advise(kind: str, end: ExitStatus, *, network_failed: bool) -> tuple[str, ..
     if kind in ADVICE_BY_KIND:
         return (ADVICE_BY_KIND[kind],)
 
+    if end.error is not None and end.error.hiding_file:
+        file = end.error.hiding_file
+        return (
+            f"{file} is imported in place of the installed module of the same name: rename it, if "
+            "that module is meant",
+        )
+
     for pattern, what_to_do in _BY_TEXT.items():
         if re.search(pattern, text):
             return (what_to_do,)

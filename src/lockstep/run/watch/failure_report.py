@@ -12,7 +12,7 @@ Every function takes `in_language`, which translates a text to the user's langua
 from __future__ import annotations
 
 from lockstep.columns import join_label, pad
-from lockstep.language import InLanguage, in_english
+from lockstep.language import InLanguage, in_english, translate_heading
 from lockstep.run.watch.first_failure import FirstFailure
 from lockstep.run.watch.messages import detail_lines
 from lockstep.wording import format_ranks, join_first
@@ -108,8 +108,16 @@ def _heading_lines(failure: FirstFailure, in_language: InLanguage) -> list[str]:
 
 
 def _headline(failure: FirstFailure, in_language: InLanguage) -> str:
-    """Returns how the ranks failed. Type and message of an exception stay as they are."""
-    return failure.headline if failure.kind == "exception" else in_language(failure.headline)
+    """Returns how the ranks failed. Type and message of an exception stay as they are, unless it is
+    one of Lockstep's: then the first line of its message is translated.
+    """
+    if failure.kind != "exception":
+        return in_language(failure.headline)
+    if not failure.is_from_lockstep or in_language is in_english:
+        return failure.headline
+
+    kind, separator, heading = failure.headline.partition(": ")
+    return kind + separator + translate_heading(heading)
 
 
 def _detail(failure: FirstFailure, text: str, in_language: InLanguage) -> str:

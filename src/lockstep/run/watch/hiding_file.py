@@ -1,0 +1,74 @@
+"""Finds a file of the user's that Python has imported in place of an installed module.
+
+Python looks beside the script before it looks at installed modules. If the script is `cuda.py`, or
+`random.py` lies beside it, then `import cuda` and `import random` get these files, in every library
+as well. The exception that follows says nothing about it: "module 'random' has no attribute
+'shuffle'".
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterable
+from importlib.machinery import PathFinder
+from pathlib import Path
+from types import ModuleType
+
+from lockstep.user_code import is_user_file
+
+
+def find_hiding_file(errors: Iterable[BaseException]) -> str:
+    """Returns the file behind the first of some exceptions that comes from such a file.
+
+    Args:
+        errors: an exception, and those that it was raised from or while handling.
+
+    Returns:
+        The path of the file; an empty text if there is none.
+    """
+    for error in errors:
+        module = _module_of(error)
+        if module:
+            file = _file_in_place_of_installed(module)
+            if file:
+                return file
+    return ""
+
+
+def _module_of(error: BaseException) -> str:
+    """Returns the outermost package or module that an exception says something about.
+
+    It is "torch" for "No module named 'torch.utils'", and empty for most exceptions.
+    """
+    name = ""
+    if isinstance(error, ImportError):
+        name = error.name or ""
+    elif isinstance(error, AttributeError) and isinstance(error.obj, ModuleType):
+        name = error.obj.__name__
+    return name.partition(".")[0]
+
+
+def _file_in_place_of_installed(module: str) -> str:
+    """Returns the user's file that Python finds first for a module that is installed as well."""
+    if module in sys.builtin_module_names:  # files are not looked for
+        return ""
+
+    first = PathFinder.find_spec(module, sys.path)
+    if first is None or first.origin is None or not is_user_file(first.origin):
+        return ""
+
+    # A module that is loaded may come from elsewhere. One whose import has failed is gone.
+    loaded = sys.modules.get(module)
+    if loaded is not None and getattr(loaded, "__file__", None) != first.origin:
+        return ""
+
+    is_package = first.submodule_search_locations is not None
+    file = Path(first.origin)
+    folder = file.parent.parent if is_package else file.parent
+    real_folder = os.path.realpath(folder)
+    other_entries = [entry for entry in sys.path if os.path.realpath(entry) != real_folder]
+    installed = PathFinder.find_spec(module, other_entries)
+    if installed is None or installed.origin is None:
+        return ""
+    return first.origin
