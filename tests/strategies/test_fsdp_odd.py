@@ -126,6 +126,21 @@ class Silent(Policy):
     hidden = False
 
 
+def silent_in_handler(model: nn.Module, batch: Batch) -> Tensor:
+    """The error that the script handles is not one of the forward pass, which returns None."""
+    error = ValueError("of the script")
+    try:
+        raise error
+    except ValueError:
+        outputs = [model(batch[0])]
+        with torch.no_grad():
+            outputs.append(model(batch[0].new_zeros(1, FEATURES)))
+        outputs.append(model(batch[0]))
+    assert outputs == [None, None, None]
+    assert not hasattr(error, "__notes__")
+    return F.cross_entropy(model.kept[0], batch[1])
+
+
 def of_aside(model: nn.Module, batch: Batch) -> Tensor:
     return entropy(model, batch) + sum(block.terms["norm"][0] for block in model.blocks)
 
@@ -292,6 +307,9 @@ EXACT: dict[str, Callable[[Any], dict[str, Tensor]]] = {
     "an object": lambda s: train(s, net(Policy), lambda m, b: -m(b[0]).log_prob(b[1]).mean()),
     "an attribute alone": lambda s: train(
         s, net(Silent), lambda m, b: F.cross_entropy((m(b[0]), m.kept)[1][0], b[1])
+    ),
+    "an attribute alone, while an error is handled": lambda s: train(
+        s, net(Silent), silent_in_handler
     ),
     "gradient of a gradient": lambda s: train(s, net(), penalty, micro_batch_size=8),
     "and another forward": lambda s: train(s, net(), lambda m, b: penalty(m, b, again=True)),

@@ -273,6 +273,14 @@ def make_fsdp_root(module: FSDPModule) -> None:
     module._get_fsdp_state()._lazy_init()
 
 
+def gather_in_backward_of(tensors: Sequence[Tensor], unit: FSDPModule) -> None:
+    """Makes a backward pass through the given tensors gather an FSDP unit.
+
+    Torch does this by itself for the tensors in the unit's output.
+    """
+    unit._get_fsdp_state()._register_pre_backward_hook(list(tensors))
+
+
 def share_meshes_with_copies() -> None:
     """Makes `copy.deepcopy` of a DeviceMesh return the mesh itself, from now on.
 

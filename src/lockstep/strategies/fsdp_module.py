@@ -112,6 +112,8 @@ class ShardedModule(Extension):
         """True if units stay gathered because a backward pass will itself be differentiated."""
         self._forward_is_running = False
         """True while torch runs the forward pass, after the checks that may reject it."""
+        self._error_before_forward: BaseException | None = None
+        """The error that the script was handling when the running forward pass began."""
         self._has_failed = False
         """True if a forward pass raised an error and torch cannot reset the model after it."""
         self._is_released = False
@@ -460,6 +462,7 @@ class ShardedModule(Extension):
                 self._freeze_shards_like_parameters()
 
         self._forward_is_running = True
+        self._error_before_forward = sys.exception()
 
     @torch_compat.outside_compiled_code
     def _after_forward(self, module: nn.Module, inputs: Any, output: Any) -> None:
@@ -470,6 +473,12 @@ class ShardedModule(Extension):
         has_begun = self._forward_is_running
         self._forward_is_running = False
         error = sys.exception() if output is None else None
+
+        # A model may also return None in an `except` block of the script. The present error is then
+        # the one that the script handles, not one of the forward pass.
+        if error is self._error_before_forward:
+            error = None
+        self._error_before_forward = None
 
         if error is None:
             self._free_after_evaluation()

@@ -52,7 +52,7 @@ class UnitOutputs:
         """Called in a backward pass that will itself be differentiated (`create_graph=True`)."""
 
     @torch_compat.outside_compiled_code
-    def before_torch(self, module: nn.Module, inputs: Any, output: Any) -> Any:
+    def before_torch(self, module: Any, inputs: Any, output: Any) -> Any:
         """Adds hidden tensors to the output, so that torch finds all that may bring gradients.
 
         Torch's own forward hook runs after this one, and searches the output for tensors. Then
@@ -61,7 +61,7 @@ class UnitOutputs:
 
         Returns:
             The pair `(output, hidden tensors)`, in which torch finds both; or only the output, if
-            gradients are disabled.
+            gradients are disabled or the output is None.
         """
         if not torch.is_grad_enabled():
             return output
@@ -82,12 +82,21 @@ class UnitOutputs:
             if isinstance(tensor, Tensor) and tensor.requires_grad:
                 tensor.register_hook(self._notice_double_backward)  # type: ignore[no-untyped-call]
 
+        # A hook cannot replace an output by None, so `after_torch` could not restore it.
+        if output is None:
+            torch_compat.gather_in_backward_of(hidden_tensors, module)
+            return None
+
         return torch_compat.pytree.tree_unflatten(leaves, structure), hidden_tensors
 
     @torch_compat.outside_compiled_code
     def after_torch(self, module: nn.Module, inputs: Any, output: Any) -> Any:
         """Removes the tensors that `before_torch` has added to the output."""
-        return output[0] if torch.is_grad_enabled() else output
+        if output is None or not torch.is_grad_enabled():  # nothing was added
+            return output
+
+        original_output, _ = output
+        return original_output
 
     def _hidden_tensors(self, leaves: Sequence[Any]) -> list[Tensor]:
         """Returns the tensors inside objects of the output and those in attributes of modules.
