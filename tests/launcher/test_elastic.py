@@ -125,6 +125,33 @@ def test_a_machine_that_is_lost_costs_a_step_and_another_takes_its_place(
     assert lives == [(2, 0), (1, resumed[0]), (2, resumed[1])]
 
 
+MACHINE_NAMES = ["alpha", "beta", "gamma"]
+"""In the order of their names, machines get their ranks. The last one serves."""
+
+
+def launch_on(machines: list[Machine], number: int, name: str, folder: Path, *run: str) -> Launched:
+    """Starts `lockstep run` for an elastic run of two or three machines.
+
+    Args:
+        machines: the three machines.
+        number: of the one to start it on.
+        name: its host name.
+        folder: the current folder.
+        *run: more options, the script and its arguments.
+    """
+    last_call = 600 if number == 2 else 1
+    flags = ["--nnodes=2:3", "--rdzv-backend=c10d", "--rdzv-id=x", "--keep-in-memory"]
+    flags += [f"--rdzv-endpoint={machines[2].address}:29888", "--max-restarts=3"]
+    flags += [f"--rdzv-conf=last_call_timeout={last_call}"]
+    return Launched(
+        ["run", *flags, *run],
+        cwd=folder,
+        env={**os.environ, "LOCKSTEP_TOKEN": "a token of the tests"},
+        first=[partial(enter, machines[number].name, name)],
+        merged=True,
+    )
+
+
 # Machine 1 of three loses its power in step 6. In step 20 the other two wait for one that joins.
 THREE_MACHINES = """
 import os, signal, sys
@@ -163,29 +190,31 @@ world.close()
 @pytest.mark.thorough
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_one_of_three_machines_is_lost_and_one_joins_and_every_bit_is_the_same(
-    free_port: Callable[[], int], tmp_path: Path, strategy: str
+    tmp_path: Path, strategy: str
 ) -> None:
     (tmp_path / "script.py").write_text(THREE_MACHINES)
-    where = ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{free_port()}", "--rdzv-id=x"]
-    flags = ["run", "--nnodes=2:3", *where, "--local-addr=127.0.0.1", "--ledger=ledger"]
-    flags += [f"--strategy={strategy}", "--keep-in-memory", "--max-restarts=3"]
+    arguments = ["--ledger=ledger", f"--strategy={strategy}", "script.py", "disturbed"]
 
-    def node(serves: int) -> Launched:
-        more = f"--rdzv-conf=is_host={serves},last_call_timeout={600 if serves else 1}"
-        env = {**os.environ, "LOCKSTEP_TOKEN": "a token of the tests"}
-        return Launched(
-            [*flags, more, "script.py", "disturbed"], cwd=tmp_path, env=env, merged=True
-        )
+    def node(machines: list[Machine], number: int, name: str) -> Launched:
+        return launch_on(machines, number, name, tmp_path, *arguments)
 
-    with node(serves=1) as server, node(serves=0) as second, node(serves=0) as third:
+    alpha, beta, gamma = MACHINE_NAMES
+    with (
+        three_machines() as machines,
+        node(machines, 2, gamma) as server,
+        node(machines, 1, beta) as lost,
+        node(machines, 0, alpha) as other,
+    ):
+        assert lost.wait() == -signal.SIGKILL, lost.said
         server.until("starting the ranks of the other machines again")
-        ended = [each for each in (second, third) if each.wait(timeout=1) is not None]
-        assert len(ended) == 1
-        server.until("resumed from step 5 in memory")
-        with node(serves=0) as joiner:
-            going_on = [each for each in (server, second, third, joiner) if each not in ended]
-            codes = [each.wait() for each in going_on]
+        other.until("resumed from step 5 in memory")  # it has rank 0
+        with node(machines, 1, "beta2") as joiner:
+            codes = [each.wait() for each in (server, other, joiner)]
             assert codes == [0, 0, 0], server.said
+        # The second time before step 20, which would have been kept with the next batch.
+        resumed = re.findall(r"resumed from step (\d+) in memory", other.said)
+        assert len(resumed) == 2, other.said
+        assert int(resumed[1]) <= 19
     report = judge(tmp_path / "ledger")
     assert [finding.code for finding in report.findings] == []
     assert [each["ranks"] for each in report.attempts] == [3, 2, 3]
@@ -242,23 +271,12 @@ def test_one_of_three_machines_is_cut_off_for_a_while(tmp_path: Path, seconds: i
     """For 5 s: all wait. For 60 s: it is lost, and comes back with an old state on its disk."""
     (tmp_path / "script.py").write_text(CUT_OFF)
     script = [str(tmp_path / "script.py"), str(tmp_path / "disturbed"), str(tmp_path / "go on")]
-    flags = ["run", "--nnodes=2:3", "--rdzv-backend=c10d", "--rdzv-id=x", "--keep-in-memory"]
-    flags += ["--max-restarts=3", f"--ledger={tmp_path}/ledger"]
-    names = ["alpha", "beta", "gamma"]  # in their order, machines get their ranks
 
     def node(machines: list[Machine], number: int) -> Launched:
-        last_call = 600 if number == 2 else 1
-        where = [f"--rdzv-endpoint={machines[2].address}:29888"]
-        where += [f"--rdzv-conf=last_call_timeout={last_call}"]
-        folder = tmp_path / names[number]
+        name = MACHINE_NAMES[number]
+        folder = tmp_path / name
         folder.mkdir(exist_ok=True)
-        return Launched(
-            [*flags, *where, *script],
-            cwd=folder,
-            env={**os.environ, "LOCKSTEP_TOKEN": "a token of the tests"},
-            first=[partial(enter, machines[number].name, names[number])],
-            merged=True,
-        )
+        return launch_on(machines, number, name, folder, f"--ledger={tmp_path}/ledger", *script)
 
     with (
         three_machines() as machines,
