@@ -626,6 +626,7 @@ def test_a_loss_function_that_sums_says_over_how_many_rows():
     scores = torch.rand(4, 3, requires_grad=True)
     labels, targets = torch.tensor([0, 1, 2, 0]), torch.rand(4, 3)
     assert torch.nn._reduction.get_enum("sum") == 2
+    assert torch.nn._reduction.get_enum("mean") == 1
     for function, target in [
         (functional.cross_entropy, labels),
         (functional.mse_loss, targets),
@@ -639,9 +640,30 @@ def test_a_loss_function_that_sums_says_over_how_many_rows():
         mean = function(scores, target)
         assert torch_compat.rows_summed_by_loss_function(mean.grad_fn) == 0, function
         assert torch_compat.rows_summed_by_loss_function((summed / 4).grad_fn) == 0
+        assert torch_compat.is_mean_of_loss_function(mean.grad_fn), function
+        assert not torch_compat.is_mean_of_loss_function(summed.grad_fn), function
         node = summed.grad_fn
         summed.backward()
         assert torch_compat.rows_summed_by_loss_function(node) == 0
+
+
+def test_the_number_that_a_loss_is_divided_by_is_known():
+    loss = torch.rand(3, requires_grad=True).sum()
+    for scaled, factor in [
+        (loss / 4, 0.25),
+        (loss * 0.25, 0.25),
+        (2 * loss, 2),
+        (loss.div(torch.tensor(8)), 0.125),
+        (loss + 4, None),
+        (loss / 0, None),
+        (loss / loss, None),
+        (loss * torch.ones(2, requires_grad=True)[0], None),
+    ]:
+        assert torch_compat.scalar_factor(scaled.grad_fn) == factor
+    scaled = loss / 4
+    node = scaled.grad_fn
+    scaled.backward()
+    assert torch_compat.scalar_factor(node) is None
 
 
 def test_a_function_that_is_transformed_is_seen():

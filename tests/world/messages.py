@@ -294,6 +294,18 @@ MESSAGES: dict[str, str] = {
         '  do:    use reduction="mean", or divide the loss by the number of its samples: loss / max(1, len(x))\n'
         "  more:  [LS202: lockstep explain LS202]"
     ),
+    "sum divided by the global batch": (
+        "world.backward of a sum that is divided by the global batch\n"
+        "  found: NllLoss sums over the 4 samples of this part of the global batch, and the loss is divided by 8; the losses of the parts are averaged, so the gradients get smaller with each further rank or micro-batch\n"
+        '  do:    use reduction="mean", or divide the loss by the number of its samples: loss / max(1, len(x))\n'
+        "  more:  [LS202: lockstep explain LS202]"
+    ),
+    "mean divided by the micro-batches": (
+        "world.backward of a loss that is divided by 3\n"
+        "  found: a global batch has 3 micro-batches, over which world.backward averages by itself; if the loss is divided for them, the gradients are 1/3 of what they should be\n"
+        "  do:    leave out the division by the number of accumulation steps\n"
+        "  more:  [LS204: lockstep explain LS204]"
+    ),
     "nothing prepared": (
         "training without world.prepare\n"
         "  found: optimizers made 3 steps on this rank, and there was no collective between them on any rank: unless the script exchanges gradients in another way, each process has trained a model of its own\n"

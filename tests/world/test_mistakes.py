@@ -170,6 +170,27 @@ def loss_that_sums(world: lockstep.World) -> None:
         optimizer.zero_grad()
 
 
+def sum_divided_by_the_global_batch(world: lockstep.World) -> None:
+    model = mlp()
+    model, optimizer = world.prepare(model, sgd(model))
+
+    def loss_of(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(model(x), y, reduction="sum") / 8
+
+    train(world, model, optimizer, loss_of=loss_of)
+
+
+def mean_divided_by_the_micro_batches(world: lockstep.World) -> None:
+    model = mlp()
+    model, optimizer = world.prepare(model, sgd(model))
+    loader = world.loader(tensors(48), 24, num_micro_batches=3)
+    train(world, model, optimizer, loader=loader, loss_of=divided_by_3)
+
+
+def divided_by_3(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(model(x), y) / 3
+
+
 def evaluation_loader_not_prepared(world: lockstep.World) -> None:
     model = trained(world)
     world.sum(hits(model, plain_test()))
@@ -252,6 +273,8 @@ MISTAKES: dict[Use, str] = {
     model_not_prepared_in_a_short_training: f"LS311 {_BACKWARD}",
     nothing_prepared: "LS311 optimizer.step()",
     loss_that_sums: f"LS202 {_BACKWARD}",
+    sum_divided_by_the_global_batch: f"LS202 {_BACKWARD}",
+    mean_divided_by_the_micro_batches: f"LS204 {_BACKWARD}",
     discriminator_not_prepared: "LS311 world.backward(fake - real)",
     optimizer_not_prepared: "LS407 optimizer.step()",
     optimizer_that_was_given: "LS407 optimizer.step()",
@@ -542,22 +565,27 @@ def ddp_by_hand_and_nothing_prepared(world: lockstep.World) -> None:
     model.reducer = model.logger = model.process_group = None
 
 
-def sum_that_is_divided(world: lockstep.World) -> None:
-    """Sums that the script divides, and one over something else than the samples."""
-    model, loader = mlp(), world.loader(tensors(24), 8)
+def sums_that_are_divided(world: lockstep.World) -> None:
+    """Sums that the script divides, means with a factor, and a sum over something else."""
+    prototypes, zeros = torch.ones(5, 6).double(), torch.zeros(5, 4).double()
+
+    def loss_of(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        scores, num_samples = model(x), max(1, len(x))
+        return (
+            F.cross_entropy(scores, y, reduction="sum") / num_samples
+            + F.cross_entropy(scores, y, reduction="none").sum() * (1 / num_samples)
+            + F.mse_loss(model(prototypes), zeros, reduction="sum")
+        )
+
+    def loss_of_tokens(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        scores = model(torch.cat([x, x]))  # two tokens a sample: 8 on each of 2 ranks
+        labels = torch.cat([y, y])
+        return F.cross_entropy(scores, labels, reduction="sum") / max(1, len(labels))
+
+    model = mlp()
     model, optimizer = world.prepare(model, sgd(model))
-    prototypes = torch.ones(5, 6).double()
-    for x, y in loader:
-        scores = model(x)
-        losses = [
-            F.cross_entropy(scores, y, reduction="sum") / max(1, len(x)),
-            F.cross_entropy(scores, y)
-            + F.mse_loss(model(prototypes), torch.zeros(5, 4).double(), reduction="sum"),
-            F.cross_entropy(scores, y, reduction="none").sum() * (1 / max(1, len(x))),
-        ]
-        world.backward(sum(losses))
-        optimizer.step()
-        optimizer.zero_grad()
+    for function in (loss_of, loss_of_tokens, divided_by_3):
+        train(world, model, optimizer, loader=world.loader(tensors(24), 8), loss_of=function)
 
 
 def rank_0_trains_alone(world: lockstep.World) -> None:
@@ -566,7 +594,7 @@ def rank_0_trains_alone(world: lockstep.World) -> None:
 
 
 HONEST: list[Use] = [
-    sum_that_is_divided,
+    sums_that_are_divided,
     averaged_by_hand_and_nothing_prepared,
     ddp_by_hand_and_nothing_prepared,
     rank_0_trains_alone,
@@ -594,7 +622,9 @@ HONEST: list[Use] = [
 ]
 ALWAYS_TRIED: list[Use] = [
     loss_that_sums,
-    sum_that_is_divided,
+    sum_divided_by_the_global_batch,
+    mean_divided_by_the_micro_batches,
+    sums_that_are_divided,
     nothing_prepared,
     averaged_by_hand_and_nothing_prepared,
     ddp_by_hand_and_nothing_prepared,
@@ -683,7 +713,9 @@ def test_all_mistakes_are_told_and_no_honest_program_is(size):
 
 @pytest.mark.thorough
 def test_on_one_process_nothing_is_told():
-    assert not any(told_of_all([*MISTAKES, *HONEST]).values())
+    told_of = told_of_all([*MISTAKES, *HONEST])
+    assert told_of.pop(mean_divided_by_the_micro_batches.__name__)  # micro-batches are there too
+    assert not any(told_of.values())
 
 
 @pytest.mark.thorough

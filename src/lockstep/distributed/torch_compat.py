@@ -733,6 +733,39 @@ def rows_summed_by_loss_function(node: Any) -> int:
     return len(predictions) if predictions.dim() > 0 else 0
 
 
+def is_mean_of_loss_function(node: Any) -> bool:
+    """Returns True for the node of a loss function that was called with `reduction="mean"`."""
+    mean_reduction = 1  # torch.nn._reduction.get_enum("mean")
+    return getattr(node, "_saved_reduction", None) == mean_reduction
+
+
+def scalar_factor(node: Any) -> float | None:
+    """Returns the number by which a node of autograd's graph multiplies: 0.25 for `loss / 4`.
+
+    Args:
+        node: a node of autograd's graph.
+
+    Returns:
+        None if the node is no multiplication or division, or not by one number on the CPU. Numbers
+        of Python are on the CPU.
+    """
+    name = node.name()
+    if name not in ("MulBackward0", "DivBackward0"):
+        return None
+
+    try:
+        number = node._saved_other
+    except RuntimeError:  # the backward pass has released it
+        return None
+    if number is None or number.numel() != 1 or number.is_cuda or number.requires_grad:
+        return None
+
+    value = float(number)
+    if name == "MulBackward0":
+        return value
+    return 1 / value if value else None
+
+
 def storage_reference(tensor: Tensor) -> Any:
     """Returns a weak reference to the storage of a dense tensor, which can be a key of a dict.
 

@@ -7,19 +7,19 @@ from lockstep.extensions.checks.coverage import CoverageCheck
 from lockstep.extensions.checks.evaluation_passes import EvaluationPassesCheck
 from lockstep.extensions.checks.gradients import GradientVersionCheck
 from lockstep.extensions.checks.loss import LossCheck
+from lockstep.extensions.checks.loss_scale import LossScaleCheck
 from lockstep.extensions.checks.nothing_prepared import NothingPreparedCheck
 from lockstep.extensions.checks.parameters import ParameterCheck
 from lockstep.extensions.checks.preparation import PreparationCheck
 from lockstep.extensions.checks.replicas import ReplicaCheck
 from lockstep.extensions.checks.sum_of_means import SumOfMeansCheck
-from lockstep.extensions.checks.summed_loss import SummedLossCheck
 from lockstep.extensions.checks.unit_order import UnitOrderCheck
 from lockstep.extensions.checks.unprepared_sum import UnpreparedSumCheck
 from lockstep.extensions.checks.unprepared_training import UnpreparedTrainingCheck
 
 CHECKS: tuple[type[Check], ...] = (
     LossCheck,
-    SummedLossCheck,
+    LossScaleCheck,
     GradientVersionCheck,
     UnitOrderCheck,
     ParameterCheck,

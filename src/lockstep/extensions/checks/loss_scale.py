@@ -1,0 +1,189 @@
+"""Warns if a loss has a factor that makes the gradients depend on how a global batch is divided.
+
+The losses of the parts of a global batch are averaged, weighted by their samples. That gives the
+mean over the global batch if each part's loss is the mean over its samples. Three mistakes give
+other gradients:
+
+- The loss is a sum over the samples, `F.cross_entropy(..., reduction="sum")`. On four ranks, the
+  gradients are about a quarter of those of one process.
+- Such a sum is divided by the number of samples of the global batch. The gradients are too small by
+  the number of parts.
+- A mean is divided by the number of micro-batches, as scripts do that accumulate gradients
+  themselves. `World.backward` has averaged already.
+
+Autograd's graph shows which loss function was called, with which reduction, and by which number the
+script has divided. Nothing is said of a loss in which other functions stand between.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+from lockstep.distributed.process_group import Run
+from lockstep.distributed.torch_compat import (
+    is_mean_of_loss_function,
+    rows_summed_by_loss_function,
+    scalar_factor,
+)
+from lockstep.errors import warn
+from lockstep.extensions.checks.base import Check
+from lockstep.optim.precision import Precision
+from lockstep.session.micro_batch import MicroBatch
+from lockstep.strategies.base import PreparedModule
+
+MAX_BACKWARDS_WATCHED = 20
+"""The graphs of losses are read in the first backward passes of a run, this many."""
+MAX_TERMS = 100
+"""The number of nodes that are visited in the graph of one loss."""
+MAX_USUAL_DIVISOR = 2
+"""Many scripts halve a mean without accumulating gradients: half of a squared error."""
+NODES_THAT_KEEP_A_SUM = {"AddBackward0", "SubBackward0", "NegBackward0", "ToCopyBackward0"}
+"""Autograd's nodes of `a + b`, `a - b`, `-a` and a change of the dtype. If a term is a sum over the
+samples, so is the result. After any other function it may be a mean."""
+
+
+class LossScaleCheck(Check):
+    """Looks at the loss functions in the graphs of the first losses."""
+
+    def __init__(self, run: Run, precision: Precision, wrapped: Collection[PreparedModule]) -> None:
+        super().__init__(run, precision, wrapped)
+        self._num_backwards = 0
+        self._has_warned = False
+
+    def before_backward(self, loss: Any, micro_batch: MicroBatch) -> None:
+        """Warns once if the loss is a sum, or is divided by what Lockstep divides by."""
+        if self._has_warned or self._num_backwards == MAX_BACKWARDS_WATCHED:
+            return
+        if not self.run.collectives.contributes:  # the loss of an earlier stage of a pipeline
+            return
+
+        # If one micro-batch is the whole global batch, a sum gives the gradients that plain PyTorch
+        # gives, too. With one sample, a sum is a mean. A replica with a step of its own may compute
+        # its part at once, so that the part is whole for it.
+        is_part = 1 < micro_batch.local_rows < micro_batch.global_samples
+        if not is_part or micro_batch.has_own_step:
+            return
+
+        self._num_backwards += 1
+        divisor, node = split_divisor(loss.grad_fn)
+        summing = find_sum(node, micro_batch.local_rows)
+        if summing is not None:
+            self._check_sum(summing, divisor, micro_batch)
+        elif is_mean_of_loss_function(node):
+            self._check_mean(divisor, micro_batch)
+
+    def _check_sum(self, summing: Any, divisor: float, micro_batch: MicroBatch) -> None:
+        """Warns if a sum over the samples is not divided, or divided by those of all parts.
+
+        Args:
+            summing: the node of the loss function that has summed.
+            divisor: the number by which the script has divided the sum.
+            micro_batch: the part of the global batch that the loss is computed from.
+        """
+        function_name = str(summing.name()).removesuffix("Backward0")  # for example "NllLoss"
+        num_rows = micro_batch.local_rows
+        num_samples = micro_batch.global_samples
+
+        # A loss over tokens has more rows than samples, and the number of tokens may happen to be
+        # that of the samples of the global batch.
+        sums_over_samples = rows_summed_by_loss_function(summing) == num_rows
+
+        if _is_equal(divisor, 1):
+            self._has_warned = True
+            warn(
+                'world.backward of a loss with reduction="sum"',
+                f"{function_name} sums over the {num_rows} samples of this part of the global "
+                f"batch, which has {num_samples}; the losses of the parts are averaged, so the "
+                "gradients get smaller with each further rank or micro-batch",
+                'use reduction="mean", or divide the loss by the number of its samples: '
+                "loss / max(1, len(x))",
+                code="LS202",
+            )
+        elif sums_over_samples and _is_equal(divisor, num_samples):
+            self._has_warned = True
+            warn(
+                "world.backward of a sum that is divided by the global batch",
+                f"{function_name} sums over the {num_rows} samples of this part of the global "
+                f"batch, and the loss is divided by {num_samples}; the losses of the parts are "
+                "averaged, so the gradients get smaller with each further rank or micro-batch",
+                'use reduction="mean", or divide the loss by the number of its samples: '
+                "loss / max(1, len(x))",
+                code="LS202",
+            )
+
+    def _check_mean(self, divisor: float, micro_batch: MicroBatch) -> None:
+        """Warns if a mean over the samples is divided by the number of micro-batches."""
+        num_micro_batches = micro_batch.num_micro_batches
+        if num_micro_batches <= MAX_USUAL_DIVISOR or not _is_equal(divisor, num_micro_batches):
+            return
+
+        self._has_warned = True
+        warn(
+            f"world.backward of a loss that is divided by {num_micro_batches}",
+            f"a global batch has {num_micro_batches} micro-batches, over which world.backward "
+            "averages by itself; if the loss is divided for them, the gradients are "
+            f"1/{num_micro_batches} of what they should be",
+            "leave out the division by the number of accumulation steps",
+            code="LS204",
+        )
+
+
+def split_divisor(node: Any) -> tuple[float, Any]:
+    """Separates the numbers by which a loss was divided or multiplied at last from the rest.
+
+    Of `F.mse_loss(x, y) / 4 * 2` these are the divisor 2, and the node of `mse_loss`.
+
+    Args:
+        node: the `grad_fn` of the loss.
+
+    Returns:
+        The number by which the rest was divided, 1 if by none; and the node of the rest.
+    """
+    divisor = 1.0
+    while node is not None:
+        factor = scalar_factor(node)
+        if factor is None or factor == 0:
+            break
+
+        divisor /= factor
+        inputs = [next_node for next_node, _ in node.next_functions if next_node is not None]
+        if len(inputs) != 1:  # the number has a gradient itself
+            break
+        node = inputs[0]
+    return divisor, node
+
+
+def find_sum(node: Any, num_rows: int) -> Any:
+    """Returns the node of a loss function that has summed over the samples, or None.
+
+    Args:
+        node: the node of a loss in autograd's graph.
+        num_rows: the number of samples that it was computed from. A loss function that has summed
+            over something else, such as the entries of a codebook, has another number of rows. One
+            over tokens has a multiple of this number.
+    """
+    nodes_to_visit: list[Any] = [node]
+    for _ in range(MAX_TERMS):
+        if not nodes_to_visit:
+            return None
+
+        visited = nodes_to_visit.pop()
+        if visited is None:  # a term without a gradient
+            continue
+
+        num_summed = rows_summed_by_loss_function(visited)
+        if num_summed and num_summed % num_rows == 0:
+            return visited
+
+        if visited.name() in NODES_THAT_KEEP_A_SUM:
+            nodes_to_visit += [next_node for next_node, _ in visited.next_functions]
+    return None
+
+
+def _is_equal(divisor: float, number: int) -> bool:
+    """Returns True if a divisor is a number, apart from rounding.
+
+    `1 / (1 / 49)` is not quite 49.
+    """
+    return abs(divisor - number) < 1e-6 * number
