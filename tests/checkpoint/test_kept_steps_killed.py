@@ -117,6 +117,14 @@ def attempt_and_step(folder: Path) -> tuple[int, int]:
     return int(attempt), int(step)
 
 
+def sockets(process: psutil.Process) -> list[str]:
+    """What the sockets of a process are connected to, for the message of a failed test."""
+    return sorted(
+        f"{connection.laddr} {connection.raddr} {connection.status}"
+        for connection in process.net_connections("all")
+    )
+
+
 @pytest.mark.parametrize(("size", "strategy"), [(2, "ddp"), (3, "fsdp")])
 def test_kills_at_random_moments(
     tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, size: int, strategy: str
@@ -133,6 +141,7 @@ def test_kills_at_random_moments(
     flags = [f"--nproc={size}", f"--strategy={strategy}", "--ledger=ledger"]
     flags += [f"--max-restarts={KILLS}"]
     files_of_launcher = []
+    sockets_of_launcher = []
     files_of_zygotes: dict[int, list[dict[str, int]]] = {}
     kinds: list[str] = []
     kept: list[int] = []
@@ -149,6 +158,7 @@ def test_kills_at_random_moments(
             assert len(found["ranks"]) == size
             assert len(found["workers"]) <= size
             files_of_launcher.append(num_files(psutil.Process(launched.pid)))
+            sockets_of_launcher.append(sockets(psutil.Process(launched.pid)))
             (zygote,) = found["zygote"]
             files_of_zygotes.setdefault(zygote.pid, []).append(num_files(zygote))
             time.sleep(drawn.uniform(0, MAX_DELAY_S))
@@ -187,7 +197,11 @@ def test_kills_at_random_moments(
     assert len(begun) == KILLS
     for step, seen in zip(begun, kept, strict=True):
         assert step >= seen - 1, (begun, kept)
-    assert all(files == files_of_launcher[0] for files in files_of_launcher), files_of_launcher
+    assert all(files == files_of_launcher[0] for files in files_of_launcher), (
+        files_of_launcher,
+        kinds,
+        sockets_of_launcher,
+    )
     for files_of_one in files_of_zygotes.values():
         assert all(files == files_of_one[0] for files in files_of_one), files_of_one
     left = {path.name for path in temporary.iterdir()}
