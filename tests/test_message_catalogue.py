@@ -434,7 +434,7 @@ def test_lines_of_verify_of_launchers_and_of_kept_steps_are_translated(chinese: 
         assert language.translate(text) == expected
 
 
-def test_lines_about_checkpoints_and_journals_are_translated(chinese: None) -> None:
+def test_lines_about_checkpoints_journals_and_shares_are_translated(chinese: None) -> None:
     lines = {
         "runs/step-12: complete, metric 0.5, the best": "runs/step-12：完整，指标 0.5，最佳",
         "net.pt: a torch file": "net.pt：torch 文件",
@@ -447,6 +447,17 @@ def test_lines_about_checkpoints_and_journals_are_translated(chinese: None) -> N
             "第 3 步：loss 最先出现差异；到第 2 步为止相同"
         ),
         "Directory 'j3' does not exist.": "文件夹 'j3' 不存在。",
+        "waiting for 3 nodes; here: node 0 on host a, node 1 on host b": (
+            "等待 3 个节点；已加入：节点 0（主机 a），节点 1（主机 b）"
+        ),
+        "permission is denied ([Errno 13] Permission denied: 'a: b')": (
+            "没有权限（[Errno 13] Permission denied: 'a: b'）"
+        ),
+        "shares auto: kept 1:1: the ranks are equally fast (time per sample: rank 0 2 ms, rank 1 "
+        "2 ms, within noise)": (
+            "shares auto：保持 1:1：各 rank 一样快"
+            "（每个样本的时间：rank 0 2 ms, rank 1 2 ms，在噪声范围内）"
+        ),
     }
     for line, expected in lines.items():
         assert language.translate(line) == expected

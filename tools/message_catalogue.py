@@ -30,6 +30,7 @@ PO_FILE = CATALOGUE_FILE
 CATALOGUE_OF_FINDINGS = house.SOURCE / "verify" / "catalogue.toml"
 
 FILES_OF_SENTENCES = (
+    "checkpoint.file_errors",
     "checkpoint.health",
     "checkpoint.repair",
     "cli.run_help",

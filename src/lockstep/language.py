@@ -163,6 +163,7 @@ PATTERN_OF_FIELD = {
     "name_call": r"(?:(?![,;] | \(step )[^\n])*",  # of one call
     "single": r"(?:(?![,;] )[^\n])*",  # one entry of a list, and not several
     **dict.fromkeys(("factor", "ratio"), rf"{NUMBER}(?:/{NUMBER})?"),
+    "subject": r"(?:(?! on host |;(?:\s|\Z))[^\n])*",  # not a list of several on several hosts
     "table": r"(?:.|\n)*",
     "tuple": r"\([\d, ]*\)",
     **dict.fromkeys(GRAMMATICAL_FIELDS, r"\S*"),

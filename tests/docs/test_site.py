@@ -29,6 +29,7 @@ CHINESE = {
     "预热": "large_batches",
     "卡死": "troubleshooting",
     "端口": "reference",
+    "学习率": "from_one_device_to_many",
 }
 BOTH = {
     "DataParallel": "strategies",
@@ -40,6 +41,7 @@ BOTH = {
     "NCCL_SOCKET_IFNAME": "running_it",
     "CUDA_VISIBLE_DEVICES": "running_it",
     "find_unused_parameters": "from_one_device_to_many",
+    "DistributedSampler": "from_tutorials",
 }
 
 

@@ -7,6 +7,7 @@ import pickle
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -27,7 +28,7 @@ from lockstep.errors import EXIT_DEADLOCK, HostError, RankFailedError, SettingEr
 from lockstep.run.machines import ray_launch, ray_placement, ray_run
 from lockstep.run.machines.hosts import HostsSpec
 from lockstep.run.machines.ray_call import CallOutcome
-from lockstep.run.machines.ray_placement import names_of_nodes
+from lockstep.run.machines.ray_placement import RayNode, names_of_nodes
 
 pytestmark = pytest.mark.launcher
 
@@ -122,6 +123,27 @@ def wait():
     threading.Event().wait()
 
 lockstep.launch(wait, nproc=2, ray=sys.argv[1])
+"""
+BY_CLIENT = """
+import os, sys
+import lockstep
+
+def train():
+    with lockstep.init(seed=0) as world:
+        if sys.argv[1:] == ["fail"] and world.rank == 1:
+            raise ValueError("no data")
+        world.print("the sum is", world.sum(1))
+        return world.sum(1)
+
+if "RANK" in os.environ:
+    train()
+elif sys.argv[1] == "address":
+    print("returned", lockstep.launch(train, nproc=2, ray=sys.argv[2]))
+else:
+    import ray
+
+    ray.init(sys.argv[2], logging_level="ERROR")
+    print("returned", lockstep.launch(train, nproc=2, ray=True))
 """
 RESUMES = """
 import os, sys
@@ -252,6 +274,24 @@ def test_nodes_with_one_host_name_have_names_of_their_own() -> None:
     assert names == {"abcdefgh": "one-abcdef", "12345678": "one-123456"}
 
 
+def test_launchers_meet_at_a_free_port_unless_one_is_given() -> None:
+    nodes = [
+        RayNode(name, nproc="1", node_id=name, ip_address=address, bundle_index=index, gpu_ids=())
+        for index, (name, address) in enumerate((("a", "10.0.0.1"), ("b", "10.0.0.2")))
+    ]
+
+    def flags(*given: str, num_nodes: int = 2) -> list[str]:
+        spec = HostsSpec(
+            hosts=[], arguments=[], script=["t.py"], environment={}, torchrun=list(given)
+        )
+        return list(ray_run._spec_with_nodes(spec, nodes[:num_nodes]).torchrun)
+
+    assert flags() == ["--master-addr", "10.0.0.1", "--master-port", "0"]
+    given = ["--master-addr", "10.0.0.9", "--master-port", "5000"]
+    assert flags(*given) == given
+    assert "--master-port" not in flags(num_nodes=1)
+
+
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Any]:
     """A cluster of two nodes with a core and a made-up GPU each."""
@@ -260,7 +300,11 @@ def cluster() -> Iterator[Any]:
 
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     node = {"num_cpus": 1, "num_gpus": 1}
-    cluster = Cluster(initialize_head=True, head_node_args={**node, "include_dashboard": False})
+    with socket.create_server(("127.0.0.1", 0)) as reserved:
+        client_port = reserved.getsockname()[1]
+    head = {**node, "include_dashboard": False, "ray_client_server_port": client_port}
+    cluster = Cluster(initialize_head=True, head_node_args=head)
+    cluster.client_address = f"ray://127.0.0.1:{client_port}"
     cluster.add_node(**node)
     yield cluster
     cluster.shutdown()
@@ -313,6 +357,14 @@ def python(folder: Path, *arguments: str) -> str:
         [sys.executable, *arguments], cwd=folder, capture_output=True, text=True, timeout=HANG_S
     )
     return result.stdout + result.stderr
+
+
+def wait_for_client_server(address: str, folder: Path) -> None:
+    """Waits until Ray Client's server answers: on a busy machine its first answers are errors."""
+    connect = f"import ray; ray.init({address!r}); print('connected')"
+    deadline = time.monotonic() + HANG_S
+    while "connected" not in python(folder, "-c", connect):
+        assert time.monotonic() < deadline
 
 
 def said_until(process: subprocess.Popen[str], text: str, count: int = 1) -> str:
@@ -418,6 +470,18 @@ class TestTwoNodes:
         assert "SystemExit" not in said  # Ray would print it for an actor that it ends
         assert_nothing_is_left(tmp_path)
 
+    def test_through_ray_client(self, cluster: Any, tmp_path: Path) -> None:
+        """`ray://`: the process that starts the run is on no node of the cluster."""
+        (tmp_path / "train.py").write_text(BY_CLIENT)
+        wait_for_client_server(cluster.client_address, tmp_path)
+        command = ["-m", "lockstep", "run", f"--ray={cluster.client_address}", "--nproc=2"]
+        assert "the sum is 2" in python(tmp_path, *command, "train.py")
+        assert "FIRST FAILURE: rank 1" in python(tmp_path, *command, "train.py", "fail")
+        for mode in ("address", "connected"):
+            said = python(tmp_path, "train.py", mode, cluster.client_address)
+            assert "returned [2, 2]" in said, said
+        assert_nothing_is_left(tmp_path)
+
     def test_ctrl_c_ends_a_launch(self, cluster: Any, tmp_path: Path) -> None:
         (tmp_path / "launches.py").write_text(WAITS)
         process = subprocess.Popen(
@@ -433,6 +497,13 @@ class TestTwoNodes:
         assert process.returncode == -signal.SIGINT
         assert "KeyboardInterrupt" in said
         assert_nothing_is_left(tmp_path)
+
+    def test_two_runs_at_once(self, four_nodes: Any, tmp_path: Path) -> None:
+        """Their launchers meet on one machine, so at different ports."""
+        processes = [start(four_nodes, tmp_path, "train") for _ in range(2)]
+        for process in processes:
+            said, _ = process.communicate(timeout=HANG_S)
+            assert process.returncode == 0, said
 
     def test_ranks_of_a_lost_node_go_on_elsewhere(self, four_nodes: Any, tmp_path: Path) -> None:
         """From the last checkpoint."""

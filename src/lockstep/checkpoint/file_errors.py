@@ -23,7 +23,7 @@ class FileProblem(NamedTuple):
 
     error_numbers: frozenset[int]
     found: str
-    """The problem, for users."""
+    """The problem, for users, with a field for the error."""
     advice: str
     """What to do about it."""
 
@@ -31,41 +31,41 @@ class FileProblem(NamedTuple):
 FILE_PROBLEMS = (
     FileProblem(
         frozenset({errno.ENOSPC}),
-        "no space is left for it",
+        "no space is left for it ({error})",
         "free some space or choose another folder; the last complete checkpoint is untouched",
     ),
     FileProblem(
         frozenset({errno.EDQUOT, errno.EFBIG}),
-        "your quota, or a limit on the size of a file, is used up",
+        "your quota, or a limit on the size of a file, is used up ({error})",
         "remove what you do not need, ask for more, or choose another folder; the last complete "
         "checkpoint is untouched",
     ),
     FileProblem(
         frozenset({errno.EROFS}),
-        "the file system is read-only",
+        "the file system is read-only ({error})",
         "choose another folder; where it could be written before, look at the machine's log: a "
         "disk that fails is made read-only",
     ),
     FileProblem(
         frozenset({errno.EACCES, errno.EPERM}),
-        "permission is denied",
+        "permission is denied ({error})",
         "choose a folder that you may read and write, or change its permissions",
     ),
     FileProblem(
         frozenset({errno.ENOTDIR, errno.EEXIST}),
-        "a file is where a folder should be",
+        "a file is where a folder should be ({error})",
         "choose another folder, or move the file away",
     ),
     FileProblem(
         frozenset({errno.ENOENT}),
-        "it is not there, or went away meanwhile",
+        "it is not there, or went away meanwhile ({error})",
         "check the path, and whether its file system is still mounted",
     ),
     FileProblem(
         frozenset(
             {errno.ESTALE, errno.EIO, errno.ENOTCONN, errno.ETIMEDOUT, errno.ENODEV, errno.ENXIO}
         ),
-        "the disk or the network file system does not answer as it should",
+        "the disk or the network file system does not answer as it should ({error})",
         "look at the mount and the machine's log; an earlier checkpoint there is untouched",
     ),
 )
@@ -89,7 +89,7 @@ def plain_errors(action: str, path: Path) -> Iterator[None]:
         error_number = getattr(error, "errno", None)
         for problem in FILE_PROBLEMS:
             if error_number in problem.error_numbers:
-                found = f"{problem.found} ({error})"
+                found = problem.found.format(error=error)
                 advice = problem.advice
                 break
 

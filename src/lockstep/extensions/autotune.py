@@ -281,24 +281,27 @@ def _describe_shares(
     shortest: list[str] = []
     for number, times_of_device in enumerate(times):
         shortest.append(f"{device_name} {number} {_format_seconds(min(times_of_device))}")
-    measured = f"time per sample: {join_first(shortest)}"
+    measured = join_first(shortest)
 
-    # If the shares stay, the line says why.
-    are_same = tuple(before) == tuple(after)
+    # Each case is a whole sentence, as other languages have another order of words. That no other
+    # shares make a step at least 8 % faster: see MIN_SPEEDUP in batch.shares.
+    old_shares = _format_shares(before)
+    new_shares = _format_shares(after)
+    change = f"changed from {old_shares} to {new_shares}"
+    if old_shares == new_shares:
+        change = f"kept {old_shares}"
 
     if are_equally_fast(times):
-        measured += ", within noise"
-        reason = f": the {device_name}s are equally fast"
-    elif are_same:
-        reason = ": no others make a step at least 8 % faster"  # see MIN_SPEEDUP in batch.shares
-    else:
-        reason = ""
-
-    if are_same:
-        change = f"kept {_format_shares(before)}"
-    else:
-        change = f"changed from {_format_shares(before)} to {_format_shares(after)}"
-    return f"shares auto: {change}{reason} ({measured})"
+        return (
+            f"shares auto: {change}: the {device_name}s are equally fast "
+            f"(time per sample: {measured}, within noise)"
+        )
+    if old_shares == new_shares:
+        return (
+            f"shares auto: {change}: no others make a step at least 8 % faster "
+            f"(time per sample: {measured})"
+        )
+    return f"shares auto: {change} (time per sample: {measured})"
 
 
 def _describe_micro_batch_size(size: int | None, largest_part: int) -> str:

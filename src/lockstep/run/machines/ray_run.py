@@ -28,6 +28,8 @@ from lockstep.wording import count_noun
 
 MAX_RESTARTS = "--max-restarts"
 """torchrun's flag: how often the ranks are started again."""
+ANY_FREE_PORT = "0"
+"""The value of --master-port for a port that is free when the launchers meet."""
 EXIT_INTERRUPTED = EXIT_SIGNAL + signal.SIGINT
 
 
@@ -211,8 +213,18 @@ def describe(address: str, spec: HostsSpec) -> str:
 
 
 def _spec_with_nodes(spec: HostsSpec, nodes: list[RayNode]) -> HostsSpec:
-    """Returns the request for nodes that are now known."""
+    """Returns the request for nodes that are now known, with the place where they meet.
+
+    It is a free port: Ray may start several runs on one node at once, which would all choose the
+    usual port.
+    """
     placed = spec.on_machines(nodes)
-    if len(nodes) == 1 or spec.torchrun_flag("--master-addr") is not None:
+    if len(nodes) == 1:
         return placed
-    return replace(placed, torchrun=[*placed.torchrun, "--master-addr", nodes[0].ip_address])
+
+    flags = list(placed.torchrun)
+    if spec.torchrun_flag("--master-addr") is None:
+        flags += ["--master-addr", nodes[0].ip_address]
+    if spec.torchrun_flag("--master-port") is None:
+        flags += ["--master-port", ANY_FREE_PORT]
+    return replace(placed, torchrun=flags)

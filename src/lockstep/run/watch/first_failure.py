@@ -378,11 +378,11 @@ def _describe_root(root: FirstFailure, host_of_first: str) -> str:
         root: the failure.
         host_of_first: the host of the first failure, which is not named again.
     """
-    text = root.subject
+    subject = root.subject
     is_on_another_host = root.host not in ("", host_of_first)  # "" if the host is not known
     if root.ranks and is_on_another_host:
-        text += f" on host {root.host}"
-    text += f": {root.headline}"
+        subject = f"{subject} on host {root.host}"
+    text = f"{subject}: {root.headline}"
     if root.line:
         text += f", {root.line}"
     return text
