@@ -498,13 +498,13 @@ def test_a_prepared_model_is_pickled_whole(strategy: str, size: int) -> None:
         assert [row for row in rows if row[-1] != 0] == []
 
 
-def saved_and_resumed(folder: str, strategy: str, way: str) -> Any:
+def saved_and_resumed(folder: str, strategy: str, way: str, precision: str) -> Any:
     """The weights of an uninterrupted training, of one that was resumed, and a weights file."""
     paths = [Path(folder) / name for name in ("whole", "parted")]
     found = []
     for path, interruptions in ((paths[0], [6]), (paths[1], [3, 6])):
         for until in interruptions:
-            with lockstep.init(strategy, precision="bf16", seed=0) as world:
+            with lockstep.init(strategy, precision=precision, seed=0) as world:
                 torch._dynamo.reset()
                 torch.manual_seed(3)
                 model = compiled_before(bench_compile.Net(), way, "aot_eager")
@@ -535,9 +535,13 @@ def saved_and_resumed(folder: str, strategy: str, way: str) -> Any:
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("strategy", ["single", "ddp", "fsdp"])
-def test_checkpoints_and_weights_have_plain_names(tmp_path: Path, strategy: str, way: str) -> None:
-    size = 1 if strategy == "single" else 2
-    [whole, resumed] = run_ranks(saved_and_resumed, size, str(tmp_path), strategy, way)[0]
+@pytest.mark.parametrize("strategy", bench_compile.STRATEGIES)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_checkpoints_and_weights_have_plain_names(
+    tmp_path: Path, precision: str, strategy: str, way: str
+) -> None:
+    size = 1 if strategy in ("single", "dp") else 2
+    cell = (str(tmp_path), strategy, way, precision)
+    [whole, resumed] = run_ranks(saved_and_resumed, size, *cell)[0]
     assert difference(whole[0], resumed[0]) == 0
     assert difference(whole[0], whole[1]) == 0
