@@ -143,6 +143,7 @@ def _main(
     fresh: bool,
 ) -> None:
     multiprocessing.current_process().name = "MainProcess"  # as in a command
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # `nohup` in front of the tests ignores it
     for prepare in first:
         prepare()
     for number, stream in enumerate(streams):
