@@ -146,7 +146,7 @@ class LockstepError(Exception):
         It is empty if neither is known.
 
         Args:
-            in_language: function that translates a text, or leaves it in English.
+            in_language: function that returns a text in the language of the message.
         """
         places = []
         if self.rank is not None:
@@ -156,7 +156,8 @@ class LockstepError(Exception):
         if not places:
             return ""
 
-        return f"\n{_labelled(in_language('at:'), ', '.join(places))}"
+        line = _labelled(in_language("at:"), ", ".join(places))
+        return f"\n{line}"
 
 
 class SettingError(LockstepError, ValueError):
@@ -305,6 +306,7 @@ class RankFailedError(LockstepError, RuntimeError):
         )
 
     def _place(self, in_language: InLanguage) -> str:
+        """Adds the traceback of the other rank, if there is one and it has not been shown yet."""
         place = super()._place(in_language)
         if self.remote_traceback and not self._is_told:
             place += f"\n\n{self.remote_traceback}"

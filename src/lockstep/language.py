@@ -874,33 +874,51 @@ def _keep_doubtful_parts_english(
 ) -> list[Translation]:
     """Leaves a part in English if the text may have been split within a value of that part.
 
-    The split is doubtful if English words stand on both sides of a separator: an untranslated value
-    of a translated part, and beside it a part that is not translated at all. Both may be one value,
-    "x; y", so the translated part is left in English too:
-
-    - "give a number from 1 to x; y": the first part is translated and ends with the value "x".
-    - "x; y is no number": the second part is translated and begins with the value "y".
+    For example, "give a number from 1 to x; y" may end with the value "x; y". It was split at "; ",
+    so the first part is translated and ends with "x" in English, and the second part "y" is not
+    translated. As "x" and "y" may belong together, the first part is left in English too. The same
+    goes for "x; y is no number", where the second part begins with a value.
 
     Returns:
         The translation of each part.
     """
     checked = list(translations)
-    neighbours = [(index, index + 1) for index in range(len(parts) - 1)]
+    num_separators = len(parts) - 1
 
-    # A part that is left in English here makes the part on its other side doubtful in turn. So all
-    # neighbours are checked from left to right, and then from right to left.
-    for left, right in [*neighbours, *reversed(neighbours)]:
-        left_is_translated = _is_translated(parts[left], checked[left])
-        right_is_translated = _is_translated(parts[right], checked[right])
-
-        if left_is_translated and not right_is_translated:
-            if _ends_with_english(parts[left], checked[left]):
-                checked[left] = _leave_in_english(parts[left])
-        elif right_is_translated and not left_is_translated:
-            if _begins_with_english(checked[right]):
-                checked[right] = _leave_in_english(parts[right])
+    # A part that is left in English may make its neighbour doubtful in turn. The first loop passes
+    # this on to all parts on the right, the second one to all parts on the left.
+    for index in range(num_separators):
+        _check_beside_separator(parts, checked, index)
+    for index in reversed(range(num_separators)):
+        _check_beside_separator(parts, checked, index)
 
     return checked
+
+
+def _check_beside_separator(
+    parts: Sequence[str], translations: list[Translation], index: int
+) -> None:
+    """Leaves a part in English if English words stand on both sides of a separator.
+
+    It does so if one of the two parts is translated except for a value beside the separator, and
+    the other part is not translated at all.
+
+    Args:
+        parts: all parts of the text.
+        translations: their translations. One of them may be replaced.
+        index: index of the part on the left of the separator.
+    """
+    left = index
+    right = index + 1
+    left_is_translated = _is_translated(parts[left], translations[left])
+    right_is_translated = _is_translated(parts[right], translations[right])
+
+    if left_is_translated and not right_is_translated:
+        if _ends_with_english(parts[left], translations[left]):
+            translations[left] = _leave_in_english(parts[left])
+    elif right_is_translated and not left_is_translated:
+        if _begins_with_english(translations[right]):
+            translations[right] = _leave_in_english(parts[right])
 
 
 def _begins_with_english(translation: Translation) -> bool:

@@ -108,7 +108,7 @@ def test_options_may_follow_the_name_of_a_strategy(text: str, options: object) -
         ("dp:device_ids=0:a", "device_ids is a whole number"),
         ("ddp:static_graph=yes", "static_graph is true or false"),
         ("ddp:compress=int9", "compressions are bf16"),
-        ("single:every=3", "options of single are not there"),
+        ("single:every=3", "single has no options"),
         ("locl:every=3", "strategies are single, "),
     ],
 )

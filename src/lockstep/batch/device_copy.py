@@ -114,12 +114,12 @@ class _Copier:
         """Starts to pin and copy a batch, in a thread if it is large.
 
         Returns:
-            A function that waits until the batch is pinned, and returns the copy, which then has
-            been started. It raises any error of pinning.
+            A function that waits until the batch is pinned and its copy to the GPU has begun, and
+            returns this copy. It raises any error of pinning.
         """
         if bytes_to_pin(batch) < MIN_BYTES_FOR_THREAD:
-            started = self._pin_and_copy(batch)
-            return lambda: started
+            started_copy = self._pin_and_copy(batch)
+            return lambda: started_copy  # there is nothing left to wait for
 
         if self._executor is None:
             # Each thread has its own current device. If it were not set, every rank would open
@@ -132,7 +132,11 @@ class _Copier:
             )
 
         future = self._executor.submit(self._pin_and_copy, batch)
-        return future.result  # the method, which waits for the thread when it is called
+
+        def wait_until_pinned() -> _StartedCopy:
+            return future.result()
+
+        return wait_until_pinned
 
     def _pin_and_copy(self, batch: Any) -> _StartedCopy:
         """Pins a batch, and starts to copy it to the GPU if it has only dense tensors."""

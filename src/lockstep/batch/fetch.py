@@ -134,8 +134,9 @@ def _select_rows(tensors: tuple[Tensor, ...], rows: Indices) -> list[Tensor]:
 def call_collate(collate: Callable[[Any], Any], samples: list[Any]) -> Any:
     """Calls a collate function, and adds a note to errors that may come from an empty batch.
 
-    A collate function that leaves samples out may be left with none. This is more likely for a
-    rank's part of a global batch than for the whole batch on one device.
+    A collate function may leave out samples, such as broken images. If it leaves out all samples of
+    a rank, it may fail because there is nothing to collate. On one device this is less likely, as
+    the function gets the whole global batch. The note asks the user to return None in this case.
     """
     try:
         return collate(samples)

@@ -736,21 +736,22 @@ class Loader:
     def _compare_and_repeat(
         self, epoch: int, planned: PlannedMicroBatch
     ) -> Iterator[ReadMicroBatch]:
-        """Compares the results of the devices, and yields more micro-batches if two ranks disagree.
+        """Checks devices: compares gradients that two ranks have computed of the same samples.
 
-        These are the micro-batches of the virtual rank about which they disagree: all ranks compute
-        them again.
+        Each checked virtual rank is computed by two ranks. If their gradients differ, one of the
+        two has a faulty device. To find out which, this yields the micro-batches of the virtual
+        rank once more, for all ranks to compute.
 
         Args:
             epoch: number of the epoch.
-            planned: the micro-batch before which the results are compared.
+            planned: the micro-batch before which the gradients are compared.
         """
-        # All results are there if the loop has called backward for every micro-batch that it was
-        # handed. A loop that fetches batches ahead still holds some when it asks for this one. The
-        # comparison of this global batch is then left out.
+        # Some gradients are missing if the loop fetches batches ahead, before it calls backward for
+        # the earlier ones. Then this global batch is not checked.
         if self._has_untrained_batches:
             return
 
+        # The virtual rank whose two gradients differ; None if all agree.
         dispute = self._step.find_dispute()
         if dispute is not None:
             yield from self._read_repeat(epoch, planned, dispute)

@@ -28,10 +28,10 @@ from lockstep.batch.plan import (
     Plan,
     VirtualRankPiece,
     micro_batches_needed,
+    replicas_of_rank,
     split_batch,
     split_over_virtual_ranks,
     split_sizes,
-    virtual_ranks_of,
 )
 from lockstep.batch.repeats import CheckedPiece, add_repeats, pieces_of_virtual_rank
 from lockstep.batch.shares import first_micro_batch
@@ -265,9 +265,14 @@ class MicroBatchPlan:
             DataError: some replica would have no samples, and so no gradient for its step.
         """
         virtual_ranks = self.virtual_ranks
-        if virtual_ranks is None or not virtual_ranks.train_copies:
-            return  # there are no replicas: it is not a training under DiLoCo
+        if virtual_ranks is None:
+            return
 
+        is_diloco = virtual_ranks.train_copies
+        if not is_diloco:
+            return
+
+        # Under DiLoCo each virtual rank trains one replica, so `count` is the number of replicas.
         if smallest < virtual_ranks.count:
             raise DataError(
                 f"a global batch of {smallest} samples for {virtual_ranks.count} replicas",
@@ -800,7 +805,7 @@ def _micro_batches_of_copies(
         num_virtual_ranks: number of virtual ranks, and so of replicas, in the run.
     """
     max_micro_batches, num_ranks = sizes.shape
-    replicas = virtual_ranks_of(rank, num_ranks, num_virtual_ranks)
+    replicas = replicas_of_rank(rank, num_ranks, num_virtual_ranks)
     max_replicas_per_rank = ceil_div(num_virtual_ranks, num_ranks)
     pieces_per_replica = max(1, max_micro_batches // max_replicas_per_rank)
     num_micro_batches = len(replicas) * pieces_per_replica

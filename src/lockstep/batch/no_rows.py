@@ -90,8 +90,7 @@ def call_with_placeholder(
     if not any(has_no_rows(tensor) for tensor in tensors((args, kwargs))):
         raise refusal
 
-    # Each tensor without rows gets one row: the sample that the tensor is a view of, or else
-    # made-up numbers. (No samples are given from which it could be taken.)
+    # Give one row to each tensor without rows.
     placeholder = Placeholder(samples=())
     args_with_row, kwargs_with_row = placeholder.add_to((args, kwargs))
 
@@ -99,16 +98,24 @@ def call_with_placeholder(
     # call, so it must not advance the random state.
     with preserve_rng_state():
         try:
-            result = func(*args_with_row, **kwargs_with_row)
+            result = _call_with_one_row(func, args_with_row, kwargs_with_row)
         except Exception:
-            # In `x.view(len(x), -1)` the number of rows is an argument: 0, which must be 1 for a
-            # tensor with a placeholder row.
-            try:
-                result = func(*_zeros_as_ones(args_with_row), **kwargs_with_row)
-            except Exception:
-                raise refusal from None
+            raise refusal from None
 
     return map_tensors(result, lambda tensor: _fill_with_nan(placeholder.cut_off(tensor)))
+
+
+def _call_with_one_row(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Calls a function with tensors that have got one row instead of none.
+
+    If this fails, the number of rows may be among the other arguments, as in `x.view(len(x), -1)`.
+    It is 0 there, but the tensor has 1 row now. So the function is called once more, with each
+    argument 0 replaced by 1.
+    """
+    try:
+        return func(*args, **kwargs)
+    except Exception:
+        return func(*_zeros_as_ones(args), **kwargs)
 
 
 def _fill_with_nan(tensor: Tensor) -> Tensor:

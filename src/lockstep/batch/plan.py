@@ -465,7 +465,7 @@ def _split_over_replicas(
     # groups are (0) and (1); on 6 ranks they are (0, 1), (2, 3) and (4, 5).
     for first_rank in range(0, num_ranks, ranks_per_replica):
         ranks_of_group = slice(first_rank, first_rank + ranks_per_replica)
-        replicas_of_group = virtual_ranks_of(first_rank, num_ranks, num_virtual_ranks)
+        replicas_of_group = replicas_of_rank(first_rank, num_ranks, num_virtual_ranks)
 
         # The group's first replica has the first `num_pieces` rows, the second has the next ones.
         for index, replica in enumerate(replicas_of_group):
@@ -481,22 +481,23 @@ def _split_over_replicas(
     return split
 
 
-def virtual_ranks_of(rank: int, num_ranks: int, num_virtual_ranks: int) -> range:
-    """Returns the numbers of the replicas that a rank processes under DiLoCo.
+def replicas_of_rank(rank: int, num_ranks: int, num_replicas: int) -> range:
+    """Returns the numbers of the replicas that a rank trains under DiLoCo.
 
-    Each virtual rank trains a replica. If there are more ranks than replicas, their number is a
-    multiple of the number of replicas, and neighbouring ranks process one replica together: with 4
-    ranks and 2 replicas, the ranks 0 and 1 process replica 0. Otherwise a rank processes one or
-    more replicas: with 2 ranks and 5 replicas, rank 0 has the replicas 0 to 2 and rank 1 has 3 and
-    4.
+    With more ranks than replicas, neighbouring ranks train one replica together. Otherwise each
+    rank trains one or more replicas:
+
+    - 4 ranks, 2 replicas: the ranks 0 and 1 train replica 0, the ranks 2 and 3 train replica 1.
+    - 2 ranks, 5 replicas: rank 0 trains the replicas 0, 1 and 2, rank 1 trains 3 and 4.
     """
-    if num_ranks > num_virtual_ranks:
-        ranks_per_replica = num_ranks // num_virtual_ranks
+    if num_ranks > num_replicas:  # a multiple of it
+        ranks_per_replica = num_ranks // num_replicas
         replica = rank // ranks_per_replica
         return range(replica, replica + 1)
 
-    first = ceil_div(num_virtual_ranks * rank, num_ranks)
-    end = ceil_div(num_virtual_ranks * (rank + 1), num_ranks)
+    # In the example rank 0 has range(0, 3), because 5 / 2 is rounded up, and rank 1 range(3, 5).
+    first = ceil_div(num_replicas * rank, num_ranks)
+    end = ceil_div(num_replicas * (rank + 1), num_ranks)
     return range(first, end)
 
 

@@ -409,10 +409,11 @@ class Encoder:
 
     def _encode_numpy(self, value: Any, path: KeyPath) -> Tree:
         """Stores a numpy array or number as a tensor, and returns the tree of that tensor."""
-        # `np.array` makes an array of a number, and copies an array. So the tensor does not change
-        # with the value, and its memory is writable: torch warns of any other.
         try:
-            tensor = torch.from_numpy(np.array(value))
+            # A copy, so that the tensor keeps its values if the user's array changes. A number
+            # becomes an array without dimensions.
+            array = np.array(value)
+            tensor = torch.from_numpy(array)
         except (TypeError, ValueError):  # torch has no dtype for it
             tensor = None
 

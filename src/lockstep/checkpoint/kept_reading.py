@@ -480,10 +480,11 @@ class _Pieces:
         for (offsets, sizes), values in self._pieces_of_name.get(name, {}).items():
             shards.append(Shard(offsets, values.view_as(dtype, sizes)))
 
-        # If the step lacks shards, and this tensor is not complete, its other shards are on other
-        # machines. Each rank can then only read its own shard.
+        # If some shards are on other machines, the tensor cannot be read as a whole here. The
+        # result then lets each rank read its own shard, and raises an error for any other range.
         num_elements_here = sum(shard.values.num_elements for shard in shards)
-        if self._lacks_shards and num_elements_here < math.prod(shape):
+        is_incomplete = num_elements_here < math.prod(shape)
+        if self._lacks_shards and is_incomplete:
             return _ShardsOfThisMachine(name, dtype, shape, tuple(shards))
 
         return join_shards(name, dtype, shape, shards)

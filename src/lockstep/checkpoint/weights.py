@@ -143,8 +143,8 @@ def gather_on_main(state: dict[str, Any], collectives: Collectives) -> None:
     """Gathers on rank 0 the state of a model that is spread over the ranks.
 
     A sharded tensor is put together from its shards; any other tensor comes from the first rank
-    whose copy is not on the meta device. Tied tensors that are sharded are gathered once, and stay
-    one tensor.
+    whose copy is not on the meta device. A sharded tensor with two names, such as the tied weights
+    of an embedding and the output layer, is gathered once, and stays one tensor.
 
     Args:
         state: the state of the model. Its values are replaced by whole CPU tensors on rank 0, and
@@ -154,8 +154,8 @@ def gather_on_main(state: dict[str, Any], collectives: Collectives) -> None:
     own_names = [name for name, value in state.items() if not is_meta(value)]
     names_of_ranks = [set(names) for names in collectives.exchange(own_names)]
 
-    # Tied tensors that are sharded have the same `tie_key`, on every rank. They are gathered once,
-    # and kept here by this key. Other tied tensors are gathered under each of their names.
+    # The sharded tensors that are gathered already. A tensor has the same `tie_key` under each of
+    # its names.
     gathered_by_tie_key: dict[object, Any] = {}
 
     # All ranks have the names in the same order, so they call the same collectives.

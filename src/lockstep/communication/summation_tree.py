@@ -75,28 +75,23 @@ class RankSums(NamedTuple):
 
 @lru_cache(maxsize=256)
 def plan_sums(present: tuple[bool, ...], bounds: tuple[int, ...]) -> RankSums:
-    """Plans how ranks sum a tree.
+    """Plans how ranks sum a tree: first each rank its own leaves, then all ranks together.
 
-    Each rank first sums its own leaves, which gives the values of one or more nodes. Then these
-    nodes of all ranks are summed. In the following example 2 ranks sum 4 leaves, `(0 + 1) + (2 +
-    3)`, with the bounds `(0, 3, 4)`:
+    Example: 2 ranks sum 4 leaves, `(0 + 1) + (2 + 3)`, with the bounds `(0, 3, 4)`.
 
-    - Rank 0 pushes the leaves 0, 1 and 2 onto its stack, with a merge after leaf 1. The nodes
-      0 + 1 and 2 are left, and rank 0 passes their values on.
-    - Rank 1 pushes leaf 3 and passes it on.
-    - The three nodes are pushed onto another stack, with 0, 0 and 2 merges after them.
-
-    So the result has `merges_of_rank=((0, 1, 0), (0,))`, the merges of leaves, and `merges=(0, 0,
-    2)`, those of the three nodes.
+        rank 0     push 0, push 1, merge: 0 + 1; push 2       merges_of_rank[0] = (0, 1, 0)
+        rank 1     push 3                                     merges_of_rank[1] = (0,)
+        together   push 0 + 1, push 2, push 3, merge: 2 + 3,
+                   merge: (0 + 1) + (2 + 3)                   merges = (0, 0, 2)
 
     Args:
         present: for each leaf, True if it has a value.
         bounds: rank r has the leaves from `bounds[r]` to `bounds[r + 1] - 1`.
     """
-    # For each rank, the nodes whose values it passes on.
-    nodes_of_ranks = _nodes_of_ranges(present, bounds)
+    # The nodes that each rank can sum alone: [[0 + 1, 2], [3]] in the example.
+    nodes_of_ranks = _largest_nodes_of_ranges(present, bounds)
 
-    # First step: each rank pushes its leaves, and merges them into its nodes.
+    # First, each rank pushes its leaves, and merges them into these nodes.
     leaves_of_rank = []
     merges_of_rank = []
     for rank, nodes_of_rank in enumerate(nodes_of_ranks):
@@ -106,15 +101,16 @@ def plan_sums(present: tuple[bool, ...], bounds: tuple[int, ...]) -> RankSums:
         leaves_of_rank.append(tuple(leaves))
         merges_of_rank.append(count_merges(pushed_leaves, into=nodes_of_rank))
 
-    # Second step: the nodes of all ranks are pushed, and merged into the root, the whole sum.
+    # Then the nodes of all ranks are pushed, and merged into the root, which is the whole sum.
     pushed_nodes = list(itertools.chain(*nodes_of_ranks))
     root = Node(0, len(present))
+    merges = count_merges(pushed_nodes, into=[root])
 
     return RankSums(
         leaves_of_rank=tuple(leaves_of_rank),
         merges_of_rank=tuple(merges_of_rank),
         num_nodes_of_rank=tuple(len(nodes) for nodes in nodes_of_ranks),
-        merges=count_merges(pushed_nodes, into=[root]),
+        merges=merges,
     )
 
 
@@ -152,13 +148,13 @@ def plan_sums_of_machines(
     # nodes are pushed in the order of the ranks.
     first_rank = machine * ranks_per_machine
     bounds_on_machine = bounds[first_rank : first_rank + ranks_per_machine + 1]
-    nodes_of_ranks = _nodes_of_ranges(present, bounds_on_machine)
+    nodes_of_ranks = _largest_nodes_of_ranges(present, bounds_on_machine)
     pushed_nodes = list(itertools.chain(*nodes_of_ranks))
 
     # The machine merges them into the largest nodes within the leaves of all its ranks together. In
     # the example the bounds of the ranks are `(0, 1, 2, 3, 4)`, those of the machines `(0, 2, 4)`.
     bounds_of_machines = bounds[::ranks_per_machine]
-    nodes_of_machines = _nodes_of_ranges(present, bounds_of_machines)
+    nodes_of_machines = _largest_nodes_of_ranges(present, bounds_of_machines)
     nodes_of_this_machine = nodes_of_machines[machine]
 
     # For each pushed node, how many merges follow. In the example machine 0 pushes the leaves 0 and
@@ -173,7 +169,9 @@ def plan_sums_of_machines(
     )
 
 
-def _nodes_of_ranges(present: tuple[bool, ...], bounds: tuple[int, ...]) -> list[list[Node]]:
+def _largest_nodes_of_ranges(
+    present: tuple[bool, ...], bounds: tuple[int, ...]
+) -> list[list[Node]]:
     """Returns, for each range of leaves, the largest nodes that lie within the range.
 
     A range with the leaves 0, 1 and 2 of 4 leaves has the nodes `(0, 2)` and `(2, 3)`. A node

@@ -760,13 +760,14 @@ def gather_answers(
         error_type: type of the error that the other ranks raise.
     """
 
-    def work_without_result() -> tuple[None, Any]:
-        """Returns the pair that `exchange_on_all_ranks` expects: a result to keep, and the answer
-        for all ranks.
-        """
-        return None, make_answer()
+    # `exchange_on_all_ranks` also returns a result that is not sent to the other ranks. There is
+    # none here.
+    def make_answer_only() -> tuple[None, Any]:
+        own_result = None
+        answer_for_all = make_answer()
+        return own_result, answer_for_all
 
-    _, answers = exchange_on_all_ranks(collectives, action, work_without_result, error_type)
+    _, answers = exchange_on_all_ranks(collectives, action, make_answer_only, error_type)
     return answers
 
 

@@ -382,18 +382,20 @@ def serve_store(address: str, port: int, timeout: timedelta) -> TCPStore:
     import torch
     from torch.distributed import TCPStore
 
+    # With libuv, torch before 2.8 does not accept a socket that is already open. Version numbers
+    # are compared here, not texts: `torch.__version__` is a `TorchVersion`.
+    libuv_accepts_sockets = torch.__version__ >= "2.8"
+
     with listening_socket(address, port) as listener:
-        port = listener.getsockname()[1]  # the result may be longer than (address, port)
+        bound_port = listener.getsockname()[1]  # a free one if `port` is 0
         return TCPStore(
             address,
-            port,
+            bound_port,
             is_master=True,
             wait_for_workers=False,
             timeout=timeout,
             master_listen_fd=listener.detach(),  # the store closes it
-            # With libuv, torch before 2.8 does not accept a socket that is already open. This
-            # compares versions, not texts: `torch.__version__` is a `TorchVersion`.
-            use_libuv=torch.__version__ >= "2.8",
+            use_libuv=libuv_accepts_sockets,
         )
 
 

@@ -167,18 +167,16 @@ def never_compiled(function: Callable[P, T], *, recursive: bool = False) -> Call
 
 
 def run_as_it_is(function: Callable[P, T]) -> Callable[P, T]:
-    """Marks a function so that torch's compiler does not begin to compile at this function.
+    """Marks a function that Python runs as it is, although functions that it calls are compiled.
 
-    Python runs the function as it is, and the compiler may still compile the functions that it
-    calls. Use it for a wrapper around a forward pass, for example: the forward pass is compiled,
-    and the wrapper is not.
+    Use it for a wrapper around a forward pass, for example: the forward pass is compiled, and the
+    wrapper is not.
 
-    If a function that is being compiled calls the marked function, the mark has no effect: both
-    become parts of one graph. With `never_compiled` the graph would be broken there.
-
-    Torch marks its own functions in the same way (`torch._dynamo.eval_frame.skip_code`). Setting
-    the mark does not load the compiler.
+    The marked function is only compiled if a compiled function calls it: both then are in one
+    graph. (`never_compiled` would split that graph in two.)
     """
+    # Torch marks its own functions in this way too, in `torch._dynamo.eval_frame.skip_code`. That
+    # module is not used here, because importing it loads the whole compiler.
     from torch._C._dynamo import eval_frame
 
     frame_api: Any = eval_frame
@@ -186,11 +184,10 @@ def run_as_it_is(function: Callable[P, T]) -> Callable[P, T]:
         frame_api.skip_code(function.__code__)
         return function
 
-    # This frame is skipped; the frames of functions that it calls are handled as usual.
-    skip_this_frame_only = frame_api._FrameExecStrategy(
-        frame_api._FrameAction.SKIP, frame_api._FrameAction.DEFAULT
-    )
-    frame_api.set_code_exec_strategy(function.__code__, skip_this_frame_only)
+    for_this_function = frame_api._FrameAction.SKIP
+    for_functions_it_calls = frame_api._FrameAction.DEFAULT
+    strategy = frame_api._FrameExecStrategy(for_this_function, for_functions_it_calls)
+    frame_api.set_code_exec_strategy(function.__code__, strategy)
     return function
 
 
@@ -564,13 +561,13 @@ def storage_key(tensor: Tensor) -> int:
 def trunc_normal_replaced(replacement: Callable[..., Tensor]) -> Iterator[None]:
     """Inside this context `nn.init.trunc_normal_` calls another function.
 
-    The original draws again until no value is outside of the bounds. How often depends on the
-    values. So it cannot run on tensors without values, such as those on the meta device, where
-    Lockstep records the operations of an initialization to run them later.
+    The original reads the values that it has drawn: it draws again while any of them is out of
+    bounds. So it cannot run on the meta device, where tensors have no values. Lockstep records the
+    operations of an initialization there, to run them later.
 
     Args:
-        replacement: called with the original function, and with what that takes: the tensor, mean,
-            std, both bounds, and the generator by its name.
+        replacement: called as `replacement(original, tensor, mean, std, a, b, generator=...)`, with
+            the original function before its arguments.
     """
     from torch.nn import init
 

@@ -38,8 +38,8 @@ def gather(folder: Path) -> Facts:
 
     from lockstep.distributed.device import why_cuda_fails
 
-    # If CUDA does not work, the check of the software says so, and NVML is not needed.
-    if not torch.cuda.is_available() or why_cuda_fails() is not None:
+    has_working_gpus = torch.cuda.is_available() and why_cuda_fails() is None
+    if not has_working_gpus:  # the check of the software reports why
         return {"gpus": [], "nvml": None}
 
     nvml, why_no_nvml = _load_nvml()
@@ -51,7 +51,7 @@ def gather(folder: Path) -> Facts:
             "difference": None,
         }
 
-        # This comes before any computation, which uses memory of the GPU too.
+        # Read how much memory is used, before the computation below uses some.
         if nvml is not None:
             facts.update(_ask_nvml(nvml, str(torch.cuda.get_device_properties(index).uuid)))
 

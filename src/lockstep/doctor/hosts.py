@@ -235,16 +235,20 @@ class _Examination:
             places: the address and port of each machine.
         """
 
-        async def measure(remote: Remote) -> dict[str, Any]:
-            address, port = places[neighbors[remote.host.name]]
-            return await remote.ask(ask="measure", address=address, port=port, token=self._token)
+        async def measure_link_of(machine: Remote) -> dict[str, Any]:
+            neighbor = neighbors[machine.host.name]
+            address, port = places[neighbor]
+            return await machine.ask(ask="measure", address=address, port=port, token=self._token)
 
-        # This method is called once for each round of links. Half of the remaining time is kept for
-        # the later rounds.
-        machines = list(neighbors)
-        links = await self._ask(measure, timeout_s=self._remaining_s() / 2, names=machines)
+        # `_measure_links` calls this method several times. Half of the remaining time is kept for
+        # the later calls.
+        timeout_s = self._remaining_s() / 2
+
+        # Call `measure_link_of` for each of the machines.
+        links = await self._ask(measure_link_of, timeout_s, names=neighbors.keys())
         for name, link in links.items():
-            self.facts[name]["links"][neighbors[name]] = link
+            neighbor = neighbors[name]
+            self.facts[name]["links"][neighbor] = link
 
     async def _run_checks(self, files: Mapping[str, str], fix: bool) -> None:
         """Runs the checks of `lockstep doctor` on each machine, and adds their facts to `facts`.

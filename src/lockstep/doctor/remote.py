@@ -121,17 +121,26 @@ def acknowledge(connection: socket.socket, token: bytes) -> None:
             if not secrets.compare_digest(receive(connection, TOKEN_SIZE), token):
                 return
 
-            # When the other end closes the connection, `receive` raises an OSError.
+            # Each message begins with its length, in 8 bytes. When the other end closes the
+            # connection, `receive` raises an OSError, which ends the loop.
             while True:
-                remaining = int.from_bytes(receive(connection, 8))
-                if remaining == 0:  # no message is empty, so this comes from another program
+                length = int.from_bytes(receive(connection, 8))
+                if length == 0:  # no message is empty, so this comes from another program
                     return
 
-                while remaining > 0:
-                    remaining -= len(receive(connection, min(remaining, RECEIVE_SIZE)))
+                _receive_and_discard(connection, length)
                 connection.sendall(ACKNOWLEDGEMENT)
         except OSError:
             return
+
+
+def _receive_and_discard(connection: socket.socket, size: int) -> None:
+    """Receives `size` bytes in pieces, so that a long message takes little memory."""
+    remaining = size
+    while remaining > 0:
+        piece_size = min(remaining, RECEIVE_SIZE)
+        receive(connection, piece_size)
+        remaining -= piece_size
 
 
 def receive(connection: socket.socket, size: int) -> bytes:

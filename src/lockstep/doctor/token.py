@@ -21,7 +21,8 @@ def gather(folder: Path) -> Facts:
     """Reads where the token comes from, what is wrong with it, and a part of its digest.
 
     `source` is a text, such as the path of its file, or None if there is no token yet. `open` is
-    True if the user has chosen to have no token. `problem` and `do` say what is wrong, if anything.
+    True if the user has chosen to have no token. If the token cannot be used, `problem` says why,
+    and `do` what to do about it.
     """
     facts: dict[str, Any] = {
         "source": None,
@@ -31,11 +32,12 @@ def gather(folder: Path) -> Facts:
         "digest": None,
     }
 
-    # If there is no token yet, `find_token` would create one.
     path = token_file(os.environ)
-    if not os.environ.get(TOKEN_VARIABLE) and not path.exists():
+    has_token = bool(os.environ.get(TOKEN_VARIABLE)) or path.exists()
+    if not has_token:
         return facts
 
+    # This would create a token if there were none yet.
     try:
         token = find_token(os.environ)
     except SettingError as error:

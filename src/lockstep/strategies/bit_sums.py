@@ -33,22 +33,22 @@ def bit_sums(tensors: Iterable[Tensor]) -> Tensor:
     sums: list[Tensor] = []
     for tensor in tensors:
         real = tensor.detach()
-        if real.is_complex():  # elements may have 16 bytes, more than any integer dtype
+        if real.is_complex():  # read each element as two real numbers
             real = torch.view_as_real(real)
 
-        # Read the same bits as integers of the same size.
+        # Read the bits of each element as an integer.
         integers = real.contiguous().view(INTEGER_DTYPES[real.element_size()])
         if integers.is_cuda or integers.numel() <= CHUNK_SIZE:
             sums.append(integers.sum(dtype=torch.int64))
         else:
-            # On the CPU, torch first makes a copy of all numbers with 64 bits each. In chunks, this
-            # copy is small. On GPUs the conversion is part of the kernel that sums.
+            # On the CPU, torch first converts its whole input to 64-bit numbers. Sum in chunks, so
+            # that these take little memory. (A GPU converts each number as it adds it.)
             chunks = torch.split(integers.view(-1), CHUNK_SIZE)
             sums_of_chunks = [chunk.sum(dtype=torch.int64) for chunk in chunks]
             sums.append(torch.stack(sums_of_chunks).sum())
 
     if not sums:
-        return torch.empty(0)
+        return torch.empty(0, dtype=torch.int64)
 
     return torch.stack(_on_first_device(sums))
 

@@ -405,6 +405,16 @@ class _ForwardGuard:
         self.num_forwards_at_backward = 0
         """The value of `num_forwards` at the latest backward pass."""
 
+    def begin_backward(self) -> int:
+        """Records that a backward pass begins.
+
+        Returns:
+            The number of forward passes since the previous backward pass.
+        """
+        forwards_since_backward = self.num_forwards - self.num_forwards_at_backward
+        self.num_forwards_at_backward = self.num_forwards
+        return forwards_since_backward
+
     def __reduce__(self) -> tuple[type[_ForwardGuard], tuple[()]]:
         """Makes copies and pickles allow every call, since a copied module has no wrapper."""
         return _ForwardGuard, ()
@@ -642,27 +652,29 @@ class ExactDDP(base.ModuleWrapper, DistributedDataParallel):
     def expect_backward(self, loss: Tensor) -> None:
         """Prepares torch for the backward pass that is about to run.
 
-        Torch prepares its reducer in each forward pass, for one backward pass. If a loop calls
-        `backward` twice after one forward pass, or once after two of them, the reducer must be
-        prepared again. Otherwise the gradients would not be sent to the other ranks.
+        Each forward pass prepares torch's reducer, which sends the gradients, for one backward pass
+        through the outputs of this forward pass. So it depends on the number of forward passes
+        since the previous backward pass what is left to do:
+
+        - One, as in most loops: nothing.
+        - None, if the loop calls `backward` twice: the reducer must be prepared again.
+        - Several: the reducer is only prepared for the outputs of the last one, and must be
+          prepared for all of them.
 
         Args:
             loss: the tensor on which `backward` is about to be called.
         """
-        guard = self._guard
-        forwards_since_backward = guard.num_forwards - guard.num_forwards_at_backward
-        guard.num_forwards_at_backward = guard.num_forwards
+        forwards_since_backward = self._guard.begin_backward()
         if not self.require_backward_grad_sync:
             return
 
         # Torch's own all-reduce does not count what it sends.
         traffic.sent += self._bytes_per_backward
 
-        # The loss cannot depend on a module that was never called.
-        if guard.num_forwards == 0:
+        has_run_forward = self._guard.num_forwards > 0
+        if not has_run_forward:  # so the loss does not depend on the model
             return
 
-        # After several forward passes, the reducer is only prepared for the outputs of the last.
         reducer_is_prepared = forwards_since_backward == 1
         if reducer_is_prepared:
             return

@@ -60,11 +60,9 @@ def parse_strategy(text: str) -> Strategy:
 
         option, _, value_text = option_text.partition("=")
         if option not in known_options:
-            # The message lists the options, e.g. "options of ddp are bucket_cap_mb, ...".
-            words_after_are = known_options
-            if not known_options:  # "options of single are not there"
-                words_after_are = ["not there"]
-            raise unknown_choice_error(was_set, option, f"options of {name}", words_after_are)
+            if not known_options:
+                raise SettingError(was_set, f"{name} has no options", f"leave {option} out")
+            raise unknown_choice_error(was_set, option, f"options of {name}", known_options)
 
         try:
             values[option] = parse_option(value_text, annotations[option])

@@ -126,16 +126,17 @@ def _extreme_over_ranks(
     """
     # The smallest norm is found as the maximum of the negated norms.
     sign = 1.0 if norm_type > 0 else -1.0
+    signed_norm = sign * local_norm
 
-    # Whether the maximum of NaN and a number is NaN depends on the device. So NaN is replaced by 0,
-    # and a second maximum shows whether any rank had NaN. By default `nan_to_num` would also
-    # replace infinities, which are kept here.
-    number = (sign * local_norm).nan_to_num(posinf=math.inf, neginf=-math.inf)
-    maxima = torch.stack([number, local_norm.isnan().double()])
+    # On some devices the maximum of NaN and a number is the number. So two maxima are computed: of
+    # the norms with NaN replaced by 0, and of a number that is 1 on ranks with NaN.
+    is_nan = signed_norm.isnan()
+    without_nan = torch.where(is_nan, 0.0, signed_norm)
+    maxima = torch.stack([without_nan, is_nan.double()])
     routing.all_reduce(maxima, dist.ReduceOp.MAX, group)
-    any_is_nan = maxima[1] != 0
 
-    return torch.where(any_is_nan, math.nan, sign * maxima[0])
+    largest, any_is_nan = maxima
+    return torch.where(any_is_nan != 0, math.nan, sign * largest)
 
 
 def norm_over_ranks(
@@ -166,25 +167,34 @@ def norm_over_ranks(
     for dtype in dtypes:
         result_dtype = torch.promote_types(result_dtype, dtype)
 
-    # A rank without elements contributes a norm that changes nothing. (torch refuses to take the
-    # maximum of an empty tensor.)
-    filled = [tensor for tensor in local_tensors if tensor.numel()]
-    if filled:
-        local_norm = torch.nn.utils.get_total_norm(filled, norm_type)
-    elif norm_type < 0:
-        # Adds 0 to the sum of powers, e.g. inf ** -2 == 0. For -inf it never is the smallest norm.
-        local_norm = torch.tensor(math.inf)
-    else:
-        # Adds 0 to the sum of powers. For inf it never is the largest norm.
-        local_norm = torch.tensor(0.0)
-
+    local_norm = _local_norm(local_tensors, norm_type)
     local_norm = local_norm.double().to(carrier_device(device, group))
+
+    # The largest or smallest norm. It is the same however many ranks hold it.
     if math.isinf(norm_type):
         return _extreme_over_ranks(local_norm, norm_type, group).to(device, result_dtype)
 
-    power = local_norm.pow(norm_type)
-    routing.all_reduce(power, group=group)
-    return power.div(copies).pow(1.0 / norm_type).to(device, result_dtype)
+    # For example sqrt(a ** 2 + b ** 2), from the norms a and b of two ranks. The sum has each power
+    # `copies` times.
+    sum_of_powers = local_norm.pow(norm_type)
+    routing.all_reduce(sum_of_powers, group=group)
+    norm = sum_of_powers.div(copies).pow(1.0 / norm_type)
+    return norm.to(device, result_dtype)
+
+
+def _local_norm(local_tensors: Sequence[Tensor], norm_type: float) -> Tensor:
+    """Returns the norm of this rank's tensors; without elements, one that changes no total norm.
+
+    Torch raises an error for the largest element of an empty tensor, so these are left out.
+    """
+    filled = [tensor for tensor in local_tensors if tensor.numel()]
+    if filled:
+        return torch.nn.utils.get_total_norm(filled, norm_type)
+
+    # Without elements: for a positive type the largest norm is not less than 0, and 0 ** 2 adds
+    # nothing to a sum. For a negative type the smallest norm is not more than inf, and inf ** -2
+    # is 0.
+    return torch.tensor(0.0) if norm_type > 0 else torch.tensor(math.inf)
 
 
 def make_buckets(

@@ -309,8 +309,8 @@ class VirtualRankBuffers(Extension):
         kept = self._synchronised if keep_synchronised else set()
         restored: dict[str, Tensor] = {}
         for name, buffer in self._changed_buffers().items():
-            # A buffer whose shape has changed is not a statistic, but for example a cache. It is
-            # left alone.
+            # A buffer with a new shape is no statistic, but for example a cache of the model. Such
+            # buffers are not restored.
             has_same_shape = buffer.shape == self._at_beginning[name].values.shape
             if has_same_shape and name not in kept:
                 restored[name] = buffer
@@ -321,11 +321,11 @@ class VirtualRankBuffers(Extension):
         initial_values = {name: self._at_beginning[name].values for name in restored}
         copy_to_each(list(restored.values()), list(initial_values.values()))
 
-        # Restoring a buffer is a write to it, which torch counts. Store the new count: the next
-        # comparison would otherwise take the restored buffer for a changed one.
-        for name, buffer in restored.items():
-            (write_count,) = write_counts([buffer])
-            self._at_beginning[name] = _Copy(buffer, write_count, initial_values[name])
+        # Torch counts the writes to a buffer. With another count than in `_at_beginning`, it would
+        # be taken for changed. The restoring was a write too, so store the new counts.
+        counts = write_counts(restored.values())
+        for (name, buffer), count in zip(restored.items(), counts, strict=True):
+            self._at_beginning[name] = _Copy(buffer, count, initial_values[name])
 
     @torch.no_grad()
     def _store_buffers_left_by(self, micro_batch: MicroBatch) -> None:

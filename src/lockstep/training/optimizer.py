@@ -448,32 +448,26 @@ class PreparedOptimizer(_DelegatesToInner, Optimizer):
     def count_missed_step(self, num_micro_batches: int) -> None:
         """Counts a global batch after its last micro-batch, and warns if steps are missed.
 
-        A step is missed if `step()` was called in some micro-batch, but not in the last one, after
-        which the optimizer steps. A single step may be left out on purpose, after a loss that is
-        not finite, so a warning is only given if steps are missed repeatedly. With 4 micro-batches:
+        A step is missed if the loop has called `step()` in some micro-batch, but not in the last
+        one, after which the optimizer steps. Two kinds are told apart, here with 4 micro-batches:
 
-        - `step()` called in the micro-batches 0, 1 and 2: the loop may leave the step out after a
-          look at the last loss. Such losses can come several times in a row, so a warning is given
-          after many such global batches in a row.
-        - `step()` called only in micro-batch 1: the loop counts batches itself (`if i % 3 == 0`).
-          A warning is given when it happens the second time.
+        - The loop has called `step()` in the micro-batches 0, 1 and 2. It may have left out the
+          last call on purpose, because the loss was not finite. A warning is given after many such
+          global batches in a row.
+        - The loop has called `step()` only in micro-batch 1. It counts batches itself, for example
+          by `if i % 3 == 0`. A warning is given the second time.
 
         Args:
             num_micro_batches: the number of micro-batches in the global batch, all of which had a
                 backward pass.
         """
         self._num_batches_seen += 1
-
-        # Keys identify optimizer steps. Every call of `step()` sets `_key_of_latest_call` to the
-        # key of the step that it belongs to; only the call in the last micro-batch makes this step,
-        # and sets `_key_of_latest_step`. If both are equal, the step of the latest call was made.
-        # (If `step()` was never called, both are None.)
-        latest_call_made_its_step = self._key_of_latest_step == self._key_of_latest_call
-        if latest_call_made_its_step:
+        if self._has_stepped_as_called():
             self._steps_missed_in_a_row = 0
             return
 
-        if not self._num_early_calls:  # `step()` was not called for this global batch at all
+        was_called = self._num_early_calls > 0
+        if not was_called:  # the loop has no step for this global batch
             return
         if self._is_clipped:  # the loop may have left the step out because of the gradient's norm
             return
@@ -487,6 +481,15 @@ class PreparedOptimizer(_DelegatesToInner, Optimizer):
             self._warn_if_missed_many_in_a_row()
         else:
             self._count_batch_called_in_part()
+
+    def _has_stepped_as_called(self) -> bool:
+        """Returns True if the optimizer has made the step for which `step()` was called last.
+
+        Each global batch has one step, for which the loop may call `step()` in several
+        micro-batches. Only the call in the last micro-batch makes the step. If `step()` was never
+        called, no step was due, and the result is True.
+        """
+        return self._key_of_latest_step == self._key_of_latest_call
 
     def _warn_if_missed_many_in_a_row(self) -> None:
         """Warns if the optimizer did not step for many global batches in a row."""

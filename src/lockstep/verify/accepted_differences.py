@@ -415,17 +415,17 @@ def _optimizer_states_agree(expected: Update, actual: Update, tolerance: Toleran
             if name in rank.optimizer_state:
                 states.append(rank.optimizer_state[name])
 
-        # Compare each whole tensor. With `scale=0.0`, the tolerance depends only on the values of
-        # this tensor.
+        # Ranks with the whole tensor. (With `scale=0.0`, the tolerance depends only on the values
+        # of this tensor.)
         for state in states:
             is_whole = state[SIZE] == expected_state[SIZE]
             if is_whole and tolerance.differ(expected_state, state, scale=0.0):
                 return False
 
-        # Compare slices that together make up the tensor. Several whole tensors have a larger total
-        # size, and were compared above.
+        # Ranks with slices, which have the size of the tensor together.
         total_size = sum(state[SIZE] for state in states)
-        if total_size == expected_state[SIZE]:
+        are_slices = total_size == expected_state[SIZE]
+        if are_slices:
             largest_of_slices = max(state[LARGEST] for state in states)
             if tolerance.differ(expected_state[LARGEST], largest_of_slices, scale=0.0):
                 return False

@@ -82,7 +82,7 @@ KINDS: dict[str, Kind] = {
     ),
     "replicas": Kind(
         "the parameters of the ranks",
-        (ranks_apart.different_optimizers, ranks_apart.replicas_that_differ),
+        (ranks_apart.different_optimizers, ranks_apart.parameters_apart),
     ),
     "samples": Kind(
         "the samples of the global batch",

@@ -81,7 +81,8 @@ def _failure_of_rank_that_never_steps(
     for rank in sorted(ends):
         text = _describe_rank_that_never_steps(rank, ends, updates)
         if text:
-            # With `exited=True`, the output of the script is shown too, as after `sys.exit`.
+            # The output of the script may tell why, so it is shown: it is for scripts that have
+            # `exited` with an error.
             return RankEnd(error=text, code="LS304", exited=True)
     return None
 

@@ -279,9 +279,11 @@ def _describe_compared_values(reference: RunRecord) -> str:
     if num_gradients:
         values.append(f"{num_gradients} gradients")
 
-    # `accept_differences` may have removed the parameters after each step. Then the sums over the
-    # parameters before each step were compared instead; there is one for each parameter.
-    parameters = first.merged("parameters") or first.merged("parameter_sums")
+    # If the parameters were not compared, because the user accepts that they differ, a sum over
+    # each parameter was compared instead.
+    parameters = first.merged("parameters")
+    if not parameters:
+        parameters = first.merged("parameter_sums")
     values.append(f"{len(parameters)} parameters")
 
     num_buffers = len(first.merged("buffers"))

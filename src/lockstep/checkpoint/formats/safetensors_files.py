@@ -73,18 +73,19 @@ def read_weight_map(path: Path) -> dict[str, str]:
             'give a file with {"weight_map": {name: file}}, as lockstep checkpoint convert writes',
         ) from error
 
-    # An index that names a file in another folder, such as "../secret.safetensors", is refused.
+    # Refuse an index that names a file in another folder, such as "../secret.safetensors", or a
+    # file that holds no weights.
     for file_name in weight_map.values():
-        is_plain = layout.is_plain_name(file_name)
-        if not is_plain or not file_name.endswith((".safetensors", *TORCH_ENDINGS)):
+        is_in_this_folder = layout.is_plain_name(file_name)
+        if not is_in_this_folder or not file_name.endswith((".safetensors", *TORCH_ENDINGS)):
             raise unreadable(
                 path,
                 f"it names the file {short(file_name)!r}, which is not one beside it",
                 "use no index from a source that you do not trust; its files are plain names",
             )
 
-    num_torch_files = len([name for name in weight_map.values() if name.endswith(TORCH_ENDINGS)])
-    has_both_kinds = 0 < num_torch_files < len(weight_map)
+    are_torch_files = [name.endswith(TORCH_ENDINGS) for name in weight_map.values()]
+    has_both_kinds = any(are_torch_files) and not all(are_torch_files)
     if has_both_kinds:
         raise unreadable(
             path,
@@ -293,15 +294,21 @@ def cast(tensor: Tensor, dtype: torch.dtype | None, name: str) -> Tensor:
     Raises:
         CheckpointError: a finite value would become infinite.
     """
-    new_dtype = result_dtype(tensor.dtype, dtype)  # its own dtype if it is not to be converted
-    result = tensor.to(new_dtype)
-    if result is tensor:
+    new_dtype = result_dtype(tensor.dtype, dtype)
+    if new_dtype == tensor.dtype:  # not to be converted
         return tensor
 
-    # A smaller dtype may have a smaller range, and so may a dtype of the same size: float16 has a
-    # smaller one than bfloat16.
-    may_overflow = new_dtype.itemsize <= tensor.dtype.itemsize
-    if may_overflow and not torch.equal(result.isinf(), tensor.isinf()):
+    result = tensor.to(new_dtype)
+
+    # A larger dtype can hold all values. One of the same size may not: bfloat16 can hold 1e38, but
+    # float16 cannot.
+    is_larger = new_dtype.itemsize > tensor.dtype.itemsize
+    if is_larger:
+        return result
+
+    # A value that the new dtype cannot hold has become infinite.
+    has_new_infinities = not torch.equal(result.isinf(), tensor.isinf())
+    if has_new_infinities:
         largest = float(tensor.abs().nan_to_num(nan=0, posinf=0).max())
         raise CheckpointError(
             f"converting {name} to {dtype_name(new_dtype)}",

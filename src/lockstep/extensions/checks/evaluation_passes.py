@@ -87,20 +87,28 @@ class EvaluationPassesCheck(Check):
         """Compares the passes after the last collective of the run.
 
         Each rank writes its passes to the store of the run. The rank that is the last to do so
-        compares them. So no rank waits for another, which may still evaluate for an hour.
+        compares them, and warns. So no rank waits for another, which may still evaluate for an
+        hour.
         """
-        if self.run.collectives.single_process or failed or self.run.joined is None:
+        if self.run.collectives.single_process or failed:
+            return
+
+        joined = self.run.joined  # tells how to reach the store of the run
+        if joined is None:
             return
 
         topology = self.run.topology
         texts: list[bytes] = []
-        with store_at_end(self.run.joined) as store:
+        with store_at_end(joined) as store:
             store.set(f"passes/{topology.rank}", json.dumps(self._passes()))
             num_ranks_at_end = store.add("passes", 1)
-            if num_ranks_at_end == topology.size:
+            this_rank_is_last = num_ranks_at_end == topology.size
+            if this_rank_is_last:
                 texts = [store.get(f"passes/{rank}") for rank in range(topology.size)]
-        if texts:  # empty unless this rank is the last; so no other rank can warn
-            self._compare([json.loads(text) for text in texts], on_this_rank=True)
+
+        if this_rank_is_last:
+            passes_of_ranks = [json.loads(text) for text in texts]
+            self._compare(passes_of_ranks, on_this_rank=True)
 
     def _passes(self) -> list[LoaderPasses]:
         """Returns what this rank has done with each prepared loader, in the order of the loaders.

@@ -92,13 +92,17 @@ def _simple_statement_at(tree: ast.Module, line: int) -> ast.stmt | None:
     with the block, so None is returned for it. Of several statements on a line, `a = 1; b = 2`, the
     last is returned.
     """
-    found = None
+    statements_at_line = []
     for node in ast.walk(tree):
-        if not isinstance(node, ast.stmt) or hasattr(node, "body"):  # not simple
+        has_block = hasattr(node, "body")
+        if not isinstance(node, ast.stmt) or has_block:
             continue
+
         if node.lineno <= line <= (node.end_lineno or 0):
-            found = node
-    return found
+            statements_at_line.append(node)
+
+    # `ast.walk` yields the statements of a line from left to right.
+    return statements_at_line[-1] if statements_at_line else None
 
 
 def _names_divided_by_length(statement: ast.stmt) -> set[str]:

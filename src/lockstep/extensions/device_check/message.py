@@ -227,8 +227,8 @@ def describe_checkpoint(folders: Sequence[str], last_good_step: int | None) -> s
     if last_good_step is None:
         return "this is the first check since the run was started, so checkpoints may be wrong too"
 
-    # Steps are numbered from 1. If 4 steps were made before the check, it was made in step 5, and
-    # a checkpoint of step 4 or earlier has been saved before it.
+    # The check came after the last good step, in the next one. The checkpoints up to the last good
+    # step were saved before the check, so they are not affected.
     checked = f"the check in step {last_good_step + 1} found no difference"
     old_enough = [path for path in paths if layout.step_of(path) <= last_good_step]
     if not old_enough:

@@ -275,9 +275,10 @@ def _notes_on_comparison(journal_a: Journal, journal_b: Journal) -> list[str]:
         if num_alone:
             notes.append(f"{count_noun(num_alone, 'step')} only in {letter}")
 
+    neither_has_virtual_ranks = journal_a.virtual_ranks is None and journal_b.virtual_ranks is None
     if journal_a.virtual_ranks != journal_b.virtual_ranks:
         notes.append("the runs have other virtual ranks, so losses and gradients are not compared")
-    elif journal_a.virtual_ranks is None:  # then B has none either
+    elif neither_has_virtual_ranks:
         notes.append(
             "without virtual ranks gradients are not written down, only losses, weights and "
             "optimizer state"

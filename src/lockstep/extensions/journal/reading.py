@@ -275,9 +275,12 @@ def _sum_weight_hashes(files: Mapping[int, RankFile]) -> dict[str, int]:
 def _add_start(journal: Journal, files: Mapping[int, RankFile]) -> None:
     """Adds the steps of a start to a journal, and removes the earlier steps that they replace.
 
+    A start has several attempts if Lockstep has restarted its ranks after a failure.
+
     Example: the journal has the steps 1 to 9 of the first start. The second start began with a
-    checkpoint of step 6, and wrote the steps 6 and 7. Then the journal has the steps 1 to 5 of the
-    first start, and 6 and 7 of the second one. The steps 8 and 9 led to a state that is not used.
+    checkpoint of step 6, and wrote the steps 6 and 7 in its only attempt. Then the journal has the
+    steps 1 to 5 of the first start, and 6 and 7 of the second one. The steps 8 and 9 led to a state
+    that is not used.
 
     Args:
         journal: the journal, with the steps of all earlier starts.
@@ -285,30 +288,15 @@ def _add_start(journal: Journal, files: Mapping[int, RankFile]) -> None:
     """
     num_attempts = max(len(file.steps_by_attempt) for file in files.values())
     for number in range(num_attempts):
-        # The numbers of the steps that each rank has written in this attempt.
-        steps_of_ranks: list[set[int]] = []
-        for file in files.values():
-            has_attempt = number < len(file.steps_by_attempt)
-            steps_of_ranks.append(set(file.steps_by_attempt[number]) if has_attempt else set())
+        complete_steps = _complete_steps_of_attempt(files, number, journal.notes)
 
-        # A step counts only if all ranks have written it. If the run was killed, the last step may
-        # be missing in some files.
-        complete_steps = sorted(set.intersection(*steps_of_ranks))
-        num_incomplete = len(set.union(*steps_of_ranks)) - len(complete_steps)
-        if num_incomplete:
-            verb = "is" if num_incomplete == 1 else "are"
-            journal.notes.append(
-                f"{count_noun(num_incomplete, 'step')} that not all ranks have written down "
-                f"{verb} left out"
-            )
-
-        # This is 6 in the example. It is known of the first attempt of a start even if no step of
-        # the attempt is complete.
+        # Step 6 in the example; None if the attempt has no complete step, and it is not known
+        # where it began.
         first_step = _first_step_of_attempt(files, number, complete_steps)
         if first_step is None:
             continue
 
-        # Remove the steps 6 to 9. Only 6 and 7 of them were trained again.
+        # In the example, remove the steps 6 to 9. Only 6 and 7 of them were trained again.
         replaced = [step for step in journal.attempt_of_step if step >= first_step]
         for step in replaced:
             del journal.attempt_of_step[step]
@@ -317,6 +305,36 @@ def _add_start(journal: Journal, files: Mapping[int, RankFile]) -> None:
         attempt = _Attempt(files, number)
         for step in complete_steps:
             journal.attempt_of_step[step] = attempt
+
+
+def _complete_steps_of_attempt(
+    files: Mapping[int, RankFile], number: int, notes: list[str]
+) -> list[int]:
+    """Returns the numbers of the steps that all ranks have written in an attempt, in order.
+
+    If the run was killed, its last step may be missing in some files. A note tells how many steps
+    are left out for that reason.
+
+    Args:
+        files: files of the start, by rank.
+        number: number of the attempt within the start, from 0.
+        notes: the notes of the journal, to which the note is added.
+    """
+    steps_of_ranks: list[set[int]] = []
+    for file in files.values():
+        has_attempt = number < len(file.steps_by_attempt)
+        steps_of_ranks.append(set(file.steps_by_attempt[number]) if has_attempt else set())
+
+    complete_steps = sorted(set.intersection(*steps_of_ranks))
+    num_incomplete = len(set.union(*steps_of_ranks)) - len(complete_steps)
+    if num_incomplete:
+        verb = "is" if num_incomplete == 1 else "are"
+        notes.append(
+            f"{count_noun(num_incomplete, 'step')} that not all ranks have written down "
+            f"{verb} left out"
+        )
+
+    return complete_steps
 
 
 def _first_step_of_attempt(

@@ -48,6 +48,14 @@ def describe_commit(script: str) -> dict[str, Any] | None:
     return parse_status(finished.stdout.decode(errors="replace"))
 
 
+def _path_after(num_fields: int, line: str) -> str:
+    """Returns the path in a line of `git status`, which follows a number of fields.
+
+    A path may contain spaces: `_path_after(2, "M HASH my file.py") -> "my file.py"`.
+    """
+    return line.split(" ", num_fields)[-1]
+
+
 def parse_status(text: str) -> dict[str, Any] | None:
     """Parses the output of `git status --porcelain=v2 --branch`.
 
@@ -69,11 +77,13 @@ def parse_status(text: str) -> dict[str, Any] | None:
             commit = line.removeprefix("# branch.oid ")
         elif line.startswith("# branch.head "):
             branch = line.removeprefix("# branch.head ")
-        elif line.startswith(("1 ", "u ", "2 ")):
-            # A changed file has 8 fields before its path, a renamed one 9, and one in conflict 10.
-            num_fields = {"1": 8, "2": 9, "u": 10}[line[0]]
-            path = line.split(" ", num_fields)[-1]
-            changed.append(path.partition("\t")[0])  # without the old path of a renamed file
+        elif line.startswith("1 "):  # a changed file
+            changed.append(_path_after(8, line))
+        elif line.startswith("2 "):  # a renamed file, with its old path after the tab
+            new_path, _, _ = _path_after(9, line).partition("\t")
+            changed.append(new_path)
+        elif line.startswith("u "):  # a file with a conflict
+            changed.append(_path_after(10, line))
 
     if not commit or commit == "(initial)":
         return None

@@ -71,6 +71,18 @@ def _read_lines(setting: str, path: str) -> list[str]:
         raise SettingError(setting, str(error), "make it a text file that can be read") from None
 
 
+def _is_bare_ipv6_address(text: str) -> bool:
+    """Returns True for an IPv6 address without brackets.
+
+    - `fe80::1`, `2001:db8:0:0:0:0:0:1`: True; both have "::" or more than two colons.
+    - `[fe80::1]:4`: False, an address in brackets and a number of processes.
+    - `node1:4`: False, a name and a number of processes.
+    """
+    if "[" in text:
+        return False
+    return "::" in text or text.count(":") > 2
+
+
 def _parse_list_item(setting: str, text: str) -> Host:
     """Parses one item of a list: `node1`, `node1:4` or `node1:gpu`.
 
@@ -81,15 +93,9 @@ def _parse_list_item(setting: str, text: str) -> Host:
     name = text
     processes = None
 
-    # The last colon of an IPv6 address without brackets must not be mistaken for the separator:
-    #
-    #     node1:4                 one colon: a name and a number
-    #     [fe80::1]:4             brackets: an address and a number
-    #     fe80::1                 "::" without brackets: an address
-    #     2001:db8:0:0:0:0:0:1    more than two colons without brackets: an address
-    is_bare_ipv6 = "[" not in text and ("::" in text or text.count(":") > 2)
+    # The end of a bare IPv6 address such as `fe80::1` is no number of processes.
     match = HOST_WITH_PROCESSES_PATTERN.fullmatch(text)
-    if match and not is_bare_ipv6:
+    if match and not _is_bare_ipv6_address(text):
         name = match["name"]
         processes = match["processes"]
         is_number = POSITIVE_NUMBER_PATTERN.fullmatch(processes)

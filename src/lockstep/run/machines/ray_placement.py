@@ -171,26 +171,33 @@ def reserve(bundles: Sequence[Mapping[str, float]], say: Callable[[str], None]) 
     Returns:
         Ray's placement group.
     """
-    import ray
     from ray.util.placement_group import placement_group
 
     group = placement_group([dict(resources) for resources in bundles], strategy="PACK")
     tell_at = time.monotonic() + TELL_AFTER_S
     has_told = False
     while not group.wait(POLL_INTERVAL_S):
-        if has_told or time.monotonic() < tell_at:
-            continue
-
-        has_told = True
-        name = _scarce_resource(bundles[0])
-        num_free = ray.available_resources().get(name, 0)
-        num_all = ray.cluster_resources().get(name, 0)
-        say(
-            f"waiting until the Ray cluster has {count_noun(len(bundles), name)} for this run: of "
-            f"its {num_all:g}, {num_free:g} are free; Ctrl-C gives up"
-        )
+        takes_long = time.monotonic() >= tell_at
+        if takes_long and not has_told:
+            _say_what_is_awaited(bundles, say)
+            has_told = True
 
     return group
+
+
+def _say_what_is_awaited(
+    bundles: Sequence[Mapping[str, float]], say: Callable[[str], None]
+) -> None:
+    """Tells the user how many of the GPUs or CPUs that a run needs are free in the cluster."""
+    import ray
+
+    name = _scarce_resource(bundles[0])
+    num_free = ray.available_resources().get(name, 0)
+    num_all = ray.cluster_resources().get(name, 0)
+    say(
+        f"waiting until the Ray cluster has {count_noun(len(bundles), name)} for this run: of "
+        f"its {num_all:g}, {num_free:g} are free; Ctrl-C gives up"
+    )
 
 
 def have_died(nodes: Sequence[RayNode]) -> bool:

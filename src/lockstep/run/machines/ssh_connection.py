@@ -230,17 +230,7 @@ class Remote:
         time_before = time.time()
         self.facts = await self.connect(**request, here=self.here)
         time_after = time.time()
-
-        # How far the clock there is certainly ahead of the clock here, or behind it (negative). The
-        # helper has read its clock at some moment between the two times. If its time lies between
-        # them too, the clocks may be equal.
-        remote_time = self.facts["time"]
-        if remote_time > time_after:
-            self.clock_offset_s = remote_time - time_after
-        elif remote_time < time_before:
-            self.clock_offset_s = remote_time - time_before
-        else:
-            self.clock_offset_s = 0.0
+        self.clock_offset_s = _clock_offset_s(self.facts["time"], time_before, time_after)
 
         for name, version_here in versions().items():
             version_there = self.facts["versions"].get(name)
@@ -646,6 +636,23 @@ class Remote:
 
         for task in self._reading_tasks:
             task.cancel()
+
+
+def _clock_offset_s(remote_time: float, time_before: float, time_after: float) -> float:
+    """Returns by how many seconds the clock of another machine is ahead of the clock here.
+
+    The other machine has read its clock at some moment between two readings here. If its time lies
+    between them, the clocks may be equal, and the result is 0. Otherwise it is the smallest
+    possible difference: with 10 and 11 here and 15 there, the other clock is at least 4 s ahead.
+
+    Returns:
+        The difference in seconds; negative if the other clock is behind.
+    """
+    if remote_time > time_after:
+        return remote_time - time_after
+    if remote_time < time_before:
+        return remote_time - time_before
+    return 0.0
 
 
 async def _read_within(timeout: float, reader: asyncio.StreamReader) -> bytes | None:

@@ -800,13 +800,16 @@ class Agent(api.SimpleElasticAgent):
 
         # In an elastic run, other machines may take part in the next attempt. They may honour a
         # setting that the present machines cannot honour.
-        comes_in_each_attempt = not failure.may_pass and not self._rdzv.elastic
-        if comes_in_each_attempt:
-            raise LockstepError(
-                f"--max-restarts {max_restarts}",
-                "the same command would fail again in the same way: restarting will not help",
-                "repair what it says",  # "it" is the report of the failure, printed above this
-            )
+        is_elastic = self._rdzv.elastic
+        if failure.may_pass or is_elastic:
+            return
+
+        # The report of the failure is printed above this error, which refers to it.
+        raise LockstepError(
+            f"--max-restarts {max_restarts}",
+            "the same command would fail again in the same way: restarting will not help",
+            "repair what it says",
+        )
 
     def _leave_out_held_devices(self, attempt: Attempt, spec: api.WorkerSpec) -> None:
         """Excludes the GPUs of ranks whose processes did not end from the next attempt.

@@ -39,9 +39,9 @@ def exit_process(code: int) -> NoReturn:
 def drop_program() -> None:
     """Frees the program's data, so that files it has left open are written completely.
 
-    The interpreter does this later, when its threads can no longer run. At that time, a `__del__`
-    method that waits for a thread of torch would wait forever. Now the threads of torch can still
-    run, so such a wait ends.
+    Freeing an object calls its `__del__` method, which may wait for a thread of torch. These
+    threads can still run now. When the interpreter frees the data by itself, at its very end, they
+    can no longer run, and the wait would never end.
     """
     # The exception that ended the program refers to its data.
     sys.last_type = None
@@ -53,7 +53,8 @@ def drop_program() -> None:
     sys.unraisablehook = lambda _: None
     threading.excepthook = lambda _: None
 
-    # Modules, functions and classes are kept, as a `__del__` method may use them.
+    # Delete the global variables of the script, such as its model. Modules, functions and classes
+    # are kept, because a `__del__` method may use them.
     names = vars(sys.modules["__main__"])
     for name, value in list(names.items()):
         if not isinstance(value, types.ModuleType | types.FunctionType | type):

@@ -172,11 +172,19 @@ def describe_error(error: BaseException) -> ErrorRecord:
     in ...)".
 
     An error of Lockstep's also says whether it may pass if the ranks are started again, and which
-    rank has failed if this one was only told of the failure.
+    rank has failed if this one was only told of the failure. A wrong module may have been imported:
+    the user's `random.py` instead of Python's, for example. Then the record names that file.
     """
     groups, cause = _unpack_groups(error)
     earlier_errors = _chain(cause)
     chain = [f"{_type_name(earlier)}: {_message(earlier)}" for earlier in earlier_errors]
+
+    may_pass = True
+    failed_rank = None
+    if isinstance(cause, LockstepError):
+        may_pass = cause.may_pass
+        failed_rank = cause.of_rank
+
     return ErrorRecord(
         type=_type_name(cause),
         message=_message(cause),
@@ -188,8 +196,8 @@ def describe_error(error: BaseException) -> ErrorRecord:
         chain=tuple(chain),
         trained_steps=_trained_steps(),
         from_lockstep=isinstance(cause, LockstepError),
-        may_pass=not isinstance(cause, LockstepError) or cause.may_pass,
-        of_rank=cause.of_rank if isinstance(cause, LockstepError) else None,
+        may_pass=may_pass,
+        of_rank=failed_rank,
         hiding_file=find_hiding_file([cause, *earlier_errors]),
     )
 

@@ -104,12 +104,13 @@ def _entry_lines(rows: list[Row], in_language: InLanguage) -> list[str]:
     ranks = [row.rank for row in rows]
     hosts = join_first(sorted({row.host for row in rows}), _MAX_HOSTS_SHOWN)
 
-    # Only English has a plural of the verb: "wait" instead of "waits". Translations are looked up
-    # by the singular, in which the verdict has the text.
+    # The catalogue of translations only has singular verbs, as in `first.does`: "waits in ...". The
+    # plural "wait" is only needed in English.
     does = first.does
     if in_language is in_english:
         does = conjugate(first.does, len(ranks))
 
+    # `in_language` translates complete texts: it recognises the values in them by itself.
     who = format_ranks(ranks)
     text = in_language(f"{who} on {hosts}: {does}")
     if first.for_s is not None:

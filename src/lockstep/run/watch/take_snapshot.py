@@ -55,31 +55,11 @@ def take_snapshot(
     """
     if timeout_s is None:
         timeout_s = ANSWER_WITH_STACKS_TIMEOUT_S if call_stacks else ANSWER_TIMEOUT_S
-    signal_after_s = min(_SIGNAL_AFTER_S, timeout_s / 2)
-
     number = next(_request_numbers)  # distinguishes the answers from those to an earlier request
     requests = [_Request(process, number) for process in processes]
     for request in requests:
         request.send(call_stacks)
-
-    start = time.monotonic()
-    while True:
-        for request in requests:
-            request.collect()
-
-        incomplete = [request for request in requests if not request.is_complete]
-        waited_s = time.monotonic() - start
-        if not incomplete or waited_s > timeout_s:
-            break
-
-        # Each rank that has not answered is sent one signal, at which it shows its stack. If that
-        # could make a system call of the rank fail now, `send_signal_once` sends nothing, and the
-        # next turn of the loop tries again.
-        if waited_s > signal_after_s:
-            for request in incomplete:
-                request.send_signal_once()
-
-        time.sleep(_POLL_INTERVAL_S)
+    _collect_answers(requests, timeout_s)
 
     # Add the processor time of the processes that each rank has started, such as DataLoader
     # workers. It is read for all ranks at once, from the list of all processes of the machine.
@@ -90,6 +70,35 @@ def take_snapshot(
         states.append(replace(state, children_cpu_s=children_cpu_s.get(state.pid)))
 
     return Snapshot(time.time(), tuple(states))
+
+
+def _collect_answers(requests: Sequence[_Request], timeout_s: float) -> None:
+    """Waits until all ranks have answered, or until the time is over.
+
+    A rank that is slow to answer is also sent one signal, at which it shows its stack.
+
+    Args:
+        requests: the requests that were sent to the ranks. They keep the answers.
+        timeout_s: how long to wait, in seconds.
+    """
+    signal_after_s = min(_SIGNAL_AFTER_S, timeout_s / 2)
+    start = time.monotonic()
+    while True:
+        for request in requests:
+            request.collect()
+
+        incomplete = [request for request in requests if not request.is_complete]
+        waited_s = time.monotonic() - start
+        if not incomplete or waited_s > timeout_s:
+            return
+
+        # The signal may have to wait, because it would now interrupt a system call of the rank.
+        # Then the next turn of the loop tries again.
+        if waited_s > signal_after_s:
+            for request in incomplete:
+                request.send_signal_once()
+
+        time.sleep(_POLL_INTERVAL_S)
 
 
 class _Request:

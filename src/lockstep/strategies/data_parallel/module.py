@@ -344,29 +344,33 @@ class DataParallel(nn.DataParallel[nn.Module]):
         if len(outputs) == 1:
             return map_tensors(outputs[0], lambda tensor: tensor.to(device))
 
-        # If a replica returns a parameter or buffer, its index shows whether the other replicas
-        # returned the same one, because all replicas have them in the same order. So each replica
-        # gets a dictionary: the index of each of its parameters and buffers, by the tensor's `id`.
-        index_of_state: list[dict[int, int]] = []
-        for replica in replicas:
-            state = parameters_and_buffers(replica.module)
-            index_of_state.append({id(tensor): index for index, tensor in enumerate(state)})
-
         join_leaf = partial(
             gather_leaf,
             sizes=[replica.num_samples for replica in replicas],
             dim=self.dim,
             device=device,
-            index_of_state=index_of_state,
+            state_numbers=[_number_state(replica.module) for replica in replicas],
         )
         output = join_trees(outputs, join_leaf)
-        for tensor in tensors(output):
-            # A tensor that no operation has computed is a parameter that was returned as it is.
-            is_parameter = tensor.grad_fn is None
-            if is_loss_term(tensor) and not is_parameter:
-                self.returned_mean = True
-
+        self.returned_mean = any(_is_computed_loss(tensor) for tensor in tensors(output))
         return output
+
+
+def _number_state(module: nn.Module) -> dict[int, int]:
+    """Numbers the parameters and buffers of a replica: `{id(weight): 0, id(bias): 1}`.
+
+    All replicas have them in the same order, so copies of one parameter have the same number. If
+    replicas return parameters as a part of their outputs, the numbers show whether all have
+    returned the same one.
+    """
+    state = parameters_and_buffers(module)
+    return {id(tensor): number for number, tensor in enumerate(state)}
+
+
+def _is_computed_loss(tensor: Tensor) -> bool:
+    """Returns True for a single number with a gradient, unless it is a parameter itself."""
+    was_computed = tensor.grad_fn is not None  # a parameter was not
+    return was_computed and is_loss_term(tensor)
 
 
 @dataclass(frozen=True, eq=False, slots=True)

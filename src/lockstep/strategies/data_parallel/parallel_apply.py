@@ -122,8 +122,7 @@ def _end_meeting(arrivals: dict[int, Arrival], results: list[Any]) -> None:
 
     Args:
         arrivals: the waiting replicas, by number. The dictionary is emptied for the next meeting.
-        results: the list into which the results are written, one for each replica. At the end of
-            the forward pass there are none, and the list is emptied.
+        results: the list into which the result of each replica is written.
 
     Raises:
         UsageError: the replicas are at different places.
@@ -141,7 +140,7 @@ def _end_meeting(arrivals: dict[int, Arrival], results: list[Any]) -> None:
         )
 
     combine = in_order[0].combine
-    if combine is None:  # the end of the forward pass, where replicas only wait for each other
+    if combine is None:  # the end of the forward pass, for which the replicas only wait
         results.clear()
     else:
         results[:] = combine([arrival.value for arrival in in_order])

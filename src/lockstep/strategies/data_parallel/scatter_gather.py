@@ -129,7 +129,7 @@ def gather_leaf(
     sizes: Sequence[int],
     dim: int,
     device: torch.device,
-    index_of_state: Sequence[Mapping[int, int]],
+    state_numbers: Sequence[Mapping[int, int]],
 ) -> Any:
     """Joins what the replicas returned at one place of their outputs; see `DataParallel`.
 
@@ -138,8 +138,8 @@ def gather_leaf(
         sizes: the number of samples of each replica.
         dim: the dimension of the samples.
         device: the device of the result.
-        index_of_state: for each replica, the index of each of its parameters and buffers, by the
-            `id` of the tensor. Copies of the same parameter have the same index.
+        state_numbers: for each replica, a number for each of its parameters and buffers, by the
+            `id` of the tensor. Copies of the same parameter have the same number.
 
     Raises:
         UsageError: the leaves differ, and are neither tensors of samples nor means.
@@ -147,7 +147,7 @@ def gather_leaf(
     are_tensors = all(isinstance(leaf, Tensor) for leaf in leaves)
     are_floats = all(isinstance(leaf, float) for leaf in leaves)
     if are_tensors:
-        if _is_same_state(leaves, index_of_state):  # a parameter that was returned as it is
+        if _is_same_state(leaves, state_numbers):  # a parameter that was returned as it is
             return leaves[0].to(device)
         if _are_means(leaves, sizes):  # single numbers, which may have a dimension of size 1
             return _weighted_mean([leaf.to(device) for leaf in leaves], sizes)
@@ -174,18 +174,21 @@ def gather_leaf(
     )
 
 
-def _is_same_state(leaves: Sequence[Tensor], index_of_state: Sequence[Mapping[int, int]]) -> bool:
+def _is_same_state(leaves: Sequence[Tensor], state_numbers: Sequence[Mapping[int, int]]) -> bool:
     """Returns True if every replica returned its copy of the same parameter or buffer.
 
     Args:
         leaves: the leaf of each replica.
-        index_of_state: see `gather_leaf`.
+        state_numbers: see `gather_leaf`.
     """
-    # None: the leaf is no parameter or buffer of this replica.
-    indices: set[int | None] = set()
-    for leaf, indices_of_replica in zip(leaves, index_of_state, strict=True):
-        indices.add(indices_of_replica.get(id(leaf)))
-    return len(indices) == 1 and None not in indices
+    numbers: set[int] = set()
+    for leaf, number_of_id in zip(leaves, state_numbers, strict=True):
+        number = number_of_id.get(id(leaf))
+        if number is None:  # the leaf is no parameter or buffer of this replica
+            return False
+        numbers.add(number)
+
+    return len(numbers) == 1
 
 
 def _are_means(leaves: Sequence[Tensor], sizes: Sequence[int]) -> bool:

@@ -775,22 +775,21 @@ class PipelinedModule(ModuleWrapper):
         at the next position, and sends it on to the rank at the previous position.
 
         Args:
-            tensors: the tensors of the output on this rank. They have no values (shapes) unless
-                this rank has the last stage.
+            tensors: the tensors of the output, on the rank with the last stage. The tensors that
+                other ranks pass are not used.
 
         Returns:
             The tensors of the output, with their values.
         """
-        # The ranks at the positions n and n + 1 of the pipeline are connected by output wire n.
-        # Stage k, for k below the number of positions, is at position k.
+        # Output wire 0 connects the positions 0 and 1, output wire 1 the positions 1 and 2.
         position = self.place.position
         if not self.has_last_stage:
-            source = self.place.rank_of_stage(position + 1)
-            tensors = self._output_wires[position].receive(source)
+            next_rank = self.place.rank_at(position + 1)
+            tensors = self._output_wires[position].receive(next_rank)
 
         if position > 0:
-            destination = self.place.rank_of_stage(position - 1)
-            self._output_wires[position - 1].send(tensors, destination)
+            previous_rank = self.place.rank_at(position - 1)
+            self._output_wires[position - 1].send(tensors, previous_rank)
 
         return tensors
 

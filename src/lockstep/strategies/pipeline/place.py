@@ -84,6 +84,9 @@ class PipelinePlace:
 
     def rank_of_stage(self, stage: int) -> int:
         """Returns the rank of this pipeline that has a given stage; the inverse of `of_rank`."""
-        position = stage % self.num_positions
+        return self.rank_at(stage % self.num_positions)
+
+    def rank_at(self, position: int) -> int:
+        """Returns the rank of this pipeline at a given position."""
         positions_after = self.num_positions - 1 - position
         return positions_after * self.num_pipelines + self.pipeline

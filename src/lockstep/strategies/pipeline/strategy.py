@@ -500,14 +500,16 @@ def check_compiled_parts(module: nn.Module, cuts: Split) -> None:
         cuts: where the model is cut, and which stage each submodule belongs to.
     """
     for name, part in module.named_modules():
-        spans_several_stages = cuts.stage_of(name) is None
-        if spans_several_stages and is_compiled(part):
+        stage = cuts.stage_of(name)
+        is_divided_over_stages = stage is None
+        if is_divided_over_stages and is_compiled(part):
             raise _compiled_around_cuts_error(name)
 
-        # The pipeline replaces the forward of a piece by code of its own, which cannot be compiled.
-        # With torch.compile(block), this code calls the compiled block. But block.compile() would
-        # compile the whole call of the module, with the pipeline's code.
-        if name in cuts.pieces and is_compiled_in_place(part):
+        # The pipeline adds code to the call of each piece, which sends and receives tensors.
+        # `block.compile()` compiles this code too, which fails. `torch.compile(block)` only
+        # compiles the block, so it is allowed.
+        is_piece = name in cuts.pieces
+        if is_piece and is_compiled_in_place(part):
             raise UsageError(
                 f"{name}.compile() under strategy='pipeline'",
                 "it compiles the place where a stage begins or ends, too, which cannot be compiled",

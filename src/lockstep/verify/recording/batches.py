@@ -57,12 +57,14 @@ def _sample_digests(sample_tensors: Sequence[Tensor], num_samples: int) -> list[
     if not sample_tensors:
         return []
 
-    # Each tensor as bytes, in the shape (samples, bytes of one sample).
+    # Each tensor as bytes. Four float32 numbers for each of 2 samples become shape (2, 16).
     byte_tables = []
     for tensor in sample_tensors:
-        if tensor.numel():
-            rows = tensor.reshape(num_samples, -1).contiguous()
-            byte_tables.append(rows.view(torch.uint8).numpy())
+        if tensor.numel() == 0:  # it tells nothing about the samples
+            continue
+        numbers = tensor.reshape(num_samples, -1).contiguous()
+        bytes_of_samples = numbers.view(torch.uint8)
+        byte_tables.append(bytes_of_samples.numpy())
 
     digests_of_samples = []
     for sample in range(num_samples):

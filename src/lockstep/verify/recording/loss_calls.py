@@ -64,13 +64,14 @@ class LossCall:
         ignored_label = self.options.get("ignore_index", IGNORE_INDEX)
         labels = self.targets[self.targets != ignored_label]
 
-        # cross_entropy(input, target, weight) may get its class weights by name, or by position. In
-        # `options`, arguments without a name are numbered. With other loss functions, the third
-        # argument is a number.
+        # The class weights are passed as `cross_entropy(input, target, weight=...)`, or as the
+        # third argument without a name. In other loss functions that is another option, a number.
         third_argument = self.options.get("argument 3")
-        class_weights = self.options.get("weight", third_argument)
-        if isinstance(class_weights, Tensor) and class_weights.dim() == 1:
-            return float(class_weights[labels].sum())
+        weight = self.options.get("weight", third_argument)
+        has_weight_of_each_class = isinstance(weight, Tensor) and weight.dim() == 1
+        if has_weight_of_each_class:
+            weights_of_labels = weight[labels]
+            return float(weights_of_labels.sum())
 
         return float(labels.numel())
 
@@ -89,8 +90,13 @@ def loss_call(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Lo
     """
     # The first two arguments of all these functions are called `input` and `target`. Either may be
     # passed by position or by name.
-    first_two = dict(zip(("input", "target"), args[:2], strict=False))
-    options = {**first_two, **kwargs}
+    options: dict[str, Any] = {}
+    if len(args) > 0:
+        options["input"] = args[0]
+    if len(args) > 1:
+        options["target"] = args[1]
+    options.update(kwargs)
+
     outputs = options.pop("input", None)
     targets = options.pop("target", None)
     if not needs_gradient(outputs) or not isinstance(targets, Tensor):
@@ -101,7 +107,8 @@ def loss_call(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Lo
     for number, value in enumerate(args[2:], start=3):
         options[f"argument {number}"] = value
 
-    return LossCall(f"{name}: {user_line() or ''}", targets.detach().clone(), options)
+    line = user_line() or ""  # the line of the script with the call, if it is known
+    return LossCall(f"{name}: {line}", targets.detach().clone(), options)
 
 
 def terms_of(loss: Tensor) -> list[float]:

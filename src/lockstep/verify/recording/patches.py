@@ -177,25 +177,27 @@ def install_for_bits(
         recorder: recorder that listens to Lockstep's steps as an extension.
         determinism: object that counts what is switched off, to report it with the verdict.
         config: settings of the run.
-        folder: folder for the files that the script saves.
+        folder: folder for the files that the script saves, within the folder of the run.
     """
-    # A script that starts ranks of its own cannot be recorded.
+    # Refuse scripts that cannot be compared: those that start ranks by themselves, and those that
+    # call `optimizer.step()` without Lockstep.
     _forbid_own_ranks(recorder.note_own_process, config.nproc)
-
-    # Lockstep tells the recorder of every batch and step. A script that makes a step without
-    # Lockstep cannot be compared by bits, and is ended.
-    add_to_every_run(recorder)
     register_optimizer_step_pre_hook(recorder.end_script_without_lockstep)
+
+    # The recorder is an extension, which Lockstep calls at every batch and step. It also needs the
+    # settings with which the script calls `lockstep.init`.
+    add_to_every_run(recorder)
 
     def after_world_init(_: World, run: Run, *_args: Any) -> None:
         recorder.note_settings(run.settings)
 
     _wrap(World, "__init__", after=after_world_init)
 
+    # End the script once enough steps are recorded.
+
     original_iter = Loader.__iter__
 
     def iterate(self: Loader) -> Iterator[Any]:
-        """Replaces `Loader.__iter__`, to end the script once enough steps are recorded."""
         return _until_enough_steps(recorder.state, original_iter(self))
 
     Loader.__iter__ = iterate  # type: ignore[method-assign]
@@ -203,10 +205,11 @@ def install_for_bits(
     _disable_compile(determinism)
     _disable_saved_checkpoints(determinism)
 
-    # Files that the script saves are redirected, and other files that it changes are restored after
-    # the run.
+    # Files that the script saves go to `folder`. Copies are kept of other files that it changes, to
+    # restore these after the run.
     SavedFiles(folder).patch(determinism)
-    FilesBefore(folder.parent).watch()
+    run_folder = folder.parent
+    FilesBefore(run_folder).watch()
 
 
 # To make runs comparable

@@ -211,12 +211,13 @@ def _wrong_buffers(case: Divergence) -> list[str]:
 
 
 def _wrong_module_tensors(case: Divergence, field_name: str) -> list[str]:
-    """Returns the names of tensors that modules keep besides buffers, and that are wrong.
+    """Returns the names of wrong tensors among the attributes of modules that are no buffers.
 
-    Such a tensor is recorded as three numbers: a sum, the largest absolute value, and the number of
-    values. If it has as many values on the ranks as on one process, it is wrong if the three
-    numbers differ. If each of N ranks has 1/N of the values, such as a cache of its own samples,
-    the values should differ between the ranks. So it is wrong if they are the same.
+    Example: a module keeps `self.memory`, which has 8 values on one process.
+
+    - If it has 8 values on each of 2 ranks, it should be equal to that of one process.
+    - If it has 4 values on each rank, these should belong to the samples of the rank. It is wrong
+      if both ranks have the same 4 values.
 
     Args:
         case: the difference.
@@ -227,12 +228,15 @@ def _wrong_module_tensors(case: Divergence, field_name: str) -> list[str]:
 
     wrong_names = []
     for name, expected in expected_tensors.items():
+        # An array has three numbers: the sum of a tensor, its largest value and its size.
         actual = _arrays_of_ranks(case, field_name, name)
-        differs = any(case.tolerance.differ(expected, array, scale) for array in actual)
-        have_same_size = all(array[SIZE] == expected[SIZE] for array in actual)
+        are_copies = all(array[SIZE] == expected[SIZE] for array in actual)
+        if are_copies:
+            is_wrong = any(case.tolerance.differ(expected, array, scale) for array in actual)
+        else:
+            is_wrong = _are_equal_parts(expected, actual, case.num_ranks)
 
-        is_wrong_copy = differs and have_same_size
-        if is_wrong_copy or _are_equal_parts(expected, actual, case.num_ranks):
+        if is_wrong:
             wrong_names.append(name)
 
     return wrong_names

@@ -52,15 +52,15 @@ def different_optimizers(case: Divergence) -> Cause | None:
     return Cause("LS405", (f"the ranks step with different optimizers: {by_rank}",))
 
 
-def replicas_that_differ(case: Divergence) -> Cause:
+def parameters_apart(case: Divergence) -> Cause:
     """LS304: before the step, some ranks have other parameters than rank 0.
 
     Needs: `parameter_sums`; `parameters` and `write_stacks` for the evidence.
-    Applies: always.
+    Applies: always, as it is only called if the parameters differ.
     False positives: none known.
     Evidence: which ranks, whether the last step made them differ, and the lines that wrote to them.
     """
-    # The ranks whose values differ from rank 0 before the step, by parameter.
+    # By parameter, the ranks whose values differ from rank 0: {"fc.weight": [1, 3]}.
     ranks_by_name = case.actual.replicas_that_differ()
     step = case.actual[0].step + 1  # records count steps from 0, texts from 1
     sentence = (
@@ -69,13 +69,15 @@ def replicas_that_differ(case: Divergence) -> Cause:
     )
     writes = describe_writes(case, tuple(ranks_by_name))
 
-    if case.update_index == 0:  # there is no earlier step
+    is_first_update = case.update_index == 0
+    if is_first_update:
         return Cause("LS304", (sentence, *writes))
 
-    # The field "parameters" holds the values after the step.
-    update_before = case.parallel_run[case.update_index - 1]
-    differed_after_last_step = bool(update_before.ranks_that_differ("parameters", case.tolerance))
-    if differed_after_last_step:
+    # Did the previous step already leave the ranks with different parameters, or have they come
+    # apart between the steps? The field "parameters" holds the values after a step.
+    previous_update = case.parallel_run[case.update_index - 1]
+    ranks_apart_by_name = previous_update.ranks_that_differ("parameters", case.tolerance)
+    if ranks_apart_by_name:
         after = "the last step has left them so"
     else:
         after = "the last step itself left all ranks with the same"

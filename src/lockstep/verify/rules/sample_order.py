@@ -17,7 +17,7 @@ from lockstep.verify.compare import Divergence, contents_that_differ, same_sampl
 from lockstep.verify.training_record import RankUpdate, Sample, Update
 
 
-def _contents_are_known(case: Divergence) -> bool:
+def _contents_of_samples_are_known(case: Divergence) -> bool:
     """True if samples can be identified by their contents in both runs of this step.
 
     Contents are preferred to indices, because ranks may have different datasets, in which the same
@@ -27,22 +27,25 @@ def _contents_are_known(case: Divergence) -> bool:
     return same_contents is not None
 
 
-def _list_samples(ranks: Iterable[RankUpdate], *, by_contents: bool) -> list[Sample] | None:
+def _list_samples(
+    ranks: Iterable[RankUpdate], *, identify_by_contents: bool
+) -> list[Sample] | None:
     """Returns the samples that some ranks trained in one step; None if they are not known.
 
     Args:
         ranks: records of these ranks: a whole `Update`, or a part of it.
-        by_contents: whether samples are identified by their contents, and not by their indices.
+        identify_by_contents: whether samples are identified by their contents, and not by their
+            indices.
     """
     update = Update(ranks)
-    return update.samples_by_contents() if by_contents else update.samples_by_index()
+    return update.samples_by_contents() if identify_by_contents else update.samples_by_index()
 
 
 def _count_samples(case: Divergence) -> tuple[Counter[Sample], Counter[Sample]]:
     """Returns how often each sample occurs in this step, on one process and on the ranks."""
-    by_contents = _contents_are_known(case)
-    expected = _list_samples(case.expected, by_contents=by_contents)
-    actual = _list_samples(case.actual, by_contents=by_contents)
+    identify_by_contents = _contents_of_samples_are_known(case)
+    expected = _list_samples(case.expected, identify_by_contents=identify_by_contents)
+    actual = _list_samples(case.actual, identify_by_contents=identify_by_contents)
     return Counter(expected), Counter(actual)
 
 
@@ -151,9 +154,9 @@ def _repeated_samples(case: Divergence) -> list[Sample]:
     Any other sample is repeated unless the ranks train it now for the first time, and only once.
     """
     expected, actual = _count_samples(case)
-    by_contents = _contents_are_known(case)
+    identify_by_contents = _contents_of_samples_are_known(case)
     earlier_steps = case.parallel_run[: case.update_index]
-    samples_of_earlier_steps = _count_all(earlier_steps, by_contents=by_contents)
+    samples_of_earlier_steps = _count_all(earlier_steps, identify_by_contents=identify_by_contents)
 
     repeated = []
     for sample, count in actual.items():
@@ -171,11 +174,11 @@ def _repeated_samples(case: Divergence) -> list[Sample]:
 
 def _all_ranks_trained_the_same(case: Divergence) -> bool:
     """True if all ranks trained the same samples in this step."""
-    by_contents = _contents_are_known(case)
+    identify_by_contents = _contents_of_samples_are_known(case)
     counts_of_ranks = []
     for rank_update in case.actual:
         if rank_update.contributes:
-            samples = _list_samples([rank_update], by_contents=by_contents)
+            samples = _list_samples([rank_update], identify_by_contents=identify_by_contents)
             counts_of_ranks.append(Counter(samples))
 
     return all(counts == counts_of_ranks[0] for counts in counts_of_ranks)
@@ -230,14 +233,18 @@ def samples_of_several_ranks(case: Divergence) -> Cause | None:
     False positives: none known.
     Evidence: how many samples were trained by several ranks.
     """
-    by_contents = _contents_are_known(case)
+    identify_by_contents = _contents_of_samples_are_known(case)
     samples_of_one_process = []
     for update in case.reference_run:
-        samples_of_one_process.append(_samples_of_each_rank(update, by_contents=by_contents))
+        samples_of_one_process.append(
+            _samples_of_each_rank(update, identify_by_contents=identify_by_contents)
+        )
 
     samples_of_ranks = []
     for update in case.parallel_run:
-        samples_of_ranks.append(_samples_of_each_rank(update, by_contents=by_contents))
+        samples_of_ranks.append(
+            _samples_of_each_rank(update, identify_by_contents=identify_by_contents)
+        )
 
     # Only the steps before one process trains a sample for the second time are examined. The list
     # is empty if no sample was trained by several ranks in these steps.
@@ -248,11 +255,11 @@ def samples_of_several_ranks(case: Divergence) -> Cause | None:
     return Cause("LS105", (_format_numbers_of_samples(case), *sentences))
 
 
-def _samples_of_each_rank(update: Update, *, by_contents: bool) -> list[list[Sample]]:
+def _samples_of_each_rank(update: Update, *, identify_by_contents: bool) -> list[list[Sample]]:
     """Returns a list of samples for each rank, in the order of ranks; empty if not known."""
     samples_of_ranks = []
     for rank_update in update:
-        samples = _list_samples([rank_update], by_contents=by_contents)
+        samples = _list_samples([rank_update], identify_by_contents=identify_by_contents)
         samples_of_ranks.append(samples or [])
     return samples_of_ranks
 
@@ -265,9 +272,11 @@ def other_order(case: Divergence) -> Cause:
     False positives: everything that no rule before explains, such as another dataset.
     Evidence: whether all steps together have the same samples.
     """
-    by_contents = _contents_are_known(case)
-    counts_of_one_process = _count_all(case.reference_run, by_contents=by_contents)
-    counts_of_ranks = _count_all(case.parallel_run, by_contents=by_contents)
+    identify_by_contents = _contents_of_samples_are_known(case)
+    counts_of_one_process = _count_all(
+        case.reference_run, identify_by_contents=identify_by_contents
+    )
+    counts_of_ranks = _count_all(case.parallel_run, identify_by_contents=identify_by_contents)
     if counts_of_one_process == counts_of_ranks:
         text = "over all steps compared they are the same samples"
     else:
@@ -279,11 +288,11 @@ def other_order(case: Divergence) -> Cause:
     return Cause("LS109", (_format_numbers_of_samples(case), text))
 
 
-def _count_all(updates: Sequence[Update], *, by_contents: bool) -> Counter[Sample]:
+def _count_all(updates: Sequence[Update], *, identify_by_contents: bool) -> Counter[Sample]:
     """Returns how often each sample occurs in several steps; unknown samples are not counted."""
     counts: Counter[Sample] = Counter()
     for update in updates:
-        samples = _list_samples(update, by_contents=by_contents)
+        samples = _list_samples(update, identify_by_contents=identify_by_contents)
         counts.update(samples or ())
     return counts
 
