@@ -625,9 +625,8 @@ class Catalogue:
         if not chosen:
             return None
 
-        # Of a template that counts, `_choose_readings` may have dropped a reading: the first one of
-        # the example above, say. But nothing shows which values were meant. So all readings with
-        # this template must say the same in Chinese.
+        # Nothing shows which reading with a chosen template was meant, as in the example above. So
+        # all of them must say the same in Chinese.
         chosen_templates = [reading.template for reading in chosen]
         chinese_texts: set[str] = set()
         for reading in readings:
@@ -660,9 +659,8 @@ class Catalogue:
             name = name_of_value(field_name)
 
             # A value of a single word is usually a name of the user's: a parameter may be called
-            # `gradients`. It is translated only in the few fields that hold words of the catalogue.
-            # The caller of `translate` may forbid this for the whole text. The cache has this
-            # choice too, as its translations depend on it.
+            # `gradients`. Only a few fields hold single words that are to be translated, and even
+            # these stay English if the caller of `translate` has asked for that.
             may_be_word = name in FIELDS_OF_CATALOGUED_WORDS and not cache.single_words_stay_english
             value = self._translate_text(text[begin:end], cache, may_be_word=may_be_word)
             values[field_name] = value.text

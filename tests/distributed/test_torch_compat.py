@@ -534,6 +534,7 @@ def test_writes_to_tensors_are_counted():
     read.add(1)
     after = torch_compat.write_counts([written, read])
     assert [after[0] - before[0], after[1] - before[1]] == [1, 0]
+    assert torch_compat.write_count(written) == after[0]
 
 
 def test_a_change_of_a_modules_members_registers_them():

@@ -504,10 +504,8 @@ class Loader:
         self._custom_plan = epoch_plan if isinstance(epoch_plan, CustomPlan) else None
         self.coverage.begin(epoch, start, epoch_plan)
 
-        # Under DiLoCo, training is refused if a replica of the model would have no samples of some
-        # global batch, so no rank ever needs an empty batch. In any other training, a rank needs
-        # one for each micro-batch in which it has no samples. (`self._plan` divides global batches
-        # into micro-batches.)
+        # A rank needs an empty batch for each micro-batch in which it has no samples. Under DiLoCo
+        # there are none: training is refused if some replica would have no samples.
         virtual_ranks = self._plan.virtual_ranks
         trains_replicas = virtual_ranks is not None and virtual_ranks.train_copies
         self._needs_empty_batches = False

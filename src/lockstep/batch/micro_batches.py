@@ -520,20 +520,18 @@ class MicroBatchPlan:
     def _split_for_measurement(self, count: int) -> Indices | None:
         """Returns the micro-batch on which autotuning measures, shape `(1, ranks, 2)`.
 
+        Usually this is a micro-batch of only a few samples, because it is quick. With BatchNorm,
+        however, the result depends on which samples are in a micro-batch. Such a model must be
+        called with the planned micro-batches, so the first planned one is measured.
+
         Returns None if the global batch is too short for a measurement.
 
         Args:
             count: number of samples in the global batch.
         """
-        # Usually a micro-batch of only a few samples is measured, because it is quick. But some
-        # models must be called with exactly the planned micro-batches (`must_keep_plan`): with
-        # BatchNorm, for example, the result depends on which samples are in a micro-batch. For
-        # these, the first planned micro-batch is measured.
-        #
-        # While the micro-batch size is unknown, a planned one might not fit into memory. Then a few
-        # samples are measured, whatever the model is.
-        size_is_known = not self.request.micro_batch_size_is_open
-        take_planned = size_is_known and self.request.must_keep_plan()
+        # While the micro-batch size is unknown, a planned micro-batch might not fit into memory.
+        fits_in_memory = not self.request.micro_batch_size_is_open
+        take_planned = fits_in_memory and self.request.must_keep_plan()
         return first_micro_batch(
             count, self.shares, self.split(count), self.micro_batch_size, take_planned=take_planned
         )
@@ -559,16 +557,15 @@ class MicroBatchPlan:
         if num_done == count:
             return planned_split[:0]  # no micro-batches
 
-        # If a planned micro-batch begins exactly at this sample, the rest keeps the plan. If the
-        # planned micro-batches begin at 0, 8 and 16, for example, the last two of them are left
-        # after 8 samples; after 4 samples, the rest is divided anew. A micro-batch begins where the
-        # part of its first rank does. The indices below mean: of all micro-batches, of rank 0, the
-        # begin of the part.
-        first_samples = planned_split[:, 0, 0]
-        plan_can_continue = bool((first_samples == num_done).any())
+        # For example, the planned micro-batches begin at the samples 0, 8 and 16. After 8 samples,
+        # the last two of them are left.
+        first_rank = 0  # its part comes first in each micro-batch
+        begins = planned_split[:, first_rank, 0]
+        plan_can_continue = bool((begins == num_done).any())
         if plan_can_continue:
-            return planned_split[first_samples >= num_done]
+            return planned_split[begins >= num_done]
 
+        # After 4 samples, the rest is divided anew.
         num_left = count - num_done
         split_of_rest = split_batch(num_left, self.shares, self._num_micro_batches(num_left))
         return num_done + split_of_rest

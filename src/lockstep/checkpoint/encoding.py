@@ -363,9 +363,9 @@ class Encoder:
         if is_replicated_copy(value):
             box = None
 
-        # Rank 0 stores a tensor that it has completely in one piece. All others are stored as
-        # regions, from which the tensor is put together. A tensor that only another rank has, as
-        # under a pipeline, is stored as a single region.
+        # If rank 0 has the whole tensor, it is stored in one piece. Any other tensor is stored as
+        # regions, from which it is put together: shards of several ranks, or the whole tensor of
+        # another rank, as under a pipeline.
         is_whole = box is not None and box.sizes == value.shape
         if self._main and is_whole:
             tree = self._add_tensor(self._to_host(local), path)

@@ -471,8 +471,8 @@ class Collectives:
         for index, history in enumerate(self.rank_histories):
             history.compare_histories([details_of_rank[index] for _, details_of_rank in answers])
 
-        # Then the calls. Only a harmless difference of the histories is left if they are equal. The
-        # line of the script may be another on each rank.
+        # Then the calls, which may come from another line of the script on each rank. If the calls
+        # are equal, only the histories differed, in a harmless way.
         calls = [CallDescription.from_json(call_fields) for call_fields, _ in answers]
         calls_without_user_call = {other._replace(user_call=None) for other in calls}
         if len(calls_without_user_call) == 1:

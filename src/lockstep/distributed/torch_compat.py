@@ -444,8 +444,13 @@ def count_gradient_hooks(parameter: Tensor) -> int:
     return len(hooks_before_accumulation) + len(hooks_after_accumulation)
 
 
+def write_count(tensor: Tensor) -> int:
+    """Returns how often a tensor was written to in place, as autograd counts it."""
+    return tensor._version
+
+
 def write_counts(tensors: Iterable[Tensor]) -> list[int]:
-    """Returns how often each tensor was written to in place, as autograd counts it."""
+    """Returns the `write_count` of each tensor."""
     return [tensor._version for tensor in tensors]
 
 
@@ -517,14 +522,12 @@ def convert_tensors(
     """
     import torch
 
-    # With this setting `_apply` swaps the contents of the old `Parameter` and the new one
+    # Set this for `_apply`, so that it swaps the contents of the old `Parameter` and the new one
     # (`torch.utils.swap_tensors`). By default, it may register a new object in the module instead.
-    #
-    # It is `_apply` that is called, as LSTMs and modules under `fully_shard` override it: they also
-    # refer to their tensors elsewhere, such as in a list of flat weights, and update this list.
     swapped_before = torch.__future__.get_swap_module_params_on_conversion()
     torch.__future__.set_swap_module_params_on_conversion(True)
     try:
+        # Some modules override `_apply`. An LSTM, for example, also updates its list of weights.
         module._apply(convert, recurse)  # type: ignore[no-untyped-call]
     finally:
         torch.__future__.set_swap_module_params_on_conversion(swapped_before)

@@ -149,9 +149,9 @@ class _Examination:
                 )
                 continue
 
-            # Another machine knows its own address from the ssh connection that leads to it. To
-            # this machine there is no ssh connection. But the other machines see, and answer, from
-            # which address their ssh connections come: that of this machine.
+            # Other machines know their addresses from the ssh connections to them. There is none to
+            # this machine. Its address is the one from which the connections come, which the other
+            # machines have answered too.
             own_address = answer["own"]
             is_this_machine = self._remotes[name].here
             if is_this_machine:

@@ -653,13 +653,13 @@ class ExactDDP(base.ModuleWrapper, DistributedDataParallel):
         """Prepares torch for the backward pass that is about to run.
 
         Each forward pass prepares torch's reducer, which sends the gradients, for one backward pass
-        through the outputs of this forward pass. So it depends on the number of forward passes
-        since the previous backward pass what is left to do:
+        through the outputs of this forward pass. What is left to do depends on the number of
+        forward passes since the previous backward pass:
 
-        - One, as in most loops: nothing.
-        - None, if the loop calls `backward` twice: the reducer must be prepared again.
-        - Several: the reducer is only prepared for the outputs of the last one, and must be
-          prepared for all of them.
+        - 1, as in most loops: nothing.
+        - 0, as the loop calls `backward` twice: the reducer must be prepared again.
+        - 2 or more: the reducer is only prepared for the outputs of the last forward pass. It must
+          be prepared for those of all.
 
         Args:
             loss: the tensor on which `backward` is about to be called.

@@ -35,7 +35,7 @@ from lockstep.distributed.torch_compat import (
     reset_method,
     storage_key,
     to_local,
-    write_counts,
+    write_count,
 )
 from lockstep.errors import RanksDifferError, UsageError
 from lockstep.optim.deferred_init import (
@@ -203,7 +203,7 @@ class DeferredModel(Extension):
         for name, target in without_values.items():
             if name not in self._loaded:
                 self._targets[name] = target
-                self._write_counts[name] = write_counts([target])[0]
+                self._write_counts[name] = write_count(target)
 
         self._watch(wrapped.module)
 
@@ -355,7 +355,7 @@ class DeferredModel(Extension):
             UsageError: the user has changed only a part of the tensor, or has computed with its
                 NaN.
         """
-        was_written_to = write_counts([target])[0] != self._write_counts[name]
+        was_written_to = write_count(target) != self._write_counts[name]
         local = to_local(target)
         can_hold_nan = local.is_floating_point() and local.numel() > 0
         if not can_hold_nan:

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lockstep.communication.summation_tree import push
-from lockstep.distributed.torch_compat import BatchNorm, add_to_each, copy_to_each, write_counts
+from lockstep.distributed.torch_compat import BatchNorm, add_to_each, copy_to_each, write_count
 from lockstep.session.extension import Extension
 from lockstep.session.micro_batch import MicroBatch
 from lockstep.session.step import Step, StepKey
@@ -264,13 +264,11 @@ class VirtualRankBuffers(Extension):
         changed_buffers: list[Tensor] = []
         for name, buffer in self._buffers().items():
             known = self._at_beginning.get(name)
-            if known is None or known.buffer is not buffer:
-                (write_count,) = write_counts([buffer])
-                copies[name] = _Copy(buffer, write_count, buffer.clone())
+            if known is None or known.buffer is not buffer:  # there is no copy of this buffer yet
+                copies[name] = _Copy(buffer, write_count(buffer), buffer.clone())
             elif self._may_have_changed(name, buffer, known):
                 # The copy keeps its memory, which is overwritten below.
-                (write_count,) = write_counts([buffer])
-                copies[name] = _Copy(buffer, write_count, known.values)
+                copies[name] = _Copy(buffer, write_count(buffer), known.values)
                 outdated_values.append(known.values)
                 changed_buffers.append(buffer)
             else:
@@ -284,9 +282,10 @@ class VirtualRankBuffers(Extension):
 
     def _may_have_changed(self, name: str, buffer: Tensor, copy: _Copy) -> bool:
         """Returns False if a buffer is known to have the same values as its copy."""
-        (write_count,) = write_counts([buffer])
-        was_written_to = copy.buffer is not buffer or copy.write_count != write_count
-        return was_written_to or name in self._with_uncounted_writes
+        was_replaced = copy.buffer is not buffer
+        was_written_to = write_count(buffer) != copy.write_count
+        has_uncounted_writes = name in self._with_uncounted_writes
+        return was_replaced or was_written_to or has_uncounted_writes
 
     def _changed_buffers(self) -> dict[str, Tensor]:
         """Returns the buffers that may have changed since the global batch began, by name."""
@@ -321,11 +320,10 @@ class VirtualRankBuffers(Extension):
         initial_values = {name: self._at_beginning[name].values for name in restored}
         copy_to_each(list(restored.values()), list(initial_values.values()))
 
-        # Torch counts the writes to a buffer. With another count than in `_at_beginning`, it would
-        # be taken for changed. The restoring was a write too, so store the new counts.
-        counts = write_counts(restored.values())
-        for (name, buffer), count in zip(restored.items(), counts, strict=True):
-            self._at_beginning[name] = _Copy(buffer, count, initial_values[name])
+        # A buffer is taken for changed if its number of writes differs from `_at_beginning`. The
+        # restoring was a write too, so store the new number.
+        for name, buffer in restored.items():
+            self._at_beginning[name] = _Copy(buffer, write_count(buffer), initial_values[name])
 
     @torch.no_grad()
     def _store_buffers_left_by(self, micro_batch: MicroBatch) -> None:

@@ -333,19 +333,23 @@ class PreparedOptimizer(_DelegatesToInner, Optimizer):
             self._error_of_closure = error  # lets `_explain_shard_error` recognise it
             raise
 
+        return self._mean_over_global_batch(loss)
+
+    def _mean_over_global_batch(self, loss: Any) -> Any:
+        """Returns the mean loss over the global batch, for the mean loss over this rank's samples.
+
+        Each rank's loss is weighted by the number of its samples. For example, two ranks with 3
+        samples and 1 sample multiply their losses by 1.5 and 0.5, the scales of their
+        micro-batches. Then the mean over the ranks is the mean over all 4 samples.
+        """
         if self._collectives is None or self._collectives.single_process:
             return loss
         if not isinstance(loss, Tensor | float):  # the closure returns None, for example
             return loss
 
-        # The closure returns the mean loss over this rank's samples. Ranks may have different
-        # numbers of samples, so each loss is weighted by the scale of its micro-batch: with 3 and 1
-        # samples on two ranks, the scales are 1.5 and 0.5. The mean of the scaled losses over the
-        # ranks is the mean loss over the global batch. A rank without samples has scale 0, and its
-        # loss may be NaN.
         scale = self._step.micro_batch_of_loss.scale
         has_samples = scale != 0.0
-        scaled_loss = loss * scale if has_samples else 0.0
+        scaled_loss = loss * scale if has_samples else 0.0  # without samples, it may be NaN
         return self._collectives.mean(scaled_loss)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -354,22 +358,11 @@ class PreparedOptimizer(_DelegatesToInner, Optimizer):
         Then they are kept for the optimizer step at the end of the global batch. If the loop leaves
         this step out, `clear_if_postponed` clears them before the next one.
         """
-        # Keys identify optimizer steps: the same key means the same step of the same global batch.
-        # The latest call of `step()` belongs to a step that was not made yet: keep its gradients.
         if self._is_accumulating():
             self._key_of_postponed_clearing = self._key_of_latest_call
             return
 
-        # Otherwise the gradients are cleared below. The present step may still need them: it has
-        # several micro-batches, of which some have had their backward pass. Note this step. If it
-        # is made all the same, `_take_step` counts it as incomplete. If the loop leaves it out, for
-        # example because a loss was not finite, the note has no effect.
-        present_step = self._step.key
-        was_made = self._key_of_latest_step == present_step
-        needs_gradients = self.num_backwards > 0 and not was_made
-        if needs_gradients and not self._step.micro_batch.is_only_of_step:
-            self._key_of_incomplete_step = present_step
-
+        self._note_incomplete_step()
         if set_to_none and self._has_plain_zero_grad:
             # The same as in torch, without its profiling, which takes ten times as long.
             for group in self.inner.param_groups:
@@ -377,6 +370,19 @@ class PreparedOptimizer(_DelegatesToInner, Optimizer):
                     parameter.grad = None
         else:
             self.inner.zero_grad(set_to_none)
+
+    def _note_incomplete_step(self) -> None:
+        """Notes the present optimizer step if it still needs the gradients that are to be cleared.
+
+        These are the gradients of its earlier micro-batches. If the step is made without them,
+        `_take_step` counts it as incomplete. The loop may also leave the step out on purpose, for
+        example because a loss was not finite. Then the note has no effect.
+        """
+        present_step = self._step.key
+        was_made = self._key_of_latest_step == present_step
+        needs_gradients = self.num_backwards > 0 and not was_made
+        if needs_gradients and not self._step.micro_batch.is_only_of_step:
+            self._key_of_incomplete_step = present_step
 
     def _is_accumulating(self) -> bool:
         """Returns True if the gradients of earlier micro-batches wait for an optimizer step.
@@ -462,7 +468,7 @@ class PreparedOptimizer(_DelegatesToInner, Optimizer):
                 backward pass.
         """
         self._num_batches_seen += 1
-        if self._has_stepped_as_called():
+        if self._has_made_requested_step():
             self._steps_missed_in_a_row = 0
             return
 
@@ -482,8 +488,8 @@ class PreparedOptimizer(_DelegatesToInner, Optimizer):
         else:
             self._count_batch_called_in_part()
 
-    def _has_stepped_as_called(self) -> bool:
-        """Returns True if the optimizer has made the step for which `step()` was called last.
+    def _has_made_requested_step(self) -> bool:
+        """Returns True if the optimizer has made the step that the loop has last called for.
 
         Each global batch has one step, for which the loop may call `step()` in several
         micro-batches. Only the call in the last micro-batch makes the step. If `step()` was never
@@ -558,9 +564,9 @@ class PreparedOptimizer(_DelegatesToInner, Optimizer):
         this rank have entries. With virtual ranks it is the state of the first virtual rank on this
         process.
         """
-        # Before the first step, the inner optimizer holds the state with which all virtual ranks
-        # begin, `_COMMON_STATE`. Afterwards it holds the state of one virtual rank, the active one,
-        # and `_states` has those of the others. Then make the first virtual rank the active one.
+        # Before the first step, the inner optimizer holds the common state, with which all virtual
+        # ranks begin. Afterwards it holds the state of one virtual rank, the active one: make the
+        # first one active.
         if self._active_virtual_rank is not _COMMON_STATE:
             others = [number for number in self._states if number is not _COMMON_STATE]
             first_virtual_rank = min([self._active_virtual_rank, *others])
@@ -923,10 +929,8 @@ class PreparedScheduler(_DelegatesToInner, LRScheduler):
 
 def _check_closure_sees_whole_batch(micro_batch: MicroBatch) -> None:
     """Raises UsageError if a closure would be evaluated on only a part of the samples of a step."""
-    # Virtual ranks that train one model: their parts of the global batch are computed one after the
-    # other, and then the optimizer steps for all of them. The closure would see one part.
-    # (Virtual ranks that train their own copies of the model have a step each. The closure sees all
-    # samples of that step.)
+    # Under DiLoCo each virtual rank has its own step. Otherwise one step is for all virtual ranks,
+    # which are computed one after the other, and the closure would only see one of them.
     has_virtual_rank = micro_batch.virtual_rank is not None
     if has_virtual_rank and not micro_batch.has_own_step:
         raise UsageError(

@@ -81,8 +81,7 @@ def _failure_of_rank_that_never_steps(
     for rank in sorted(ends):
         text = _describe_rank_that_never_steps(rank, ends, updates)
         if text:
-            # The output of the script may tell why, so it is shown: it is for scripts that have
-            # `exited` with an error.
+            # `exited=True` shows the output of the script too, which may tell why.
             return RankEnd(error=text, code="LS304", exited=True)
     return None
 

@@ -106,6 +106,7 @@ class EvaluationPassesCheck(Check):
             if this_rank_is_last:
                 texts = [store.get(f"passes/{rank}") for rank in range(topology.size)]
 
+        # Usually rank 0 warns, but now only this rank knows the passes of all ranks.
         if this_rank_is_last:
             passes_of_ranks = [json.loads(text) for text in texts]
             self._compare(passes_of_ranks, on_this_rank=True)

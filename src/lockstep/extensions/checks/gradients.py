@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lockstep.distributed.torch_compat import write_counts
+from lockstep.distributed.torch_compat import write_count, write_counts
 from lockstep.errors import UsageError
 from lockstep.extensions.checks.base import Check
 from lockstep.session.micro_batch import MicroBatch
@@ -152,4 +152,4 @@ def _was_written_to(record: GradientRecord) -> bool:
         return False
     if id(gradient) != record.gradient_id:
         return True
-    return write_counts([gradient]) != [record.write_count]
+    return write_count(gradient) != record.write_count

@@ -529,24 +529,7 @@ class Remote:
         Before the launcher was started, no line is shown. Standard error is then kept in
         `_error_output`, because it says why ssh has failed.
         """
-        # An answer may interrupt a line, and the data may end at any byte. So put before the new
-        # data what the earlier data has ended with:
-        #
-        #     an unfinished line             b"loss "
-        #     the beginning of an answer     b'\x1elockstep 5f {"ali'
-        #     the new data                   b've": true}\n0.25\n'
-        #     `text`, without the answer     b"loss 0.25\n"
-        #
-        # The first two are kept apart because an unfinished line may be shown at the end of the
-        # run, but not an answer.
-        rest_of_earlier_data = self.unfinished_lines[stream] + self._begun_answers[stream]
-        text = self._take_answers(rest_of_earlier_data + data)
-
-        # Split what is left in the same way: lines, an unfinished line, the beginning of an answer.
-        start_of_answer = self._find_begun_answer(text)
-        lines, unfinished_line = finished_lines(text[:start_of_answer])
-        self.unfinished_lines[stream] = unfinished_line
-        self._begun_answers[stream] = text[start_of_answer:]
+        lines = self._take_lines(stream, data)
 
         if not self._launcher_started:
             if stream == "stderr":
@@ -556,6 +539,28 @@ class Remote:
         for line in lines:
             if self._show is not None:
                 await self._show(self.host, stream, line)
+
+    def _take_lines(self, stream: str, data: bytes) -> list[bytes]:
+        r"""Takes the answers out of new data of a stream, and returns the other finished lines.
+
+        An answer may interrupt a line, and data may end at any byte. The unfinished line and the
+        unfinished answer at the end of the data are kept for the next call. Example:
+
+            kept from before, a line       b"loss "
+            kept from before, an answer    b'\x1elockstep 5f {"ali'
+            the new data                   b've": true}\n0.25\n'
+            the result                     [b"loss 0.25"]
+        """
+        kept = self.unfinished_lines[stream] + self._begun_answers[stream]
+        text = self._take_answers(kept + data)
+
+        # They are kept apart because an unfinished line may be shown at the end of the run, but not
+        # an answer.
+        start_of_answer = self._find_begun_answer(text)
+        lines, unfinished_line = finished_lines(text[:start_of_answer])
+        self.unfinished_lines[stream] = unfinished_line
+        self._begun_answers[stream] = text[start_of_answer:]
+        return lines
 
     def _take_answers(self, text: bytes) -> bytes:
         """Removes complete answers from the output. Each is a mark, JSON and a newline.

@@ -55,10 +55,12 @@ def take_snapshot(
     """
     if timeout_s is None:
         timeout_s = ANSWER_WITH_STACKS_TIMEOUT_S if call_stacks else ANSWER_TIMEOUT_S
+
     number = next(_request_numbers)  # distinguishes the answers from those to an earlier request
     requests = [_Request(process, number) for process in processes]
     for request in requests:
         request.send(call_stacks)
+
     _collect_answers(requests, timeout_s)
 
     # Add the processor time of the processes that each rank has started, such as DataLoader

@@ -317,13 +317,18 @@ def _disable_saved_checkpoints(determinism: Determinism) -> None:
         original_init(checkpoint, *args, **kwargs)
         checkpoint.last_resume_note = "nothing is resumed while the script is verified"
 
+    def save_nothing(checkpoint: Checkpoint, metric: float | None = None) -> Any:
+        return checkpoint.folder
+
+    def resume_nothing(checkpoint: Checkpoint) -> bool:
+        return False
+
     def do_nothing(checkpoint: Checkpoint) -> None:
         pass
 
-    # The original `save` also returns the folder of the checkpoint.
     checkpoint_class.__init__ = init
-    checkpoint_class.save = lambda checkpoint, metric=None: checkpoint.folder
-    checkpoint_class.resume = lambda checkpoint: False
+    checkpoint_class.save = save_nothing
+    checkpoint_class.resume = resume_nothing
     checkpoint_class.step = do_nothing
     checkpoint_class.wait = do_nothing
 
