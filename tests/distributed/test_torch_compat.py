@@ -194,6 +194,22 @@ class TwoLayers(torch.nn.Module):
         return self.layers[number](x)
 
 
+def test_a_backward_pass_through_a_tensor_gathers_an_fsdp_unit(tmp_path):
+    store = dist.FileStore(str(tmp_path / "store"), 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        model = fully_shard(torch.nn.Linear(2, 2), mesh=init_device_mesh("cpu", (1,)))
+        gathered = []
+        model._get_fsdp_state()._pre_backward = gathered.append
+        tensor = torch.ones(1, 2, requires_grad=True) * 2
+        torch_compat.gather_in_backward_of([tensor], model)
+        assert gathered == []
+        tensor.sum().backward()
+        assert [gradient.tolist() for gradient in gathered] == [[[1.0, 1.0]]]
+    finally:
+        dist.destroy_process_group()
+
+
 def test_an_fsdp_unit_in_half_precision_adds_up_gradients_in_fp32(tmp_path):
     store = dist.FileStore(str(tmp_path / "store"), 1)
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
