@@ -82,9 +82,12 @@ _BY_TEXT = {
     ),
 }
 _BY_SIGNAL: dict[int, str] = {
-    signal.SIGKILL: "it was sent by another process: a scheduler (time or memory limit), "
-    "systemd-oomd, or a user; look at the job's and the machine's log",
-    signal.SIGTERM: "it came from outside of this run: a scheduler that ends the job, or a user",
+    # The sender of a signal is not known: a script may send one to itself or to another rank.
+    signal.SIGKILL: "who sent it is not known: perhaps a scheduler (time or memory limit), "
+    "systemd-oomd, a user, the script itself, or another rank; look at the job's and the machine's "
+    "log, and for os.kill in the script",
+    signal.SIGTERM: "who sent it is not known: perhaps a scheduler that ends the job, a user, the "
+    "script itself, or another rank; look at the job's log, and for os.kill in the script",
     signal.SIGSEGV: "a library of C or C++ code failed; crash.txt has the Python stack of every "
     "thread",
     signal.SIGABRT: "a library ended the process itself and says why at the end of its output; "
