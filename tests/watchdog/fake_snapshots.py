@@ -75,6 +75,21 @@ def stack_in_init_process_group(line: int) -> Stack:
     )
 
 
+def stack_in_lockstep_init(line: int, *innermost: Frame) -> Stack:
+    """The stack of a rank that tries to meet the others, with the frames of its last attempt."""
+    folder = "/opt/venv/lib/python3.12/site-packages/lockstep"
+    return (
+        *innermost,
+        Frame(f"{folder}/distributed/rendezvous.py", 408, "connect"),
+        Frame(f"{folder}/distributed/rendezvous.py", 230, "_open_store"),
+        Frame(f"{folder}/distributed/rendezvous.py", 160, "join"),
+        Frame(f"{folder}/distributed/process_group.py", 325, "_meet_other_ranks"),
+        Frame(f"{folder}/distributed/process_group.py", 198, "join_run"),
+        Frame(f"{folder}/world.py", 789, "init"),
+        script_frame(line),
+    )
+
+
 def stack_in_data_loader(line: int) -> Stack:
     return (
         Frame("/usr/lib/python3.11/threading.py", 331, "wait"),

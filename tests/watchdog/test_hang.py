@@ -24,6 +24,7 @@ from fake_snapshots import (
     stack_in_ddp_buffer_broadcast,
     stack_in_ddp_constructor,
     stack_in_init_process_group,
+    stack_in_lockstep_init,
     stack_in_op,
     stack_in_pipeline_wire,
 )
@@ -946,6 +947,37 @@ def test_a_rank_that_has_not_joined_yet_is_waited_for() -> None:
     )
     assert (verdict.kind, verdict.fatal, verdict.ranks) == ("working", False, (0,))
     assert verdict.rows[1].does == "waits in init_process_group"
+
+
+@pytest.mark.parametrize("working", [(0,), ()])
+def test_a_rank_in_lockstep_init_waits_for_one_that_has_not_come(working: tuple[int, ...]) -> None:
+    """Rank 0 computes or sleeps. Rank 1 is seen in two different moments of its attempts."""
+    young = {"answered": None, "calls": None, "completed": None, "groups": None, "steps": 0}
+    pause = Frame("/opt/venv/site-packages/lockstep/distributed/network.py", 522, "wait_until")
+    attempt = Frame("/usr/lib/python3.11/socket.py", 836, "create_connection")
+    earlier, later = make_snapshots(
+        rank_state(0, stack_at(5), **young),
+        rank_state(1, stack_in_lockstep_init(8, pause), **young),
+        working=working,
+    )
+    before = replace(earlier.ranks[1], stack=stack_in_lockstep_init(8, attempt))
+    verdict = find(replace(earlier, ranks=(earlier.ranks[0], before)), later, 8.0)
+    assert verdict is not None
+    assert (verdict.kind, verdict.fatal) == ("working" if working else "blocked", False)
+    assert verdict.ranks == (0,)
+    assert verdict.rows[1].does == "waits in lockstep.init"
+
+
+def test_ranks_at_different_places_in_lockstep_init_are_not_deadlocked() -> None:
+    """One rank opens the group already, the other still looks for the store: all is well."""
+    young = {"answered": None, "calls": None, "completed": None, "groups": None, "steps": 0}
+    opens_group = (*stack_in_init_process_group(8)[:4], *stack_in_lockstep_init(8)[4:])
+    verdict = find_verdict(
+        rank_state(0, opens_group, **young),
+        rank_state(1, stack_in_lockstep_init(8), **young),
+    )
+    assert (verdict.kind, verdict.fatal) == ("transport", False)
+    assert "same address" in verdict.advice[0]
 
 
 def test_all_ranks_waiting_to_join_get_advice_on_the_address() -> None:

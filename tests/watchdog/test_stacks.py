@@ -18,12 +18,14 @@ from fake_snapshots import (
     stack_in_ddp_buffer_broadcast,
     stack_in_ddp_constructor,
     stack_in_init_process_group,
+    stack_in_lockstep_init,
     stack_in_op,
     stack_in_pipeline_wire,
 )
 
 from lockstep import errors
 from lockstep.communication import shared_memory
+from lockstep.distributed import process_group
 from lockstep.run.start import worker
 from lockstep.run.watch import stacks
 from lockstep.run.watch.stacks import (
@@ -101,6 +103,12 @@ def test_no_stack_has_no_user_frame() -> None:
         (stack_in_op("barrier", 3), Wait("barrier")),
         (stack_in_op("destroy_process_group", 3), Wait("destroy_process_group")),
         (stack_in_init_process_group(3), Wait("init_process_group")),
+        (stack_in_lockstep_init(3), Wait("lockstep.init")),
+        (
+            (Frame(process_group.__file__, 1, "main_process_first"),
+             Frame("/usr/lib/python3.11/contextlib.py", 137, "__enter__"), script_frame(3)),
+            Wait("main_process_first"),
+        ),
         (stack_in_ddp_buffer_broadcast(3), Wait("", DDP_BUFFER_BROADCAST)),
         (stack_in_ddp_constructor(3), Wait("", "while DDP is constructed")),
         (stack_in_backward(3), Wait("", "in backward", certain=False)),
@@ -185,7 +193,10 @@ def test_the_files_and_functions_of_ours_that_are_known_as_waiting_are_there() -
     known = {path: set(functions) for path, functions in stacks._WAITING_FUNCTIONS.items()}
     known.update({path: set() for path in stacks._WAITING_FILES})
     own = {path: functions for path, functions in known.items() if path.startswith("lockstep/")}
-    assert len(own) == 4
+    assert len(own) == 7
+    assert "_wait" in stacks._POLLING_FUNCTIONS[stacks._SHARED_MEMORY]
+    own[stacks._SHARED_MEMORY] |= {"_wait"}
+    own[stacks._JOINING] |= {"join_run"}
     for path, functions in own.items():
         tree = ast.parse((package.parent / path).read_text())
         defined = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}

@@ -25,11 +25,12 @@ _POINT_TO_POINT_FUNCTIONS = {
     "recv", "irecv", "send", "isend", "batch_isend_irecv", "recv_object_list", "send_object_list",
     "_wait_batch_p2p",
 }  # fmt: skip
-# Functions that wait for other ranks, but that Gloo's Flight Recorder does not record. `exchange`
-# is Lockstep's own.
+# Functions that wait for other ranks, but that Gloo's Flight Recorder does not record. The last
+# three are Lockstep's own.
 _UNRECORDED_FUNCTIONS = _POINT_TO_POINT_FUNCTIONS | {
     "monitored_barrier", "init_process_group", "new_group", "split_group", "new_subgroups",
     "new_subgroups_by_enumeration", "destroy_process_group", "exchange",
+    "main_process_first", stacks.LOCKSTEP_INIT,
 }  # fmt: skip
 
 
@@ -228,10 +229,11 @@ def _kind_by_stack(earlier: RankState, later: RankState, seconds: float) -> Kind
 def frames_to_user_line(state: RankState) -> tuple[stacks.Frame, ...]:
     """Returns a rank's stack from its innermost frame to the user's own line.
 
+    While the rank waits and looks again and again for the others, the frames of that are left out.
     If no frame is the user's, the whole stack is returned. The result is empty if the stack is not
     known.
     """
-    stack = state.stack or ()
+    stack = stacks.without_polling(state.stack or ())
     line = stacks.user_frame(stack)
     if line is None:
         return stack

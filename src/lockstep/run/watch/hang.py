@@ -19,6 +19,7 @@ from lockstep.run.watch.case import Case
 from lockstep.run.watch.deadlock import advice_on_p2p, deadlock, name_ops
 from lockstep.run.watch.messages import conjugate
 from lockstep.run.watch.snapshot import RankState, Snapshot, with_unique_group_names
+from lockstep.run.watch.stacks import LOCKSTEP_INIT
 from lockstep.run.watch.verdict import Verdict, VerdictKind
 from lockstep.run.watch.wait_graph import (
     build_wait_graph,
@@ -302,7 +303,8 @@ def _nothing_is_transported(case: Case) -> Verdict | None:
         advice = advice_on_p2p(waiting)
     else:
         how_they_wait = "which match on all"
-        if any("init_process_group" in activity.op for activity in waiting.values()):
+        ops = {activity.op for activity in waiting.values()}
+        if not ops.isdisjoint({"init_process_group", LOCKSTEP_INIT}):
             advice = (
                 "look whether all ranks were given the same address, port and number of ranks",
             )

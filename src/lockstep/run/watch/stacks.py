@@ -11,6 +11,7 @@ from __future__ import annotations
 import linecache
 import re
 import sysconfig
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -149,6 +150,7 @@ def _started_file(frames: list[Frame]) -> str | None:
 # --- Waiting for other ranks
 
 DDP_BUFFER_BROADCAST = "in the DDP model's forward, which broadcasts its buffers"
+LOCKSTEP_INIT = "lockstep.init"
 PIPELINE_TRANSFER = "between the stages of the pipeline"
 
 
@@ -170,6 +172,7 @@ _DDP = "torch/nn/parallel/distributed.py"
 _SHARED_MEMORY = "lockstep/communication/shared_memory.py"
 _ROUTING = "lockstep/communication/routing.py"
 _TRAFFIC = "lockstep/communication/traffic.py"
+_JOINING = "lockstep/distributed/process_group.py"
 _PIPELINE_WIRE = "lockstep/strategies/pipeline/wire.py"
 
 # The functions in which a stage of a pipeline waits for another stage, and what they wait for.
@@ -189,17 +192,28 @@ _INNER_WAITING_FUNCTION = re.compile(
     r"_new_group_with_tag|_create_c10d_store|_env_rendezvous_handler|_tcp_rendezvous_handler|"
     r"_barrier|_wait|posted_within"
 )
-# In other files, these functions do nothing but wait.
+# In other files, these functions, with all that they call, do nothing but wait.
 _WAITING_FUNCTIONS = {
     _PIPELINE_WIRE: set(_OP_OF_WIRE_FUNCTION),
     _ROUTING: {"exchange"},
     _TRAFFIC: {"wait"},
+    _JOINING: {"main_process_first", "_exchange_on_this_machine"},
+    "lockstep/distributed/rendezvous.py": {"join"},
+    "lockstep/distributed/backend.py": {"_wait_until_all_are_connected"},
     "torch/distributed/utils.py": {
         "_verify_param_shape_across_processes",
         "_sync_params_and_buffers",
     },
     _DDP: {"_distributed_broadcast_coalesced"},
     "torch/distributed/pipelining/schedules.py": {"_wait_batch_p2p", "_batch_p2p"},
+}
+# Some functions look again and again for the other ranks while they wait. Each time that they are
+# seen, other frames may be inside theirs, which say nothing.
+_POLLING_FUNCTIONS = {
+    _SHARED_MEMORY: {"_wait"},
+    _JOINING: {"_exchange_on_this_machine"},
+    "lockstep/distributed/rendezvous.py": {"join"},
+    "lockstep/distributed/backend.py": {"_wait_until_all_are_connected"},
 }
 # Code in these files and folders calls C++ code that both computes and waits.
 _COMPUTING_OR_WAITING = (
@@ -236,9 +250,7 @@ def find_wait(stack: Stack | None) -> Wait | None:
     if not stack:
         return None
 
-    # While a rank waits in shared memory, it checks now and then whether the other ranks still
-    # exist. If the stack shows such a check, cut it off, so that the stack begins in the wait.
-    stack = _without_liveness_check(stack)
+    stack = without_polling(stack)
     innermost = stack[0]
     if _is_communication(innermost):
         return Wait(op=_called_op(stack), context=_context(stack))
@@ -249,13 +261,14 @@ def find_wait(stack: Stack | None) -> Wait | None:
     return None
 
 
-def _without_liveness_check(stack: Stack) -> Stack:
-    """Cuts off the frames of the liveness check, so that the stack begins in the wait.
+def without_polling(stack: Stack) -> Stack:
+    """Cuts off the frames of a look at the other ranks, so that the stack begins in the wait.
 
     While a rank waits in shared memory, it checks now and then whether the other ranks still exist.
+    While it waits in `lockstep.init`, it tries again and again to connect to them.
     """
     for index, frame in enumerate(stack):
-        if frame.function == "_wait" and _is_in(frame, _SHARED_MEMORY):
+        if _is_one_of(frame, _POLLING_FUNCTIONS):
             return stack[index:]
     return stack
 
@@ -278,6 +291,11 @@ def _called_op(stack: Stack) -> str:
         The name of a function; empty if the user did not call an operation, but `backward`, say.
     """
     innermost = stack[0]
+
+    # `lockstep.init` meets the other ranks in several ways, one after the other. To the user, and
+    # for the question whether the ranks wait in the same call, all of them are one.
+    if any(_is_in(frame, _JOINING) and frame.function == "join_run" for frame in stack):
+        return LOCKSTEP_INIT
 
     # The sends and receives of a pipeline are Lockstep's. The user only called the model.
     if _is_in(innermost, _PIPELINE_WIRE):
@@ -326,7 +344,12 @@ def _is_communication(frame: Frame) -> bool:
         return is_public or _INNER_WAITING_FUNCTION.fullmatch(frame.function) is not None
 
     # In other files, only some functions do.
-    for path, functions in _WAITING_FUNCTIONS.items():
+    return _is_one_of(frame, _WAITING_FUNCTIONS)
+
+
+def _is_one_of(frame: Frame, functions_of_file: Mapping[str, set[str]]) -> bool:
+    """Returns True if a frame is in one of these functions, which are given for each file."""
+    for path, functions in functions_of_file.items():
         if _is_in(frame, path) and frame.function in functions:
             return True
     return False
