@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -26,6 +28,7 @@ from lockstep.strategies import DDP
 from lockstep.testing import assert_same
 from lockstep.verify.rank import main
 from lockstep.verify.run_config import RunConfig
+from lockstep.verify.run_processes import run_by_command
 from lockstep.verify.run_record import record_run
 from lockstep.verify.verdict import judge
 
@@ -118,6 +121,28 @@ def test_compressed_gradients_are_a_choice_and_all_else_is_compared(tmp_path: Pa
     assert (verdict.word, verdict.as_json()["by_choice"]) == (
         "EQUAL", "gradients are sent as int8"
     )  # fmt: skip
+
+
+def times_that_openmp_spins(folder: Path, environment: dict[str, str]) -> set[str]:
+    """How often OpenMP looks for the other threads before it sleeps, as its own report says."""
+    folder.mkdir()
+    script = folder / "script.py"
+    script.write_text("import torch")
+    config = RunConfig(name="1 process", nproc=1, script=Script(path=str(script)))
+    config.write(folder)
+    with patch.dict(os.environ, {"OMP_DISPLAY_ENV": "verbose", **environment}):
+        report = run_by_command(folder, config)
+    return set(re.findall(r"GOMP_SPINCOUNT = '(\d+)'", report))
+
+
+@pytest.mark.thorough
+@pytest.mark.skipif(sys.platform != "linux", reason="the report is that of GNU's OpenMP")
+def test_openmps_threads_sleep_while_they_wait_unless_the_user_has_said_how(tmp_path: Path) -> None:
+    with patch.dict(os.environ):
+        os.environ.pop("OMP_WAIT_POLICY", None)
+        assert times_that_openmp_spins(tmp_path / "default", {}) == {"0"}
+    (chosen,) = times_that_openmp_spins(tmp_path / "chosen", {"OMP_WAIT_POLICY": "active"})
+    assert int(chosen) > 1_000_000
 
 
 @in_clean_process

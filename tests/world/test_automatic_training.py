@@ -286,13 +286,42 @@ def gan(shares: Any) -> list[dict[str, Tensor]]:
         return [weights(model) for model, _ in pairs]
 
 
+def with_closure(kind: type[torch.optim.Optimizer], shares: Any) -> dict[str, Tensor]:
+    """The weights after an epoch in which the optimizer evaluates a closure."""
+    with lockstep.init(seed=5, shares=shares) as world:
+        net = Net(slow=None, fits=None)
+        model, optimizer = world.prepare(net, kind(net.parameters(), lr=0.1))
+        for x, y, _ in world.loader(Recorded(), BATCH):
+
+            def closure(x: Tensor = x, y: Tensor = y) -> Tensor:
+                optimizer.zero_grad()
+                loss = F.cross_entropy(model(x), y)
+                world.backward(loss)
+                return loss
+
+            optimizer.step(closure)
+        return weights(model)
+
+
+def closures() -> dict[str, Any]:
+    """What becomes of a closure with shares "auto", and with the advice of the error followed."""
+    with quick_and_sure():
+        with pytest.raises(UsageError) as caught:
+            with_closure(torch.optim.SGD, "auto")
+        return {
+            "refused": str(caught.value),
+            "numbers": with_closure(torch.optim.SGD, (1, 1)),
+            "LBFGS": with_closure(torch.optim.LBFGS, "auto"),
+        }
+
+
 def train_all(several: bool) -> dict[str, Any]:
     found = {name: call(case) for name, case in CASES.items() if several or name not in SEVERAL}
     if not several:
         return found
     refusals = [refused("size", 1, shares="auto"), refused("collective", None, shares="auto")]
     with quick_and_sure():
-        return {**found, "gan": gan("auto"), "refused": refusals}
+        return {**found, "gan": gan("auto"), "refused": refusals, "closures": closures()}
 
 
 def train_plainly() -> dict[str, dict[str, Any]]:
@@ -429,6 +458,13 @@ def test_several_optimizers(results):
     for rank in results[2]:
         for one, other in zip(expected, rank["gan"], strict=True):
             assert difference(one, other) < 1e-9
+
+
+def test_a_closure_that_would_see_the_measured_part_is_refused_with_advice_that_helps(results):
+    for found in (rank["closures"] for rank in results[2]):
+        assert "if shares are 'auto', give numbers instead" in found["refused"]
+        assert difference(found["numbers"], with_closure(torch.optim.SGD, None)) < 1e-9
+        assert difference(found["LBFGS"], with_closure(torch.optim.LBFGS, None)) < 1e-9
 
 
 def on_replicas(**init: Any) -> tuple[dict[str, Tensor], Any, Any, str]:

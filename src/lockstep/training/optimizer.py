@@ -939,11 +939,14 @@ def _check_closure_sees_whole_batch(micro_batch: MicroBatch) -> None:
             "leave virtual_ranks out, or use an optimizer without closures",
         )
 
+    # `micro_batch_size` divides global batches. So do shares "auto", but only the first one, whose
+    # first samples they are measured on.
     if not (micro_batch.first and micro_batch.last):
         raise UsageError(
             "optimizer.step(closure) with micro-batches",
             "the closure would be evaluated on a part of the global batch",
-            "leave micro_batch_size out, or use an optimizer without closures",
+            "leave micro_batch_size out, and if shares are 'auto', give numbers instead; or call "
+            "optimizer.step() without a closure",
         )
 
 

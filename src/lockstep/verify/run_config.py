@@ -113,6 +113,12 @@ class RunConfig:
         # differ. (With Python's default, a random seed, two runs may have the same order by
         # chance.) A seed that the user has set is kept.
         environment.setdefault("PYTHONHASHSEED", str(self.nproc))
+
+        # OpenMP's threads wait for each other by spinning, unless they are told to sleep. In
+        # float64, torch computes a grouped convolution one group after the other, and the threads
+        # meet in each of them: thousands of times a step in a network of depthwise convolutions. If
+        # other programs use the cores too, a thread that spins takes the core that another needs.
+        environment.setdefault("OMP_WAIT_POLICY", "passive")
         return environment
 
     def write(self, folder: Path) -> None:
