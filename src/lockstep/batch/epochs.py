@@ -44,12 +44,12 @@ class Epochs:
                 # The loop was left with `break`. Another loop will continue with this epoch if it
                 # is not done, and otherwise with the next one.
                 self.present = self.epoch_to_resume
-                self._passes_before_epoch = None  # None: no loop over epochs is running
+                self._end()
                 raise
 
             self.present += 1
 
-        self._passes_before_epoch = None
+        self._end()
 
     @property
     def epoch_to_resume(self) -> int:
@@ -73,7 +73,15 @@ class Epochs:
                 self._loaders_of_previous_epoch.append(loader)
 
         self._passes_before_epoch = {loader: loader.num_training_passes for loader in self._loaders}
+        for loader in self._loaders:
+            loader.passes_before_epoch = loader.num_training_passes
         self._step_at_begin = self._step.number
+
+    def _end(self) -> None:
+        """Records that no loop over epochs is running any more."""
+        self._passes_before_epoch = None
+        for loader in self._loaders:
+            loader.passes_before_epoch = None
 
     def _is_done(self) -> bool:
         """Returns True if the current epoch is done.

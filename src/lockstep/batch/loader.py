@@ -144,7 +144,11 @@ class Loader:
         self.current = MicroBatch()
         """The micro-batch that was handed out last."""
         self.num_training_passes = 0
-        """Number of ended passes in which an optimizer has stepped."""
+        """Number of ended passes in which an optimizer has stepped. A pass counts, too, if the run
+        was resumed after the last step of its epoch."""
+        self.passes_before_epoch: int | None = None
+        """The value of `num_training_passes` before the current epoch of `World.epochs`; None while
+        no such loop runs."""
         self.passes_begun = 0
         """Number of passes that have begun on this rank, with and without gradients."""
         self.evaluated = 0
@@ -391,7 +395,12 @@ class Loader:
         sampler has given it, because the sampler may return another order the next time.
         """
         training_pass = self._training_pass
-        if training_pass is None or not self._is_training:
+        if self._is_done_in_running_epoch():
+            # The epoch goes on with another loader. The script will begin it anew when it is
+            # resumed, and must get no batch of this loader: the position is the end of the epoch.
+            epoch = self._epochs_begun - 1
+            step = self._num_steps_of_last_epoch()
+        elif training_pass is None or not self._is_training:
             # Between two epochs: the position is the beginning of the next one.
             epoch = self._epochs_begun
             step = self.start
@@ -400,12 +409,7 @@ class Loader:
             # current global batch, the position is the next one.
             epoch = self._epochs_begun - 1
             step = self._position
-
-            # `stepped` counts only if the current micro-batch is the last of its global batch. In
-            # an earlier one it may still be True from the previous global batch: it is reset in the
-            # first micro-batch of each global batch, which the loop may have skipped.
-            is_in_last_micro_batch = training_pass.micro_batch.last
-            if is_in_last_micro_batch and training_pass.stepped:
+            if self._step.has_stepped_for(training_pass):
                 step += 1
 
         state: dict[str, Any] = {
@@ -416,11 +420,30 @@ class Loader:
         }
         if self._fingerprint_text is not None:
             state["data"] = self._fingerprint_text
-        if self.mid_epoch and self._custom_plan is not None:
+        if step > 0 and self._custom_plan is not None:
             # Global batch t of the epoch has the samples order[bounds[t] : bounds[t + 1]].
             state["order"] = torch.from_numpy(self._custom_plan.order)
             state["bounds"] = torch.from_numpy(self._custom_plan.bounds)
         return state
+
+    def _is_done_in_running_epoch(self) -> bool:
+        """Returns True if this loader was trained on in an epoch that goes on with another one.
+
+        That is only known for the epochs of `World.epochs`.
+        """
+        if self.passes_before_epoch is None or self._is_training or self.start > 0:
+            return False
+        was_trained_on = self.num_training_passes > self.passes_before_epoch
+        another_is_trained_on = self._step.in_training_loop
+        has_known_length = self.steps is not None
+        return was_trained_on and another_is_trained_on and has_known_length
+
+    def _num_steps_of_last_epoch(self) -> int:
+        """Returns the number of global batches of the epoch that was trained on last."""
+        if self._custom_plan is not None:
+            return len(self._custom_plan.bounds) - 1
+        assert self.steps is not None
+        return self.steps
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restores the position in the data; the next training pass starts from there.
@@ -578,6 +601,7 @@ class Loader:
         phase_before = step.enter_phase(reading_phase)
 
         exhausted = False
+        is_empty_rest = False
         try:
             if training:
                 self._training_pass = training_pass
@@ -602,7 +626,10 @@ class Loader:
                         step.extensions.batch_is_done()
 
             exhausted = True
-            if not training_pass.ever_stepped:
+            # A run that was saved after the last step of an epoch resumes with an epoch of which no
+            # batch is left. All of it was trained on, so this is no evaluation.
+            is_empty_rest = training and start > 0 and training_pass.num_deliveries == 0
+            if not training_pass.ever_stepped and not is_empty_rest:
                 self.evaluated += 1
                 self.evaluated_at = begun_at
         finally:
@@ -610,7 +637,7 @@ class Loader:
             self._collectives.blocked_reason = blocked_before
             if self._training_pass is training_pass:
                 self._training_pass = None
-            if training_pass.ever_stepped:
+            if training_pass.ever_stepped or is_empty_rest:
                 self.num_training_passes += 1
             step.end_pass(training_pass, exhausted=exhausted)
             step.micro_batch_in_use = micro_batch_before

@@ -97,6 +97,10 @@ class TrainingPass:
         """The loss of each virtual rank of this process, if all train one model."""
         self.accumulated = False
         """True if earlier micro-batches of the current global batch have left gradients."""
+        self.begun_at = 0
+        """When the current global batch began, as a number that counts those of all passes."""
+        self.previous_begun_at = 0
+        """When the previous global batch began."""
         self.stepped = False
         """True if an optimizer has stepped for the current global batch."""
         self.ever_stepped = False

@@ -63,6 +63,18 @@ def check_due(number: int, every: int = CHECK_EVERY) -> bool:
     return number in _EARLY_CHECKS or number % every == 0
 
 
+def _are_fetched_together(first: TrainingPass, second: TrainingPass) -> bool:
+    """Returns True if a loop seems to fetch a batch of each of two passes in turn, as `zip` does.
+
+    Then both passes have begun equally many global batches, and the second one has begun exactly
+    one since the first one began its current one. In a loop over `second` within a loop over
+    `first`, this is only so at the first batches of both.
+    """
+    if first is second or first.number != second.number:
+        return False
+    return second.previous_begun_at < first.begun_at < second.begun_at
+
+
 StepKey = tuple[TrainingPass, int, int]
 """Identifies an optimizer step: the pass, the number of its global batch within the pass, and the
 number of the optimizer step within the pass."""
@@ -194,6 +206,8 @@ class Step:
         """The pass that is being trained on."""
         self._passes: list[TrainingPass] = []
         """The training passes that are open. The one that was last trained on is at the end."""
+        self._num_begun = 0
+        """The number of global batches, over all loaders, that were begun to be trained on."""
         self._delivery_by_storage: dict[StorageReference, Delivery | None] = {}
         """The delivery that a storage belongs to; None if it belongs to several."""
         self._prune_at = 64
@@ -658,6 +672,10 @@ class Step:
         self.training_pass = training_pass
         if self._first_batch_at_s is None:
             self._first_batch_at_s = time.perf_counter()
+        if micro_batch.first:
+            self._num_begun += 1
+            training_pass.previous_begun_at = training_pass.begun_at
+            training_pass.begun_at = self._num_begun
         training_pass.begin_micro_batch(micro_batch)
         self.micro_batch_in_use = micro_batch
         self.extensions.begin(micro_batch)
@@ -832,6 +850,29 @@ class Step:
 
         training_pass.stepped = True
         training_pass.ever_stepped = True
+        for other in self._passes:
+            if _are_fetched_together(other, training_pass):
+                other.ever_stepped = True
+
+    def has_stepped_for(self, training_pass: TrainingPass) -> bool:
+        """Returns True if an optimizer has stepped for the current global batch of a pass.
+
+        A loop over `zip(one, other)` trains on a batch of each, and then the optimizer steps. The
+        step is recorded for the batch of `other`, which was fetched last, but is one for both.
+        """
+        # `stepped` counts only if the current micro-batch is the last of its global batch. In an
+        # earlier one it may still be True from the previous global batch: it is reset in the first
+        # micro-batch of each global batch, which the loop may have skipped.
+        if not training_pass.micro_batch.last:
+            return False
+        if training_pass.stepped:
+            return True
+
+        for other in self._passes:
+            has_stepped = other.stepped and other.micro_batch.last
+            if has_stepped and _are_fetched_together(training_pass, other):
+                return True
+        return False
 
     @contextmanager
     def pass_opened(

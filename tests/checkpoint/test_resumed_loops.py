@@ -1,0 +1,131 @@
+"""Loops of different forms, stopped after each of their steps and resumed: every sample once."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import lockstep
+
+pytestmark = pytest.mark.unit
+
+EPOCHS, BATCH = 3, 2
+Sample = tuple[int, int]
+"""The epoch, and the first sample of a batch."""
+
+
+def numbers(first: int, count: int) -> DataLoader[Any]:
+    return DataLoader(TensorDataset(torch.arange(first, first + count).double()[:, None]), BATCH)
+
+
+def one_loader(model: Any, step: Callable[[Tensor], None], one: Any, other: Any) -> Iterator[int]:
+    for (x,) in one:
+        step(model(x).mean())
+        yield int(x[0, 0])
+
+
+def two_at_a_time(model: Any, step: Callable[[Tensor], None], one: Any, other: Any) -> Any:
+    for (x,), (y,) in zip(one, other, strict=False):
+        step(model(x).mean() + model(y).mean())
+        yield 100 * int(x[0, 0]) + int(y[0, 0])
+
+
+def one_after_the_other(model: Any, step: Callable[[Tensor], None], one: Any, other: Any) -> Any:
+    yield from one_loader(model, step, one, other)
+    yield from one_loader(model, step, other, one)
+
+
+def train(
+    folder: Path, form: Callable[..., Iterator[int]], stop_after: int | None, saves_at_end: bool
+) -> tuple[list[Sample], float]:
+    """Trains until a step, or to the end; returns what was trained on, and a weight."""
+    seen: list[Sample] = []
+    with lockstep.init(seed=0) as world:
+        model = nn.Linear(1, 1).double()
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+        parts = world.prepare(model, optimizer, numbers(0, 6), numbers(20, 6))
+        model, optimizer, one, other = parts
+        checkpoint = world.checkpoint(
+            folder, every=1, model=model, optimizer=optimizer, one=one, other=other
+        )
+        checkpoint.resume()
+
+        def step(loss: Tensor) -> None:
+            world.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+
+        for epoch in world.epochs(EPOCHS):
+            for sample in form(model, step, one, other):
+                seen.append((epoch, sample))
+                checkpoint.step()
+                if world.step == stop_after:
+                    return seen, 0.0
+            if saves_at_end:
+                checkpoint.save()
+        return seen, model.weight.item()
+
+
+@pytest.mark.parametrize("form", [one_loader, two_at_a_time, one_after_the_other])
+def test_a_loop_that_is_resumed_after_any_step_trains_on_every_sample_once(
+    tmp_path: Path, form: Callable[..., Iterator[int]]
+) -> None:
+    whole, weight = train(tmp_path / "whole", form, None, saves_at_end=False)
+    for stop_after in range(1, len(whole)):
+        folder = tmp_path / "stopped"
+        before, _ = train(folder, form, stop_after, saves_at_end=False)
+        after, resumed_weight = train(folder, form, None, saves_at_end=False)
+        shutil.rmtree(folder)
+        assert before + after == whole, stop_after
+        assert resumed_weight == weight, stop_after
+
+
+@pytest.mark.parametrize("form", [one_loader, two_at_a_time, one_after_the_other])
+def test_an_epoch_that_was_resumed_after_its_last_step_is_done(
+    tmp_path: Path, form: Callable[..., Iterator[int]]
+) -> None:
+    """The epoch is evaluated and saved when no batch of it is left, and is not trained again."""
+    whole, weight = train(tmp_path / "whole", form, None, saves_at_end=True)
+    steps_per_epoch = len(whole) // EPOCHS
+    folder = tmp_path / "stopped"
+    first, _ = train(folder, form, steps_per_epoch, saves_at_end=True)
+
+    # This start saves at the end of epoch 0, trains one step of epoch 1, and is stopped.
+    second, _ = train(folder, form, steps_per_epoch + 1, saves_at_end=True)
+    shutil.rmtree(folder / f"step-{steps_per_epoch + 1:09d}")  # the checkpoint of epoch 0 is newest
+
+    third, resumed_weight = train(folder, form, None, saves_at_end=True)
+    assert second == third[:1]
+    assert first + third == whole
+    assert resumed_weight == weight
+
+
+def test_a_loop_within_a_loop_is_resumed_at_the_batch_of_the_outer_one(tmp_path: Path) -> None:
+    """The step of an inner loop is no step for the batch of the outer one."""
+    with lockstep.init(seed=0) as world:
+        model = nn.Linear(1, 1).double()
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+        model, optimizer, outer, inner = world.prepare(
+            model, optimizer, numbers(0, 6), numbers(20, 6)
+        )
+        positions = []
+        for (x,) in outer:
+            for (y,) in inner:
+                world.backward(model(y).mean())
+                optimizer.step()
+                optimizer.zero_grad()
+                positions.append(outer.state_dict()["step"])
+            world.backward(model(x).mean())
+            optimizer.step()
+            optimizer.zero_grad()
+            positions.append(outer.state_dict()["step"])
+
+    # At the first batches of both, a loop within a loop cannot be told from `zip`.
+    assert positions[1:] == [0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3]
