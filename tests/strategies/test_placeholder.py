@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -288,6 +289,16 @@ def test_batches_that_cannot_be_emptied_are_refused_before_the_first_step():
     assert run_ranks(refused, 2, SAMPLES - 1) == [("", 2)] * 2
 
 
+class Made:
+    """What a maker returns: an object of a class that is no container."""
+
+    __slots__ = ("noise", "rows")
+
+    def __init__(self, rows: Tensor, noise: torch.distributions.Normal) -> None:
+        self.rows = rows
+        self.noise = noise
+
+
 class Maker(nn.Module):
     """Makes samples from noise, and refuses to make none."""
 
@@ -295,30 +306,49 @@ class Maker(nn.Module):
         super().__init__()
         self.layer = nn.Linear(4, 6)
 
-    def forward(self, noise: Tensor) -> Tensor:
-        return self.layer(noise.reshape(len(noise), -1, 2).flatten(1)).tanh()
+    def forward(self, noise: Tensor) -> SimpleNamespace:
+        rows = self.layer(noise.reshape(len(noise), -1, 2).flatten(1)).tanh()
+        made = Made(rows, torch.distributions.Normal(rows, 1.0))
+        return SimpleNamespace(made=[made], maker=self, name="noise")
+
+
+class Judge(nn.Module):
+    """Judges what a maker returns, and refuses to judge none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = mlp()
+
+    def forward(self, namespace: SimpleNamespace) -> Tensor:
+        rows = namespace.made[0].rows
+        return self.layers(rows.reshape(len(rows), -1, 2).flatten(1))
 
 
 def two_models() -> Any:
     """One model is called with what another one made."""
     with lockstep.init() as world:
         torch.manual_seed(3)
-        maker, judge = Maker().double(), mlp()
+        maker, judge = Maker().double(), Judge()
         optimizer = torch.optim.SGD(maker.parameters(), lr=0.3)
         maker, judge, optimizer = world.prepare(maker, judge, optimizer)
+        counted = torch.zeros(3, dtype=torch.int64)
         for x, _ in world.loader(tensors(SAMPLES), BATCH):
-            made = maker(x[:, :4])
-            world.backward(judge(made).square().mean())
+            namespace = maker(x[:, :4])
+            made = namespace.made[0]
+            counted += torch.tensor([len(made.rows), len(made.noise.sample()), len(x)])
+            assert namespace.maker is getattr(maker, "module", maker)
+            world.backward(judge(namespace).square().mean() - made.noise.log_prob(x[:, :6]).mean())
             optimizer.step()
             optimizer.zero_grad()
-        return weights(maker)
+        return weights(maker), world.sum(counted).tolist()
 
 
 def test_a_model_that_is_called_with_the_output_of_another():
-    expected = two_models()
+    expected, _ = two_models()
     for size in (2, 3):
-        for found in run_ranks(two_models, size):
+        for found, counted in run_ranks(two_models, size):
             assert difference(expected, found) < 1e-12
+            assert counted == [SAMPLES] * 3  # also in objects of any class and distributions
 
 
 def test_the_row_is_that_of_the_sample_also_in_views():

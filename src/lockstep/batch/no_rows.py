@@ -12,14 +12,15 @@ the user's loop, tensors of the class `NoRows` do it for each function.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributions import Distribution
 from torch.overrides import get_default_nowrap_functions
 
-from lockstep.batch.pytree import map_tensors, tensors
+from lockstep.batch.pytree import map_tensors, map_tensors_and_attributes, tensors
 from lockstep.distributed.seeding import preserve_rng_state
 from lockstep.distributed.torch_compat import DisableTorchFunctionSubclass
 
@@ -155,8 +156,11 @@ class Placeholder:
         """The dimensions in which some argument has size 0, and so a placeholder size 1."""
 
     def add_to(self, arguments: Any) -> Any:
-        """Replaces each tensor without rows in a pytree by a tensor with one row."""
-        return map_tensors(arguments, self._add_row)
+        """Replaces each tensor without rows in a pytree by a tensor with one row.
+
+        Tensors in attributes of objects are replaced too.
+        """
+        return map_tensors_and_attributes(arguments, self._add_row)
 
     def _add_row(self, tensor: Tensor) -> Tensor:
         """Replaces a tensor without rows by one row, and returns any other tensor unchanged.
@@ -186,26 +190,42 @@ class Placeholder:
 
     def cut_off(self, result: Tensor) -> Tensor:
         """Removes the placeholder's rows from a result; no gradient flows back through them."""
-        dimension = self._dimension_of_rows(result)
+        dimension = self._dimension_of_rows(result.shape)
         without_rows: Tensor = _CutRows.apply(result, dimension)  # type: ignore[no-untyped-call]
         return without_rows
 
-    def _dimension_of_rows(self, result: Tensor) -> int | None:
+    def cut_off_distribution(self, distribution: Distribution) -> Distribution:
+        """Removes the placeholder's row from the batch shape of a probability distribution."""
+        shape = list(distribution.batch_shape)
+        dimension = self._dimension_of_rows(shape)
+        if dimension is None or shape[dimension] != 1:
+            return distribution
+
+        shape[dimension] = 0
+        try:
+            return distribution.expand(torch.Size(shape))  # type: ignore[no-any-return]
+        except NotImplementedError:  # a class of the user that does not have this method
+            return distribution
+
+    def _dimension_of_rows(self, shape: Sequence[int]) -> int | None:
         """Returns the dimension in which a result has the placeholder's rows, or None.
 
         For an argument of shape (0, 3, 4), the placeholder has the shape (1, 3, 4). In a result of
         shape (1, 10), or in `x.flatten(0, 1)` of shape (3, 4), its rows are in dimension 0. A
         result of shape (7,) has no such rows.
+
+        Args:
+            shape: the shape of the result.
         """
         # First case: an argument was empty in its first dimension, and the length of the result is
         # a possible length of the placeholder there: in the example 1, or 3 or 12 if flattened.
         was_empty_in_first = 0 in self._empty_dimensions
-        if was_empty_in_first and result.dim() > 0 and result.shape[0] in self._possible_lengths:
+        if was_empty_in_first and shape and shape[0] in self._possible_lengths:
             return 0
 
         # Second case: the placeholder still has size 1, in the same dimension as in an argument.
         for dimension in sorted(self._empty_dimensions):
-            if dimension < result.dim() and result.shape[dimension] == 1:
+            if dimension < len(shape) and shape[dimension] == 1:
                 return dimension
 
         return None

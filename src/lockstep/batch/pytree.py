@@ -15,16 +15,23 @@ from collections import UserDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import fields, is_dataclass
+from types import ModuleType
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributions import Distribution
+from torch.optim import Optimizer
 
 from lockstep.distributed.torch_compat import storage_reference
 from lockstep.errors import DataError
 from lockstep.session.delivery import StorageReference
 from lockstep.wording import describe_type, with_article
+
+_MAX_OBJECT_DEPTH = 3
+"""How many objects inside of each other `map_tensors_and_attributes` looks into. A cache of a
+transformer holds layers, which hold tensors. An object may also refer to half of the program."""
 
 
 def map_tensors(
@@ -33,6 +40,7 @@ def map_tensors(
     opaque: Callable[[Any], Any] | None = None,
     *,
     inside_opaque: bool = False,
+    other: Callable[[Any], Any] | None = None,
 ) -> Any:
     """Returns a copy of a pytree in which each tensor is replaced by `change(tensor)`.
 
@@ -46,6 +54,8 @@ def map_tensors(
             default opaque objects stay as they are.
         inside_opaque: True to look inside of opaque objects that are containers, such as a
             `PackedSequence`, and change the tensors in them.
+        other: function that is called with each leaf that is neither a tensor nor opaque, and
+            returns what takes its place; by default these leaves stay as they are.
     """
     if isinstance(batch, Tensor):
         return change(batch)
@@ -54,13 +64,96 @@ def map_tensors(
     if children is not None:  # it is a container
         changed = {}
         for key, child in children.items():
-            changed[key] = map_tensors(child, change, opaque, inside_opaque=inside_opaque)
+            changed[key] = map_tensors(
+                child, change, opaque, inside_opaque=inside_opaque, other=other
+            )
         return _rebuild(batch, changed)
 
     if opaque is not None and is_opaque(batch):
         return opaque(batch)
 
+    if other is not None and not is_opaque(batch):
+        return other(batch)
+
     return batch
+
+
+def map_tensors_and_attributes(
+    value: Any,
+    change: Callable[[Tensor], Tensor],
+    change_distribution: Callable[[Distribution], Distribution] | None = None,
+    *,
+    object_depth: int = 0,
+) -> Any:
+    """Does what `map_tensors` does, and also changes the tensors in attributes of other objects.
+
+    An object of any class, such as a `SimpleNamespace`, is copied (shallowly) if one of its
+    attributes changes. Modules, optimizers and classes are left alone: a model may return an object
+    that refers to the model.
+
+    Args:
+        value: the pytree, which is not modified.
+        change: function that is called with each tensor. It returns the tensor itself to leave it
+            as it is.
+        change_distribution: function that is called with each probability distribution, which
+            stores the shape of its tensors besides them; by default distributions stay as they are.
+        object_depth: how many objects the value is inside of.
+    """
+
+    def change_attributes(instance: Any) -> Any:
+        if isinstance(instance, Distribution):
+            return instance if change_distribution is None else change_distribution(instance)
+
+        is_left_alone = isinstance(instance, type | ModuleType | nn.Module | Optimizer)
+        if is_left_alone or object_depth == _MAX_OBJECT_DEPTH:
+            return instance
+
+        changed = {}
+        for name, attribute in _attributes_of(instance).items():
+            new_attribute = map_tensors_and_attributes(
+                attribute, change, change_distribution, object_depth=object_depth + 1
+            )
+            if not _is_same(attribute, new_attribute):
+                changed[name] = new_attribute
+
+        return _with_attributes(instance, changed) if changed else instance
+
+    return map_tensors(value, change, change_attributes, other=change_attributes)
+
+
+def tensors_and_attributes(value: Any) -> list[Tensor]:
+    """Returns all tensors of a pytree, and those in attributes of the objects in it."""
+    found: list[Tensor] = []
+
+    def collect(tensor: Tensor) -> Tensor:
+        found.append(tensor)
+        return tensor
+
+    map_tensors_and_attributes(value, collect)
+    return found
+
+
+def _attributes_of(instance: Any) -> dict[str, Any]:
+    """Returns the attributes that an object itself holds, by name; none for text and numbers."""
+    attributes = dict(getattr(instance, "__dict__", {}))
+    for base in type(instance).__mro__:
+        slots = base.__dict__.get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            if name not in {"__dict__", "__weakref__"} and hasattr(instance, name):
+                attributes[name] = getattr(instance, name)
+    return attributes
+
+
+def _is_same(old: Any, new: Any) -> bool:
+    """Returns True if two trees have the same leaves. `map_tensors` rebuilds all containers."""
+    if old is new:
+        return True
+    old_leaves = list(leaves(old))
+    new_leaves = list(leaves(new))
+    if len(old_leaves) != len(new_leaves):
+        return False
+    pairs = zip(old_leaves, new_leaves, strict=True)
+    return all(old_leaf is new_leaf for old_leaf, new_leaf in pairs)
 
 
 def tensors(batch: Any) -> list[Tensor]:
@@ -421,7 +514,7 @@ def _rebuild(batch: Any, children: dict[Any, Any]) -> Any:
     if type(batch) is list:
         return list(children.values())
     if not isinstance(batch, Mapping | list | tuple):
-        return _rebuild_dataclass(batch, children)
+        return _with_attributes(batch, children)
 
     # A tuple, or a class derived from a mapping, a list or a tuple, e.g. a named tuple.
     try:
@@ -436,8 +529,8 @@ def _rebuild(batch: Any, children: dict[Any, Any]) -> Any:
         return tuple(children.values())
 
 
-def _rebuild_dataclass(batch: Any, children: dict[str, Any]) -> Any:
-    """Returns a copy of a dataclass instance with other values of its fields.
+def _with_attributes(batch: Any, children: dict[str, Any]) -> Any:
+    """Returns a copy of an object, such as a dataclass instance, with other attributes.
 
     Neither `__init__` nor `__post_init__` is called, because they may check or change the values.
     """

@@ -20,7 +20,12 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.batch.no_rows import Placeholder, has_no_rows, mark_no_rows
-from lockstep.batch.pytree import map_tensors, storages, tensors
+from lockstep.batch.pytree import (
+    map_tensors_and_attributes,
+    storages,
+    tensors,
+    tensors_and_attributes,
+)
 from lockstep.distributed.seeding import preserve_rng_state
 from lockstep.distributed.torch_compat import NormBase, never_compiled, write_counts
 from lockstep.session.extension import Extension
@@ -136,7 +141,7 @@ class _PlaceholderHooks:
         # because the run does not prepare the copy.
         if self._run_state is None:
             return None
-        if not any(has_no_rows(tensor) for tensor in tensors((args, kwargs))):
+        if not any(has_no_rows(tensor) for tensor in tensors_and_attributes((args, kwargs))):
             return None
 
         self._run_state.report_inputs((args, kwargs))
@@ -185,7 +190,9 @@ class _PlaceholderHooks:
             """
             return mark_no_rows(self._placeholder_sample.cut_off(tensor))
 
-        return map_tensors(output, cut_off_row)
+        return map_tensors_and_attributes(
+            output, cut_off_row, self._placeholder_sample.cut_off_distribution
+        )
 
 
 @contextmanager
