@@ -41,7 +41,7 @@ def train(folder: Path, options: dict[str, Any], shown: bool) -> list[dict[str, 
                 world.log(loss=loss, size=2.0)
                 if world.step == 3 and world.is_last_micro_batch:
                     evaluate(world, model, validation)
-                    assert set(world.means()) == {"loss", "size"}  # those of the training loop
+                    assert set(world.means()) == {"right"}  # those of the loop that has ended
             means = world.means()
             last_loss = world.loss()
             evaluate(world, model, validation)
@@ -129,6 +129,36 @@ def leave_early() -> dict[str, float]:
 
 def test_a_loop_that_is_left_and_ranks_that_log_other_names() -> None:
     assert run_ranks(leave_early, 2) == [{"number": 1.0, "mine": 1.0}] * 2
+
+
+def evaluate_within_training(logs: bool) -> list[dict[str, float]]:
+    """Returns the means after an evaluation in each second step, and then after a further log."""
+    found = []
+    with lockstep.init(seed=1) as world:
+        training = world.loader(torch.arange(12.0), 3)
+        test = world.loader(torch.arange(100.0, 102.0), 2)  # a third rank has no sample
+        for number, x in enumerate(training):
+            world.log(loss=x.mean() if len(x) else 0.0)
+            if number % 2 == 0:
+                continue
+            with torch.no_grad():
+                for y in test:
+                    if logs:
+                        world.log(loss=y.mean())
+            found.append(world.means())
+            world.log(loss=x.mean() if len(x) else 0.0)
+        found.append(world.means())
+    return found
+
+
+@pytest.mark.parametrize("size", [1, pytest.param(2, marks=pytest.mark.thorough), 3])
+def test_the_means_after_an_evaluation_within_a_training_loop_are_its_own(size: int) -> None:
+    of_training = run_ranks(evaluate_within_training, size, False)
+    of_evaluation = run_ranks(evaluate_within_training, size, True)
+    for first, second in zip(of_training, of_evaluation, strict=True):
+        assert [means["loss"] for means in second[:-1]] == [100.5, 100.5]
+        assert second[-1] == first[-1]  # after the loop: those of the training
+        assert all(means["loss"] < 12 for means in first)
 
 
 def last_losses() -> list[float]:

@@ -196,6 +196,9 @@ class Step:
         at the end."""
         self.last_pass: OpenPass | None = None
         """The pass that ended last; None if none has ended."""
+        self.just_ended: OpenPass | None = None
+        """The pass that ended last, until a loop gets its next micro-batch. That may be the loop
+        around it, for an evaluation within a training loop."""
         self._num_passes: Counter[tuple[int, bool, int]] = Counter()
         """How many passes have a number, by their identity without the number."""
         self.pass_of_loss: TrainingPass | None = None
@@ -893,6 +896,7 @@ class Step:
 
             # The loader is exhausted, so every rank has made this pass, and it is counted.
             self.assign_number(open_pass)
+            self.just_ended = open_pass
 
             # A loop that has fetched ahead still has to train on the batches that it holds, which
             # are those of whose tensors there still is a reference.
@@ -908,6 +912,7 @@ class Step:
     def pass_hands_out(self, open_pass: OpenPass, micro_batch: MicroBatch) -> None:
         """Records that a pass, with or without gradients, hands out a micro-batch."""
         open_pass.handed_out = micro_batch
+        self.just_ended = None
         is_latest = self.open_passes and self.open_passes[-1] is open_pass
         if not is_latest and open_pass in self.open_passes:
             self.open_passes.remove(open_pass)
@@ -951,6 +956,7 @@ class Step:
         has_number = open_pass.number > 0
         if has_number:
             self.last_pass = open_pass
+            self.just_ended = open_pass
 
         # The values that the script has logged in the pass are complete now.
         if open_pass.sums is not None:

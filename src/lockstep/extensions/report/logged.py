@@ -12,7 +12,7 @@ other ranks, and a script in which only rank 0 logs does not hang.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -98,8 +98,22 @@ def _latest(open_passes: Sequence[OpenPass]) -> OpenPass | None:
     return latest
 
 
+class LoggedValues(NamedTuple):
+    """What one rank has logged in a pass."""
+
+    identity: tuple[int, bool, int, int] | None
+    """The `OpenPass.identity` of the pass. None if the rank has logged nothing in it, which fits
+    the pass of any other rank."""
+    sums: dict[str, Any]
+    """The weighted sum and the sum of the weights, by name."""
+
+
 def means_over_ranks(run: Run) -> dict[str, float]:
-    """Returns the means over all ranks in the present pass, or in the one that ended last.
+    """Returns the means over all ranks in the loop that the script has just left, or is in.
+
+    Right after an evaluation within a training loop, these are the means of the evaluation. From
+    the next batch of the training loop on, or if the evaluation has logged nothing, they are those
+    of the training.
 
     All ranks must call this. They may have logged different names: each mean is taken over the
     ranks that logged it.
@@ -107,24 +121,37 @@ def means_over_ranks(run: Run) -> dict[str, float]:
     Raises:
         UsageError: the ranks have logged in different passes.
     """
-    open_pass = _present_pass(run.step.open_passes) or run.step.last_pass
+    step = run.step
+    has_left_loop = step.just_ended is not None
+    just_ended = _logged_in(step.just_ended)
+    present = _logged_in(_present_pass(step.open_passes) or step.last_pass)
+    of_ranks = run.collectives.exchange((has_left_loop, just_ended, present))
 
-    # The identity of this rank's pass, and its sums. A rank that has logged nothing has the
-    # identity None, which fits the pass of any other rank.
-    own: tuple[Any, dict[str, Any]] = (None, {})
-    if open_pass is not None and open_pass.sums is not None:
-        own = (open_pass.identity, open_pass.sums.read())
-
-    of_ranks = run.collectives.exchange(own)
-    _check_same_pass([identity for identity, _ in of_ranks])
+    # All ranks have just left a loop, and some have logged in it. A rank without samples in an
+    # evaluation has logged nothing. A loop that one rank alone has left does not count.
+    all_have_left = all(has_left for has_left, _, _ in of_ranks)
+    some_have_logged = any(identity is not None for _, (identity, _), _ in of_ranks)
+    is_of_ended_loop = all_have_left and some_have_logged
+    chosen = []
+    for _, just_ended_of_rank, present_of_rank in of_ranks:
+        values = just_ended_of_rank if is_of_ended_loop else present_of_rank
+        chosen.append(LoggedValues(*values))
+    _check_same_pass([values.identity for values in chosen])
 
     totals: dict[str, list[float]] = {}  # [weighted sum, sum of weights] by name
-    for _, sums in of_ranks:
-        for name, (total, weight) in sums.items():
+    for values in chosen:
+        for name, (total, weight) in values.sums.items():
             so_far = totals.setdefault(name, [0.0, 0.0])
             so_far[0] += total
             so_far[1] += weight
     return {name: total / weight for name, (total, weight) in totals.items() if weight != 0}
+
+
+def _logged_in(open_pass: OpenPass | None) -> LoggedValues:
+    """Returns what this rank has logged in a pass."""
+    if open_pass is None or open_pass.sums is None:
+        return LoggedValues(None, {})
+    return LoggedValues(open_pass.identity, open_pass.sums.read())
 
 
 def _present_pass(open_passes: Sequence[OpenPass]) -> OpenPass | None:
