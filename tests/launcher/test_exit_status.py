@@ -14,7 +14,7 @@ import pytest
 from memory_group import memory_group
 from ranks import HANG_S
 
-from lockstep.run.start.process import Process, crash_line, describe_exit_code, exit_status_of
+from lockstep.run.start.process import Process, describe_exit_code, exit_status_of
 from lockstep.run.start.process_memory import (
     OomCounts,
     kernel_log_on,
@@ -88,7 +88,6 @@ def test_without_the_kernels_files_nothing_is_known(tmp_path: Path) -> None:
     assert read_oom_counts(tmp_path) == OomCounts(None, None)
     assert peak_memory(1, tmp_path) is None
     assert kernel_log_on(1, tmp_path) is None
-    assert crash_line(tmp_path) is None
 
 
 @pytest.mark.parametrize(
@@ -163,6 +162,80 @@ def test_a_segmentation_fault_is_reported_with_the_users_line(tmp_path: Path) ->
     assert first is not None
     assert (first.kind, first.exit_code) == ("signal", 71)
     assert "train.py:8: faulthandler._sigsegv()" in render_failure(first)
+
+
+DUMP = """\
+Thread 0x00007f79cf6286c0 (most recent call first):
+  File "/opt/lockstep/run/watch/probe.py", line 214 in _answer_requests
+
+Current thread 0x00007f79ef5deb80 (most recent call first):
+  File "/home/me/train.py", line 7 in step
+  File "/home/me/train.py", line 9 in <module>
+  File "/opt/venv/lib/python3.11/site-packages/click/core.py", line 1653 in __call__
+
+Extension modules: numpy._core._multiarray_umath, torch._C (total: 2)
+"""
+SIZES = "  what():  [enforce fail] 200 vs 84. Received data size doesn't match expected size."
+
+
+@pytest.mark.parametrize("where", ["stderr", "named file"])
+def test_a_dump_is_found_where_the_script_lets_faulthandler_write(
+    tmp_path: Path, where: str
+) -> None:
+    """Standard error keeps what was printed before the dump, and after it."""
+    dump = f"Fatal Python error: Aborted\n\n{DUMP}"
+    own_file = tmp_path / "own.log"
+    files = {"stderr.log": f"terminate called\n{SIZES}\n{dump}leaked semaphores\n"}
+    if where == "named file":
+        files = {"own.log": dump, "stderr.log": f"{SIZES}\n"}
+        files["crash.txt"] = f"faulthandler writes into {own_file}\n"
+    write(tmp_path, files)
+
+    end = exit_status_of(ended(tmp_path, -signal.SIGABRT), NOTHING, tmp_path)
+    assert end.crash_line == "train.py:7"
+    first = first_failure([end])
+    assert first is not None
+    # The text says why it was aborted, so the advice is known.
+    assert "pad them" in first.advice[0]
+    if where == "named file":
+        assert first.advice[1] == f"see the Python stacks of that moment in {own_file}"
+    else:
+        assert first.advice[1] == "see the Python stacks of that moment in stderr.log"
+        assert end.last_lines[1:] == (SIZES, "Fatal Python error: Aborted", "leaked semaphores")
+
+
+def test_without_a_dump_no_file_of_stacks_is_named(tmp_path: Path) -> None:
+    write(tmp_path, {"crash.txt": "", "stderr.log": "step 3\n"})
+    end = exit_status_of(ended(tmp_path, -signal.SIGSEGV), NOTHING, tmp_path)
+    assert (end.crash_line, end.stacks_file) == (None, "")
+    first = first_failure([end])
+    assert first is not None
+    assert "crash.txt" not in render_failure(first)
+
+    # An earlier dump is not that of a rank which another process has killed.
+    write(tmp_path, {"crash.txt": f"Fatal Python error: Aborted\n\n{DUMP}"})
+    end = exit_status_of(ended(tmp_path, -signal.SIGKILL), NOTHING, tmp_path)
+    assert (end.crash_line, end.stacks_file) == (None, "")
+
+
+def test_a_timeout_of_faulthandler_is_reported_with_the_users_line(tmp_path: Path) -> None:
+    dump = f"Timeout (0:00:03)!\n{DUMP.replace('Current thread', 'Thread')}"
+    write(tmp_path, {"stderr.log": f"step 5\n{dump}"})
+    end = exit_status_of(ended(tmp_path, 1), NOTHING, tmp_path)
+    assert end.crash_line == "train.py:7"
+    assert end.last_lines == ("step 5", "Timeout (0:00:03)!")
+
+    # The rank went on after it, so it says nothing about its end.
+    write(tmp_path, {"stderr.log": f"{dump}giving up\n"})
+    end = exit_status_of(ended(tmp_path, 1), NOTHING, tmp_path)
+    assert end.crash_line is None
+    assert end.last_lines[-1] == "giving up"
+
+
+def ended(folder: Path, code: int) -> Process:
+    process = Process(rank=1, local_rank=1, folder=folder, pid=0, code=code)
+    process.ended_at = 100.0
+    return process
 
 
 def test_a_kill_is_explained_by_oom_counters_and_by_signals_that_were_sent(tmp_path: Path) -> None:

@@ -327,7 +327,13 @@ CASES = {
     "segmentation fault": Case(
         [
             rank_killed(
-                1, 11, "SIGSEGV", 10.0, crash_line="train.py:9: f(0)", last_lines=("step 3", "ab")
+                1,
+                11,
+                "SIGSEGV",
+                10.0,
+                crash_line="train.py:9: f(0)",
+                stacks_file="crash.txt",
+                last_lines=("step 3", "ab"),
             )
         ],
         "signal",

@@ -31,6 +31,7 @@ from lockstep.run.watch.heartbeat import read_heartbeat
 from lockstep.run.watch.probe import ALL_THREADS_SIGNAL, MAIN_THREAD_SIGNAL
 from lockstep.run.watch.probe_answer import with_answer
 from lockstep.run.watch.snapshot import NewGroup, RankState
+from lockstep.run.watch.stack_dump import find_crash
 from lockstep.run.watch.stacks import parse_stack
 
 pytestmark = pytest.mark.launcher
@@ -207,6 +208,33 @@ def test_a_crash_leaves_its_stack(tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match="exit code -11"):
         run_ranks(_crash, 1, tmp_path, environment=lambda rank: {})
     assert "in _crash" in (tmp_path / "crash.txt").read_text()
+
+
+def _crash_after_disabling(folder: Path) -> None:
+    probe.install(Evidence.in_folder(folder))
+    faulthandler.disable()
+    faulthandler._sigsegv()
+
+
+def _crash_with_own_file(folder: Path) -> None:
+    probe.install(Evidence.in_folder(folder))
+    with open(folder / "own.log", "w") as own_file:
+        faulthandler.enable(own_file)
+        faulthandler._sigsegv()
+
+
+@pytest.mark.thorough
+def test_a_script_that_uses_faulthandler_itself_still_leaves_its_stack(tmp_path: Path) -> None:
+    for crash in (_crash_after_disabling, _crash_with_own_file):
+        folder = tmp_path / crash.__name__
+        folder.mkdir()
+        with pytest.raises(AssertionError, match="exit code -11"):
+            run_ranks(crash, 1, folder, environment=lambda rank: {})
+        found = find_crash(-11, folder / "crash.txt", folder / "stderr.log", ())
+        assert found.line is not None
+        assert found.line.endswith("faulthandler._sigsegv()")
+        name = "own.log" if crash is _crash_with_own_file else "crash.txt"
+        assert found.stacks_file.endswith(name)
 
 
 def _crash(folder: Path) -> None:

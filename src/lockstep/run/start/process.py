@@ -7,7 +7,6 @@ heartbeat, the exception that ended it, and its stacks at a fatal signal.
 
 from __future__ import annotations
 
-import re
 import signal
 import socket
 from dataclasses import dataclass, field
@@ -29,8 +28,7 @@ from lockstep.run.watch.first_failure import FirstFailure
 from lockstep.run.watch.heartbeat import read_heartbeat
 from lockstep.run.watch.printed_error import PrintedError, printed_error
 from lockstep.run.watch.script_processes import NOT_ONE_GROUP_FILE, RETURNED_FILE
-from lockstep.run.watch.stacks import parse_frames, user_frame
-from lockstep.user_code import format_source_line
+from lockstep.run.watch.stack_dump import Crash, find_crash
 
 _SIGNAL_MEANINGS = {
     signal.SIGSEGV: "segmentation fault",
@@ -49,10 +47,6 @@ _REPORTED_LINES = 20
 """The number of lines from the end of a rank's standard error that are reported."""
 _SEARCHED_LINES = 100_000
 """The number of lines from the end of its standard error that are searched for a traceback."""
-
-# The lines with which faulthandler begins the stack of the thread that failed, such as
-# "Current thread 0x00007f2a (most recent call first):"; "Stack (...):" since Python 3.14.
-_FAILED_THREAD = re.compile(r"(?:Current thread .*|Stack) \(most recent call first\):\n")
 
 
 @dataclass(eq=False)
@@ -195,40 +189,6 @@ def _describe_signal(number: int) -> str:
     return f"{known_signal.name} ({meaning})" if meaning else known_signal.name
 
 
-def crash_line(crash: Path) -> str | None:
-    """Returns the line of the user's code that a rank was at when a fatal signal ended it.
-
-    Args:
-        crash: the file that faulthandler writes at a fatal signal.
-
-    Returns:
-        The line as `FILE:LINE: CODE`; None if there is no such file, or no line of the user's in
-        it.
-    """
-    try:
-        text = crash.read_text(errors="replace")
-    except OSError:
-        return None
-    last_dump = text.rpartition("Fatal Python error:")[2]
-
-    # A heading marks the stack of the thread that failed. An empty line ends each stack.
-    parts = _FAILED_THREAD.split(last_dump)
-    has_heading = len(parts) > 1
-    if has_heading:
-        after_heading = parts[-1]
-        stacks = after_heading.split("\n\n")[:1]  # only the stack of the thread that failed
-    else:
-        # The thread that failed runs no Python code, such as one of Gloo's. Then all stacks are
-        # searched, beginning with the last one, which is the main thread's.
-        stacks = last_dump.split("\n\n")
-
-    for stack in reversed(stacks):
-        frame = user_frame(parse_frames(stack))
-        if frame is not None:
-            return format_source_line(frame.file, frame.line)
-    return None
-
-
 def exit_status_of(process: Process, before: OomCounts, root: Path = Path("/")) -> ExitStatus:
     """Finds out how a rank ended, from its exit code, its evidence, its output and the kernel.
 
@@ -249,7 +209,7 @@ def exit_status_of(process: Process, before: OomCounts, root: Path = Path("/")) 
 
     error: ErrorRecord | None = None
     printed: PrintedError | None = None
-    last_lines: list[str] = []
+    crash = Crash()
     oom: Literal["certain", "likely"] | None = None
     oom_detail: str | None = None
     if code != 0:
@@ -263,6 +223,10 @@ def exit_status_of(process: Process, before: OomCounts, root: Path = Path("/")) 
         # A program that has recorded no exception may have printed one.
         if error is None and code > 0:
             printed = printed_error(last_lines)
+
+        # Python may have written its stacks at a fatal signal.
+        stderr_log = process.folder / "stderr.log"
+        crash = find_crash(code, evidence.crash, stderr_log, last_lines)
 
         # The kernel's counters only say that some process was killed for lack of memory. Its log
         # says which one, but may not be readable.
@@ -288,8 +252,9 @@ def exit_status_of(process: Process, before: OomCounts, root: Path = Path("/")) 
         error=error,
         oom=oom,
         oom_detail=oom_detail or "",
-        crash_line=crash_line(evidence.crash) if code < 0 else None,
-        last_lines=tuple(last_lines[-_REPORTED_LINES:]),
+        crash_line=crash.line,
+        stacks_file=crash.stacks_file,
+        last_lines=crash.last_lines[-_REPORTED_LINES:],
         printed=printed,
         step=heartbeat.steps if heartbeat and heartbeat.steps else None,
         made_no_step=heartbeat is not None and heartbeat.steps == 0,

@@ -38,6 +38,8 @@ class ExitStatus:
     """What the kernel's log says about it."""
     crash_line: str | None = None
     """The line that Python was at when a fatal signal came, `file:line: code`."""
+    stacks_file: str = ""
+    """The file that has Python's stacks from that moment; empty if there is none."""
     last_lines: tuple[str, ...] = ()
     """The end of its standard error."""
     printed: PrintedError | None = None

@@ -88,13 +88,11 @@ _BY_SIGNAL: dict[int, str] = {
     "log, and for os.kill in the script",
     signal.SIGTERM: "who sent it is not known: perhaps a scheduler that ends the job, a user, the "
     "script itself, or another rank; look at the job's log, and for os.kill in the script",
-    signal.SIGSEGV: "a library of C or C++ code failed; crash.txt has the Python stack of every "
-    "thread",
-    signal.SIGABRT: "a library ended the process itself and says why at the end of its output; "
-    "crash.txt has the Python stack of every thread",
-    signal.SIGBUS: f"if shared memory was full: {_SHARED_MEMORY}; crash.txt has the Python stack",
-    signal.SIGFPE: "crash.txt has the Python stack of every thread",
-    signal.SIGILL: "a library was built for another processor; crash.txt has the Python stack",
+    signal.SIGSEGV: "code in C or C++ failed: that of a library, or Python's own if functions call "
+    "each other too deeply (sys.setrecursionlimit)",
+    signal.SIGABRT: "a library ended the process itself and says why at the end of its output",
+    signal.SIGBUS: f"if shared memory was full: {_SHARED_MEMORY}",
+    signal.SIGILL: "a library was built for another processor",
     signal.SIGXCPU: "the limit of processor time (ulimit -t) was reached",
     signal.SIGXFSZ: "the limit of a file's size (ulimit -f) was reached",
 }
@@ -133,8 +131,8 @@ def advise(kind: str, end: ExitStatus, *, network_failed: bool) -> tuple[str, ..
             ended before. So the network has failed, and not the other rank.
 
     Returns:
-        A tuple with one text. It is empty if no advice is known, or if the error itself says what
-        to do.
+        A tuple with one text, and with a second one if a file has the stacks of the rank. It is
+        empty if no advice is known, or if the error itself says what to do.
     """
     text = _error_text(end)
 
@@ -160,17 +158,21 @@ def advise(kind: str, end: ExitStatus, *, network_failed: bool) -> tuple[str, ..
             "that module is meant",
         )
 
+    stacks: tuple[str, ...] = ()
+    if kind == "signal" and end.stacks_file:
+        stacks = (f"see the Python stacks of that moment in {end.stacks_file}",)
+
     for pattern, what_to_do in _BY_TEXT.items():
         if re.search(pattern, text):
-            return (what_to_do,)
+            return (what_to_do, *stacks)
 
     if network_failed:
         return (_NETWORK,)
 
     if kind == "signal" and -end.code in _BY_SIGNAL:
-        return (_BY_SIGNAL[-end.code],)
+        return (_BY_SIGNAL[-end.code], *stacks)
 
-    return ()
+    return stacks
 
 
 def _error_text(end: ExitStatus) -> str:

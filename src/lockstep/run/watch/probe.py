@@ -12,6 +12,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import faulthandler
+import functools
 import itertools
 import json
 import os
@@ -20,11 +21,13 @@ import sys
 import threading
 import traceback
 from pathlib import Path
+from typing import Any
 
 from lockstep.distributed import torch_compat
 from lockstep.errors import warn
 from lockstep.run.watch.evidence import Evidence, write_in_place
 from lockstep.run.watch.heartbeat import HeartbeatWriter
+from lockstep.run.watch.stack_dump import OTHER_FILE
 from lockstep.wording import count_noun
 
 MAIN_THREAD_SIGNAL = int(signal.SIGRTMIN + 9 if hasattr(signal, "SIGRTMIN") else signal.SIGURG)
@@ -139,7 +142,9 @@ class Probe:
 
         It writes them at a fatal signal, such as SIGSEGV, and at the two stack signals.
         """
-        faulthandler.enable(_open_to_append(self._evidence.crash))
+        crash_file = _open_to_append(self._evidence.crash)
+        faulthandler.enable(crash_file)
+        _keep_track_of_faulthandler(crash_file)
 
         # When the interpreter shuts down, faulthandler restores the handler that was there before
         # it. If that was the default one, a signal that comes later would end the process. So
@@ -286,6 +291,45 @@ class Probe:
 def _open_to_append(path: Path) -> int:
     """Opens a file for appending, until this process ends, and returns its descriptor."""
     return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+
+
+def _keep_track_of_faulthandler(crash_file: int) -> None:
+    """Replaces `faulthandler.enable` and `disable`, so that the stacks of a crash are found.
+
+    Faulthandler writes into one file. If the script names one, faulthandler writes into that, and
+    its path is noted in the crash file. If the script disables faulthandler, it writes into the
+    crash file as before.
+
+    Args:
+        crash_file: the descriptor of the crash file.
+    """
+    enable = faulthandler.enable
+    disable = faulthandler.disable
+    pid = os.getpid()
+
+    @functools.wraps(enable)
+    def enable_and_note_file(file: Any = None, *args: Any, **keywords: Any) -> None:
+        if file is None:
+            file = sys.stderr
+        enable(file, *args, **keywords)
+
+        # The name is a number or `<stderr>` if the file has no path. Standard error is searched in
+        # any case.
+        name = getattr(file, "name", None)
+        if not isinstance(name, str) or not os.path.isfile(name):
+            return
+        if os.getpid() == pid:  # not in a process that was forked from this one
+            note = f"{OTHER_FILE}{os.path.abspath(name)}\n"
+            os.write(crash_file, note.encode(errors="surrogateescape"))
+
+    @functools.wraps(disable)
+    def write_into_crash_file() -> None:
+        disable()
+        if os.getpid() == pid:
+            enable(crash_file)
+
+    faulthandler.enable = enable_and_note_file
+    faulthandler.disable = write_into_crash_file
 
 
 def _append_to_json_list(list_text: str, item_text: str) -> str:
