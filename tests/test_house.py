@@ -21,7 +21,7 @@ MODULES = house.read_house()
 
 ORDER = (
     {"columns", "language", "wording", "user_code", "masking"},
-    {"errors"},
+    {"errors", "error_in_flight"},
     {"units", "familiar_names"},
     {"settings", "session"},
     {"communication"},
@@ -41,6 +41,7 @@ BESIDE = {"run"}
 """It must start fast and survive what it watches, so it sees itself and what is listed."""
 SEEN_FROM_BESIDE = {
     "columns",
+    "error_in_flight",
     "errors",
     "language",
     "masking",

@@ -123,9 +123,20 @@ def one_compressed_step_more(rank: int, size: int) -> None:
     dist.barrier()
 
 
+def barrier_in_finally_after_an_error(rank: int, size: int) -> None:
+    open_default_group()
+    try:
+        if rank == 1:
+            raise ValueError("bad sample 4711")
+        dist.all_reduce(torch.ones(5))
+    finally:
+        dist.barrier()
+
+
 @pytest.mark.parametrize(
     ("fn", "size", "ranks", "text_in_verdict"),
     [
+        (barrier_in_finally_after_an_error, 2, (1,), "while handling ValueError: bad sample 4711"),
         (one_compressed_step_more, 2, (0, 1), "waits in exchange"),
         (all_reduce_against_barrier, 2, (0, 1), "all_reduce of 5 float"),
         (uneven_steps, 2, (0, 1), "in backward"),

@@ -63,6 +63,7 @@ from lockstep.distributed.reductions import (
 from lockstep.distributed.tensor_bytes import from_bytes, to_bytes
 from lockstep.distributed.topology import DataParallelRank, Topology
 from lockstep.distributed.torch_compat import pytree
+from lockstep.error_in_flight import find_error_that_led_here
 from lockstep.errors import CheckpointError, LockstepError, RanksDifferError, UsageError
 from lockstep.user_code import user_call
 from lockstep.wording import format_ranks
@@ -541,17 +542,28 @@ class Collectives:
 
         # When ranks communicate through shared memory, each sees what the others send. If another
         # rank sends gradients, for example, all of them raise this error.
+        difference = None
         try:
             digest_of_rank = self._all_gather(digest)  # shape (ranks, 16)
         except RanksDifferError as error:
             called = user_call()
             if called is None:  # the user's call is not known, so the error cannot name it
                 raise
+            do = advise_call_on_all_ranks([called])
+            if error.__context__ is not None:  # the script handles it, in `finally` for example
+                in_flight = find_error_that_led_here(error.__context__)
+                if in_flight is not None:
+                    do = (
+                        f"look first at the {type(in_flight).__name__} that this rank was handling "
+                        f"when it called {called}"
+                    )
+            difference = RanksDifferError(f"{called} on some ranks only", error.found, do)
 
-            # `from None`, as the original error says the same with a traceback through Lockstep.
-            raise RanksDifferError(
-                f"{called} on some ranks only", error.found, advise_call_on_all_ranks([called])
-            ) from None
+        # This is outside of the `except` block, as the original error says the same with a
+        # traceback through Lockstep. `from None` would also hide an exception that the script
+        # handles, in whose `finally` block it has called this, for example.
+        if difference is not None:
+            raise difference
 
         return bool((digest_of_rank == digest).all())
 

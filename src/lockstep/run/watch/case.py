@@ -118,6 +118,7 @@ class Case:
         *,
         fatal: bool = False,
         mismatch: Mismatch | None = None,
+        key: str = "",
     ) -> Verdict:
         """Builds a verdict, and adds a row for each rank that says what it does.
 
@@ -128,6 +129,7 @@ class Case:
             advice: what the user can do; by default the advice for this kind.
             fatal: True if the run cannot recover by itself.
             mismatch: the first call that differs between the ranks.
+            key: see `Verdict.key`.
         """
         if advice is None:
             advice = (ADVICE[kind],) if kind in ADVICE else ()
@@ -145,6 +147,7 @@ class Case:
             rows=tuple(rows),
             mismatch=mismatch,
             advice=advice,
+            key=key,
             waited_s=self.waited_s,
         )
 
@@ -172,7 +175,8 @@ class Case:
         if state.steps:
             does += f" (step {state.steps})"
         seconds = self.since_call_s.get(state.rank)
-        return Row(state.rank, state.host, does, activity.line, seconds)
+        handles = "" if state.in_flight is None else state.in_flight.describe()
+        return Row(state.rank, state.host, does, activity.line, seconds, handles)
 
     def _wait_text(self, activity: Activity, call: CollectiveCall | None) -> str:
         """Writes what a rank waits in: `waits in all_reduce of 25 float, in backward`."""

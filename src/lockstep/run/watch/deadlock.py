@@ -18,6 +18,7 @@ from lockstep.run.watch.activity import Activity
 from lockstep.run.watch.call_table import Mismatch, Signature, find_mismatch, signature
 from lockstep.run.watch.case import Case, may_wait_in
 from lockstep.run.watch.messages import conjugate
+from lockstep.run.watch.repeated_failure import key_of_error_in_flight
 from lockstep.run.watch.snapshot import CollectiveCall
 from lockstep.run.watch.stacks import DDP_BUFFER_BROADCAST, PIPELINE_TRANSFER, user_frame
 from lockstep.run.watch.verdict import Verdict
@@ -61,6 +62,12 @@ def deadlock(case: Case) -> Verdict | None:
 
     # A rank that does not wait might still free the others.
     no_other_rank_can_help = all(rank in case.graph.waits_for for rank in case.alive)
+    is_fatal = is_proven and no_other_rank_can_help
+
+    after_error = _ranks_elsewhere_after_error(waiting, mismatch)
+    if after_error:
+        return _deadlock_after_error(case, after_error, fatal=is_fatal, mismatch=mismatch)
+
     headline = (
         f"deadlock: {format_ranks(waiting)} {conjugate('waits', len(waiting))} in "
         f"{_describe_calls(waiting, mismatch)}, and nothing has moved for "
@@ -71,8 +78,80 @@ def deadlock(case: Case) -> Verdict | None:
         _ranks_at_fault(waiting, mismatch),
         headline,
         advice,
-        fatal=is_proven and no_other_rank_can_help,
+        fatal=is_fatal,
         mismatch=mismatch,
+    )
+
+
+def _ranks_elsewhere_after_error(
+    waiting: Mapping[int, Activity], mismatch: Mismatch | None
+) -> dict[int, Activity]:
+    """Returns the ranks that came to another collective than the others by an exception.
+
+    These ranks handle an exception, and all the others are at one call, at which no rank with an
+    exception is. If all ranks handle one, or the others are at several calls, an exception does not
+    explain the deadlock, and the result is empty.
+
+    Args:
+        waiting: what the deadlocked ranks do, by rank.
+        mismatch: the first collective that the ranks did not all call in the same way.
+    """
+    calls_at_mismatch = {} if mismatch is None else dict(mismatch.calls)
+    after_error: dict[int, Activity] = {}
+    their_calls: set[object] = set()
+    calls_of_others: set[object] = set()
+    for rank, activity in waiting.items():
+        call = calls_at_mismatch.get(rank)
+        call_or_op = activity.op if call is None else signature(call)
+
+        in_flight = activity.state.in_flight
+        if in_flight is not None and not in_flight.training_went_on:
+            after_error[rank] = activity
+            their_calls.add(call_or_op)
+        else:
+            calls_of_others.add(call_or_op)
+
+    others_agree = len(calls_of_others) == 1
+    if others_agree and calls_of_others.isdisjoint(their_calls):
+        return after_error
+    return {}
+
+
+def _deadlock_after_error(
+    case: Case, after_error: Mapping[int, Activity], *, fatal: bool, mismatch: Mismatch | None
+) -> Verdict:
+    """Returns the verdict on ranks that came to another collective by an exception.
+
+    Args:
+        case: what is known about the run.
+        after_error: the ranks that handle an exception.
+        fatal: True if the run cannot recover by itself.
+        mismatch: the first collective that the ranks did not all call in the same way.
+    """
+    # If the ranks handle several exceptions, the headline names that of the first rank. The rows of
+    # the others show theirs.
+    first_state = after_error[min(after_error)].state
+    error = first_state.in_flight
+    assert error is not None
+    with_same_error = {}
+    for rank, activity in after_error.items():
+        if activity.state.in_flight == error:
+            with_same_error[rank] = activity
+
+    headline = (
+        f"deadlock after an exception: {format_ranks(with_same_error)} "
+        f"{conjugate('waits', len(with_same_error))} in {name_ops(with_same_error)} while handling "
+        f"{error.headline}; nothing has moved for {case.since_last_call_s:.0f} s"
+    )
+    key = key_of_error_in_flight(error, first_state.steps, first_state.trained_steps, case.waited_s)
+    return case.make_verdict(
+        "deadlock",
+        after_error,
+        headline,
+        (_ADVICE_ON_ERROR_IN_FLIGHT,),
+        fatal=fatal,
+        mismatch=mismatch,
+        key=key,
     )
 
 
@@ -247,6 +326,10 @@ def _sides_of_mismatch(mismatch: Mismatch | None) -> list[list[int]]:
 
 # --- Advice
 
+_ADVICE_ON_ERROR_IN_FLIGHT = (
+    "look at the exception first; and after an exception let a rank call no collective in "
+    "`finally`, `except` or `__exit__`, as the others are at another call and do not come to it"
+)
 _ADVICE_ON_EVALUATION = (
     "where one rank alone evaluates, call `model.module(...)` there, or let all ranks evaluate"
 )

@@ -23,6 +23,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from lockstep.error_in_flight import (
+    ErrorInFlight,
+    errors_before,
+    find_handled_error,
+    find_uncaught_before,
+    is_handled_by_user,
+    training_went_on,
+)
 from lockstep.errors import LockstepError, format_for_user
 from lockstep.run.watch.dataclass_json import from_values
 from lockstep.run.watch.evidence import Evidence, write_in_place
@@ -34,6 +42,7 @@ TORCH_ERROR_FILE_VARIABLE = "TORCHELASTIC_ERROR_FILE"
 """Names the file into which torch's `record` decorator writes what a script raised."""
 
 _MAX_CHAIN = 5
+_MAX_HEADLINE_CHARS = 200
 _RESERVED_BYTES = 4 << 20
 # Longer messages lose their middle: they may contain a batch, or a whole file.
 _MAX_CHARS_AT_EACH_END = 50_000
@@ -66,6 +75,12 @@ class ErrorRecord:
     chain: tuple[str, ...] = ()
     """The exceptions that it was raised from, or while handling, the nearest first, each as
     `type: message`."""
+    came_later: tuple[str, ...] = ()
+    """The exceptions that were raised while this one was in flight, the last one first, each as
+    `type: message, file:line: code`. The last one is what has ended the rank."""
+    handled: str = ""
+    """The exception that the user's code had caught, and handled when this one was raised, as
+    `type: message, file:line: code`."""
     trained_steps: int | None = None
     """Optimizer steps since the training began, including earlier attempts that this one resumed;
     None if `lockstep.init` was not called."""
@@ -176,6 +191,19 @@ def describe_error(error: BaseException) -> ErrorRecord:
     the user's `random.py` instead of Python's, for example. Then the record names that file.
     """
     groups, cause = _unpack_groups(error)
+
+    # A rank may have been about to end by an exception, when code that cleans up raised another
+    # one. The first of them says what went wrong. `sys.exit` and Ctrl-C are no such accidents.
+    came_later: list[str] = []
+    handled = ""
+    if isinstance(cause, Exception):
+        uncaught = find_uncaught_before(cause)
+        if isinstance(uncaught, Exception):
+            came_later = _describe_until(cause, uncaught)
+            groups, cause = _unpack_groups(uncaught)
+        else:
+            handled = _describe_handled(cause)
+
     earlier_errors = _chain(cause)
     chain = [f"{_type_name(earlier)}: {_message(earlier)}" for earlier in earlier_errors]
 
@@ -194,12 +222,75 @@ def describe_error(error: BaseException) -> ErrorRecord:
         exit_code=exit_code(error),
         traceback=_shorten(format_for_user(error)),
         chain=tuple(chain),
-        trained_steps=_trained_steps(),
+        came_later=tuple(came_later),
+        handled=handled,
+        trained_steps=trained_steps(),
         from_lockstep=isinstance(cause, LockstepError),
         may_pass=may_pass,
         of_rank=failed_rank,
         hiding_file=find_hiding_file([cause, *earlier_errors]),
     )
+
+
+def describe_in_flight(error: BaseException) -> ErrorInFlight | None:
+    """Describes what is to be reported of an exception that a thread handles.
+
+    Returns:
+        The description, or None if the exception does not concern the user.
+    """
+    handled = find_handled_error(error)
+    if handled is None:
+        return None
+    groups, cause = _unpack_groups(handled)
+    return ErrorInFlight(
+        headline=_shorten_headline(_headline(cause)),
+        line=_user_line(cause, groups),
+        training_went_on=training_went_on(handled),
+    )
+
+
+def _describe_until(error: BaseException, first: BaseException) -> list[str]:
+    """Describes the exceptions that were raised while an earlier one was in flight.
+
+    Args:
+        error: the last exception.
+        first: the one that was in flight.
+
+    Returns:
+        The descriptions, that of the last exception first.
+    """
+    descriptions = []
+    for later in [error, *errors_before(error)]:
+        if later is first:
+            break
+        descriptions.append(_describe_with_line(later))
+    return descriptions
+
+
+def _describe_handled(error: BaseException) -> str:
+    """Describes the exception that the user's code had caught when it raised another one.
+
+    Returns:
+        The description; empty if there was none, or if the error was raised from it.
+    """
+    for earlier in errors_before(error):
+        if is_handled_by_user(earlier):
+            return _describe_with_line(earlier)
+    return ""
+
+
+def _describe_with_line(error: BaseException) -> str:
+    """Describes an exception in one line: `ValueError: no data, train.py:12: load()`."""
+    groups, cause = _unpack_groups(error)
+    headline = _shorten_headline(_headline(cause))
+    return ErrorInFlight(headline=headline, line=_user_line(cause, groups)).describe()
+
+
+def _shorten_headline(headline: str) -> str:
+    """Cuts off a headline that is too long to be a part of a line."""
+    if len(headline) <= _MAX_HEADLINE_CHARS:
+        return headline
+    return f"{headline[:_MAX_HEADLINE_CHARS]}..."
 
 
 def _describe_briefly(error: BaseException) -> ErrorRecord:
@@ -233,7 +324,7 @@ def exit_code(error: BaseException) -> int:
     return 1
 
 
-def _trained_steps() -> int | None:
+def trained_steps() -> int | None:
     """Returns `World.step` of this process, or None if `lockstep.init` was not called."""
     world = sys.modules.get("lockstep.world")  # it may not be imported here
     if world is None:

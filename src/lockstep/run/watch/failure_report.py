@@ -126,9 +126,10 @@ def _detail(failure: FirstFailure, text: str, in_language: InLanguage) -> str:
     What the rank itself has printed, and the message of an exception that is not Lockstep's, stay
     as they are.
     """
-    # Two kinds of lines are always Lockstep's, and are recognized by their first words: the heading
-    # of the rank's output, and the line about a signal that ended the rank after an exception.
-    if text.startswith(("its last lines:", "its process was then ")):
+    # Three kinds of lines are always Lockstep's, and are recognized by their first words: the title
+    # of the rank's output, the line about a signal that ended the rank after an exception, and the
+    # one about an exception that the script had caught.
+    if text.startswith(("its last lines:", "its process was then ", "while handling ")):
         return in_language(text)
     if not failure.is_from_lockstep:
         return text

@@ -27,7 +27,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from lockstep.errors import EXIT_DEADLOCK, EXIT_LOST_RANK, EXIT_SIGNAL
+from lockstep.errors import EXIT_DEADLOCK, EXIT_LOST_RANK, EXIT_SIGNAL, RanksDifferError
 from lockstep.run.watch.error_record import ErrorRecord
 from lockstep.run.watch.exit_status import ExitStatus, Interruption
 from lockstep.run.watch.failure_advice import ADVICE_BY_KIND, NOT_ENDED, advise
@@ -53,6 +53,7 @@ SAME_TIME_S = 0.2
 CAUSE_MAX_DELAY_S = 5.0
 """How much later than its consequence a cause may be noticed, and how far clocks may differ."""
 
+_RANKS_DIFFER = RanksDifferError.__name__
 _MAX_MESSAGE_LINES = 8
 _MAX_LAST_LINES = 5
 _MAX_HOSTS_NAMED = 4
@@ -133,7 +134,7 @@ def _sort_ends(exits: Sequence[ExitStatus], interrupted: Interruption | None) ->
             ends.ended_by_lockstep.append(end)
         elif end.code == 0:
             ends.ended_well.append(end)
-        elif _is_follower(end):
+        elif _is_follower(end) or _met_rank_with_error(end, exits):
             ends.followers.append(end)
         else:
             ends.failed.append(end)
@@ -226,10 +227,10 @@ def _first_of_roots(roots: Sequence[FirstFailure], followers: Sequence[ExitStatu
         followers: the ends of ranks that lost a peer because of one of these failures.
     """
     first, *later_roots = _merge_and_sort(roots)  # the earliest comes first
+    consequences = [*first.consequences, *_describe_followers(followers)]
 
     # Some of the later roots happened so close to the first one that they may have come before it.
     simultaneous_roots = []
-    consequences = _describe_followers(followers)
     for root in later_roots:
         if _cannot_be_ordered(first, root):
             simultaneous_roots.append(root)
@@ -280,13 +281,28 @@ def _follower_text(end: ExitStatus) -> str:
         assert end.error is not None
         return f"told of the error of rank {end.error.of_rank}"
     lost_peer = _lost_peer(end)
-    assert lost_peer is not None  # otherwise the rank is no follower
+    if lost_peer is None:
+        return "told that the ranks called different collectives"  # see `_met_rank_with_error`
     return lost_peer.text
 
 
 def _is_told_of_other_rank(end: ExitStatus) -> bool:
     """Returns True if a rank only raised what another rank has told all ranks of."""
     return end.error is not None and end.error.of_rank not in (None, end.rank)
+
+
+def _met_rank_with_error(end: ExitStatus, exits: Sequence[ExitStatus]) -> bool:
+    """Returns True if a rank's error says that the ranks called different collectives, and another
+    rank had come to its collective while it handled an exception of another type.
+    """
+    if end.error is None or end.error.type != _RANKS_DIFFER:
+        return False
+    for other in exits:
+        if other.error is None or other.error.type == _RANKS_DIFFER:
+            continue
+        if any(text.startswith(_RANKS_DIFFER) for text in other.error.came_later):
+            return True
+    return False
 
 
 def _lost_connection(end: ExitStatus) -> bool:
@@ -463,6 +479,7 @@ def _root_of_exit(end: ExitStatus, *, network_failed: bool = False) -> FirstFail
         step=end.step,
         line=_user_line(end),
         details=details,
+        consequences=_own_consequences(end),
         advice=advise(kind, end, network_failed=network_failed),
         is_from_lockstep=error is not None and error.from_lockstep,
         key=failure_key(end) if kind == "exception" else "",
@@ -591,6 +608,7 @@ def _roots_of_hang(hang: Verdict, ends: _Ends) -> list[FirstFailure]:
         exit_code=exit_code,
         hang=hang,
         advice=hang.advice,
+        key=hang.key,
     )
     return [failure]
 
@@ -670,6 +688,16 @@ def _last_lines(end: ExitStatus) -> tuple[str, ...]:
     return ("its last lines:", *(f"  {line}" for line in lines))
 
 
+def _own_consequences(end: ExitStatus) -> tuple[str, ...]:
+    """Describes the exceptions that a rank raised while it handled the one that it failed by."""
+    if end.error is None:
+        return ()
+    texts = []
+    for later in reversed(end.error.came_later):
+        texts.append(f"rank {end.rank} itself, while handling it ({later})")
+    return tuple(texts)
+
+
 def _rest_of_message(error: ErrorRecord, end: ExitStatus) -> tuple[str, ...]:
     """Returns the lines of an exception's message after the first one, which is in the headline.
 
@@ -688,6 +716,8 @@ def _rest_of_message(error: ErrorRecord, end: ExitStatus) -> tuple[str, ...]:
     elif is_too_long or has_traceback:
         lines = []
 
+    if error.handled:
+        lines.append(f"while handling {error.handled}")
     if end.code < 0:  # `end.how` is "killed by SIGKILL", for example
         lines.append(f"its process was then {end.how}")
     return tuple(lines)

@@ -72,13 +72,13 @@ def _merge_equal_rows(verdict: Verdict) -> list[list[Row]]:
     """
     rows_on_one_host: dict[object, list[Row]] = defaultdict(list)
     for row in verdict.rows:
-        rows_on_one_host[row.host, row.does, row.line].append(row)
+        rows_on_one_host[row.host, row.does, row.line, row.handles].append(row)
     if len(rows_on_one_host) <= MAX_ENTRIES_SHOWN:
         return list(rows_on_one_host.values())
 
     rows_on_any_host: dict[object, list[Row]] = defaultdict(list)
     for row in verdict.rows:
-        rows_on_any_host[row.does, row.line].append(row)
+        rows_on_any_host[row.does, row.line, row.handles].append(row)
     entries = list(rows_on_any_host.values())
     if len(entries) <= MAX_ENTRIES_SHOWN:
         return entries
@@ -119,6 +119,8 @@ def _entry_lines(rows: list[Row], in_language: InLanguage) -> list[str]:
     lines = [f"  {text}"]
     if first.line is not None:
         lines.append(_source(first.line, indent=4))
+    if first.handles:
+        lines.append(f"    {in_language(f'while handling {first.handles}')}")
     return lines
 
 
@@ -221,6 +223,9 @@ def render_state(state: RankState) -> str:
     lines = [heading]
     if state.steps is not None:
         lines.append(f"  optimizer steps: {state.steps}")
+
+    if state.in_flight is not None:
+        lines.append(f"  while handling {state.in_flight.describe()}")
 
     lines += _stack_lines("main thread", state.stack)
     for stack in state.threads or ():

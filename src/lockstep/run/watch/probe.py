@@ -20,11 +20,14 @@ import signal
 import sys
 import threading
 import traceback
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from lockstep.distributed import torch_compat
+from lockstep.error_in_flight import error_handled_by, note_step
 from lockstep.errors import warn
+from lockstep.run.watch.error_record import describe_in_flight, trained_steps
 from lockstep.run.watch.evidence import Evidence, write_in_place
 from lockstep.run.watch.heartbeat import HeartbeatWriter
 from lockstep.run.watch.stack_dump import OTHER_FILE
@@ -175,6 +178,7 @@ class Probe:
 
         heartbeat = HeartbeatWriter(self._evidence.heartbeat)
         register_optimizer_step_post_hook(heartbeat.count_step)
+        register_optimizer_step_post_hook(note_step)
         return heartbeat
 
     def _start_answering(self) -> None:
@@ -267,6 +271,10 @@ class Probe:
         main_frame = sys._current_frames().get(main_thread)
         group_being_made = json.dumps(torch_compat.group_being_made(main_frame))
 
+        handled = error_handled_by(main_thread)
+        in_flight = None if handled is None else describe_in_flight(handled)
+        in_flight_text = json.dumps(None if in_flight is None else asdict(in_flight))
+
         # The recorder returns a list as JSON text: "[{...}, {...}]".
         records = torch_compat.flight_record(lines=with_call_stacks)
 
@@ -284,7 +292,8 @@ class Probe:
         # reads only this field.
         return (
             f'{{"request": {number}, "stacks": {stacks}, "groups": {json.dumps(groups)}, '
-            f'"making": {group_being_made}, "records": {records}}}'
+            f'"making": {group_being_made}, "in_flight": {in_flight_text}, '
+            f'"trained_steps": {json.dumps(trained_steps())}, "records": {records}}}'
         )
 
 

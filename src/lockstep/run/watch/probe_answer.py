@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from lockstep.error_in_flight import ErrorInFlight
 from lockstep.run.watch.dataclass_json import from_values
 from lockstep.run.watch.snapshot import CollectiveCall, Group, NewGroup, RankState
 from lockstep.run.watch.stacks import Frame, Stack
@@ -78,6 +79,10 @@ def _add_answer(state: RankState, answer: Mapping[str, Any], main_thread: int) -
     if answer.get("making") is not None:
         group_being_made = from_values(NewGroup, answer["making"])
 
+    in_flight = None
+    if answer.get("in_flight") is not None:
+        in_flight = from_values(ErrorInFlight, answer["in_flight"])
+
     return replace(
         state,
         answered=True,
@@ -85,6 +90,8 @@ def _add_answer(state: RankState, answer: Mapping[str, Any], main_thread: int) -
         completed=completed,
         groups=from_values(tuple[Group, ...], answer["groups"]),
         making=group_being_made,
+        in_flight=in_flight,
+        trained_steps=answer.get("trained_steps"),
         stack=main_stack,
         threads=tuple(stacks.values()),
         main_thread=None if main_thread == 0 else main_thread,

@@ -21,6 +21,7 @@ from __future__ import annotations
 import json
 import re
 
+from lockstep.error_in_flight import ErrorInFlight
 from lockstep.run.watch.error_record import ErrorRecord
 from lockstep.run.watch.exit_status import ExitStatus
 
@@ -97,6 +98,42 @@ def failure_key(end: ExitStatus) -> str:
         return ""
 
     # The address of an object differs from attempt to attempt.
+    headline = _ADDRESS_OF_OBJECT.sub("0x", headline)
+    return json.dumps({"step": step, "line": error.line, "headline": headline})
+
+
+def key_of_error_in_flight(
+    error: ErrorInFlight, steps: int | None, trained_steps: int | None, waited_s: float
+) -> str:
+    """Returns a key that is equal if another attempt hangs because of the same exception in the
+    same step.
+
+    Args:
+        error: the exception that a rank handles.
+        steps: the optimizer steps that the rank has made in this attempt; None if not known.
+        trained_steps: those since the training began; None if they are not counted.
+        waited_s: how long the run has made no step, in seconds.
+
+    Returns:
+        The key. Empty if the failure may pass by itself, or if its step is not known.
+    """
+    if error.line is None or steps is None:
+        return ""
+
+    # These are the cases of `_step`.
+    if steps > 0:
+        step = trained_steps or None
+    elif waited_s <= MAX_S_WITHOUT_STEP:
+        step = trained_steps or 0
+    else:
+        step = None
+    if step is None:
+        return ""
+
+    headline = _IN_WORKER.sub("", error.headline)
+    error_type, _, _ = headline.partition(":")
+    if error_type not in _PROGRAM_ERRORS or _OUTSIDE.search(headline):
+        return ""
     headline = _ADDRESS_OF_OBJECT.sub("0x", headline)
     return json.dumps({"step": step, "line": error.line, "headline": headline})
 

@@ -18,6 +18,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from lockstep.error_in_flight import ErrorInFlight
 from lockstep.run.watch.dataclass_json import from_values
 from lockstep.run.watch.stacks import Frame, Stack
 from lockstep.wording import format_ranks
@@ -148,8 +149,12 @@ class RankState:
     groups: tuple[Group, ...] | None = None
     making: NewGroup | None = None
     """The process group that its main thread is about to create."""
+    in_flight: ErrorInFlight | None = None
+    """The exception that its main thread handles."""
     steps: int | None = None
     """Optimizer steps so far. None if it has no heartbeat, as a program that is not Python."""
+    trained_steps: int | None = None
+    """See `ErrorRecord.trained_steps`."""
 
     @property
     def stopped(self) -> bool | None:

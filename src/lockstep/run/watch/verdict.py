@@ -39,6 +39,8 @@ class Row:
     """The line of the user's code that the rank is at."""
     for_s: float | None = None
     """How long the rank has been doing this, if known."""
+    handles: str = ""
+    """The exception that the rank handles: `ValueError: no data, train.py:12: load()`."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,9 @@ class Verdict:
     rows: tuple[Row, ...] = ()
     mismatch: Mismatch | None = None
     advice: tuple[str, ...] = ()
+    key: str = ""
+    """Equal if another attempt hangs because of the same exception in the same step; see
+    `repeated_failure`."""
     waited_s: float = 0.0
     """The seconds for which the run has made no progress."""
     found_at: float = 0.0

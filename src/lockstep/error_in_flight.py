@@ -1,0 +1,227 @@
+"""Finds the exceptions that are *in flight*: raised, and being handled while other code runs.
+
+The code of a `finally` block, of an `except` block and of a context manager's `__exit__` runs while
+an exception is in flight. If that code calls a collective, the other ranks are probably at another
+one. If it raises an exception of its own, Python keeps the earlier one as its *context*.
+
+An exception in flight will be *raised again* if nothing has caught it for good: it is handled by
+`finally`, by `with`, or by an `except` block with a `raise` at its end. It would have ended the
+rank, whatever came later. Other `except` blocks have caught it, and the program goes on.
+"""
+
+from __future__ import annotations
+
+import ast
+import linecache
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from types import FrameType
+
+from lockstep.user_code import is_user_file, parse_source
+
+_MAX_ERRORS = 20
+_TRAINING_WENT_ON = "_lockstep_training_went_on"
+"""An attribute of exceptions in whose handling an optimizer has made a step."""
+_CONTROL_FLOW = (StopIteration, StopAsyncIteration, GeneratorExit)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ErrorInFlight:
+    """An exception that a rank handles."""
+
+    headline: str
+    """Its type and message: `ValueError: no data`."""
+    line: str | None
+    """The user's line that raised it, `file:line: code`."""
+    training_went_on: bool = False
+    """True if the rank has made an optimizer step since then, so that it has survived it."""
+
+    def describe(self) -> str:
+        """Describes it in one line: `ValueError: no data, train.py:12: load()`."""
+        return self.headline if self.line is None else f"{self.headline}, {self.line}"
+
+
+def note_step(*_: object) -> None:
+    """Notes that training goes on while exceptions are handled. This is a step hook of torch's
+    optimizers.
+
+    A script may train in an `except` block, after it has found no checkpoint, for example. That
+    exception is then no reason for what happens later.
+    """
+    error = sys.exception()
+    if error is None:  # this is the usual case
+        return
+    for handled in _with_contexts(error):
+        setattr(handled, _TRAINING_WENT_ON, True)
+
+
+def training_went_on(error: BaseException) -> bool:
+    """Returns True if an optimizer has made a step while this exception was handled."""
+    return hasattr(error, _TRAINING_WENT_ON)
+
+
+def error_handled_by(thread: int) -> BaseException | None:
+    """Returns the exception that a thread of this process handles, or None."""
+    handled: object = sys._current_exceptions().get(thread)
+    if isinstance(handled, tuple):  # Python 3.11: type, value and traceback
+        handled = handled[1]
+    return handled if isinstance(handled, BaseException) else None
+
+
+def find_error_that_led_here(error: BaseException) -> BaseException | None:
+    """Returns the exception in flight that is probably why its rank runs the present code, or None.
+
+    Args:
+        error: the exception that this thread handles.
+    """
+    handled = find_handled_error(error)
+    if handled is None or training_went_on(handled):
+        return None
+    return handled
+
+
+def find_handled_error(error: BaseException) -> BaseException | None:
+    """Finds what is to be reported of an exception in flight and those that were before it.
+
+    Args:
+        error: the exception that a thread handles.
+
+    Returns:
+        The exception that will be raised again, the earliest if there are several; otherwise the
+        last one that the user's own code handles, or None.
+    """
+    errors = [error, *errors_before(error)]
+    uncaught = _first_to_be_raised_again(errors)
+    if uncaught is not None:
+        return uncaught
+    for handled in errors:
+        if is_handled_by_user(handled):
+            return handled
+    return None
+
+
+def find_uncaught_before(error: BaseException) -> BaseException | None:
+    """Returns the exception that would have ended this rank if `error` had not been raised while
+    it was handled; None if there is none.
+    """
+    return _first_to_be_raised_again([error, *errors_before(error)], begin=1)
+
+
+def errors_before(error: BaseException) -> list[BaseException]:
+    """Returns the contexts of an exception, the nearest first.
+
+    A context that `raise ... from ...` hides is left out, but those before it are not: they were in
+    flight already.
+    """
+    errors = []
+    for later in _with_contexts(error):
+        earlier = later.__context__
+        if earlier is not None and not later.__suppress_context__:
+            errors.append(earlier)
+    return errors
+
+
+def is_handled_by_user(error: BaseException) -> bool:
+    """Returns True if the user's own code handles an exception, and it is no mere end of a loop."""
+    if isinstance(error, _CONTROL_FLOW) or error.__traceback__ is None:
+        return False
+    return is_user_file(error.__traceback__.tb_frame.f_code.co_filename)
+
+
+def _with_contexts(error: BaseException) -> Iterator[BaseException]:
+    """Yields an exception and all its contexts, the nearest first."""
+    earlier: BaseException | None = error
+    for _ in range(_MAX_ERRORS):  # the contexts may be circular
+        if earlier is None:
+            return
+        yield earlier
+        earlier = earlier.__context__
+
+
+def _first_to_be_raised_again(
+    errors: Sequence[BaseException], begin: int = 0
+) -> BaseException | None:
+    """Returns the earliest exception that will be raised again, or None.
+
+    Args:
+        errors: exceptions, each raised while the next one was handled: the earliest comes last.
+        begin: the index of the first one to consider.
+    """
+    for index in reversed(range(begin, len(errors))):
+        error = errors[index]
+        if isinstance(error, _CONTROL_FLOW) or training_went_on(error):
+            continue
+        if _will_be_raised_again(error, errors[:index]):
+            return error
+    return None
+
+
+def _will_be_raised_again(error: BaseException, later_errors: Sequence[BaseException]) -> bool:
+    """Returns True if the source shows that the code that handles an exception raises it again."""
+    # The traceback of an exception begins at the frame that handles it.
+    trace = error.__traceback__
+    if trace is None:
+        return False
+    source = "".join(linecache.getlines(trace.tb_frame.f_code.co_filename))
+    tree = parse_source(source)
+    if tree is None:
+        return False
+
+    handling_line = _present_line(trace.tb_frame, later_errors)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Try | ast.TryStar):
+            if _try_raises_again(node, trace.tb_lineno, handling_line):
+                return True
+        elif isinstance(node, ast.With | ast.AsyncWith):
+            # `__exit__` is called at the line of `with`.
+            first_line_of_body = node.body[0].lineno
+            is_at_with = node.lineno <= handling_line < first_line_of_body
+            if is_at_with and _contains(node.body, trace.tb_lineno):
+                return True
+    return False
+
+
+def _present_line(frame: FrameType, later_errors: Sequence[BaseException]) -> int:
+    """Returns the line that a frame has come to: the one that a later exception passed through or,
+    if none has, the one that runs now.
+    """
+    for later in later_errors:
+        trace = later.__traceback__
+        while trace is not None:
+            if trace.tb_frame is frame:
+                return trace.tb_lineno
+            trace = trace.tb_next
+    return frame.f_lineno
+
+
+def _try_raises_again(node: ast.Try | ast.TryStar, raising_line: int, handling_line: int) -> bool:
+    """Returns True if a `try` statement raises an exception again after it has handled it.
+
+    Args:
+        node: the statement.
+        raising_line: the line that has raised the exception.
+        handling_line: the line that runs while the exception is handled.
+    """
+    before_finally: list[ast.stmt | ast.ExceptHandler] = [*node.body, *node.handlers, *node.orelse]
+    if _contains(node.finalbody, handling_line) and _contains(before_finally, raising_line):
+        return True
+
+    if not _contains(node.body, raising_line):
+        return False
+    for handler in node.handlers:
+        if not _contains(handler.body, handling_line):
+            continue
+        for statement in handler.body:
+            if statement.lineno <= handling_line or not isinstance(statement, ast.Raise):
+                continue
+            raised = statement.exc
+            raises_by_name = isinstance(raised, ast.Name) and raised.id == handler.name
+            if raised is None or raises_by_name:
+                return True
+    return False
+
+
+def _contains(nodes: Sequence[ast.stmt | ast.ExceptHandler], line: int) -> bool:
+    """Returns True if a line belongs to one of these statements."""
+    return any(node.lineno <= line <= (node.end_lineno or node.lineno) for node in nodes)
