@@ -93,7 +93,11 @@ def train(world: lockstep.World, folder: Path | None, end: int) -> tuple[Record,
     """Goes on from the folder's checkpoint to step `end`, and saves another."""
     made, record = model(), Record()
     world._run.extensions.add(record, Place.OBSERVER)
-    groups = [{"params": list(made[:2].parameters())}, {"params": list(made[2:].parameters())}]
+    # Every second piece gives the optimizer the parameters of each group in reverse.
+    order = -1 if end // STEPS_A_PIECE % 2 else 1
+    first = list(made[:2].parameters())[::order]
+    second = list(made[2:].parameters())[::order]
+    groups = [{"params": first}, {"params": second}]
     optimizer = torch.optim.AdamW(groups, lr=0.01, weight_decay=0.1)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 20, 0.5)
     prepared, optimizer, scheduler = world.prepare(made, optimizer, scheduler)

@@ -351,7 +351,11 @@ def train(strategy: str, folder: str, until: int) -> tuple[dict[str, Tensor], st
     copy_interval.MAX_COST = copy_interval.MAX_SHARE_OF_LINK = 1e9  # each step is kept, as it comes
     with lockstep.init(STRATEGIES[strategy], seed=5, device="cpu") as world:
         made = model()
-        groups = [{"params": list(made[:2].parameters())}, {"params": list(made[2:].parameters())}]
+        # Every second piece gives the optimizer the parameters of each group in reverse.
+        order = -1 if until // 3 % 2 else 1
+        first = list(made[:2].parameters())[::order]
+        second = list(made[2:].parameters())[::order]
+        groups = [{"params": first}, {"params": second}]
         optimizer = torch.optim.AdamW(groups, lr=0.01, weight_decay=0.1)
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 5, 0.5)
         prepared, optimizer, scheduler = world.prepare(made, optimizer, scheduler)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,9 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import TensorDataset
 
 import lockstep
+from lockstep.checkpoint import layout
+from lockstep.checkpoint.checksums import seal_manifest
+from lockstep.errors import CheckpointError
 from lockstep.strategies import DiLoCo
 
 pytestmark = pytest.mark.ranks
@@ -199,3 +203,176 @@ def test_a_state_in_the_dtype_of_its_parameter_follows_the_parameter(tmp_path: P
     for entry in optimizers[1].state.values():
         assert entry["exp_avg"].dtype == torch.bfloat16
         assert entry["step"].dtype == torch.float32
+
+
+class Layers(nn.Module):
+    """Layers of the same shapes, which are defined in this order. "c" and "d" are one layer."""
+
+    def __init__(self, order: str = "abcd") -> None:
+        super().__init__()
+        tied = nn.Linear(3, 3, bias=False)
+        for name in order:
+            setattr(self, name, tied if name in "cd" else nn.Linear(3, 3))
+
+
+def make_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Gives each parameter another gradient, and makes a step."""
+    for number, parameter in enumerate(model.parameters()):
+        parameter.grad = torch.full_like(parameter, number + 1.0)
+    optimizer.step()
+
+
+def state_by_name(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    parameters = model.named_parameters(remove_duplicate=False)
+    return {name: optimizer.state[parameter]["exp_avg"] for name, parameter in parameters}
+
+
+def as_of_an_earlier_version(path: Path) -> None:
+    """Removes from a manifest what earlier versions did not write."""
+    manifest = layout.read_manifest(path)
+    del manifest["optimizers"]
+    (path / layout.MANIFEST).write_bytes(seal_manifest(manifest))
+
+
+def test_each_parameter_gets_its_own_state_in_any_order(tmp_path: Path) -> None:
+    """The order of the layers, that given to the optimizer, parameters that nothing names."""
+    model = Layers()
+    temperatures = [nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(3))]
+    optimizer = torch.optim.Adam([*model.named_parameters(), *zip("xy", temperatures, strict=True)])
+    for number, temperature in enumerate(temperatures):
+        temperature.grad = torch.full_like(temperature, number + 1.0)
+    make_step(model, optimizer)
+    checkpoint_of(tmp_path, {"model": model, "optimizer": optimizer}).save()
+    expected = state_by_name(model, optimizer)
+
+    other = Layers("dbac")
+    other_temperatures = [nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(3))]
+    parameters = [("x", other_temperatures[0]), *list(other.named_parameters())[::-1]]
+    resumed = torch.optim.Adam([*parameters, ("y", other_temperatures[1])])
+    assert checkpoint_of(tmp_path, {"model": other, "optimizer": resumed}).resume()
+    check_equal([expected], [state_by_name(other, resumed)])
+    for number, temperature in enumerate(other_temperatures):
+        assert torch.all(resumed.state[temperature]["exp_avg"] == 0.1 * (number + 1))
+    names = ["x", "a.bias", "a.weight", "b.bias", "b.weight", "c.weight", "y"]
+    assert resumed.param_groups[0]["param_names"] == names
+
+
+def parameters_that_do_not_fit(model: Layers) -> dict[str, Any]:
+    """What an optimizer is given, by what the error must say."""
+    all_of_them = list(model.parameters())
+    return {
+        "parameter groups was 1 in the checkpoint, and is 2 now": [
+            {"params": all_of_them[:2]},
+            {"params": all_of_them[2:]},
+        ],
+        r"in the checkpoint alone model.a.bias; in this run alone none": [
+            parameter for parameter in all_of_them if parameter is not model.a.bias
+        ],
+        "was 5 in the checkpoint, and is 6 now": [*all_of_them, nn.Parameter(torch.zeros(1))],
+    }
+
+
+def test_an_optimizer_of_other_parameters_or_another_class_is_refused(tmp_path: Path) -> None:
+    """Nothing is changed before; checkpoints of earlier versions say less, and are checked too."""
+    model = Layers()
+    optimizer = torch.optim.Adam(model.parameters())
+    make_step(model, optimizer)
+    path = checkpoint_of(tmp_path, {"model": model, "optimizer": optimizer}).save()
+    assert path is not None
+
+    def refused(found: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        before = {name: value.clone() for name, value in model.state_dict().items()}
+        checkpoint = checkpoint_of(tmp_path, {"model": model, "optimizer": optimizer})
+        with pytest.raises(CheckpointError, match=found) as caught:
+            checkpoint.resume()
+        assert caught.value.was_set == f"resuming optimizer from {path}"
+        check_equal([before], [model.state_dict()])
+        assert not optimizer.state
+
+    for found in parameters_that_do_not_fit(Layers()):
+        other = Layers()
+        refused(found, other, torch.optim.Adam(parameters_that_do_not_fit(other)[found]))
+    for kind in (torch.optim.SGD, torch.optim.AdamW, torch.optim.Adamax, lockstep.optim.LAMB):
+        other = Layers()
+        found = f"saved from the optimizer Adam, and this run has {kind.__name__}"
+        refused(found, other, kind(other.parameters(), lr=0.1))
+
+    as_of_an_earlier_version(path)
+    for kind in (torch.optim.SGD, torch.optim.AdamW, torch.optim.Adamax, lockstep.optim.LAMB):
+        other = Layers()
+        found = f"another optimizer than {kind.__name__}: only the saved one has the options"
+        refused(found, other, kind(other.parameters(), lr=0.1))
+    other = Layers()
+    weight, bias, *others = other.parameters()
+    parameters = [bias, weight, *others]
+    refused(r"shape \[3, 3\], and the parameter has \[3\]", other, torch.optim.Adam(parameters))
+
+    other = Layers()
+    resumed = torch.optim.Adam(other.parameters())
+    assert checkpoint_of(tmp_path, {"model": other, "optimizer": resumed}).resume()
+    check_equal([state_by_name(model, optimizer)], [state_by_name(other, resumed)])
+
+
+def test_a_state_that_depends_on_the_order_is_refused_in_another(tmp_path: Path) -> None:
+    """LBFGS keeps all parameters in one vector."""
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.LBFGS(model.parameters())
+    checkpoint_of(tmp_path, {"model": model, "optimizer": optimizer}).save()
+    assert checkpoint_of(tmp_path, {"model": model, "optimizer": optimizer}).resume()
+    optimizer = torch.optim.LBFGS([model.bias, model.weight])
+    with pytest.raises(CheckpointError, match="its parameters in another order"):
+        checkpoint_of(tmp_path, {"model": model, "optimizer": optimizer}).resume()
+
+
+def test_a_manifest_with_damaged_optimizers_is_refused(tmp_path: Path) -> None:
+    model = nn.Linear(3, 2)
+    state = {"model": model, "optimizer": torch.optim.SGD(model.parameters())}
+    path = checkpoint_of(tmp_path, state).save()
+    assert path is not None
+    manifest = layout.read_manifest(path)
+    sound = json.loads(json.dumps(manifest["optimizers"]))
+    assert sound == {"optimizer": {"class": "SGD", "parameters": [["model.weight", "model.bias"]]}}
+    for damaged in (
+        3,
+        {"optimizer": 3},
+        {"optimizer": {"class": "SGD"}},
+        {"optimizer": {"class": 3, "parameters": []}},
+        {"optimizer": {"class": "SGD", "parameters": [3]}},
+        {"optimizer": {"class": "SGD", "parameters": [[3]]}},
+    ):
+        manifest["optimizers"] = damaged
+        (path / layout.MANIFEST).write_bytes(seal_manifest(manifest))
+        with pytest.raises(CheckpointError, match="about its optimizers is damaged"):
+            layout.read_manifest(path)
+
+
+def save_replicas(folder: Path) -> None:
+    with lockstep.init(DiLoCo(replicas=2, every=2), device="cpu") as world:
+        model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+        model, optimizer = world.prepare(model, torch.optim.Adam(model.parameters()))
+        world.checkpoint(folder, model=model, optimizer=optimizer).save()
+
+
+def resume_replicas(folder: Path) -> None:
+    """The layers, or the parameters of the optimizer, are in another order."""
+    for layers_differ in (True, False):
+        with lockstep.init(DiLoCo(replicas=2, every=2), device="cpu") as world:
+            model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+            if layers_differ:
+                first = model._modules.pop("0")
+                model._modules["0"] = first
+            order = 1 if layers_differ else -1
+            optimizer = torch.optim.Adam(list(model.parameters())[::order])
+            model, optimizer = world.prepare(model, optimizer)
+            checkpoint = world.checkpoint(folder, model=model, optimizer=optimizer)
+            found = (
+                "its layers in another order" if layers_differ else "parameters in another order"
+            )
+            with pytest.raises(CheckpointError, match=found):
+                checkpoint.resume()
+
+
+@pytest.mark.thorough
+def test_replicas_are_refused_in_another_order(tmp_path: Path) -> None:
+    run_ranks(save_replicas, 2, tmp_path)
+    run_ranks(resume_replicas, 2, tmp_path)

@@ -25,6 +25,7 @@ import json
 import re
 import secrets
 from collections.abc import Iterable, Mapping
+from itertools import chain
 from pathlib import Path
 from stat import S_ISREG
 from typing import Any, Literal
@@ -39,6 +40,11 @@ FORMAT = 1
 MANIFEST = "manifest.json"
 TRAINING = "training"
 """The name of the file for everything that is not a module, such as the optimizer."""
+OPTIMIZERS = "optimizers"
+"""What the manifest has for each optimizer under this key: its class, and the names of the
+parameters of each group. Checkpoints of earlier versions lack it."""
+CLASS_OF_OPTIMIZER = "class"
+NAMES_OF_PARAMETERS = "parameters"
 MAX_MANIFEST_BYTES = 1 << 28
 """The manifest of a model of a million tensors is smaller."""
 
@@ -325,8 +331,29 @@ def check_manifest(manifest: Mapping[str, Any]) -> None:
     if not isinstance(manifest.get("checksums"), dict):
         raise ValueError("it lacks the checksums of its files")
 
+    if not _optimizers_are_described(manifest.get(OPTIMIZERS, {})):
+        raise ValueError("what it says about its optimizers is damaged")
+
     if not _shards_are_listed(manifest.get("shards", {})):
         raise ValueError("its list of shards is damaged")
+
+
+def _optimizers_are_described(facts_of_optimizers: Any) -> bool:
+    """Returns True if a value has the form {"optimizer": {"class": ..., "parameters": ...}}.
+
+    See `optimizer_match.optimizer_facts`.
+    """
+    if not isinstance(facts_of_optimizers, dict):
+        return False
+    for facts in facts_of_optimizers.values():
+        if not isinstance(facts, dict) or not isinstance(facts.get(CLASS_OF_OPTIMIZER), str):
+            return False
+        groups = facts.get(NAMES_OF_PARAMETERS)
+        if not isinstance(groups, list) or not all(isinstance(group, list) for group in groups):
+            return False
+        if not all(name is None or isinstance(name, str) for name in chain(*groups)):
+            return False
+    return True
 
 
 def _shards_are_listed(shards_of_states: Any) -> bool:

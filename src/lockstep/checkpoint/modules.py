@@ -11,7 +11,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from lockstep.checkpoint.sharding import reshard
@@ -108,6 +108,20 @@ def plain_names(module: nn.Module) -> Callable[[str], str]:
     """Returns a function that converts names in a module's state to plain names."""
     child_of_wrapper = _find_wrappers(module)
     return lambda name: _remove_wrappers(name, child_of_wrapper)
+
+
+def plain_parameter_names(module: nn.Module) -> dict[Tensor, str]:
+    """Returns the plain name of each parameter of a module.
+
+    A tied parameter has several names, of which the first in the alphabet is taken: it does not
+    depend on the order in which the module defines its layers.
+    """
+    to_plain_name = plain_names(module)
+    names: dict[Tensor, str] = {}
+    for own_name, parameter in module.named_parameters(remove_duplicate=False):
+        name = to_plain_name(own_name)
+        names[parameter] = min(name, names.get(parameter, name))
+    return names
 
 
 def load_plain(module: nn.Module, state: Mapping[str, Any], *, strict: bool = True) -> None:

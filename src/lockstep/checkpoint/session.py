@@ -57,6 +57,11 @@ from lockstep.checkpoint.kept_reading import (
 )
 from lockstep.checkpoint.kept_steps import KeptSteps, TakenState
 from lockstep.checkpoint.modules import PlainState, load_plain, plain_state_dict
+from lockstep.checkpoint.optimizer_match import (
+    SavedNames,
+    match_optimizers,
+    optimizer_facts,
+)
 from lockstep.checkpoint.optimizer_state import load_saved_state, saved_parameter_dtypes
 from lockstep.checkpoint.preemption import SignalRequests
 from lockstep.checkpoint.random_states import CommonStream, RandomStates
@@ -236,6 +241,10 @@ class Checkpoint:
         self._kept = self._make_kept_steps(run, memory)
         self._has_resumed = False
         self._plain_states: dict[str, PlainState] = {}
+        self._optimizer_facts: dict[str, Any] = {}
+        """The class of each optimizer and the names of its parameters, for the manifest."""
+        self._counts_of_parameters: list[int] = []
+        """How many parameters each group of each optimizer had when these facts were collected."""
         self._bits: dict[str, Any] | None = None
         """The facts on which the bits of the results depend, once they are known. They are
         collected only once, because that takes long."""
@@ -718,7 +727,7 @@ class Checkpoint:
                 """Loads the states if they fit this run; returns a sentence for the user."""
                 check_virtual_ranks(where, loaded["manifest"], self._settings)
                 check_fits(where, self._state, loaded)
-                return self._load_states(where, loaded)
+                return self._load_states(where, self._match_optimizers(where, loaded))
 
             note = run_on_all_ranks(self._collectives, RESUMING_FROM_MEMORY, check_and_load)
 
@@ -789,6 +798,7 @@ class Checkpoint:
                 "step": int(states["world"]["step"]),
                 "epoch": self._epoch(states),
                 "strategy": self._world.strategy,
+                layout.OPTIMIZERS: self._facts_about_optimizers(),
                 **self._facts_about_bits(),
             }
 
@@ -869,6 +879,27 @@ class Checkpoint:
             self._bits = facts_about_bits(self._settings, self._collectives.device)
         return self._bits
 
+    def _facts_about_optimizers(self) -> dict[str, Any]:
+        """Returns the class of each optimizer and the names of its parameters, for the manifest.
+
+        Finding the names takes long, so it is only done again if an optimizer has been given
+        further parameters since.
+        """
+        counts = []
+        for value in self._state.values():
+            if isinstance(value, Optimizer):
+                counts += [len(group["params"]) for group in value.param_groups]
+
+        if counts != self._counts_of_parameters:
+            modules = {name: self._state[name] for name in self._module_names()}
+            names = SavedNames(modules)
+            self._optimizer_facts = {}
+            for name, value in self._state.items():
+                if isinstance(value, Optimizer):
+                    self._optimizer_facts[name] = optimizer_facts(value, names)
+            self._counts_of_parameters = counts
+        return self._optimizer_facts
+
     # Reading and loading a checkpoint
 
     def _read_states(self, path: Path, checkpoint_id: str | None) -> dict[str, Any]:
@@ -901,7 +932,12 @@ class Checkpoint:
         # If each virtual rank trains a copy of the model, the copies are saved as "replicas".
         if self._virtual_ranks is not None and "replicas" in saved:
             self._virtual_ranks.check(saved["replicas"])
-        return saved
+        return self._match_optimizers(path, saved)
+
+    def _match_optimizers(self, path: Path | str, saved: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns saved states with those of optimizers in the order of the present parameters."""
+        has_replicas = self._virtual_ranks is not None
+        return match_optimizers(path, self._state, saved, has_replicas=has_replicas)
 
     def _load_states(self, path: Path | str, saved: Mapping[str, Any]) -> str:
         """Loads saved states into the objects of this run.
@@ -1031,6 +1067,7 @@ class Checkpoint:
             **facts_about_bits(self._settings, self._collectives.device),
             "metric": metric,
             "best": self._policy.best,
+            layout.OPTIMIZERS: self._facts_about_optimizers(),
             "modules": {name: trees[name] for name in self._module_names()},
             "training": trees[layout.TRAINING],
         }

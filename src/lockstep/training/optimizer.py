@@ -143,6 +143,9 @@ class PreparedOptimizer(_DelegatesToInner, Optimizer):
         self.numbers_on_one_device: list[list[int]] | None = None
         """If other ranks have some of the parameters: for each group, the numbers that the
         parameters on this rank would have on one device."""
+        self.origins_on_one_device: list[list[tuple[nn.Module, str]]] = []
+        """If other ranks have some of the parameters: for each group, the prepared module of each
+        parameter, over all ranks, and the parameter's name in it."""
         self.num_parameters_of_groups: list[int] = []
         """If other ranks have some of the parameters: the number of parameters in each group, over
         all ranks."""

@@ -30,6 +30,7 @@ from lockstep.batch.make_loader import make_loader
 from lockstep.batch.micro_batches import MicroBatchPlan
 from lockstep.batch.shares import initial_shares, parse_micro_batch_size
 from lockstep.batch.source import Source, make_source
+from lockstep.checkpoint.modules import plain_parameter_names
 from lockstep.checkpoint.sharding import map_leaves, reshard
 from lockstep.communication.compressed_means import CompressedMeans
 from lockstep.distributed import ordered_norm
@@ -123,6 +124,8 @@ class Preparer:
         self._replacement: MutableMapping[Tensor, nn.Parameter | None] = WeakTensorKeyDictionary()
         """The parameter that takes the place of one that a strategy has replaced; None if it is on
         other ranks."""
+        self._name_of_parameter: MutableMapping[Tensor, str] = WeakTensorKeyDictionary()
+        """The name of each parameter in its module, from before the strategy has replaced it."""
         self.streams: VirtualRankStreams | None = None
         """The random streams of virtual ranks that train one model; None without virtual ranks."""
         self._drawn_shapes: list[list[tuple[int, ...]]] = []
@@ -517,6 +520,7 @@ class Preparer:
 
         let_compile_again(module)
         parameters_before = list(module.parameters())
+        self._name_of_parameter.update(plain_parameter_names(module))
         shared_parameters = self._find_shared_parameters(module)
         wrapped = self.strategy.wrap(module, self.run)
 
@@ -713,6 +717,7 @@ class Preparer:
 
         # Count the parameters of each group, before those that are on other ranks are removed.
         num_parameters_of_groups = [len(group["params"]) for group in optimizer.param_groups]
+        origins_of_groups = self._origins_of_parameters(optimizer)
 
         # The optimizer gets the parameters that the strategy has made of its present ones.
         parameter_numbers_here = self._replace_parameters(optimizer)
@@ -735,6 +740,7 @@ class Preparer:
         if some_are_on_other_ranks:
             prepared.numbers_on_one_device = parameter_numbers_here
             prepared.num_parameters_of_groups = num_parameters_of_groups
+            prepared.origins_on_one_device = origins_of_groups
 
         self.optimizers.append(prepared)
         self.run.extensions.add(prepared.as_extension, Place.PREPARED_OBJECT)
@@ -766,6 +772,20 @@ class Preparer:
             )
 
         return modules
+
+    def _origins_of_parameters(self, optimizer: Optimizer) -> list[list[tuple[nn.Module, str]]]:
+        """Returns for each group the prepared modules of its parameters, with their names there.
+
+        It is called before the parameters that are on other ranks are removed.
+        """
+        origins_of_groups = []
+        for group in optimizer.param_groups:
+            origins = []
+            for parameter in group["params"]:
+                module = self._module_of_parameter[parameter]
+                origins.append((module, self._name_of_parameter.get(parameter, "")))
+            origins_of_groups.append(origins)
+        return origins_of_groups
 
     def _replace_parameters(self, optimizer: Optimizer) -> list[list[int]]:
         """Replaces the parameters of an optimizer by those that the strategy has made of them.

@@ -1,0 +1,390 @@
+"""Matches the saved state of an optimizer with the parameters of this run, by their names.
+
+In the state of an optimizer, torch numbers the parameters in the order in which the optimizer was
+given them, and loads the state in that order. If a model defines the same layers in another order,
+each layer would get the state of another one. So a checkpoint also stores the name of each
+parameter, and the class of the optimizer (its *facts*). Checkpoints of earlier versions have no
+facts: their states are matched by position, and their shapes and options are compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lockstep.checkpoint.differences import shape_of
+from lockstep.checkpoint.layout import CLASS_OF_OPTIMIZER, NAMES_OF_PARAMETERS, OPTIMIZERS
+from lockstep.checkpoint.modules import plain_parameter_names, plain_shapes, unwrap
+from lockstep.errors import CheckpointError
+from lockstep.wording import join_first
+
+Names = list[list[str | None]]
+"""The name of each parameter, for each group; None if its module is not saved."""
+
+OPTIONS_OF_FEW_CLASSES = (
+    "adapt",
+    "alpha",
+    "amsgrad",
+    "beta2_decay",
+    "betas",
+    "dampening",
+    "etas",
+    "history_size",
+    "initial_accumulator_value",
+    "lambd",
+    "lr_decay",
+    "momentum",
+    "momentum_decay",
+    "nesterov",
+    "ns_steps",
+    "rho",
+)
+"""Options of parameter groups by which the optimizers of torch and Lockstep can be told apart."""
+DECOUPLED = "decoupled_weight_decay"
+"""The option in which torch's Adam and AdamW differ."""
+KEYS_OF_PARAMETER_SHAPE = (
+    "acc_delta",
+    "ax",
+    "exp_avg",
+    "exp_avg_sq",
+    "exp_inf",
+    "max_exp_avg_sq",
+    "momentum_buffer",
+    "prev",
+    "square_avg",
+    "step_size",
+    "sum",
+)
+"""In the optimizers of torch and Lockstep, these tensors have the shape of their parameter."""
+
+
+def optimizer_facts(optimizer: Optimizer, names: SavedNames) -> dict[str, Any]:
+    """Returns what a manifest says about an optimizer: its class, and the names of its parameters.
+
+    Args:
+        optimizer: the optimizer, prepared or not.
+        names: the names of all parameters that are saved.
+    """
+    return {
+        CLASS_OF_OPTIMIZER: _class_name(optimizer),
+        NAMES_OF_PARAMETERS: names.of_optimizer(optimizer),
+    }
+
+
+class SavedNames:
+    """The names of all parameters that a checkpoint saves: "model.fc.weight".
+
+    Args:
+        modules: the modules by the names under which they are saved.
+    """
+
+    def __init__(self, modules: Mapping[str, nn.Module]) -> None:
+        self._modules = modules
+        self._names: dict[Tensor, str] = {}
+        for module_name, module in modules.items():
+            for parameter, plain_name in plain_parameter_names(module).items():
+                name = f"{module_name}.{plain_name}"
+                self._names[parameter] = min(name, self._names.get(parameter, name))
+
+    def of_optimizer(self, optimizer: Optimizer) -> Names:
+        """Returns the names of an optimizer's parameters, also of those on other ranks."""
+        names_of_groups: Names = []
+        if getattr(optimizer, "partial", False):  # a prepared optimizer under a pipeline
+            origins_of_groups = optimizer.origins_on_one_device  # type: ignore[attr-defined]
+            for origins in origins_of_groups:
+                names_of_groups.append([self._name_in(module, name) for module, name in origins])
+            return names_of_groups
+
+        for group in optimizer.param_groups:
+            names_of_groups.append([self._names.get(parameter) for parameter in group["params"]])
+        return names_of_groups
+
+    def _name_in(self, module: nn.Module, plain_name: str) -> str | None:
+        """Returns the name of a parameter of a prepared module; None if that is not saved."""
+        for module_name, saved_module in self._modules.items():
+            if unwrap(saved_module) is unwrap(module):
+                return f"{module_name}.{plain_name}"
+        return None
+
+
+def match_optimizers(
+    path: Path | str, objects: Mapping[str, Any], saved: Mapping[str, Any], *, has_replicas: bool
+) -> dict[str, Any]:
+    """Puts the saved states of optimizers in the order of the present parameters.
+
+    Nothing is loaded.
+
+    Args:
+        path: the folder of the checkpoint, or a description such as "step 12 in memory".
+        objects: the objects of this run by name.
+        saved: the saved states by name, with the `manifest`. They have been checked with
+            `check_fits`.
+        has_replicas: True if this run loads the states of DiLoCo's replicas, which are stored in
+            the order of the parameters.
+
+    Returns:
+        The saved states, with those of the optimizers in the present order.
+
+    Raises:
+        CheckpointError: an optimizer is of another class or has other parameters.
+    """
+    modules = {name: value for name, value in objects.items() if isinstance(value, nn.Module)}
+    loads_replicas = has_replicas and "replicas" in saved
+    if loads_replicas:
+        _check_order_of_modules(path, modules, saved)
+
+    names = SavedNames(modules)
+    facts_of_optimizers = saved["manifest"].get(OPTIMIZERS, {})
+    matched = dict(saved)
+    for name, value in objects.items():
+        state = saved[name]
+        if not isinstance(value, Optimizer) or not _is_in_format_of_torch(state):
+            continue
+
+        action = f"resuming {name} from {path}"
+        facts = facts_of_optimizers.get(name)
+        if facts is None:
+            _check_options(action, value, state)
+        else:
+            _check_class(action, value, facts[CLASS_OF_OPTIMIZER])
+            saved_names = facts[NAMES_OF_PARAMETERS]
+            own_names = names.of_optimizer(value)
+            if _are_names_of(saved_names, state):
+                order_matters = loads_replicas or isinstance(_inner(value), torch.optim.LBFGS)
+                order = _match_names(action, saved_names, own_names, order_matters=order_matters)
+                state = _reorder(state, order)
+        _check_shapes(action, value, state)
+        matched[name] = state
+    return matched
+
+
+def _inner(optimizer: Optimizer) -> Optimizer:
+    """Returns the user's optimizer, also if it is prepared."""
+    # Prepared optimizers are recognised by a method that those of torch lack.
+    if hasattr(optimizer, "load_saved_state"):
+        inner: Optimizer = optimizer.inner  # type: ignore[attr-defined]
+        return inner
+    return optimizer
+
+
+def _class_name(optimizer: Optimizer) -> str:
+    return type(_inner(optimizer)).__name__
+
+
+def _is_in_format_of_torch(state: Any) -> bool:
+    """Returns True if the state of an optimizer has the form that torch's optimizers return."""
+    if not isinstance(state, dict) or not isinstance(state.get("state"), dict):
+        return False
+    groups = state.get("param_groups")
+    if not isinstance(groups, list):
+        return False
+    return all(isinstance(group, dict) and "params" in group for group in groups)
+
+
+def _are_names_of(names: Names, state: Mapping[str, Any]) -> bool:
+    """Returns True if a manifest has a name, or None, for each parameter of a saved state."""
+    counts = [len(group["params"]) for group in state["param_groups"]]
+    return counts == [len(group) for group in names]
+
+
+def _check_class(action: str, optimizer: Optimizer, saved_class: str) -> None:
+    """Raises CheckpointError if the state was saved by an optimizer of another class."""
+    own_class = _class_name(optimizer)
+    if saved_class == own_class:
+        return
+    raise CheckpointError(
+        action,
+        f"it was saved from the optimizer {saved_class}, and this run has {own_class}",
+        f"build it as {saved_class}; to train on with another optimizer, load the weights alone "
+        "with lockstep.load_weights",
+    )
+
+
+def _check_options(action: str, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+    """Raises CheckpointError if a state has the options of an optimizer of another class.
+
+    This is for checkpoints that do not say which class it was.
+    """
+    for own_group, saved_group in zip(optimizer.param_groups, state["param_groups"], strict=False):
+        only_saved = []
+        only_own = []
+        for option in OPTIONS_OF_FEW_CLASSES:
+            if option in saved_group and option not in own_group:
+                only_saved.append(option)
+            if option in own_group and option not in saved_group:
+                only_own.append(option)
+
+        # Adam and AdamW have the same options, and differ in the value of one of them.
+        has_both = DECOUPLED in saved_group and DECOUPLED in own_group
+        if has_both and saved_group[DECOUPLED] != own_group[DECOUPLED]:
+            only_saved.append(f"{DECOUPLED}={saved_group[DECOUPLED]}")
+            only_own.append(f"{DECOUPLED}={own_group[DECOUPLED]}")
+
+        if only_saved or only_own:
+            raise CheckpointError(
+                action,
+                f"it was saved from another optimizer than {_class_name(optimizer)}: only the "
+                f"saved one has the options {', '.join(only_saved) or 'none'}, only that of this "
+                f"run {', '.join(only_own) or 'none'}",
+                "build it as it was in the run that saved it; to train on with another optimizer, "
+                "load the weights alone with lockstep.load_weights",
+            )
+
+
+def _match_names(action: str, saved: Names, own: Names, *, order_matters: bool) -> list[list[int]]:
+    """Returns for each parameter of each group its position in the same group when it was saved.
+
+    Parameters without a name are taken in their order.
+
+    Args:
+        action: what is being done, for errors.
+        saved: the names of the parameters when they were saved.
+        own: the present names.
+        order_matters: True if the state cannot be put into another order.
+
+    Raises:
+        CheckpointError: a group has other parameters, or the order differs and matters.
+    """
+    if len(saved) != len(own):
+        raise CheckpointError(
+            action,
+            f"the number of its parameter groups was {len(saved)} in the checkpoint, and is "
+            f"{len(own)} now",
+            "give the optimizer the parameters that it had, in the same groups",
+        )
+
+    order = []
+    for index, (saved_names, own_names) in enumerate(zip(saved, own, strict=True)):
+        only_saved = sorted(set(filter(None, saved_names)) - set(own_names))
+        only_own = sorted(set(filter(None, own_names)) - set(saved_names))
+        if only_saved or only_own:
+            raise CheckpointError(
+                action,
+                f"group {index} of its parameters has other names: in the checkpoint alone "
+                f"{join_first(only_saved, 3) or 'none'}; in this run alone "
+                f"{join_first(only_own, 3) or 'none'}",
+                "give the optimizer the parameters that it had, in the same groups",
+            )
+        if len(saved_names) != len(own_names):
+            raise CheckpointError(
+                action,
+                f"the number of parameters in its group {index} was {len(saved_names)} in the "
+                f"checkpoint, and is {len(own_names)} now",
+                "give the optimizer the parameters that it had, in the same groups",
+            )
+        order.append(_positions(saved_names, own_names))
+
+    is_same_order = all(positions == sorted(positions) for positions in order)
+    if order_matters and not is_same_order:
+        raise CheckpointError(
+            action,
+            "the optimizer was given its parameters in another order, and this state cannot be "
+            "put into another order",
+            "define the layers of the model, and pass its parameters, in the order in which they "
+            "were saved",
+        )
+    return order
+
+
+def _positions(saved_names: Sequence[str | None], own_names: Sequence[str | None]) -> list[int]:
+    """Returns for each present parameter of a group its position among the saved ones."""
+    position_of_name = {name: position for position, name in enumerate(saved_names)}
+    positions_without_name = [position for position, name in enumerate(saved_names) if name is None]
+    positions = []
+    next_without_name = iter(positions_without_name)
+    for name in own_names:
+        if name is None:
+            positions.append(next(next_without_name))
+        else:
+            positions.append(position_of_name[name])
+    return positions
+
+
+def _reorder(state: dict[str, Any], order: Sequence[Sequence[int]]) -> dict[str, Any]:
+    """Returns an optimizer's state with the entries of its parameters in another order.
+
+    Args:
+        state: the saved state; it is not changed.
+        order: the result of `_match_names`.
+    """
+    groups = []
+    new_number: dict[Any, Any] = {}
+    for group, positions in zip(state["param_groups"], order, strict=True):
+        numbers = group["params"]
+        for number, position in zip(numbers, positions, strict=True):
+            new_number[numbers[position]] = number
+
+        # Torch adds the names of parameters that were given to the optimizer with their names.
+        reordered = dict(group)
+        if isinstance(group.get("param_names"), list):
+            reordered["param_names"] = [group["param_names"][position] for position in positions]
+        groups.append(reordered)
+
+    entries = {new_number.get(key, key): entry for key, entry in state["state"].items()}
+    return {**state, "state": entries, "param_groups": groups}
+
+
+def _check_shapes(action: str, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+    """Raises CheckpointError if the tensors of a state are those of parameters of other shapes.
+
+    Only the optimizers of torch and Lockstep are checked: in those of others, a tensor of the same
+    name may have another shape than its parameter.
+    """
+    origin = type(_inner(optimizer)).__module__
+    if not origin.startswith(("torch.optim.", "lockstep.optim.")):
+        return
+
+    for number, parameter in _numbered_parameters(optimizer, state):
+        entry = state["state"].get(number)
+        if not isinstance(entry, dict):
+            continue
+        for key in KEYS_OF_PARAMETER_SHAPE:
+            saved_shape = shape_of(entry.get(key))
+            own_shape = shape_of(parameter)
+            if saved_shape is None or own_shape is None or saved_shape == own_shape:
+                continue
+            raise CheckpointError(
+                action,
+                f"{key} of its parameter {number} has the shape {list(saved_shape)}, and the "
+                f"parameter has {list(own_shape)}",
+                "give the optimizer the parameters that it had, in the same order",
+            )
+
+
+def _numbered_parameters(
+    optimizer: Optimizer, state: Mapping[str, Any]
+) -> list[tuple[Any, Tensor]]:
+    """Pairs the numbers that a state uses for parameters with the parameters on this rank."""
+    own_parameters = list(chain(*(group["params"] for group in optimizer.param_groups)))
+    numbers = list(chain(*(group["params"] for group in state["param_groups"])))
+    if getattr(optimizer, "partial", False):  # other ranks have the other parameters
+        numbers = list(chain(*optimizer.numbers_on_one_device))  # type: ignore[attr-defined]
+
+    # If their numbers differ, torch will say so.
+    return list(zip(numbers, own_parameters, strict=False))
+
+
+def _check_order_of_modules(
+    path: Path | str, modules: Mapping[str, nn.Module], saved: Mapping[str, Any]
+) -> None:
+    """Checks that the models define their tensors in the order in which they were saved.
+
+    The weights of DiLoCo's replicas have no names, and are loaded in this order.
+
+    Raises:
+        CheckpointError: the order of a model differs.
+    """
+    for name, module in modules.items():
+        if list(saved[name]) != list(plain_shapes(module)):
+            raise CheckpointError(
+                f"resuming the replicas from {path}",
+                f"{name} defines its layers in another order than when it was saved, and the "
+                "weights of the replicas are stored in this order",
+                "define the layers in the order in which they were saved",
+            )
