@@ -37,11 +37,13 @@ class Statistics(nn.Module):
         return self.layer(x)
 
 
-def train(strategy: Any, samples: int) -> tuple[list[float], int, list[str]]:
+def train(
+    strategy: Any, samples: int, virtual_ranks: int | None = None
+) -> tuple[list[float], int, list[str]]:
     """The running mean, the number of passes, and what was said."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", LockstepWarning)
-        with lockstep.init(strategy, seed=1) as world:
+        with lockstep.init(strategy, seed=1, virtual_ranks=virtual_ranks) as world:
             model = Statistics()
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
             model, optimizer = world.prepare(model, optimizer)
@@ -63,15 +65,23 @@ CASES: dict[str, tuple[Any, int]] = {
     "a misspelled name under fsdp": (FSDP(average_buffers=["mean", "maen"]), 24),
     # The last batch has one sample, so a rank has a mean of nothing.
     "a rank without samples": (DDP(average_buffers=("mean",)), 17),
+    # Each virtual rank counts its passes alike, also on processes that do not compute the first.
+    "virtual ranks": (DDP(), 24),
 }
 MORE = {
+    "virtual ranks under fsdp": (FSDP(), 24),
+    "virtual ranks without samples": (DDP(), 17),
     "hsdp": (HSDP(shard_size=1), 24),
     "averaged under hsdp": (HSDP(shard_size=1, average_buffers="mean"), 21),
 }
 
 
 def in_cases(cases: dict[str, tuple[Any, int]]) -> dict[str, Any]:
-    return {name: train(strategy, samples) for name, (strategy, samples) in cases.items()}
+    found = {}
+    for name, (strategy, samples) in cases.items():
+        virtual_ranks = 6 if name.startswith("virtual ranks") else None
+        found[name] = train(strategy, samples, virtual_ranks)
+    return found
 
 
 def alone() -> dict[int, Any]:

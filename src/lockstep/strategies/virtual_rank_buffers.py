@@ -5,7 +5,8 @@ the same buffers, as all ranks do under DDP. So before a virtual rank begins, th
 restored to what they were at the beginning of the global batch. After the last virtual rank they
 get new values. Those of BatchNorm, and those that the user has named (`average_buffers`), get the
 mean over virtual ranks, added up in the order of the tree (`virtual_ranks`). All others get the
-values of virtual rank 0.
+values that the first virtual rank of this process has left: on rank 0 that is virtual rank 0.
+`moving_buffers` compares these values between the ranks, and then gives those of rank 0 to all.
 
 A SyncBatchNorm gives its buffers the values of the global batch by itself, the same on all ranks
 (`virtual_rank_batchnorm`). They are only restored if a global batch is left early.
@@ -121,8 +122,10 @@ class VirtualRankBuffers(Extension):
         A partial sum is a list with one flat tensor for each dtype of the averaged buffers. See
         `_flatten_results` for what such a tensor contains."""
         self._values_of_first: dict[str, Tensor] = {}
-        """The buffers that are neither averaged nor counters nor synchronised, as virtual rank 0
-        has left them, by name. Empty if another process computes virtual rank 0."""
+        """The buffers that are neither averaged nor counters nor synchronised, as the first virtual
+        rank of this process with samples has left them, by name."""
+        self._has_values_of_first = False
+        """True once `_values_of_first` is complete; it may have no buffers."""
         self._micro_batch_of_latest: MicroBatch | None = None
         """The first micro-batch of the virtual rank that was begun last; None before the first
         virtual rank."""
@@ -181,7 +184,7 @@ class VirtualRankBuffers(Extension):
             self._restore_buffers(keep_synchronised=True)
 
         self._partial_sums.clear()
-        self._values_of_first.clear()
+        self._forget_first()
         self._copy_buffers()
         self._must_combine = self._has_optimizer
 
@@ -213,14 +216,15 @@ class VirtualRankBuffers(Extension):
         # rank 0.
         self._combine_over_virtual_ranks(micro_batch.global_samples)
 
-        # The remaining buffers get the values of virtual rank 0, on the process that computed it.
+        # The remaining buffers get the values of the first virtual rank of this process. Other
+        # processes have theirs, which `moving_buffers` compares.
         buffers = self._buffers()
         with torch.no_grad():
             for name, values in self._values_of_first.items():
                 if name in buffers:
                     buffers[name].copy_(values)
 
-        self._values_of_first.clear()
+        self._forget_first()
 
     def clear_gradients(self) -> None:
         """Restores the initial buffers when the loop has left a global batch early."""
@@ -246,6 +250,11 @@ class VirtualRankBuffers(Extension):
         for name, values in self._present_values.items():
             buffers[name].copy_(values)
         self._present_values.clear()
+
+    def _forget_first(self) -> None:
+        """Drops the values of the first virtual rank of this process."""
+        self._values_of_first.clear()
+        self._has_values_of_first = False
 
     def _buffers(self) -> dict[str, Tensor]:
         """Returns the present buffers by name. The model may have removed some."""
@@ -331,7 +340,8 @@ class VirtualRankBuffers(Extension):
 
         Averaged buffers and counters of batches are added to the sums over virtual ranks. Buffers
         of SyncBatchNorm layers are left out, because they are equal on all virtual ranks. For any
-        other buffer, only the value of virtual rank 0 is kept, as DDP keeps that of rank 0.
+        other buffer, only the value of the first virtual rank of this process is kept. DDP keeps
+        that of rank 0.
 
         Args:
             micro_batch: a micro-batch of the virtual rank.
@@ -350,7 +360,11 @@ class VirtualRankBuffers(Extension):
             num_merges = self._tree.num_merges(micro_batch)
             push(self._partial_sums, flat_tensors, num_merges, add_to_each)
 
-        if is_first_virtual_rank:
+        # Virtual rank 0 counts even if it has no samples and leaves its buffers as they were. On
+        # other processes such a virtual rank is passed over: its buffers would seem to differ.
+        may_be_kept = is_first_virtual_rank or micro_batch.local_rows > 0
+        if may_be_kept and not self._has_values_of_first:
+            self._has_values_of_first = True
             # Combined buffers were stored above, and synchronised ones are left out.
             not_stored_here = [*self.combined_names, *self._synchronised]
             for name, buffer in self._changed_buffers().items():
