@@ -82,6 +82,30 @@ def rank_at_barrier(rank: int, seq: int = 6, **fields: object) -> RankState:
 # --- deadlocks
 
 
+def test_a_rank_that_got_through_a_call_of_other_sizes_is_not_said_to_wait_in_it() -> None:
+    sizes = completed_all_reduces(5)
+    through = (make_call("all_reduce", 6, 3), make_call("all_gather", 7, 3))
+    verdict = find_verdict(
+        rank_state(0, stack_in_op("all_gather", 8), *sizes, *through),
+        rank_state(1, stack_in_op("all_reduce", 6), *sizes, make_call("all_reduce", 6, 4)),
+    )
+    assert (verdict.kind, verdict.fatal) == ("deadlock", True)
+    assert "collectives that do not match, after all_reduce had different sizes" in verdict.headline
+
+
+def test_all_ranks_in_a_circle_of_groups_are_named() -> None:
+    """Each waits in a group whose other rank waits in the next group. Rank 3 waits for rank 0."""
+    members = {"a": (0, 1), "b": (1, 2), "c": (2, 0), "d": (3, 0)}
+    groups = tuple(Group(name, "gloo", ranks) for name, ranks in members.items())
+    states = []
+    for rank, name in enumerate("abcd"):
+        call = make_call("all_reduce", 1, 2, group=name)
+        stack = stack_in_op("all_reduce", 8)
+        states.append(rank_state(rank, stack, call, groups=groups, completed={}))
+    verdict = find_verdict(*states)
+    assert (verdict.kind, verdict.fatal, verdict.ranks) == ("deadlock", True, (0, 1, 2))
+
+
 def test_different_operations_are_a_deadlock() -> None:
     verdict = find_verdict(
         rank_state(

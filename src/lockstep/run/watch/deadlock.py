@@ -75,7 +75,7 @@ def deadlock(case: Case) -> Verdict | None:
     )
     return case.make_verdict(
         "deadlock",
-        _ranks_at_fault(waiting, mismatch),
+        _ranks_at_fault(case, waiting, mismatch),
         headline,
         advice,
         fatal=is_fatal,
@@ -219,13 +219,17 @@ def _describe_calls(waiting: Mapping[int, Activity], mismatch: Mismatch | None) 
     if _create_different_groups(waiting):
         return f"{name_ops(waiting)}, for process groups that differ"
 
+    ops = {activity.op for activity in waiting.values()}
+
     # If no mismatch is known, no calls were made at it, and nothing is known to differ.
     ops_at_mismatch = {call.op for call in _calls_made(mismatch)}
     if _only_sizes_differ(mismatch):
         (op,) = ops_at_mismatch  # there is one, as all ranks called the same operation
-        return f"{op} with different sizes or types"
+        if ops == {op}:
+            return f"{op} with different sizes or types"
+        # Some ranks have got through that call, and wait in a later one.
+        return f"collectives that do not match, after {op} had different sizes or types"
 
-    ops = {activity.op for activity in waiting.values()}
     if len(ops) > 1 or len(ops_at_mismatch) > 1:
         return "collectives that do not match"
 
@@ -262,15 +266,19 @@ def _only_sizes_differ(mismatch: Mismatch | None) -> bool:
     return len(ops) == 1 and len(signatures) > 1
 
 
-def _ranks_at_fault(waiting: Mapping[int, Activity], mismatch: Mismatch | None) -> Iterable[int]:
+def _ranks_at_fault(
+    case: Case, waiting: Mapping[int, Activity], mismatch: Mismatch | None
+) -> Iterable[int]:
     """Returns the ranks to blame: those that did not do what most ranks did at the mismatch.
 
     Without a majority, the ranks in DDP's forward pass are blamed, because they probably run the
     model while the others do not. If none of the ranks is in the forward pass, or all are, nobody
     can be singled out. Then all ranks of the group with the mismatch are returned or, if no
-    mismatch is known, all ranks that wait.
+    mismatch is known, all ranks that wait. If the ranks wait for each other in several groups,
+    those in the circle are returned.
 
     Args:
+        case: what is known about the run.
         waiting: what the deadlocked ranks do, by rank.
         mismatch: the first collective that the ranks did not all call in the same way.
     """
@@ -303,7 +311,30 @@ def _ranks_at_fault(waiting: Mapping[int, Activity], mismatch: Mismatch | None) 
     # 4. Nobody can be singled out.
     if mismatch is None or not mismatch.calls:
         return list(waiting)
+    some_have_not_come = any(call is None for _, call in mismatch.calls)
+    if some_have_not_come:
+        ranks_in_circle = _ranks_in_circle(case, waiting)
+        if ranks_in_circle:
+            return ranks_in_circle
     return [rank for rank, _ in mismatch.calls]
+
+
+def _ranks_in_circle(case: Case, waiting: Iterable[int]) -> set[int]:
+    """Returns the deadlocked ranks that wait for each other, without those that wait for them.
+
+    Args:
+        case: what is known about the run.
+        waiting: the deadlocked ranks.
+    """
+    remaining = set(waiting)
+    while True:
+        # No rank waits for itself, although a set of awaited ranks may contain it.
+        awaited: set[int] = set()
+        for rank in remaining:
+            awaited |= case.graph.waits_for[rank] - {rank}
+        if remaining <= awaited:
+            return remaining
+        remaining &= awaited
 
 
 def _sides_of_mismatch(mismatch: Mismatch | None) -> list[list[int]]:
