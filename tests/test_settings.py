@@ -17,6 +17,7 @@ from lockstep.cli.run import command
 from lockstep.errors import SettingError
 from lockstep.settings import (
     DECLARATIONS,
+    OPTION_OF_LAUNCHER_VARIABLE,
     VERIFY_VARIABLE,
     Settings,
     check_names_of_variables,
@@ -94,6 +95,9 @@ def test_a_variable_that_cannot_be_read_is_named(text: str) -> None:
         ("SEED", "-1", "a seed is", "pass a whole number"),
         ("JOIN_TIMEOUT", "nan", "not a time above 0", "give seconds"),
         ("PRECISON", "bf16", "there is no such setting", "did you mean LOCKSTEP_PRECISION?"),
+        ("NPROC", "2", "no variable stands for --nproc", "lockstep run --nproc ... SCRIPT"),
+        ("WORLD_SIZE", "2", "no variable stands for --nproc", "lockstep run --nproc ... SCRIPT"),
+        ("SYNC_BATCHNORM", "0", "for sync_batchnorm", "pass sync_batchnorm to lockstep.init"),
         ("MICROBATCH_SIZE", "4", "no such setting", "did you mean LOCKSTEP_MICRO_BATCH_SIZE?"),
     ],
 )
@@ -111,7 +115,18 @@ def test_no_variable_of_locksteps_own_is_taken_for_a_setting_that_was_misspelt()
     text = "".join(path.read_text(encoding="utf-8") for path in source.rglob("*.py"))
     variables = set(re.findall(r"LOCKSTEP_[A-Z_]*[A-Z]", text))
     assert {"LOCKSTEP_EVIDENCE", "LOCKSTEP_TOKEN", "LOCKSTEP_QUIET"} <= variables
-    check_names_of_variables(dict.fromkeys(variables - {"LOCKSTEP_PRECISON"}, "1"))
+    check_names_of_variables(
+        dict.fromkeys(variables - {"LOCKSTEP_PRECISON", "LOCKSTEP_NPROC"}, "1")
+    )
+
+
+def test_an_option_of_the_launcher_has_a_variable_or_one_is_refused() -> None:
+    known = {*OPTION_OF_LAUNCHER_VARIABLE, "QUIET", "MODULE", "FROM_FILE"}
+    known.update(declaration.name.upper() for declaration in DECLARATIONS.values())
+    names = {
+        str(option.name).upper() for option in command.params if isinstance(option, click.Option)
+    }
+    assert names <= known
 
 
 @pytest.mark.parametrize(

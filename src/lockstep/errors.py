@@ -39,15 +39,17 @@ from __future__ import annotations
 
 import copyreg
 import os
+import re
 import sys
 import traceback
 import warnings
 from collections.abc import Callable, Collection, Mapping
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Any
 
 from lockstep.columns import pad
 from lockstep.language import (
+    LANGUAGE_OF_WORD,
     LANGUAGE_VARIABLE,
     LANGUAGES,
     InLanguage,
@@ -433,7 +435,11 @@ def explain_hint(code: str) -> str:
 
 
 def unknown_choice_error(
-    was_set: str, word: object, what: str, known_words: Collection[str]
+    was_set: str,
+    word: object,
+    what: str,
+    known_words: Collection[str],
+    familiar_words: Mapping[str, str] = MappingProxyType({}),
 ) -> SettingError:
     """Returns the error for a word that is not one of the known words.
 
@@ -442,9 +448,15 @@ def unknown_choice_error(
         word: the unknown word.
         what: plural noun for the known words, e.g. "strategies".
         known_words: the words that could have been meant.
+        familiar_words: known words by other words for the same thing, which are in lower case and
+            without spaces, hyphens and underscores: {"distributeddataparallel": "ddp"}.
     """
-    # There are few words to choose from, so they need not be very similar.
-    do = did_you_mean(str(word).lower(), known_words, "choose one of them", cutoff=0.3)
+    meant = familiar_words.get(re.sub(r"[ _-]", "", str(word).lower()))
+    if meant is not None:
+        do = f"did you mean {meant!r}?"
+    else:
+        # There are few words to choose from, so they need not be very similar.
+        do = did_you_mean(str(word).lower(), known_words, "choose one of them", cutoff=0.3)
     return SettingError(was_set, f"{what} are {', '.join(known_words)}", do)
 
 
@@ -452,7 +464,13 @@ def check_language(environ: Mapping[str, str]) -> None:
     """Raises SettingError if LOCKSTEP_LANG names a language that messages are not written in."""
     if language_of(environ) is None:
         name = environ[LANGUAGE_VARIABLE]
-        raise unknown_choice_error(f"{LANGUAGE_VARIABLE}={name}", name, "languages", LANGUAGES)
+        raise unknown_choice_error(
+            f"{LANGUAGE_VARIABLE}={name}",
+            re.split(r"[-_.@ ]", name)[0],  # "cn" of "cn.UTF-8"
+            "languages",
+            LANGUAGES,
+            LANGUAGE_OF_WORD,
+        )
 
 
 def _format_message(

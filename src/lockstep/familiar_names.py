@@ -139,6 +139,71 @@ CODE_OF_MODULE_NAME = {
 }
 """What to write instead of a name that the module `lockstep` does not have."""
 
+ADVICE_FOR_FLAG = {
+    # Accelerate and DeepSpeed
+    "num-processes": "use --nproc, which counts the processes of each machine, not all of them",
+    "num-machines": "--nnodes",
+    "num-nodes": "--nnodes",
+    "machine-rank": "--node-rank",
+    "main-process-ip": "--master-addr",
+    "main-process-port": "--master-port",
+    "mixed-precision": "--precision",
+    "gradient-accumulation-steps": "--num-micro-batches",
+    "num-gpus": "--nproc",
+    "gpu-ids": "set CUDA_VISIBLE_DEVICES and --nproc instead",
+    "num-cpu-threads-per-process": "set OMP_NUM_THREADS instead",
+    "config-file": "use --launch-file instead; its keys are the options of lockstep run",
+    "hostfile": "use --hosts instead, which also takes the path of a hostfile",
+    "multi-gpu": "use --nproc gpu instead, which starts a process for each GPU",
+    "cpu": "use --device cpu instead",
+    "use-fsdp": "--strategy fsdp",
+    "use-deepspeed": "use --strategy fsdp instead, which shards the model as ZeRO does",
+    # mpirun, srun
+    "n": "--nproc",
+    "np": "--nproc",
+    "N": "--nnodes",
+    "H": "--hosts",
+    "host": "--hosts",
+    "ntasks": "--nproc",
+    "ntasks-per-node": "--nproc",
+    # torch.multiprocessing
+    "nprocs": "--nproc",
+    "world-size": "--nproc",
+}
+"""What to use instead of a flag of another launcher: a flag, or a sentence of advice.
+
+The keys are without the hyphens at the start, and with `-` in place of `_`."""
+
+STRATEGY_OF_WORD = {
+    "dataparallel": "dp",
+    "distributeddataparallel": "ddp",
+    "distributed": "ddp",
+    "dataparalleldistributed": "ddp",
+    "horovod": "ddp",
+    "fullyshardeddataparallel": "fsdp",
+    "fullyshard": "fsdp",
+    "fsdp1": "fsdp",
+    "fsdp2": "fsdp",
+    "deepspeed": "fsdp",
+    "deepspeedstage2": "fsdp",
+    "deepspeedstage3": "fsdp",
+    "sharded": "fsdp",
+    "zero": "fsdp",
+    "zero1": "fsdp",
+    "zero2": "fsdp",
+    "zero3": "fsdp",
+    "hybridshard": "hsdp",
+    "hybridshardeddataparallel": "hsdp",
+    "localsgd": "diloco",
+    "gpipe": "pipeline",
+    "pp": "pipeline",
+    "pipelineparallel": "pipeline",
+    "none": "single",
+    "no": "single",
+}
+"""The strategy that a word of PyTorch, DeepSpeed or Lightning means, in lower case and without
+spaces, hyphens and underscores."""
+
 NAMES_OF_WORLD = (
     *("backward", "barrier", "broadcast", "clip_grad_norm_", "close", "device", "epoch", "epochs"),
     *("gather", "is_last_micro_batch", "is_main", "is_repeated_micro_batch", "loader"),

@@ -31,6 +31,21 @@ LOCALE_VARIABLES = ("LC_ALL", "LC_MESSAGES", "LANG")
 ENGLISH = "en"
 CHINESE = "zh"
 LANGUAGES = (ENGLISH, CHINESE)
+LANGUAGE_OF_WORD = {
+    "cn": CHINESE,
+    "chinese": CHINESE,
+    "mandarin": CHINESE,
+    "zhcn": CHINESE,
+    "zhtw": CHINESE,
+    "tw": CHINESE,
+    "hk": CHINESE,
+    "中文": CHINESE,
+    "english": ENGLISH,
+    "us": ENGLISH,
+    "uk": ENGLISH,
+    "gb": ENGLISH,
+}
+"""The language that a word means with which LOCKSTEP_LANG may be set by mistake."""
 GRAMMATICAL_FIELDS = ("conjugate", "have", "plural", "pronoun", "them", "verb")
 """Fields of one word that only English needs: a translation may leave them out."""
 NUMBER = r"-?\d(?:[\d.,]*\d)?(?:e[+-]?\d+)?"

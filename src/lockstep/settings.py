@@ -484,6 +484,40 @@ DECLARATIONS: dict[str, Declaration] = {
 }
 """All settings that a user can set, by the names of their fields."""
 
+OPTION_OF_LAUNCHER_VARIABLE = {
+    "NPROC": "--nproc",
+    "NPROCS": "--nproc",
+    "NPROC_PER_NODE": "--nproc",
+    "NUM_PROCESSES": "--nproc",
+    "WORLD_SIZE": "--nproc",
+    "HOSTS": "--hosts",
+    "COPY": "--copy",
+    "ON_LOST": "--on-lost",
+    "FORWARD_ENV": "--forward-env",
+    "SSH": "--ssh",
+    "RAY": "--ray",
+    "SLURM": "--slurm",
+    "NODES": "--nodes",
+    "NNODES": "--nnodes",
+    "NODE_RANK": "--node-rank",
+    "MASTER_ADDR": "--master-addr",
+    "MASTER_PORT": "--master-port",
+    "GPUS_PER_NODE": "--gpus-per-node",
+    "TIME": "--time",
+    "SBATCH": "--sbatch",
+    "LAUNCH_FILE": "--launch-file",
+    "DRY_RUN": "--dry-run",
+    "WARM": "--no-warm",
+    "KEEP_IN_MEMORY": "--keep-in-memory",
+    "ON_HANG": "--on-hang",
+    "HANG_AFTER": "--hang-after",
+    "MAX_RESTARTS": "--max-restarts",
+    "LOG_DIR": "--log-dir",
+    "LOCAL_RANK_ARGUMENT": "--local-rank-argument",
+}
+"""Options of `lockstep run` that cannot be set by a variable, by what would be its name without
+the prefix."""
+
 
 def settings_of_ranks(settings: Settings) -> dict[str, object]:
     """Returns the values that must be equal on all ranks, by the names of the settings.
@@ -689,17 +723,40 @@ def choices_from_file(environ: Mapping[str, str]) -> list[Choice]:
 
 
 def check_names_of_variables(environ: Mapping[str, str]) -> None:
-    """Raises SettingError for a misspelt variable such as LOCKSTEP_PRECISON."""
+    """Raises SettingError for a misspelt variable such as LOCKSTEP_PRECISON.
+
+    It also raises one for LOCKSTEP_NPROC and the like, as options of `lockstep run` that are no
+    settings have no variable, and for settings that can only be set in the script.
+    """
     # A setting with a reader can be set by a variable: the reader turns its text into a value.
     known_names = []
+    name_in_script = {}
     for declaration in DECLARATIONS.values():
         if declaration.reader is not None:
             known_names.append(declaration.name.upper())
+        else:
+            name_in_script[declaration.name.upper()] = declaration.name
 
     for variable, value in environ.items():
         name = variable.removeprefix(VARIABLE_PREFIX)
         if name == variable or name in known_names:
             continue
+
+        option = OPTION_OF_LAUNCHER_VARIABLE.get(name)
+        if option is not None and value:
+            raise SettingError(
+                f"{variable}={value}",
+                f"no variable stands for {option}, so this one would have no effect",
+                f"unset it, and write the option: lockstep run {option} ... SCRIPT",
+            )
+
+        setting = name_in_script.get(name)
+        if setting is not None and value:
+            raise SettingError(
+                f"{variable}={value}",
+                f"no variable stands for {setting}, so this one would have no effect",
+                f"unset it, and pass {setting} to lockstep.init in the script",
+            )
 
         similar = difflib.get_close_matches(name, known_names, n=1, cutoff=SIMILAR_VARIABLE)
         if similar:

@@ -17,6 +17,7 @@ from lockstep.cli import run_help
 from lockstep.cli.main import main
 from lockstep.cli.run import torchrun_options
 from lockstep.errors import SettingError
+from lockstep.familiar_names import ADVICE_FOR_FLAG
 from lockstep.run.machines.hosts import HostsSpec
 from lockstep.run.start import script
 from lockstep.run.start.plan import LaunchSpec
@@ -184,6 +185,27 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
             "SIGFOO is no signal",
             marks=needs_torchrun_flag("--signals-to-handle"),
         ),
+        (("--strategy", "DataParallel", "t.py"), "did you mean 'dp'?"),
+        (("--strategy", "DistributedDataParallel", "t.py"), "did you mean 'ddp'?"),
+        (("--strategy", "FullyShardedDataParallel", "t.py"), "did you mean 'fsdp'?"),
+        (("--strategy", "deepspeed_stage_3", "t.py"), "did you mean 'fsdp'?"),
+        (("--strategy", "zero3", "t.py"), "did you mean 'fsdp'?"),
+        (("python", "t.py", "--lr", "1"), "leave python out: lockstep run t.py\n"),
+        (("--nproc", "2", "python3.12", "-u", "t.py"), "out: lockstep run t.py\n"),
+        (("--hosts", "a,b", "python", "-m", "t"), "leave python out: lockstep run -m t\n"),
+        (("\u2014nproc", "2", "t.py"), "do:    type it anew: --nproc\n"),
+        (("--seed", "1", "\u2013\u2013nproc", "2", "t.py"), "do:    type it anew: --nproc\n"),
+        (("--nproc\uff1d2", "t.py"), "type them in half width: --nproc=2\n"),
+        (("--hosts", "a\uff0cb", "t.py"), "type ',' in its place"),
+        (("--hosts", "a", "b:2", "t.py"), "by commas: --hosts a,b:2 t.py\n"),
+        (("--hosts", "a,", "b:2", "t.py"), "by commas: --hosts a,b:2 t.py\n"),
+        (("--num_processes", "2", "t.py"), "use --nproc, which counts the processes of each"),
+        (("--num-machines", "2", "t.py"), "do:    use --nnodes instead\n"),
+        (("--machine_rank=2", "t.py"), "do:    use --node-rank instead\n"),
+        (("--main_process_ip", "a", "t.py"), "do:    use --master-addr instead\n"),
+        (("--mixed_precision", "bf16", "t.py"), "do:    use --precision instead\n"),
+        (("-n", "2", "t.py"), "do:    use --nproc instead\n"),
+        (("-np", "2", "t.py"), "do:    use --nproc instead\n"),
         (("s.py",), "did you mean t.py?"),
         (("t",), "did you mean t.py?"),
         (("elsewhere/t.py",), "there is no such file"),
@@ -240,6 +262,27 @@ def test_variables_are_checked_before_anything_starts(monkeypatch: pytest.Monkey
     assert run("--nproc", "2", "--strategy", "ddp", "t.py").exit_code == 7  # overrides it
     monkeypatch.setenv("LOCKSTEP_STRATEGY", "sinlge")
     assert "did you mean 'single'?" in run("t.py").output
+
+
+def test_what_stands_for_a_flag_of_another_launcher_is_a_flag() -> None:
+    known: set[str] = set()
+    for param in (*run_command.command.params, *torchrun_options()):
+        known.update(param.opts)
+    for advice in ADVICE_FOR_FLAG.values():
+        for flag in re.findall(r"--[\w-]+", advice):
+            assert flag in known, advice
+
+
+@pytest.mark.usefixtures("folder")
+def test_a_language_of_another_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("cn", "Chinese", "cn.UTF-8", "zh-CN", "zh_TW", "english"):
+        monkeypatch.setenv("LOCKSTEP_LANG", name)
+        output = run("--dry-run", "t.py").output
+        if name.startswith("zh"):
+            assert "languages are" not in output
+        else:
+            meant = "en" if name == "english" else "zh"
+            assert f"languages are en, zh\n  do:    did you mean {meant!r}?" in output
 
 
 def test_the_help_has_every_option_in_one_group() -> None:

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 import shlex
 import signal
+import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -31,6 +33,7 @@ from lockstep.cli.run_options import (
     setting_options,
 )
 from lockstep.errors import SettingError
+from lockstep.familiar_names import ADVICE_FOR_FLAG
 from lockstep.language import translate
 from lockstep.run.machines import ray_run, slurm, slurm_batch
 from lockstep.run.machines.hostfile import parse_hosts
@@ -72,6 +75,9 @@ OPTIONS_OF_SLURM = ("slurm", "nodes", "gpus_per_node", "time", "sbatch")
 
 NOT_IN_A_LAUNCH_FILE = ("launch_file", "from_file", "help")
 """Options that have no key in a launch file."""
+
+HOST_WORD_PATTERN = re.compile(r"[\w.@:,\[\]/-]+")
+"""What a host, or the path of a script, consists of."""
 
 REFUSED_ARGUMENT_EXIT_CODE = 2
 """The exit code with which argparse and click end a script that gets an unknown argument."""
@@ -144,6 +150,19 @@ def _flags_of(command: click.Command) -> set[str]:
 
 def _unknown_flag_error(command: click.Command, ctx: click.Context, flag: str) -> SettingError:
     """Returns the error for a flag that neither this command nor torchrun has."""
+    found = "neither Lockstep nor torchrun has this flag"
+    familiar = ADVICE_FOR_FLAG.get(flag.lstrip("-").replace("_", "-"))
+    if familiar is not None:
+        do = f"use {familiar} instead" if familiar.startswith("--") else familiar
+        return SettingError(flag, found, do)
+
+    # "--nproc＝2" with a full-width equals sign, which Chinese input methods write.
+    ascii_flag = unicodedata.normalize("NFKC", flag)
+    if ascii_flag != flag and ascii_flag.isascii():
+        return SettingError(
+            flag, "it has full-width characters", f"type them in half width: {ascii_flag}"
+        )
+
     # The names are compared without dashes: `--x` and `--y` would be similar because of the dashes.
     names = []
     for param in command.get_params(ctx):
@@ -157,7 +176,7 @@ def _unknown_flag_error(command: click.Command, ctx: click.Context, flag: str) -
         similar_flag = f"--{similar_names[0]}"
         do = f"did you mean {similar_flag}? If not, {do}"
 
-    return SettingError(flag, "neither Lockstep nor torchrun has this flag", do)
+    return SettingError(flag, found, do)
 
 
 def _keep_source(ctx: click.Context, param: click.Parameter, value: str | None) -> None:
@@ -736,6 +755,32 @@ def _num_processes_on_hosts(spec: HostsSpec) -> int | None:
     return total
 
 
+def _check_no_hosts_after_spaces(ctx: click.Context, script: str, args: Sequence[str]) -> None:
+    """Checks that hosts are not separated by spaces, as in `--hosts node1 node2 train.py`.
+
+    In this example `node2` is given as the script, and there is no such file.
+
+    Raises:
+        SettingError: the words behind --hosts are hosts, with a script behind them.
+    """
+    words = [script, *args]
+    if ctx.params["module"] or Path(script).exists():
+        return
+
+    for position, word in enumerate(words):
+        if word.startswith("-") or HOST_WORD_PATTERN.fullmatch(word) is None:
+            return
+        if word.endswith(".py") and Path(word).is_file():
+            separate = words[:position]
+            hosts = [ctx.params["hosts"].rstrip(","), *(host.rstrip(",") for host in separate)]
+            corrected = " ".join(["--hosts", ",".join(hosts), word])
+            raise SettingError(
+                f"--hosts {ctx.params['hosts']} {' '.join(separate)}",
+                "a space ends the list of hosts",
+                f"separate them by commas: {corrected}",
+            )
+
+
 def _hosts_spec(ctx: click.Context, script: str, args: tuple[str, ...]) -> HostsSpec:
     """Returns the request for a run on the machines of --hosts.
 
@@ -748,6 +793,8 @@ def _hosts_spec(ctx: click.Context, script: str, args: tuple[str, ...]) -> Hosts
         SettingError: one of torchrun's flags cannot be used with --hosts, there is no such script,
             or --copy would send too much.
     """
+    _check_no_hosts_after_spaces(ctx, script, args)
+
     # What does not depend on the machines; they are added below.
     spec = _spec_for_unknown_machines(ctx, script, args, "--hosts")
 
@@ -792,7 +839,7 @@ def _spec_for_unknown_machines(
 
     check_flags_usable_with(option, ctx.meta[TORCHRUN_FLAGS])
     module = ctx.params["module"]
-    check_script(Script(path=script, module=module))
+    check_script(Script(path=script, arguments=args, module=module))
     return HostsSpec(
         hosts=(),  # filled in by the caller
         arguments=_given_options(ctx),
@@ -831,7 +878,7 @@ def _sbatch_options(ctx: click.Context, script: str) -> list[str]:
     sbatch_options = slurm_batch.sbatch_options(request, script)
 
     check_flags_usable_with("--slurm", ctx.meta[TORCHRUN_FLAGS])
-    check_script(Script(path=script, module=ctx.params["module"]))
+    check_script(Script(path=script, arguments=ctx.params["args"], module=ctx.params["module"]))
     return sbatch_options
 
 

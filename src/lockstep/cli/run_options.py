@@ -15,6 +15,7 @@ from click.core import ParameterSource
 
 from lockstep.cli.launch_file import LaunchFile
 from lockstep.errors import SettingError, unknown_choice_error
+from lockstep.familiar_names import STRATEGY_OF_WORD
 from lockstep.run.start.plan import choose_nproc
 from lockstep.settings import (
     DECLARATIONS,
@@ -163,7 +164,7 @@ def check_settings(
         strategy_name = strategy.partition(":")[0]
         if strategy_name not in CLASS_OF_NAME:
             raise unknown_choice_error(
-                texts["strategy"], strategy_name, "strategies", CLASS_OF_NAME
+                texts["strategy"], strategy_name, "strategies", CLASS_OF_NAME, STRATEGY_OF_WORD
             )
 
     # The rest depends on the number of processes. A single process may start others itself.

@@ -10,6 +10,7 @@ from typing import Any, Union
 
 from lockstep import strategies
 from lockstep.errors import SettingError, unknown_choice_error
+from lockstep.familiar_names import STRATEGY_OF_WORD
 from lockstep.strategies.base import Strategy
 
 DESCRIPTION_OF_TYPE = {int: "a whole number", float: "a number", bool: "true or false"}
@@ -47,7 +48,9 @@ def parse_strategy(text: str) -> Strategy:
     was_set = f"strategy={text!r}"
     name, _, options_text = text.partition(":")
     if name not in strategies.CLASS_OF_NAME:
-        raise unknown_choice_error(was_set, name, "strategies", strategies.CLASS_OF_NAME)
+        raise unknown_choice_error(
+            was_set, name, "strategies", strategies.CLASS_OF_NAME, STRATEGY_OF_WORD
+        )
 
     options_class = getattr(strategies, strategies.CLASS_OF_NAME[name])
     annotations = typing.get_type_hints(options_class)

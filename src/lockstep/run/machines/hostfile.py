@@ -20,6 +20,9 @@ HOST_WITH_PROCESSES_PATTERN = re.compile(r"(?P<name>.*[^:]):(?P<processes>[^:\]]
 POSITIVE_NUMBER_PATTERN = re.compile("0*[1-9][0-9]*")
 EQUALS_WITH_SPACES_PATTERN = re.compile(r"\s*=\s*")
 
+FULL_WIDTH = {"，": ",", "、": ",", "：": ":", "；": ",", "．": ".", "　": ","}
+"""Full-width characters that Chinese and Japanese input methods write, and what is meant."""
+
 LINE_ADVICE = "write the line as: node1 slots=4"
 
 
@@ -90,6 +93,14 @@ def _parse_list_item(setting: str, text: str) -> Host:
         setting: the option as the user has set it, which an error begins with.
         text: the item.
     """
+    for character in FULL_WIDTH:
+        if character in text:
+            raise SettingError(
+                setting,
+                f"{character!r} is a full-width character",
+                f"type {FULL_WIDTH[character]!r} in its place",
+            )
+
     name = text
     processes = None
 

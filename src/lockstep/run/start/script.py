@@ -15,6 +15,7 @@ import difflib
 import importlib.util
 import json
 import os
+import re
 import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -45,6 +46,12 @@ from lockstep.run.start.worker import LOCAL_RANK_MACRO, Command, Script
 from lockstep.run.start.zygote import FreshZygote, Zygote, serve
 
 THIS_PACKAGE = __name__.partition(".")[0]
+
+INTERPRETER_PATTERN = re.compile(r"(python|pypy)\d*(\.\d+)?")
+"""The name of an interpreter: `python`, `python3`, `python3.12`."""
+DASHES = ("\u2012", "\u2013", "\u2014", "\u2015", "\u2212", "\uff0d")
+"""Characters that a blog or a word processor shows in place of the two hyphens of an option: the
+dashes of Unicode, the minus sign, and the full-width hyphen."""
 
 
 def plan_run(spec: LaunchSpec) -> LaunchPlan:
@@ -272,7 +279,7 @@ def check_script(script: Script, command: str = "lockstep run") -> None:
     if script.module:
         _check_module(script.path, command)
     else:
-        _check_path(script.path, command)
+        _check_path(script, command)
 
     _check_names_beside(script, command)
 
@@ -313,13 +320,36 @@ def _check_module(name: str, command: str) -> None:
         )
 
 
-def _check_path(name: str, command: str) -> None:
+def _check_no_interpreter(script: Script, command: str) -> None:
+    """Checks that what was given as the script is not `python`, with the script behind it.
+
+    Raises:
+        SettingError: it is.
+    """
+    if not INTERPRETER_PATTERN.fullmatch(Path(script.path).name):
+        return
+
+    # Options of the interpreter such as -u may stand between, as in `python -u train.py`.
+    for position, argument in enumerate(script.arguments):
+        if argument == "-m" or not argument.startswith("-"):
+            rest = " ".join(script.arguments[position : position + 2])
+            if argument != "-m":
+                rest = argument
+            raise SettingError(
+                f"{command} {script.path}",
+                f"{command} starts the Python interpreter itself",
+                f"leave {script.path} out: {command} {rest}",
+            )
+
+
+def _check_path(script: Script, command: str) -> None:
     """Checks that there is a script at a path. The error suggests a similar name.
 
     Args:
-        name: the path, as the user wrote it.
+        script: the script, whose path is as the user wrote it.
         command: the command that the error mentions, such as `lockstep run`.
     """
+    name = script.path
     path = Path(name)
     if path.is_dir() and not (path / "__main__.py").exists():
         raise SettingError(
@@ -327,6 +357,15 @@ def _check_path(name: str, command: str) -> None:
         )
     if path.exists():
         return
+
+    _check_no_interpreter(script, command)
+    if name.startswith(DASHES):
+        option = name.lstrip("-" + "".join(DASHES))
+        raise SettingError(
+            f"{command} {name}",
+            f"its first character {name[0]!r} is a dash, and options begin with hyphens",
+            f"type it anew: --{option}",
+        )
 
     folder = path.parent
     names = [file.name for file in folder.iterdir()] if folder.is_dir() else []
