@@ -121,6 +121,7 @@ gpu-table: $(VENV)/.installed
 $(VENV)/.installed: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(if $(TORCH),sed 's/^torch==.*/torch==$(TORCH)/',cat) constraints.txt > $(VENV)/constraints.txt
+	@echo "Installing torch and the other packages into $(VENV): this takes some minutes, and pip prints nothing."
 	$(BIN)/python -m pip install --quiet -c $(VENV)/constraints.txt -e '.[examples,dev]'
 	touch $@
 
