@@ -17,6 +17,9 @@ from torch.utils.data import Subset, TensorDataset
 import lockstep
 from lockstep.batch.no_rows import NoRows, mark_no_rows, placeholder_of
 from lockstep.errors import DataError
+from lockstep.extensions.checks.loss import _nan_gradients_error
+from lockstep.session.micro_batch import MicroBatch, VirtualRank
+from lockstep.strategies.base import note_empty_part
 
 pytestmark = pytest.mark.ranks
 
@@ -349,6 +352,36 @@ def test_a_model_that_is_called_with_the_output_of_another():
         for found, counted in run_ranks(two_models, size):
             assert difference(expected, found) < 1e-12
             assert counted == [SAMPLES] * 3  # also in objects of any class and distributions
+
+
+def test_what_is_said_of_no_samples_is_true_of_micro_batches():
+    virtual_rank = VirtualRank(
+        number=1,
+        begins=True,
+        ends=True,
+        num_on_process=1,
+        virtual_ranks_per_process=4 / 3,
+        has_own_step=False,
+        is_padding=True,
+    )
+    notes = []
+    for micro_batch in (
+        MicroBatch(global_samples=1),
+        MicroBatch(global_samples=12, num_micro_batches=2),
+        MicroBatch(global_samples=12, num_micro_batches=2, virtual_rank=virtual_rank),
+        MicroBatch(global_samples=12, num_micro_batches=2, left_out=3),
+    ):
+        error = RuntimeError("a shape")
+        note_empty_part(error, micro_batch)
+        notes += error.__notes__
+    assert notes[0].startswith("lockstep: this rank has none of the 1 samples of this batch, so")
+    assert notes[1].startswith("lockstep: this rank has no samples in this micro-batch, so")
+    assert notes[2].startswith("lockstep: this rank has no virtual rank left to compute")
+    assert notes[2].endswith("or give all ranks the same number of virtual ranks.")
+    assert "left out all 3 of its part" in notes[3]
+    for micro_batches, part in ((1, "none of the 12 samples"), (2, "no samples in this micro")):
+        micro_batch = MicroBatch(global_samples=12, num_micro_batches=micro_batches)
+        assert f"it has {part}" in str(_nan_gradients_error(micro_batch))
 
 
 def test_the_row_is_that_of_the_sample_also_in_views():

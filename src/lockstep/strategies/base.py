@@ -328,18 +328,25 @@ def note_empty_part(error: BaseException | None, micro_batch: MicroBatch) -> Non
         return
 
     found = f"has none of the {micro_batch.global_samples} samples of this batch"
+    alternative = "leave short batches out: drop_last=True"
+    virtual_rank = micro_batch.virtual_rank
     if micro_batch.left_out:
         found = (
             f"has no samples: the collate function left out all {micro_batch.left_out} of its part"
         )
+    elif virtual_rank is not None and virtual_rank.is_padding:
+        # The rank has samples in its other micro-batches, and the batch need not be short.
+        found = "has no virtual rank left to compute in this micro-batch, as other ranks have"
+        alternative = "give all ranks the same number of virtual ranks"
+    elif micro_batch.num_micro_batches > 1:
+        found = "has no samples in this micro-batch"
 
     add_note_once(
         error,
         _EMPTY_PART_NOTE,
         f" {found}, so its tensors have the shape (0, *). Functions of torch "
         "that refuse these get one placeholder row; all else that the script computes beside the "
-        "prepared model has to be right for any number of samples; or leave short batches out: "
-        "drop_last=True.",
+        f"prepared model has to be right for any number of samples; or {alternative}.",
     )
 
 

@@ -187,6 +187,13 @@ def _nan_gradients_error(micro_batch: MicroBatch) -> UsageError:
             "it is multiplied with",
             "divide a sum by the number of rows, at least 1: .sum() / max(1, len(x))",
         )
+    if has_no_rows and micro_batch.num_micro_batches > 1:  # it may have samples in other ones
+        return UsageError(
+            "world.backward(loss) on a rank without samples",
+            "it has no samples in this micro-batch: the mean over nothing is NaN, and so are the "
+            "gradients of parameters that it is multiplied with",
+            "divide a sum by the number of samples, at least 1: .sum() / max(1, len(x))",
+        )
     if has_no_rows:
         return UsageError(
             "world.backward(loss) on a rank without samples",
