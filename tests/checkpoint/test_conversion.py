@@ -157,7 +157,7 @@ def test_convert_takes_one_of_several_models(tmp_path: Path) -> None:
     step = checkpoint(tmp_path / "run", generator=a, critic=b)
     with pytest.raises(CheckpointError, match="it holds 2 modules: generator, critic"):
         open_contents(step)
-    with pytest.raises(SettingError, match="there is generator, critic"):
+    with pytest.raises(SettingError, match="the file has the names generator, critic"):
         open_contents(step, name="model")
     convert(open_contents(step, name="critic"), tmp_path / "critic.pt")
     assert same(torch.load(tmp_path / "critic.pt"), dict(b.state_dict()))

@@ -380,7 +380,7 @@ def _no_weights_error(path: Path, content: Any) -> CheckpointError:
 def _no_such_name_error(path: Path, name: str, names: Sequence[str]) -> SettingError:
     return SettingError(
         f"the name {name!r} in {path}",
-        f"there is {', '.join(names)}",
+        f"the file has the names {', '.join(names)}",
         "give one of these, or leave the name out",
     )
 
