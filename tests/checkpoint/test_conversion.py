@@ -171,7 +171,7 @@ def test_convert_takes_one_of_several_models(tmp_path: Path) -> None:
     torch.save({"model": a.state_dict(), "net": b.state_dict()}, tmp_path / "two.pt")
     convert(open_contents(tmp_path / "two.pt", name="net"), tmp_path / "net.pt")
     assert same(torch.load(tmp_path / "net.pt"), dict(b.state_dict()))
-    with pytest.raises(SettingError, match=r"there is \['model'\], \['net'\]"):
+    with pytest.raises(SettingError, match=r"the file has the names \['model'\], \['net'\]"):
         open_contents(tmp_path / "two.pt", name="ema")
 
 
