@@ -9,6 +9,7 @@ import inspect
 import json
 import socket
 import sys
+import warnings
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -37,9 +38,10 @@ from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
 
+import lockstep
 from lockstep.batch.pytree import map_tensors
 from lockstep.distributed import torch_compat
-from lockstep.errors import SettingError
+from lockstep.errors import LockstepWarning, SettingError
 
 pytestmark = pytest.mark.unit
 
@@ -893,3 +895,24 @@ def test_methods_that_draw_parameters_anew():
         torch_compat.reset_method(layer)()
         after = list(layer.parameters())
         assert not all(torch.equal(a, b) for a, b in zip(after, before, strict=True))
+
+
+def test_a_process_of_spawn_knows_its_number_and_is_warned_that_it_trains_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    module = sys.modules["torch.multiprocessing.spawn"]
+    monkeypatch.setattr(module, "_prctl_pr_set_pdeathsig", Mock())
+    numbers = []
+
+    def main(rank: int) -> None:
+        numbers.append((rank, torch_compat.number_among_spawned()))
+        lockstep.init().close()
+
+    assert torch_compat.number_among_spawned() is None
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        module._wrap(main, 0, (), "")
+    assert not [w for w in caught if "trains alone" in str(w.message)]
+    with pytest.warns(LockstepWarning, match="each of the processes trains alone"):
+        module._wrap(main, 1, (), "")
+    assert numbers == [(0, 0), (1, 1)]

@@ -36,8 +36,8 @@ from lockstep.distributed.collectives import Collectives
 from lockstep.distributed.device import choose_device
 from lockstep.distributed.manifest import collect
 from lockstep.distributed.topology import SET_BY_SCRIPT, Topology, detect, port
-from lockstep.distributed.torch_compat import without_compile
-from lockstep.errors import LockstepError, SettingError, UsageError, set_rank
+from lockstep.distributed.torch_compat import number_among_spawned, without_compile
+from lockstep.errors import LockstepError, SettingError, UsageError, set_rank, warn
 from lockstep.masking import digest_of_secrets
 from lockstep.session.extension import Extensions
 from lockstep.session.step import Step
@@ -187,6 +187,13 @@ def join_run(
 
     topology = _find_topology(environ, settings.init_method, rank, world_size)
     set_rank(topology.rank if topology.size > 1 else None)  # errors name this rank from here on
+
+    if topology.size == 1 and number_among_spawned() == 1:  # one of them says it for all
+        warn(
+            "lockstep.init in a process of torch.multiprocessing.spawn",
+            "this is a run of one rank, so each of the processes trains alone",
+            "call the function without spawn, and start the script with lockstep run --nproc N",
+        )
 
     joined = None
     try:

@@ -1307,3 +1307,23 @@ def bound_to_processors(line: tuple[str, ...], gpu: int, mode: str) -> tuple[str
         ) from None
     finally:
         logger.disabled = was_disabled
+
+
+def number_among_spawned() -> int | None:
+    """Returns the number that `torch.multiprocessing.spawn` has given to this process.
+
+    It is the first argument of the function that runs in the process. The function of torch that
+    calls it is looked for among the callers of this one.
+
+    Returns:
+        None in a process that `spawn` has not started.
+    """
+    # The name `torch.multiprocessing.spawn` is the function, not the module.
+    file = sys.modules["torch.multiprocessing.spawn"].__file__
+    frame = inspect.currentframe()
+    while frame is not None:
+        if frame.f_code.co_name == "_wrap" and frame.f_code.co_filename == file:
+            number: int | None = frame.f_locals.get("i")
+            return number
+        frame = frame.f_back
+    return None
