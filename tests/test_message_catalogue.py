@@ -180,7 +180,7 @@ def test_first_lines_of_errors_are_recognized_as_a_whole() -> None:
 
 def test_first_lines_keep_code_and_what_is_not_theirs(chinese: None) -> None:
     for heading, expected in {
-        "world.prepare of an int": "对 an int 调用 world.prepare",
+        "world.prepare of an int": "对 int 调用 world.prepare",
         "launch(train) on 2 processes": "在 2 个进程上 launch(train)",
         "--hosts with --slurm": "--hosts 与 --slurm 同用",
         "world.checkpoint without anything to save": "world.checkpoint 没有要保存的内容",
@@ -321,17 +321,21 @@ def test_an_error_is_shown_in_chinese_and_recorded_in_english(chinese: None) -> 
         "precision='fp8'", "precisions are fp32, bf16", "choose one of them"
     )
     assert str(error).startswith(
-        "precision='fp8'\n  发现： 可用的精度有 fp32, bf16\n  处理： 选择其中之一\n  位置： "
+        "precision='fp8'\n  原因：可用的精度有 fp32, bf16\n  建议：选择其中之一\n  位置："
     )
     assert error.text.startswith(
         "precision='fp8'\n  found: precisions are fp32, bf16\n  do:    choose one of them\n"
     )
     assert error.args == (error.text,)
     assert describe_error(error).message == error.text
+    of_catalogue = errors.UsageError("world.backward of a float", "x", "y", code="LS407")
+    assert str(of_catalogue).splitlines()[0] == "world.backward 收到的是 float"
+    assert "\n  详见：lockstep explain LS407" in str(of_catalogue)
+    assert "\n  more:  [LS407: lockstep explain LS407]" in of_catalogue.text
     heard: list[str] = []
     errors.on_warning.append(heard.append)
     try:
-        with pytest.warns(errors.LockstepWarning, match="处理： 选择其中之一"):
+        with pytest.warns(errors.LockstepWarning, match="建议：选择其中之一"):
             errors.warn("x", "it is empty", "choose one of them")
     finally:
         errors.on_warning.remove(heard.append)
@@ -355,9 +359,9 @@ def test_a_verdict_fits_the_width_in_chinese(chinese: None) -> None:
     lines = render(verdict, language.translate).splitlines()
     assert lines[0] == "rank 1 阻塞在集合通信之外，没有在计算；rank 0, 2 已等待 7 s"
     assert lines[1] == "  rank 0（a）：在 barrier 中等待（第 4 步），已 7 s"
-    assert lines[2].startswith("  处理：每次发送都要有对应的接收")
+    assert lines[2].startswith("  建议：每次发送都要有对应的接收")
     assert lines[3].startswith("    ")
-    assert "\n  处理：检查它的主机：" in "\n".join(lines)  # an advice that has a semicolon itself
+    assert "\n  建议：检查它的主机：" in "\n".join(lines)  # an advice that has a semicolon itself
     assert all(width_of(line) <= 100 for line in lines)
     assert render(verdict).isascii()
 
@@ -404,7 +408,10 @@ def test_what_a_script_has_raised_is_not_touched(chinese: None) -> None:
     )
     assert "Diverged: last is missing" in render_briefly(failure, 2, language.translate)
     of_ours = replace(failure, is_from_lockstep=True, details=("  found: it is empty",))
-    assert "发现： 它是空的" in render_failure(of_ours, language.translate)
+    assert "原因：它是空的" in render_failure(of_ours, language.translate)
+    hint = "  more:  [LS407: lockstep explain LS407]"
+    of_catalogue = replace(failure, is_from_lockstep=True, details=(hint,))
+    assert "详见：lockstep explain LS407" in render_failure(of_catalogue, language.translate)
 
 
 def test_lines_of_verify_of_launchers_and_of_kept_steps_are_translated(chinese: None) -> None:
@@ -477,7 +484,7 @@ def test_lines_are_broken_by_columns() -> None:
     assert "".join(line.strip() for line in lines).replace(" ", "") == text.replace(" ", "")
     assert not any(line.strip()[0] in "，。：）" for line in lines)
     assert wrap("one two three", 8) == ["one two", "three"]
-    assert pad("发现：", 7) == "发现： "
+    assert pad("原因：", 7) == "原因： "
 
 
 def test_the_fields_are_those_of_str_format() -> None:

@@ -13,6 +13,9 @@ import unicodedata
 NO_LINE_BEGINS_WITH = "，。；：、！？）」』》”…"
 NO_LINE_ENDS_WITH = "（「『《“[("
 
+COLUMNS_OF_LABEL = len("found: ")
+"""The width of the column of labels in messages: `found:` is the longest."""
+
 
 def width_of(text: str) -> int:
     """Returns the number of columns that a text takes."""
@@ -30,6 +33,15 @@ def join_label(label: str, text: str) -> str:
     A Chinese colon is two columns wide, and no space follows it.
     """
     return f"{label} {text}" if label.endswith(":") else f"{label}{text}"
+
+
+def pad_label(label: str, text: str) -> str:
+    """Puts a label that ends in a colon before a text, in a column of labels.
+
+    For example, `"do:", "wait" -> "do:    wait"`. The Chinese labels are equally wide, and no space
+    follows their colon.
+    """
+    return f"{pad(label, COLUMNS_OF_LABEL)}{text}" if label.endswith(":") else f"{label}{text}"
 
 
 def wrap(

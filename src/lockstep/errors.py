@@ -47,7 +47,7 @@ from collections.abc import Callable, Collection, Mapping
 from types import MappingProxyType, TracebackType
 from typing import Any
 
-from lockstep.columns import pad
+from lockstep.columns import pad_label
 from lockstep.language import (
     LANGUAGE_OF_WORD,
     LANGUAGE_VARIABLE,
@@ -434,6 +434,16 @@ def explain_hint(code: str) -> str:
     return f"[{code}: lockstep explain {code}]"
 
 
+def hint_in_language(hint: str, in_language: InLanguage) -> str:
+    """Returns what `explain_hint` returns as it is in English, and the command alone in Chinese.
+
+    The brackets belong to the English messages, in which programs find the code by them.
+    """
+    if in_language("more:") == "more:":
+        return hint
+    return hint.strip("[]").partition(": ")[2]
+
+
 def unknown_choice_error(
     was_set: str,
     word: object,
@@ -499,11 +509,12 @@ def _format_message(
         _labelled(in_language("do:"), in_language(do)),
     ]
     if code is not None:
-        # The hint consists of a code and a command, which are the same in every language.
-        lines.append(_labelled(in_language("more:"), explain_hint(code)))
+        lines.append(
+            _labelled(in_language("more:"), hint_in_language(explain_hint(code), in_language))
+        )
     return "\n".join(lines)
 
 
 def _labelled(label: str, text: str) -> str:
     """Returns one line of a message, e.g. `"  do:    use fewer ranks"`."""
-    return f"  {pad(label, 7)}{text}"
+    return f"  {pad_label(label, text)}"

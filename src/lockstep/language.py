@@ -220,6 +220,10 @@ HEADING = "heading\x04"
 the character that it puts behind it. They have a catalogue of their own, as templates such as
 "{action} with {objects}" would fit many other texts."""
 
+FIELDS_WITH_ARTICLE = ("describe_type", "with_article")
+"""Fields whose value is the name of a class behind an article: "a Linear"."""
+ARTICLE = re.compile(r"\Aan? ")
+
 AMOUNT = re.compile(r"\{number\} \w+")
 """A message such as "{number} steps", which is a value of many headings."""
 
@@ -677,7 +681,12 @@ class Catalogue:
             # `gradients`. Only a few fields hold single words that are to be translated, and even
             # these stay English if the caller of `translate` has asked for that.
             may_be_word = name in FIELDS_OF_CATALOGUED_WORDS and not cache.single_words_stay_english
-            value = self._translate_text(text[begin:end], cache, may_be_word=may_be_word)
+            value_text = text[begin:end]
+            if name in FIELDS_WITH_ARTICLE:
+                # Chinese has no articles: "a Linear" is "Linear".
+                value_text = ARTICLE.sub("", value_text)
+                begin = end - len(value_text)
+            value = self._translate_text(value_text, cache, may_be_word=may_be_word)
             values[field_name] = value.text
 
             # The Chinese text has no word for "has" or "have". Such a value is simply left out, so

@@ -50,7 +50,7 @@ def test_an_error_of_a_rank(tmp_path: Path) -> None:
     )
     assert done.returncode == 2, done.stderr
     assert "FIRST FAILURE（首个故障）：rank 0-1（主机 " in done.stderr
-    assert "    处理： 去掉 DistributedDataParallel：world.prepare 会包装普通模型" in done.stderr
+    assert "    建议：去掉 DistributedDataParallel：world.prepare 会包装普通模型" in done.stderr
     assert "  do: " not in done.stderr
 
 
@@ -113,7 +113,7 @@ def test_what_a_function_has_printed_is_not_translated(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "train.py"], cwd=tmp_path, env=IN_CHINESE, capture_output=True, text=True
     )
-    assert "  发现： rank 0（主机 " in done.stderr
+    assert "  原因：rank 0（主机 " in done.stderr
     assert "        step 12: all files are there\n" in done.stderr
     assert "它最后的输出：" in done.stderr
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from lockstep.columns import pad
+from lockstep.columns import pad_label
 from lockstep.errors import LockstepError, SettingError
 from lockstep.language import translate
 from lockstep.wording import replace_unprintable
@@ -33,7 +33,6 @@ trust_option = click.option(
     "--trust", is_flag=True, help="Read a pickled model, which runs code that is in it."
 )
 LABEL_WIDTH = 12  # columns
-LABEL_WIDTH_OF_REPAIR = 7
 SIZE_UNITS = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
 REPAIR_TEXTS = {
     "remove": "remove it",
@@ -279,7 +278,7 @@ def repair_command(ctx: click.Context, folder: Path, yes: bool) -> None:
     for repair in plan:
         _print(str(repair.path))
         for label, text in (("found:", repair.why), ("do:", REPAIR_TEXTS[repair.what])):
-            _print(f"  {pad(translate(label), LABEL_WIDTH_OF_REPAIR)}{translate(text)}")
+            _print(f"  {pad_label(translate(label), translate(text))}")
 
     # Some problems cannot be repaired; the plan leaves their files as they are.
     repairs = [repair for repair in plan if repair.what != "leave"]

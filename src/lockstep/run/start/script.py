@@ -26,7 +26,7 @@ from typing import NoReturn
 
 from lockstep.distributed.network import address_reaching, interface_of
 from lockstep.errors import SettingError
-from lockstep.language import translate
+from lockstep.language import CHINESE, language, translate
 from lockstep.run.start import worker
 from lockstep.run.start.machine import cores_allowed, read_machine
 from lockstep.run.start.plan import (
@@ -123,7 +123,8 @@ def run_script(spec: LaunchSpec, announce: Callable[[str], None]) -> int:
             folder = make_folder(flags.log_dir, Path(script.path).name.removesuffix(".py"))
             headline = f"{plan.nproc} x {script.path}"
             if plan.notes:
-                headline += ": " + "; ".join(translate(note) for note in plan.notes)
+                separator = "；" if language() == CHINESE else "; "
+                headline += ": " + separator.join(translate(note) for note in plan.notes)
             if not request.spec.quiet:
                 announce(headline)
 

@@ -11,7 +11,8 @@ Every function takes `in_language`, which translates a text to the user's langua
 
 from __future__ import annotations
 
-from lockstep.columns import join_label, pad
+from lockstep.columns import join_label, pad_label
+from lockstep.errors import hint_in_language
 from lockstep.language import InLanguage, in_english, translate_heading
 from lockstep.run.watch.first_failure import FirstFailure
 from lockstep.run.watch.messages import detail_lines
@@ -20,8 +21,6 @@ from lockstep.wording import format_ranks, join_first
 _MAX_FAILURES_SHOWN = 8
 _LABELS_OF_ERRORS = ("found:", "do:", "more:")
 """How the lines of Lockstep's own errors begin."""
-_COLUMNS_OF_LABEL = len("found: ")
-"""The width of these labels, so that the texts after them are aligned."""
 _MAX_LINE_CHARS = 1000
 """The message of an exception may contain a tensor, or a whole file."""
 
@@ -140,8 +139,9 @@ def _detail(failure: FirstFailure, text: str, in_language: InLanguage) -> str:
     is_line_of_own_error = label in _LABELS_OF_ERRORS
     if not is_line_of_own_error:
         return text
-    padded_label = pad(in_language(label), _COLUMNS_OF_LABEL)
-    return f"  {padded_label}{in_language(rest.strip())}"
+    rest = rest.strip()
+    text = hint_in_language(rest, in_language) if label == "more:" else in_language(rest)
+    return f"  {pad_label(in_language(label), text)}"
 
 
 def _shorten(text: str) -> str:
