@@ -31,7 +31,7 @@ from fake_snapshots import (
 
 from lockstep.run.watch.hang import find
 from lockstep.run.watch.snapshot import CollectiveCall, Group, NewGroup, RankState, Snapshot
-from lockstep.run.watch.stacks import Frame, Stack
+from lockstep.run.watch.stacks import LOCKSTEP_FOLDER, Frame, Stack
 from lockstep.run.watch.verdict import Verdict
 
 pytestmark = pytest.mark.unit
@@ -322,6 +322,40 @@ def test_collectives_in_different_groups_are_a_deadlock() -> None:
         "group '1' (step 5)", "group 'model' (step 5)",
     ]  # fmt: skip
     assert "process groups" in verdict.advice[0]
+
+
+@pytest.mark.parametrize(
+    ("inner", "says"),
+    [
+        ((Frame(f"{LOCKSTEP_FOLDER}world.py", 353, "loss"),), "call world.loss() on all ranks"),
+        (
+            (
+                Frame(f"{LOCKSTEP_FOLDER}world.py", 9, "gather"),
+                Frame(f"{LOCKSTEP_FOLDER}checkpoint/session.py", 7, "save"),
+            ),
+            "call checkpoint.save() on all ranks",
+        ),
+        (
+            (Frame(f"{LOCKSTEP_FOLDER}strategies/sync_batchnorm.py", 154, "forward"),),
+            "`model.eval()` before",
+        ),
+    ],
+)
+def test_a_collective_of_lockstep_on_rank_0_alone_is_named(inner: Stack, says: str) -> None:
+    groups = (Group("1", "shared memory", (0, 1)), Group("2", "model", (0, 1)))
+    both = [make_call("all_gather", 1, 2, group=g, time_s=TIME - 30) for g in "12"]
+    waits = make_call("all_gather", 2, 3, group="1")
+    trains = make_call("broadcast", 2, 3, group="2")
+    in_op = stack_in_op("all_gather", 30)
+    stack = (*in_op[:2], *inner, *in_op[2:])
+    ranks = [
+        rank_state(0, stack, *both, waits, groups=groups),
+        rank_state(1, stack_in_op("broadcast", 40), *both, trains, groups=groups),
+    ]
+    assert says in find_verdict(*ranks).advice[0]
+    # Outside of the user's line such a frame says nothing, and neither if no rank is elsewhere.
+    ranks[0] = rank_state(0, (*in_op, *inner), *both, waits, groups=groups)
+    assert "process groups" in find_verdict(*ranks).advice[0]
 
 
 def test_a_cycle_over_two_groups_is_a_deadlock() -> None:

@@ -20,7 +20,13 @@ from lockstep.run.watch.case import Case, may_wait_in
 from lockstep.run.watch.messages import conjugate
 from lockstep.run.watch.repeated_failure import key_of_error_in_flight
 from lockstep.run.watch.snapshot import CollectiveCall
-from lockstep.run.watch.stacks import DDP_BUFFER_BROADCAST, PIPELINE_TRANSFER, user_frame
+from lockstep.run.watch.stacks import (
+    DDP_BUFFER_BROADCAST,
+    PIPELINE_TRANSFER,
+    collective_of_lockstep,
+    is_in_sync_batchnorm,
+    user_frame,
+)
 from lockstep.run.watch.verdict import Verdict
 from lockstep.wording import format_ranks
 
@@ -368,6 +374,10 @@ _ADVICE_ON_CONDITIONS = (
     "every rank must call the same collectives in the same order: look for one that only some "
     "ranks reach (`if rank == 0`, an exception that was caught, `continue`)"
 )
+_ADVICE_ON_SYNC_BATCHNORM = (
+    "call a model whose BatchNorm is synchronized on all ranks; where one rank alone calls it, "
+    "call `model.eval()` before and `model.train()` after"
+)
 _ADVICE_ON_NUMBER_OF_STEPS = (
     "give each rank the same number of batches (DistributedSampler, drop_last), or use `Join`; do "
     "not skip a step on one rank alone"
@@ -422,13 +432,23 @@ def _advice(waiting: Mapping[int, Activity], mismatch: Mismatch | None) -> tuple
     if "while DDP is constructed" in contexts:
         return (_ADVICE_ON_DDP_CONSTRUCTOR,)
 
+    # If only some ranks are in a collective of Lockstep's, the user knows it by that name.
+    on_conditions = _advice_on_collective_of_lockstep(waiting) or _ADVICE_ON_CONDITIONS
+
     # If only some ranks are in backward, the others have left the loop or have skipped a step.
     only_some_in_backward = 0 < contexts.count("in backward") < len(waiting)
     if only_some_in_backward:
-        return (_ADVICE_ON_NUMBER_OF_STEPS, _ADVICE_ON_CONDITIONS)
+        return (_ADVICE_ON_NUMBER_OF_STEPS, on_conditions)
 
     if _only_sizes_differ(mismatch):  # False if no mismatch is known
         return (_ADVICE_ON_SIZES,)
+
+    if on_conditions != _ADVICE_ON_CONDITIONS:
+        return (on_conditions,)
+
+    in_batchnorm = [is_in_sync_batchnorm(activity.state.stack) for activity in waiting.values()]
+    if 0 < in_batchnorm.count(True) < len(waiting):
+        return (_ADVICE_ON_SYNC_BATCHNORM,)
 
     # A key is `backend:group`, so several keys mean that the ranks use different process groups.
     keys = {activity.call.key for activity in waiting.values() if activity.call is not None}
@@ -436,6 +456,22 @@ def _advice(waiting: Mapping[int, Activity], mismatch: Mismatch | None) -> tuple
         return (_ADVICE_ON_ORDER_OF_GROUPS,)
 
     return (_ADVICE_ON_CONDITIONS,)
+
+
+def _advice_on_collective_of_lockstep(waiting: Mapping[int, Activity]) -> str:
+    """Returns the advice if some ranks wait in a collective of Lockstep's that others do not call.
+
+    It is empty if no rank waits in one, or if all ranks wait in the same one.
+    """
+    called = [collective_of_lockstep(activity.state.stack) for activity in waiting.values()]
+    names = sorted(set(called) - {""})
+    if not names or len(set(called)) == 1:
+        return ""
+
+    return (
+        f"call {' and '.join(names)} on all ranks, in the same order: look for what only some "
+        "ranks reach (`if world.is_main`, an exception that was caught, `continue`)"
+    )
 
 
 def _advice_on_ddp_forward(waiting: Mapping[int, Activity]) -> tuple[str, ...]:

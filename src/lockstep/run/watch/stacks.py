@@ -125,6 +125,45 @@ def user_frame(stack: Stack | None) -> Frame | None:
     return program_frames[0] if program_frames else None
 
 
+_COLLECTIVES_OF_FILE = {
+    f"{LOCKSTEP_FOLDER}world.py": (
+        "world",
+        ("barrier", "broadcast", "gather", "loss", "max", "mean", "means", "min", "sum"),
+    ),
+    f"{LOCKSTEP_FOLDER}checkpoint/session.py": ("checkpoint", ("resume", "save", "step", "wait")),
+}
+"""The usual name of the object whose class is in a file, and those of its methods that all ranks
+must call together."""
+_SYNC_BATCHNORM_FILE = f"{LOCKSTEP_FOLDER}strategies/sync_batchnorm.py"
+
+
+def collective_of_lockstep(stack: Stack | None) -> str:
+    """Returns the collective of Lockstep that the user's line calls, such as "world.loss()".
+
+    It is the outermost one, which has called the others. Empty if there is none.
+    """
+    line = user_frame(stack)
+    found = ""
+    for frame in stack or ():
+        if frame == line:
+            return found
+        variable, methods = _COLLECTIVES_OF_FILE.get(frame.file, ("", ()))
+        if frame.function in methods:
+            found = f"{variable}.{frame.function}()"
+    return ""
+
+
+def is_in_sync_batchnorm(stack: Stack | None) -> bool:
+    """Returns True if the user's line calls a model whose BatchNorm exchanges statistics."""
+    line = user_frame(stack)
+    for frame in stack or ():
+        if frame == line:
+            return False
+        if frame.file == _SYNC_BATCHNORM_FILE and frame.function == "forward":
+            return True
+    return False
+
+
 def _without_launcher(stack: Stack) -> Stack:
     """Cuts off the launcher's frames, which are the outermost ones, at the end of the stack."""
     for index, frame in enumerate(stack):
