@@ -206,6 +206,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (("--mixed_precision", "bf16", "t.py"), "do:    use --precision instead\n"),
         (("-n", "2", "t.py"), "do:    use --nproc instead\n"),
         (("-np", "2", "t.py"), "do:    use --nproc instead\n"),
+        (("--nproc=2", "-m", "torch.distributed.run", "t.py"), "it is a launcher too"),
         (("s.py",), "did you mean t.py?"),
         (("t",), "did you mean t.py?"),
         (("elsewhere/t.py",), "there is no such file"),

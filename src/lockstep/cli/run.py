@@ -76,6 +76,14 @@ OPTIONS_OF_SLURM = ("slurm", "nodes", "gpus_per_node", "time", "sbatch")
 NOT_IN_A_LAUNCH_FILE = ("launch_file", "from_file", "help")
 """Options that have no key in a launch file."""
 
+MODULES_OF_LAUNCHERS = (
+    "torch.distributed.run",
+    "torch.distributed.launch",
+    "accelerate.commands.launch",
+    "deepspeed.launcher.runner",
+)
+"""Modules that start a script on several processes, as `lockstep run` does."""
+
 HOST_WORD_PATTERN = re.compile(r"[\w.@:,\[\]/-]+")
 """What a host, or the path of a script, consists of."""
 
@@ -536,6 +544,7 @@ def command(
     """Starts SCRIPT on several processes, watches them, and ends all of them when one fails."""
     _leave_out_places_of_file(ctx)
     _check_combinations(ctx)
+    _check_no_second_launcher(nproc, script, module)
     _say_if_options_are_not_read(ctx, script, args)
 
     # The options that say where the run is started are read from `ctx.params`. Without them, the
@@ -753,6 +762,23 @@ def _num_processes_on_hosts(spec: HostsSpec) -> int | None:
             return None
         total += int(nproc)
     return total
+
+
+def _check_no_second_launcher(nproc: str | None, script: str, module: bool) -> None:
+    """Checks that no other launcher is started on several processes.
+
+    In `lockstep run --nproc 2 -m torch.distributed.run train.py`, each process would start a
+    training of its own.
+
+    Raises:
+        SettingError: the module is a launcher.
+    """
+    if module and script in MODULES_OF_LAUNCHERS and nproc not in (None, "1"):
+        raise SettingError(
+            f"lockstep run --nproc {nproc} -m {script}",
+            "it is a launcher too, so each process would start the whole training",
+            f"leave out -m {script} and its options: lockstep run --nproc N SCRIPT",
+        )
 
 
 def _check_no_hosts_after_spaces(ctx: click.Context, script: str, args: Sequence[str]) -> None:
