@@ -160,6 +160,13 @@ def test_the_users_own_line_is_the_innermost(tmp_path: Path) -> None:
     assert found.line == "train.py:5: return statistics.mean([])"
 
 
+def test_a_second_init_process_group_has_advice() -> None:
+    record = describe_error(ValueError("trying to initialize the default process group twice!"))
+    end = ExitStatus(rank=0, host="a", time=1.0, code=1, how="exit code 1", error=record)
+    (advice,) = advise("exception", end, network_failed=False)
+    assert "not at all where lockstep.init is called" in advice
+
+
 def test_the_record_names_the_exceptions_that_came_before(tmp_path: Path) -> None:
     found = run_script(
         tmp_path,

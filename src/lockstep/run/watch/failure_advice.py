@@ -69,6 +69,10 @@ _BY_TEXT = {
         "a GPU says so later than the line that did it, often an index out of range: run it "
         "with CUDA_LAUNCH_BLOCKING=1, or on the CPU, to see that line"
     ),
+    r"trying to initialize the default process group twice": (
+        "call init_process_group once in a process, and not at all where lockstep.init is called, "
+        "which does it"
+    ),
     r"invalid device ordinal|Duplicate GPU detected": (
         "use the device of LOCAL_RANK, and at most as many processes as GPUs are visible"
     ),
