@@ -74,6 +74,18 @@ def test_the_checkpoints_of_the_highest_steps_are_kept(tmp_path: Path) -> None:
     assert len(names(tmp_path)) == 2
 
 
+def test_a_link_to_a_checkpoint_is_removed_and_not_what_it_leads_to(tmp_path: Path) -> None:
+    write(tmp_path / "run", 1, 1.0)
+    moved = tmp_path / "moved"
+    path = layout.step_folder(tmp_path / "run", 1)
+    path.rename(moved)
+    path.symlink_to(moved)
+    files = names(moved)
+    write(tmp_path / "run", 2, 2.0, keep=1)
+    assert names(tmp_path / "run") == ["step-000000002"]
+    assert names(moved) == files
+
+
 def test_a_second_save_of_a_step_replaces_the_first(tmp_path: Path) -> None:
     write(tmp_path, 3, 1.0)
     write(tmp_path, 3, 2.0)

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -201,3 +202,24 @@ def test_weights_are_saved_in_another_dtype(tmp_path: Path) -> None:
     save_weights(model, path, dtype=torch.float16)
     with pytest.raises(SettingError, match="holds no fractions"):
         save_weights(model, path, dtype=torch.int8)
+    with pytest.raises(SettingError, match="does not convert weights to it"):
+        save_weights(model, path, dtype=torch.float8_e8m0fnu)
+
+
+def test_weights_are_saved_in_8_bits(tmp_path: Path) -> None:
+    """One of the two dtypes has no infinity: torch replaces what is beyond its range."""
+    path = tmp_path / "w.safetensors"
+    model = nn.Linear(2, 2)
+    for dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
+        save_weights(model, path, dtype=dtype)
+        saved = load_file(path)["weight"]
+        assert saved.dtype is dtype
+        assert torch.equal(saved.float(), model.weight.to(dtype).float())
+    without_infinity = torch.float8_e4m3fn
+    for value, dtypes in ((1e6, (dtype, without_infinity)), (torch.inf, (without_infinity,))):
+        with torch.no_grad():
+            model.bias[0] = value
+        found = re.escape(f"its largest value {value:.3g} is beyond")
+        for dtype in dtypes:
+            with pytest.raises(CheckpointError, match=found):
+                save_weights(model, path, dtype=dtype)

@@ -243,6 +243,22 @@ def test_a_change_of_any_byte_of_a_manifest_is_found(tmp_path: Path) -> None:
     assert not examine(path, values=True).problems
 
 
+def test_the_folder_of_one_checkpoint_is_not_that_of_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Training(tmp_path).checkpoint.save()
+    path = tmp_path / "step-000000000"
+    (tmp_path / "latest").symlink_to(path)
+    monkeypatch.chdir(path)
+    for folder in (path, tmp_path / "latest", Path(".")):
+        with pytest.raises(SettingError, match="the folder of one checkpoint") as caught:
+            Training(folder)
+        assert f"the folder of the run, {tmp_path}:" in caught.value.do
+    (path / "manifest.json").unlink()  # it is damaged
+    with pytest.raises(SettingError, match="the folder of one checkpoint"):
+        Training(path)
+
+
 def test_resume_raises_if_no_checkpoint_is_sound(tmp_path: Path) -> None:
     run = Training(tmp_path)
     for _ in range(2):

@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import pickle
+import re
 import struct
 import zipfile
 from collections import OrderedDict
@@ -531,6 +532,30 @@ class WithExtra(nn.Linear):
 
     def set_extra_state(self, state: Any) -> None:
         self.extra = state
+
+
+def test_values_that_the_model_cannot_hold_are_refused(tmp_path: Path) -> None:
+    """Nothing is copied: neither what is beyond the range of its dtype, nor a sparse tensor."""
+    path = tmp_path / "w.pt"
+    large = nn.Linear(2, 2).state_dict() | {"weight": torch.full((2, 2), -1e6)}
+    infinite = nn.Linear(2, 2).state_dict() | {"weight": torch.full((2, 2), torch.inf)}
+    huge = large | {"bias": torch.full((2,), 1e60, dtype=torch.float64)}
+    sparse = large | {"weight": torch.eye(2).to_sparse()}
+    for dtype, values, found in (
+        (torch.float16, large, "the largest value of weight is 1e+06, beyond"),
+        (torch.float32, huge, "the largest value of bias is 1e+60, beyond"),
+        (torch.float32, sparse, "weight is a tensor of layout torch.sparse_coo in the file"),
+    ):
+        torch.save(values, path)
+        model = nn.Linear(2, 2).to(dtype)
+        before = [parameter.clone() for parameter in model.parameters()]
+        with pytest.raises(CheckpointError, match=re.escape(found)):
+            load_weights(model, path)
+        assert all(map(torch.equal, before, model.parameters()))
+    torch.save(large, path)
+    load_weights(nn.Linear(2, 2).bfloat16(), path)
+    torch.save(infinite, path)
+    load_weights(nn.Linear(2, 2).half(), path)
 
 
 def test_extra_state_is_loaded_and_not_saved_as_safetensors(tmp_path: Path) -> None:

@@ -14,9 +14,10 @@ from typing import Any, NamedTuple
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
+from lockstep.checkpoint import layout
 from lockstep.checkpoint.differences import find_differences
 from lockstep.checkpoint.modules import plain_shapes
-from lockstep.errors import CheckpointError, UsageError
+from lockstep.errors import CheckpointError, SettingError, UsageError
 from lockstep.wording import describe_type
 
 RESERVED_NAMES = frozenset({"training", "manifest", "world", "random", "replicas"})
@@ -65,6 +66,26 @@ def check_state(state: Mapping[str, Any]) -> None:
             f"world.checkpoint with {', '.join(state)}",
             "names that differ in upper and lower case alone are one file on some systems",
             "use keywords that differ in more",
+        )
+
+
+def check_is_no_checkpoint(folder: Path) -> None:
+    """Checks that a folder for the checkpoints of a run is not the folder of a single checkpoint.
+
+    Raises:
+        SettingError: it is one.
+    """
+    # The path may be ".", or lead to a checkpoint by a symbolic link.
+    resolved = folder.resolve()
+    own_files = (layout.MANIFEST, layout.tensor_file(layout.TRAINING))
+    has_name_of_one = layout.is_checkpoint(resolved)
+    has_files_of_one = any((resolved / file).exists() for file in own_files)
+    if has_name_of_one and has_files_of_one:
+        raise SettingError(
+            f"world.checkpoint({str(folder)!r}, ...)",
+            "it is the folder of one checkpoint, not that of the run",
+            f"give the folder of the run, {resolved.parent}: resume() takes its latest checkpoint; "
+            "to go back to this one, copy it to another folder under the same name, and give that",
         )
 
 

@@ -35,7 +35,13 @@ from torch.optim.lr_scheduler import LRScheduler
 from lockstep.batch.loader import Loader
 from lockstep.checkpoint import layout, sharding
 from lockstep.checkpoint.bits import check_virtual_ranks, facts_about_bits, restore_threads
-from lockstep.checkpoint.checks import BUILD_AS_SAVED, changed_lengths, check_fits, check_state
+from lockstep.checkpoint.checks import (
+    BUILD_AS_SAVED,
+    changed_lengths,
+    check_fits,
+    check_is_no_checkpoint,
+    check_state,
+)
 from lockstep.checkpoint.file_errors import plain_errors
 from lockstep.checkpoint.find_latest import (
     FolderView,
@@ -199,6 +205,7 @@ class Checkpoint:
 
     Raises:
         UsageError: there is nothing to save, or one of the objects has no `state_dict`.
+        SettingError: the folder is that of a single checkpoint.
     """
 
     def __init__(
@@ -216,6 +223,7 @@ class Checkpoint:
     ) -> None:
         check_state(state)
         self.folder = Path(folder)
+        check_is_no_checkpoint(self.folder)
         self.last_resume_note = ""
         """What the last `resume()` found and did, in a sentence or two."""
         self._collectives = run.collectives

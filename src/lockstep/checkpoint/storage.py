@@ -105,6 +105,10 @@ def replacing(path: Path) -> Iterator[Path]:
 
 def remove_tree(path: Path) -> None:
     """Removes a folder and everything in it. Symbolic links are removed, not followed."""
+    if path.is_symlink():  # what it leads to may belong to somebody else
+        unlink(path)
+        return
+
     with os.scandir(path) as scan:
         # The list is complete before anything is removed, which might confuse the scan.
         entries = list(scan)

@@ -29,7 +29,9 @@ from lockstep.checkpoint.encoding import why_unstorable
 from lockstep.checkpoint.formats.reading import FoundState, read_source, read_values
 from lockstep.checkpoint.formats.safetensors import CODE_OF_DTYPE, dtype_error
 from lockstep.checkpoint.formats.safetensors_files import (
+    DTYPES_TO_CAST,
     group_by_size,
+    largest_lost_value,
     parse_shard_size,
     write_weights,
 )
@@ -42,11 +44,11 @@ from lockstep.checkpoint.modules import (
     unwrap,
 )
 from lockstep.checkpoint.name_matching import Match, match_names
-from lockstep.checkpoint.sharding import in_one_shard, is_meta, tie_key
+from lockstep.checkpoint.sharding import in_one_shard, is_meta, reshard, tie_key
 from lockstep.checkpoint.shards import TensorInShards
 from lockstep.distributed.collectives import Collectives, run_on_all_ranks
 from lockstep.distributed.process_group import run_of
-from lockstep.distributed.torch_compat import is_sharded, storage_key
+from lockstep.distributed.torch_compat import is_sharded, storage_key, to_local
 from lockstep.errors import CheckpointError, SettingError
 from lockstep.optim.deferred_init import (
     FileSource,
@@ -58,6 +60,10 @@ from lockstep.wording import describe_type, group_by_key
 
 MAX_BYTES_IN_MEMORY = 2**26
 """How much `load_weights` reads at a time, besides the model and the mapped file."""
+
+
+DTYPES_TO_SAVE_AS = {*DTYPES_TO_CAST, torch.float8_e4m3fn, torch.float8_e5m2}
+"""The other floats of 8 bits hold scales, or have no code in safetensors."""
 
 
 @dataclass(frozen=True)
@@ -113,6 +119,12 @@ def save_weights(
         raise SettingError(
             f"saving weights to {path} with dtype={dtype}",
             "it holds no fractions",
+            "give torch.float32, torch.bfloat16 or torch.float16",
+        )
+    if dtype is not None and dtype not in DTYPES_TO_SAVE_AS:
+        raise SettingError(
+            f"saving weights to {path} with dtype={dtype}",
+            "Lockstep does not convert weights to it",
             "give torch.float32, torch.bfloat16 or torch.float16",
         )
     max_file_bytes = None if shard_size is None else parse_shard_size(shard_size)
@@ -279,8 +291,8 @@ def load_weights(
         trust: whether the file may run its author's code while it is read, as pickled models do.
 
     Raises:
-        CheckpointError: the file cannot be read, is not trusted, or does not fit; with counts and
-            examples.
+        CheckpointError: the file cannot be read, is not trusted, or does not fit, with counts and
+            examples; or the model's dtype cannot hold its values.
     """
     with outside_deferred_init():
         return _load_weights(model, Path(path), strict=strict, trust=trust)
@@ -380,6 +392,8 @@ def _plan_loading(model: nn.Module, path: Path, *, strict: bool, trust: bool) ->
             advice,
         )
 
+    _check_shards(fitting, own)
+    _check_values(path, fitting, own)
     changes = [f"read {found.place}"] if found.place else []
     changes += match.changes
     changes += _describe_casts(fitting, own)
@@ -390,7 +404,6 @@ def _plan_loading(model: nn.Module, path: Path, *, strict: bool, trust: bool) ->
         mismatched=differences.mismatched,
         changes=tuple(changes),
     )
-    _check_shards(fitting, own)
     batches = _batches(fitting, _names_that_need_memory(fitting, own))
     return _LoadPlan(batches, fitting, report)
 
@@ -433,6 +446,54 @@ def _check_shards(values: Mapping[str, Any], own: Mapping[str, Any]) -> None:
     for name, value in values.items():
         if isinstance(value, TensorInShards) and not is_meta(own[name]):
             value.check()
+
+
+def _check_values(path: Path, values: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+    """Checks that the model can hold the values of a file, in its dtypes and layouts.
+
+    Of a sharded tensor, each rank checks its own shard.
+
+    Args:
+        path: the file or folder, for errors.
+        values: the values that are loaded, by plain names.
+        own: the state of the model by plain names.
+
+    Raises:
+        CheckpointError: a tensor is sparse, or has values beyond the range of the model's dtype.
+    """
+    for name, value in values.items():
+        target = own[name]
+        if not isinstance(value, Tensor | LazyTensor) or not isinstance(target, Tensor):
+            continue
+        if is_meta(target):  # its values belong to another rank, or are read later
+            continue
+
+        if isinstance(value, Tensor) and value.layout != target.layout:
+            raise CheckpointError(
+                f"loading {path}",
+                f"{name} is a tensor of layout {value.layout} in the file, and of layout "
+                f"{target.layout} in the model",
+                "save it in the layout of the model, for example with tensor.to_dense()",
+            )
+
+        # Only these conversions may lose values.
+        can_lose_values = (
+            value.dtype in DTYPES_TO_CAST
+            and target.dtype.is_floating_point
+            and torch.finfo(target.dtype).max < torch.finfo(value.dtype).max
+        )
+        if not can_lose_values or (isinstance(value, Tensor) and value.layout != torch.strided):
+            continue
+        values_here = to_local(reshard(value, target))
+        largest = largest_lost_value(values_here, values_here.to(target.dtype))
+        if largest is not None:
+            raise CheckpointError(
+                f"loading {path}",
+                f"the largest value of {name} is {largest:.3g}, beyond what the model's dtype "
+                f"{target.dtype} can hold ({torch.finfo(target.dtype).max:.3g})",
+                "load it into a model in bf16, which has the range of fp32, or in the dtype of the "
+                "file",
+            )
 
 
 def _names_that_need_memory(values: Mapping[str, Any], own: Mapping[str, Any]) -> set[str]:

@@ -292,24 +292,15 @@ def cast(tensor: Tensor, dtype: torch.dtype | None, name: str) -> Tensor:
     """Converts a floating-point tensor of at least 16 bits to a dtype; returns others unchanged.
 
     Raises:
-        CheckpointError: a finite value would become infinite.
+        CheckpointError: a value is beyond the range of the dtype.
     """
     new_dtype = result_dtype(tensor.dtype, dtype)
     if new_dtype == tensor.dtype:  # not to be converted
         return tensor
 
     result = tensor.to(new_dtype)
-
-    # A larger dtype can hold all values. One of the same size may not: bfloat16 can hold 1e38, but
-    # float16 cannot.
-    is_larger = new_dtype.itemsize > tensor.dtype.itemsize
-    if is_larger:
-        return result
-
-    # A value that the new dtype cannot hold has become infinite.
-    has_new_infinities = not torch.equal(result.isinf(), tensor.isinf())
-    if has_new_infinities:
-        largest = float(tensor.abs().nan_to_num(nan=0, posinf=0).max())
+    largest = largest_lost_value(tensor, result)
+    if largest is not None:
         raise CheckpointError(
             f"converting {name} to {dtype_name(new_dtype)}",
             f"its largest value {largest:.3g} is beyond what "
@@ -317,6 +308,34 @@ def cast(tensor: Tensor, dtype: torch.dtype | None, name: str) -> Tensor:
             "use bf16, which has the range of fp32, or leave the dtype as it is",
         )
     return result
+
+
+def largest_lost_value(tensor: Tensor, result: Tensor) -> float | None:
+    """Returns the largest value that was lost when a tensor was converted to another dtype.
+
+    Args:
+        tensor: a floating-point tensor of at least 16 bits.
+        result: the same tensor in another floating-point dtype.
+
+    Returns:
+        The largest absolute value that was lost; None if there is none.
+    """
+    # A larger dtype can hold all values. One of the same size may not: bfloat16 can hold 1e38, but
+    # float16 cannot.
+    if result.dtype.itemsize > tensor.dtype.itemsize:
+        return None
+
+    if result.dtype == torch.float8_e4m3fn:
+        # It has no infinity: depending on the version of torch, the result is NaN or the largest
+        # value of the dtype.
+        is_lost = tensor.abs() > torch.finfo(result.dtype).max
+    else:
+        # Torch cannot look for infinite values in floats of 8 bits.
+        comparable = result.float() if result.dtype.itemsize == 1 else result
+        is_lost = comparable.isinf() != tensor.isinf()
+    if not is_lost.any():
+        return None
+    return float(tensor[is_lost].abs().max())
 
 
 def _free_file_names(path: Path, num_files: int) -> list[Path]:
