@@ -19,7 +19,7 @@ pytestmark = pytest.mark.launcher
 
 CHECKPOINTS = pages.ROOT / "docs" / "checkpoints.md"
 MAY_NOT_RUN = {
-    "from_tutorials.md": 23,
+    "from_tutorials.md": 22,
     "running_it.md": 1,
     "several_machines.md": 1,
     "streaming_libraries.md": 4,

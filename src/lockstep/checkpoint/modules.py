@@ -118,9 +118,10 @@ def plain_parameter_names(module: nn.Module) -> dict[Tensor, str]:
     """
     to_plain_name = plain_names(module)
     names: dict[Tensor, str] = {}
-    for own_name, parameter in module.named_parameters(remove_duplicate=False):
-        name = to_plain_name(own_name)
-        names[parameter] = min(name, names.get(parameter, name))
+    with shapes_are_enough():  # a model of `deferred_init` is not initialised for this
+        for own_name, parameter in module.named_parameters(remove_duplicate=False):
+            name = to_plain_name(own_name)
+            names[parameter] = min(name, names.get(parameter, name))
     return names
 
 

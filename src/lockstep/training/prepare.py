@@ -520,7 +520,7 @@ class Preparer:
 
         let_compile_again(module)
         parameters_before = list(module.parameters())
-        self._name_of_parameter.update(plain_parameter_names(module))
+        names_before = plain_parameter_names(module)
         shared_parameters = self._find_shared_parameters(module)
         wrapped = self.strategy.wrap(module, self.run)
 
@@ -540,6 +540,8 @@ class Preparer:
             self._deferred_of_this_call.append(deferred)
 
         self.wrapped[wrapped.module] = wrapped
+        # Only now: torch refuses to convert a parameter that somebody has a weak reference to.
+        self._name_of_parameter.update(names_before)
         self._remember_parameters(parameters_before, wrapped)
         self.run.prepared.append(weakref.ref(wrapped.module))
         for extension in wrapped.extensions:
