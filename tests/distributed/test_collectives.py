@@ -130,6 +130,8 @@ def mismatch() -> list[str]:
             lambda: world.sum(torch.ones(2, dtype=torch.float64 if r else torch.float32)),
             lambda: world.sum(1) if r else world.max(1),
             lambda: world.gather(torch.ones(1, 2 + r)),
+            lambda: world.gather(["name"] * (251 - r)),
+            lambda: world.sum({f"class {i}": 1 for i in range(251 - r)}),
         ):
             try:
                 call()
@@ -141,11 +143,17 @@ def mismatch() -> list[str]:
 
 def test_what_does_not_match_is_an_error_on_every_rank():
     for messages in run_ranks(mismatch, 2):
-        assert len(messages) == 5
+        assert len(messages) == 7
         assert "rank 0: sum of float32[2]; rank 1: sum of float32[3]" in messages[0]
         assert "rank 1: sum of int, int" in messages[1]
         assert "float64[2]" in messages[2]
         assert "rank 0: max of int; rank 1: sum of int" in messages[3]
+        texts = "rank 0: gather of a list of 251 texts; rank 1: gather of a list of 250 texts\n"
+        assert texts in messages[5]
+        assert "json.dumps" in messages[5]
+        assert "int, int, ... (250 values) in TreeSpec(" in messages[6]
+        assert len(messages[6].splitlines()) == 4
+        assert len(messages[6]) < 1000
 
 
 CALLS: dict[str, Callable[[Any], Any]] = {

@@ -19,6 +19,11 @@ from lockstep.distributed.torch_compat import dtypes_named, pytree
 from lockstep.errors import RanksDifferError
 from lockstep.wording import describe_type, format_ranks, group_by_key
 
+_MAX_LEAVES_SHOWN = 8
+"""How many leaves of a nest are listed in an error."""
+_MAX_STRUCTURE_SHOWN = 200
+"""How many characters of the structure of a nest are shown in an error."""
+
 CARRIER_DTYPES = {
     torch.int16: torch.int32,
     torch.uint16: torch.int32,
@@ -116,9 +121,28 @@ class CallDescription(NamedTuple):
         if self.detail:
             parts.append(self.detail)
         if self.structure:
-            leaves = ", ".join(str(leaf) for leaf in self.leaves)
-            parts.append(f"of {leaves or 'nothing'}")
+            parts.append(f"of {self._describe_leaves()}")
         return " ".join(parts)
+
+    @property
+    def is_list(self) -> bool:
+        """True if the nest is a list of leaves."""
+        return self.structure == _structure_of_list(len(self.leaves))
+
+    def _describe_leaves(self) -> str:
+        """Describes the leaves: "float32[2], int", or, if there are many, "a list of 251 texts"."""
+        num_leaves = len(self.leaves)
+        if num_leaves == 0:
+            return "nothing"
+        if num_leaves <= _MAX_LEAVES_SHOWN:
+            return ", ".join(str(leaf) for leaf in self.leaves)
+        if len(set(self.leaves)) == 1 and self.is_list:
+            leaf = self.leaves[0]
+            plural = f"tensors {leaf}" if leaf.kind == "tensor" else f"{leaf}s"
+            return f"{self.structure} {plural}"
+
+        first_leaves = ", ".join(str(leaf) for leaf in self.leaves[:_MAX_LEAVES_SHOWN])
+        return f"{first_leaves}, ... ({num_leaves} values)"
 
 
 def describe_call(name: str, leaves: Sequence[Any], spec: pytree.TreeSpec) -> CallDescription:
@@ -135,12 +159,23 @@ def describe_call(name: str, leaves: Sequence[Any], spec: pytree.TreeSpec) -> Ca
         if problem is not None:
             break
 
+    # Torch's text for a list has a star, and often a line, for each item.
+    structure = str(spec)
+    is_list = spec.type is list and spec == pytree.tree_structure([0] * len(leaves))
+    if is_list:
+        structure = _structure_of_list(len(leaves))
+
     return CallDescription(
         name,
-        structure=str(spec),
+        structure=structure,
         leaves=tuple(LeafDescription.of(leaf) for leaf in leaves),
         problem=problem,
     )
+
+
+def _structure_of_list(length: int) -> str:
+    """Returns the structure of a list of leaves, as text."""
+    return f"a list of {length}"
 
 
 def can_be_reduced(descriptions: Sequence[LeafDescription]) -> bool:
@@ -296,8 +331,9 @@ def calls_differ_error(calls: Sequence[CallDescription]) -> RanksDifferError:
             description = call.user_call
         else:
             description = str(call)
-        if show_structure:
-            description += f" in {call.structure}"
+        # The description of a long list begins with its structure already.
+        if show_structure and call.structure not in description:
+            description += f" in {_shorten(call.structure)}"
         found.append(f"rank {rank}: {description}")
 
     # First case: the user's script called different functions on different ranks. A barrier is
@@ -315,11 +351,35 @@ def calls_differ_error(calls: Sequence[CallDescription]) -> RanksDifferError:
         was_set = user_calls[0].removesuffix("()")
     else:
         was_set = f"collectives: {' and '.join(collective_names)}"
+
+    # Lists of text of different lengths are usually names that each rank has collected.
+    are_gathered_texts = True
+    for call in calls:
+        has_texts_only = all(leaf.kind == "text" for leaf in call.leaves)
+        if call.name != "gather" or not call.is_list or not has_texts_only:
+            are_gathered_texts = False
+    if are_gathered_texts:
+        return RanksDifferError(
+            was_set,
+            "; ".join(found),
+            "gather one text of each rank instead, such as json.dumps(the_list), and take the "
+            "result apart with json.loads; the items of a list are gathered one by one, so all "
+            "ranks need the same number of them",
+        )
+
     return RanksDifferError(
         was_set,
         "; ".join(found),
         "call the same collective with the same structure, shapes and types on every rank",
     )
+
+
+def _shorten(structure: str) -> str:
+    """Returns the beginning of a structure, on one line."""
+    on_one_line = " ".join(structure.split())
+    if len(on_one_line) <= _MAX_STRUCTURE_SHOWN:
+        return on_one_line
+    return f"{on_one_line[:_MAX_STRUCTURE_SHOWN]}..."
 
 
 def advise_call_on_all_ranks(user_calls: Sequence[str]) -> str:
