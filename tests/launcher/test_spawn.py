@@ -481,7 +481,7 @@ def test_a_script_without_the_main_guard_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("number", "code"),
     [
-        (signal.SIGINT, -2),
+        pytest.param(signal.SIGINT, -2, marks=pytest.mark.thorough),
         pytest.param(signal.SIGTERM, 143, marks=pytest.mark.thorough),
         (signal.SIGKILL, -9),
     ],

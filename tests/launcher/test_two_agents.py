@@ -247,6 +247,7 @@ def test_a_script_that_knows_only_torch_and_comers_that_are_turned_away(
     check_training(tmp_path, nproc=2)
 
 
+@pytest.mark.thorough
 def test_fresh_interpreters_meet_by_c10d(
     machines: tuple[Machine, Machine], make: Make, tmp_path: Path
 ) -> None:
