@@ -31,9 +31,9 @@ class ErrorInFlight:
     """An exception that a rank handles."""
 
     headline: str
-    """Its type and message: `ValueError: no data`."""
+    """The type and the message of the exception, such as `ValueError: no data`."""
     line: str | None
-    """The user's line that raised it, `file:line: code`."""
+    """The user's line that raised it, such as `train.py:12: load()`; None if it is not known."""
     training_went_on: bool = False
     """True if the rank has made an optimizer step since then, so that it has survived it."""
 

@@ -408,19 +408,19 @@ def test_collectives_are_counted(tmp_path, monkeypatch):
         assert torch_compat.num_collectives() == 2
     finally:
         dist.destroy_process_group()
-    assert not torch_compat.has_called_no_rank([group])
+    assert not torch_compat.has_not_communicated([group])
 
     class Uncounted:
         def _get_sequence_number_for_group(self):
             raise RuntimeError("MPI does not count")
 
     monkeypatch.setattr(torch_compat, "flight_record", lambda lines: '[{"version": "2.10"}]')
-    assert torch_compat.has_called_no_rank([])
-    assert not torch_compat.has_called_no_rank([Uncounted()])
+    assert torch_compat.has_not_communicated([])
+    assert not torch_compat.has_not_communicated([Uncounted()])
     monkeypatch.setattr(torch_compat, "flight_record", lambda lines: '[{"entries": [{}]}]')
-    assert not torch_compat.has_called_no_rank([])
+    assert not torch_compat.has_not_communicated([])
     monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", "0")
-    assert not torch_compat.has_called_no_rank([])
+    assert not torch_compat.has_not_communicated([])
 
 
 def test_a_store_elsewhere_serves_an_address(monkeypatch):

@@ -25,9 +25,9 @@ class Epochs:
         """The current epoch."""
         self._loaders = loaders
         self._step = step
-        self._passes_before_epoch: dict[Loader, int] | None = None
-        """For each loader, how many training passes it had before the current epoch; None while no
-        loop over epochs runs."""
+        self._is_running = False
+        """True while a loop over epochs runs. Then each loader has the number of training passes
+        that it had made before the current epoch (`Loader.passes_before_epoch`)."""
         self._step_at_begin = 0
         """The number of optimizer steps before the current epoch."""
         self._loaders_of_previous_epoch: list[Loader] = []
@@ -62,24 +62,24 @@ class Epochs:
         It also records which loaders were trained on in the previous epoch. The new epoch is done
         only after each of them has been trained on again.
         """
-        # `_passes_before_epoch` was recorded at the beginning of the previous epoch, so loaders
-        # that have made more passes by now were trained on in that epoch. A loader that was
-        # prepared during the previous epoch was not recorded, so the new epoch does not wait for
-        # it. Before the first epoch nothing was recorded.
-        passes_before_previous_epoch = self._passes_before_epoch or {}
+        # `passes_before_epoch` was recorded at the beginning of the previous epoch, so loaders that
+        # have made more passes by now were trained on in that epoch. A loader that was prepared
+        # during the previous epoch was not recorded, so the new epoch does not wait for it. Before
+        # the first epoch nothing was recorded.
         self._loaders_of_previous_epoch = []
-        for loader, num_passes_before in passes_before_previous_epoch.items():
-            if loader.num_training_passes > num_passes_before:
+        for loader in self._loaders:
+            num_passes_before = loader.passes_before_epoch
+            if num_passes_before is not None and loader.num_training_passes > num_passes_before:
                 self._loaders_of_previous_epoch.append(loader)
 
-        self._passes_before_epoch = {loader: loader.num_training_passes for loader in self._loaders}
+        self._is_running = True
         for loader in self._loaders:
             loader.passes_before_epoch = loader.num_training_passes
         self._step_at_begin = self._step.number
 
     def _end(self) -> None:
         """Records that no loop over epochs is running any more."""
-        self._passes_before_epoch = None
+        self._is_running = False
         for loader in self._loaders:
             loader.passes_before_epoch = None
 
@@ -89,8 +89,7 @@ class Epochs:
         It is done when at least one loader was trained on in this epoch, and every loader that was
         trained on in the previous epoch was trained on again.
         """
-        passes_before = self._passes_before_epoch
-        if passes_before is None:  # no loop over epochs is running
+        if not self._is_running:
             return False
         if any(loader.mid_epoch for loader in self._loaders):  # a pass has not ended yet
             return False
@@ -101,7 +100,7 @@ class Epochs:
         trained_in_epoch = []
         for loader in self._loaders:
             # A loader that was prepared during the epoch had no passes before it.
-            if loader.num_training_passes > passes_before.get(loader, 0):
+            if loader.num_training_passes > (loader.passes_before_epoch or 0):
                 trained_in_epoch.append(loader)
 
         if not trained_in_epoch:

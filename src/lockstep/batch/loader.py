@@ -148,7 +148,7 @@ class Loader:
         was resumed after the last step of its epoch."""
         self.passes_before_epoch: int | None = None
         """The value of `num_training_passes` before the current epoch of `World.epochs`; None while
-        no such loop runs."""
+        no such loop runs, and for a loader that was prepared during the epoch."""
         self.passes_begun = 0
         """Number of passes that have begun on this rank, with and without gradients."""
         self.evaluated = 0

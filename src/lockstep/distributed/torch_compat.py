@@ -1146,7 +1146,7 @@ def num_collectives() -> int | None:
     return total
 
 
-def has_called_no_rank(groups: Iterable[Any]) -> bool:
+def has_not_communicated(groups: Iterable[Any]) -> bool:
     """Returns True if this rank has certainly called no collective and sent no message.
 
     The Flight Recorder has both, of Gloo and NCCL. The groups themselves count the collectives of

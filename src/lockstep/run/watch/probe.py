@@ -119,7 +119,7 @@ class Probe:
                 "each process trained its own model",
                 "join them by lockstep.init() and world.prepare(...), or run one process",
             )
-        elif torch_compat.has_called_no_rank(_groups_kept_alive):
+        elif torch_compat.has_not_communicated(_groups_kept_alive):
             warn(
                 f"{size} processes",
                 f"the optimizer made {count_noun(steps, 'step')} on rank 0, which has called no "

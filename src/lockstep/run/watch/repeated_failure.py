@@ -87,8 +87,7 @@ def failure_key(end: ExitStatus) -> str:
     # Only a rank that ended by itself with an error (a code above 0) will do so again. A signal (a
     # code below 0) may have come from outside.
     error = end.error
-    step = _step(end)
-    if error is None or error.line is None or end.code <= 0 or step is None:
+    if error is None or end.code <= 0:
         return ""
 
     # An error from a DataLoader worker is compared without the number of the worker:
@@ -97,9 +96,13 @@ def failure_key(end: ExitStatus) -> str:
     if not _comes_from_program(error, headline):
         return ""
 
-    # The address of an object differs from attempt to attempt.
-    headline = _ADDRESS_OF_OBJECT.sub("0x", headline)
-    return json.dumps({"step": step, "line": error.line, "headline": headline})
+    has_made_step = None  # it is not known
+    if end.step is not None:
+        has_made_step = True
+    elif end.made_no_step:
+        has_made_step = False
+    failed_soon = end.ran_s is not None and end.ran_s <= MAX_S_WITHOUT_STEP
+    return _make_key(_step(has_made_step, error.trained_steps, failed_soon), error.line, headline)
 
 
 def key_of_error_in_flight(
@@ -117,25 +120,25 @@ def key_of_error_in_flight(
     Returns:
         The key. Empty if the failure may pass by itself, or if its step is not known.
     """
-    if error.line is None or steps is None:
-        return ""
-
-    # These are the cases of `_step`.
-    if steps > 0:
-        step = trained_steps or None
-    elif waited_s <= MAX_S_WITHOUT_STEP:
-        step = trained_steps or 0
-    else:
-        step = None
-    if step is None:
-        return ""
-
+    # Nothing else is known of this exception, so its type and message alone tell where it is from.
     headline = _IN_WORKER.sub("", error.headline)
     error_type, _, _ = headline.partition(":")
     if error_type not in _PROGRAM_ERRORS or _OUTSIDE.search(headline):
         return ""
+
+    has_made_step = None if steps is None else steps > 0
+    stopped_soon = waited_s <= MAX_S_WITHOUT_STEP
+    return _make_key(_step(has_made_step, trained_steps, stopped_soon), error.line, headline)
+
+
+def _make_key(step: int | None, line: str | None, headline: str) -> str:
+    """Returns the key of a failure; an empty text if its step or its line is not known."""
+    if step is None or line is None:
+        return ""
+
+    # The address of an object differs from attempt to attempt.
     headline = _ADDRESS_OF_OBJECT.sub("0x", headline)
-    return json.dumps({"step": step, "line": error.line, "headline": headline})
+    return json.dumps({"step": step, "line": line, "headline": headline})
 
 
 def step_of_key(key: str) -> int:
@@ -170,12 +173,14 @@ def _comes_from_program(error: ErrorRecord, headline: str) -> bool:
     return not any(_OUTSIDE.search(text) for text in texts)
 
 
-def _step(end: ExitStatus) -> int | None:
+def _step(
+    has_made_step: bool | None, steps_of_training: int | None, failed_soon: bool
+) -> int | None:
     """Returns the step after which a rank failed, counted from the beginning of the training.
 
     The heartbeat counts the steps of this attempt. If the script called `lockstep.init`, the steps
-    of the training are counted too (`ErrorRecord.trained_steps`). That count includes the steps of
-    earlier attempts which this one has resumed:
+    of the training are counted too. That count includes the steps of earlier attempts which this
+    one has resumed:
 
         steps of this attempt        steps of the training    result
         1. some                      5                        5
@@ -186,21 +191,23 @@ def _step(end: ExitStatus) -> int | None:
         4. none, failed soon         5                        5, at which it had resumed
                                      not counted              0, as it had begun anew
 
+    Args:
+        has_made_step: whether this attempt has made a step; None if that is not known.
+        steps_of_training: the steps of the training; None if they are not counted.
+        failed_soon: True if the attempt failed within `MAX_S_WITHOUT_STEP`.
+
     Returns:
         The step, or None if it is not known.
     """
-    steps_of_training = None if end.error is None else end.error.trained_steps
-
     # Case 1.
-    if end.step is not None:
+    if has_made_step:
         return None if steps_of_training == 0 else steps_of_training
 
     # Case 2.
-    if not end.made_no_step:
+    if has_made_step is None:
         return None
 
     # Case 3.
-    failed_soon = end.ran_s is not None and end.ran_s <= MAX_S_WITHOUT_STEP
     if not failed_soon:
         return None
 
