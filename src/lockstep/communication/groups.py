@@ -36,10 +36,8 @@ def open_groups(
     own_rank = dist.get_rank()
     group: dist.ProcessGroup
     if cpu_tensors_only:
-        # Each rank opens only its own group, without the others (`use_local_synchronization`). If
-        # all ranks opened all groups, as below, a run with NCCL would hang (pytorch#145376): ranks
-        # outside of a group would wait for its members to split the NCCL communicator, which the
-        # members of a Gloo group never do.
+        # Each rank opens only its own group (`use_local_synchronization`). If every rank opened all
+        # groups, as below, a run whose default group uses NCCL would hang (pytorch#145376).
         own_ranks = next(ranks for ranks in ranks_of_groups if own_rank in ranks)
         group = dist.new_group(
             list(own_ranks),

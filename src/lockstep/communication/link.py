@@ -57,16 +57,9 @@ def measure(
 
     nbytes = FIRST_MESSAGE_BYTES
     while True:
-        # All ranks use the same time, so that all take the same decisions below.
-        seconds = agree(shift(nbytes))
-
-        # Other work on the machine may disturb a try. So a message that does not take long is sent
-        # twice more, and the shortest of the three times is used.
-        for _ in range(2):
-            if seconds < MAX_REPEATED_MESSAGE_S:
-                seconds = min(seconds, agree(shift(nbytes)))
-
-        if seconds >= LONG_MESSAGE_S or nbytes >= MAX_MESSAGE_BYTES:
+        seconds = _shortest_time(shift, agree, nbytes)
+        is_last_message = seconds >= LONG_MESSAGE_S or nbytes >= MAX_MESSAGE_BYTES
+        if is_last_message:
             # Compare the last two messages, because TCP takes a while to reach its full speed. The
             # minimum avoids a division by 0 if the longer message took no longer.
             additional_s = max(seconds - previous_s, 1e-9)
@@ -76,3 +69,24 @@ def measure(
         previous_bytes = nbytes
         previous_s = seconds
         nbytes *= MESSAGE_GROWTH
+
+
+def _shortest_time(
+    shift: Callable[[int], float], agree: Callable[[float], float], nbytes: int
+) -> float:
+    """Sends a message up to three times, and returns the shortest time in seconds.
+
+    Other work on the machine may disturb a try. A message that takes long is not sent again. All
+    ranks agree on the time of each try, so they send equally many messages, and return the same.
+
+    Args:
+        shift: see `measure`.
+        agree: see `measure`.
+        nbytes: size of the message.
+    """
+    shortest_s = agree(shift(nbytes))
+    for _ in range(2):
+        if shortest_s >= MAX_REPEATED_MESSAGE_S:
+            break
+        shortest_s = min(shortest_s, agree(shift(nbytes)))
+    return shortest_s

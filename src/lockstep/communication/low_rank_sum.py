@@ -50,7 +50,7 @@ class LowRankSum:
         """Views of `values` that are sent as narrow matrices."""
         self._num_columns: list[int] = []
         """For each matrix, the number of columns of its narrow matrices."""
-        self._small_parts: list[Tensor] = []
+        self._uncompressed_parts: list[Tensor] = []
         """Views of `values` that are always sent as they are, because they are too small."""
 
         for shape, part in zip(shapes, torch.split(self.values, sizes), strict=True):
@@ -63,7 +63,7 @@ class LowRankSum:
                 self._matrices.append(matrix)
                 self._num_columns.append(num_columns)
             else:
-                self._small_parts.append(part)
+                self._uncompressed_parts.append(part)
 
         self._right_sizes: list[int] = []
         """For each matrix, the number of elements in its Q."""
@@ -96,6 +96,8 @@ class LowRankSum:
     def start(self) -> None:
         """Adds the residual to `values`, and begins to send P = M Q of each matrix M.
 
+        In the first sums (see `_is_uncompressed`) it sends `values` as they are instead.
+
         Call `advance` and `end` next. Calls for other sums may come in between, as long as all
         ranks make all calls in the same order.
         """
@@ -112,8 +114,9 @@ class LowRankSum:
         for matrix, right in zip(self._matrices, self._rights(), strict=True):
             self._lefts.append(matrix @ right)
 
-        # One message holds the P of all matrices, then the tensors that are sent as they are.
-        parts = [*self._lefts, *self._small_parts]
+        # One message holds the P of all matrices, then the tensors that are sent as they are
+        # (`_unpack_message` takes it apart again).
+        parts = [*self._lefts, *self._uncompressed_parts]
         self._message = torch.cat([part.view(-1) for part in parts])
         self._wait_for_sum = routing.start_all_reduce(self._message)
 
@@ -124,51 +127,58 @@ class LowRankSum:
             self._wait_for_sum = do_nothing  # `end` has nothing to wait for
             return
 
-        # The message holds the sum of each P, then the sums of the tensors that were sent as they
-        # are. These are too small to be compressed; copy their sums to `values`.
-        sizes = [part.numel() for part in (*self._lefts, *self._small_parts)]
-        sums = torch.split(self._message, sizes)
-        num_matrices = len(self._matrices)
-        for part, sum_of_part in zip(self._small_parts, sums[num_matrices:], strict=True):
+        sums_of_lefts, sums_of_uncompressed_parts = self._unpack_message()
+
+        # The uncompressed parts are views of `values`, so this writes their sums to `values`.
+        for part, sum_of_part in zip(
+            self._uncompressed_parts, sums_of_uncompressed_parts, strict=True
+        ):
             part.copy_(sum_of_part)
 
         # P becomes an orthonormal basis of the columns of its sum.
-        for index in range(num_matrices):
-            sum_of_left = sums[index].view_as(self._lefts[index])
-            self._lefts[index] = torch.linalg.qr(sum_of_left).Q
+        self._lefts = [torch.linalg.qr(sum_of_left).Q for sum_of_left in sums_of_lefts]
 
-        # Q = M^T P, with this rank's M. `_rights` returns views of `state["right"]`, where the Q of
-        # all matrices are one tensor, so the results are written there.
+        # Q = M^T P, with this rank's M. `right` is a view of `state["right"]`, which thereby holds
+        # the Q of all matrices and is summed as one tensor.
         for matrix, left, right in zip(self._matrices, self._lefts, self._rights(), strict=True):
             torch.mm(matrix.T, left, out=right)
         self._wait_for_sum = routing.start_all_reduce(self.state["right"])
+
+    def _unpack_message(self) -> tuple[list[Tensor], list[Tensor]]:
+        """Returns the sums of all P, and those of the uncompressed parts, from the message."""
+        parts = [*self._lefts, *self._uncompressed_parts]
+        flat_sums = torch.split(self._message, [part.numel() for part in parts])
+        sums = [flat.view_as(part) for flat, part in zip(flat_sums, parts, strict=True)]
+        num_matrices = len(self._lefts)
+        return sums[:num_matrices], sums[num_matrices:]
 
     def end(self) -> None:
         """Waits for the sums of Q, computes `values` from P and Q, and updates the residuals."""
         self._wait_for_sum()
         if not self._is_uncompressed:  # otherwise `values` already holds the sum
-            num_ranks = dist.get_world_size()
-            rights = self._rights()  # summed over the ranks
-
-            residuals = self._residuals()
-            for index, matrix in enumerate(self._matrices):
-                # The sum of M over the ranks is approximated by S = P Q^T. Each rank's share of it
-                # is S / num_ranks. What this share lacks of the rank's own M is still to be sent,
-                # and becomes the residual: M - S / num_ranks.
-                sum_of_matrix = self._lefts[index] @ rights[index].T
-                residual = residuals[index]
-                torch.sub(matrix, sum_of_matrix, alpha=1.0 / num_ranks, out=residual)
-
-                # A NaN shows in the sum of this step, but must not be added to all later steps.
-                residual.nan_to_num_(0.0, 0.0, 0.0)
-
-                # The matrix is a view of `values`.
-                matrix.copy_(sum_of_matrix)
-
-            self.state["right"].nan_to_num_(0.0, 0.0, 0.0)
+            self._decompress()
 
         self._wait_for_sum = do_nothing
         self.state["times"] += 1  # counts the sums; `_is_uncompressed` depends on it
+
+    def _decompress(self) -> None:
+        """Replaces each matrix M, a view of `values`, by its sum; updates the residuals.
+
+        The sum of M over the ranks is approximated by S = P Q^T. Each rank's share of it is
+        S / num_ranks. What this share lacks of the rank's own M is still to be sent, and becomes
+        the residual: M - S / num_ranks.
+        """
+        num_ranks = dist.get_world_size()
+        factors = zip(self._lefts, self._rights(), strict=True)  # P, and Q summed over the ranks
+        residuals = self._residuals()
+        for matrix, (left, right), residual in zip(self._matrices, factors, residuals, strict=True):
+            sum_of_matrix = left @ right.T
+            torch.sub(matrix, sum_of_matrix, alpha=1.0 / num_ranks, out=residual)
+            matrix.copy_(sum_of_matrix)
+
+        # NaN and infinity show in the sum of this step, but must not get into all later steps.
+        self.state["residual"].nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+        self.state["right"].nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
 
     def load(self, own: State, states_of_ranks: Sequence[State]) -> bool:
         """Loads the state of the run that is resumed.

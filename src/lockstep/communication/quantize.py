@@ -117,9 +117,9 @@ def decode(encoded: Tensor, method: Method, out: Tensor) -> Tensor:
     code_blocks = codes.view(len(encoded), num_blocks, BLOCK)  # (rows, blocks, values of a block)
 
     scales = encoded[:, num_code_bytes:].contiguous().view(torch.float32)  # (rows, blocks)
-    scales = scales.to(wide_dtype(out.dtype)).unsqueeze(2)
 
-    # number = code * scale
+    # number = code * scale, multiplied in float32, or in float64 if `out` is of that dtype.
+    scales = scales.to(wide_dtype(out.dtype)).unsqueeze(2)
     torch.mul(code_blocks, scales, out=out.view(code_blocks.shape))
     return out
 

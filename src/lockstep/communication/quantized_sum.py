@@ -81,7 +81,11 @@ def have_same_shapes(state: State, other: State) -> bool:
 class QuantizedSum:
     """Sums a vector over all ranks, with the same bits on every rank.
 
-    Call `start`, `advance` and `end` in every step.
+    Call `start`, `advance` and `end` in every step:
+
+    1. `start` sends to each peer its chunk of this peer's vector.
+    2. `advance` adds up the chunks that this peer has received, and sends the sum to all peers.
+    3. `end` waits for the sums of all chunks, and writes them to `values`.
 
     Args:
         length: number of elements in the vector.
@@ -112,11 +116,15 @@ class QuantizedSum:
                 len(self._padded) // peers.local_size, dtype=dtype, device=like.device
             )
 
-        self._finish: Callable[[], None] = do_nothing
-        self._wait_for_exchange: Callable[[], None]
-        self._received: Tensor
-        """The received bytes, `(peers, bytes)`: after `start` every peer's values of this peer's
-        chunk, after `advance` the sum of each peer's chunk."""
+        self._wait_for_sums: Callable[[], None] = do_nothing
+        """What `end` calls: waits until the sums of all chunks are in `values`."""
+        self._wait_for_chunks: Callable[[], None]
+        self._received_chunks: Tensor
+        """Received after `start`, `(peers, bytes)`: the values of this peer's chunk that each peer
+        has, encoded."""
+        self._wait_for_encoded_sums: Callable[[], None]
+        self._received_sums: Tensor
+        """Received after `advance`, `(peers, bytes)`: the sum of each peer's chunk, encoded."""
         self._chunks: Tensor
         """This rank's shard of its peer's vector, `(peers, values)`: one chunk for each peer."""
 
@@ -126,17 +134,16 @@ class QuantizedSum:
         Call `advance` and `end` next. Calls for other sums may come in between, as long as all
         ranks make all calls in the same order.
         """
-        # `values` is the beginning of `_padded`; the rest is padding, which must be 0. If the last
-        # values of the vector became NaN in the last sum, the padding became NaN too, because both
-        # belong to the same quantization block and have the same scale.
+        # `_padded` is `values` and then the padding. The last sum was written over the padding too:
+        # it may hold NaN, which would now spoil the scale of the block that `values` ends with.
         self._padded[len(self.values) :] = 0.0
         shared = self._peers.shared
         if shared is None:
-            self._finish = self._start_exchange(self._padded)
+            self._wait_for_sums = self._start_exchange(self._padded)
         else:
             # The ranks of this machine add up their vectors in shared memory, each a part of it.
             # Then `_start_exchange` is called with this rank's part, and sums it over the machines.
-            self._finish = shared.start_all_reduce(
+            self._wait_for_sums = shared.start_all_reduce(
                 self._padded, start_between_machines=self._start_exchange
             )
 
@@ -146,33 +153,34 @@ class QuantizedSum:
         `start` has sent the chunks, and `end` will wait for the sums.
         """
         peers = self._peers
-        self._wait_for_exchange()  # for the one that `start` has begun
+        self._wait_for_chunks()
 
-        # `_received` has a row for each peer: the encoded values that it sent. They are added in
-        # the order of the peers; this peer's own values are not quantized.
+        # Add in the order of the peers; this peer's own values are not quantized.
         shape_of_chunk = (1, self._chunks.shape[1])
         total = self._chunks.new_zeros(shape_of_chunk)
         buffer = self._chunks.new_empty(shape_of_chunk)
-        for peer, encoded in enumerate(torch.split(self._received, 1)):
+        for peer, encoded_chunk in enumerate(torch.split(self._received_chunks, 1)):
             if peer == peers.number:
                 total += self._chunks[peer]
             else:
-                total += decode(encoded, self._method, out=buffer)
+                total += decode(encoded_chunk, self._method, out=buffer)
 
         # `encode` also writes its rounding errors to the residual of this peer's chunk.
-        own_chunk = slice(peers.number, peers.number + 1)
-        encoded_total = encode(total, self._method, self._residual_of_chunks(own_chunk))
+        residuals = self._residuals
+        own_residual = None if residuals is None else residuals[peers.number : peers.number + 1]
+        encoded_total = encode(total, self._method, own_residual)
 
-        # Send the sum of this peer's chunk to every peer. The new `_received` is filled with the
-        # sums of all chunks.
+        # Send the sum of this peer's chunk to every peer, and receive the sums of all chunks.
         sent = encoded_total.expand(peers.size, -1)
-        self._received = encoded_total.new_empty(peers.size, encoded_total.numel())
-        self._wait_for_exchange = routing.start_all_to_all(self._received, sent, peers.group)
+        self._received_sums = encoded_total.new_empty(peers.size, encoded_total.numel())
+        self._wait_for_encoded_sums = routing.start_all_to_all(
+            self._received_sums, sent, peers.group
+        )
 
     def end(self) -> None:
         """Waits for the sums of all chunks, and makes `values` the sum over all ranks."""
-        self._finish()
-        self._finish = do_nothing
+        self._wait_for_sums()
+        self._wait_for_sums = do_nothing
 
     def load(self, own: State, states_of_ranks: Sequence[State]) -> bool:
         """Loads the state of the run that is resumed.
@@ -182,12 +190,11 @@ class QuantizedSum:
             states_of_ranks: not used; `LowRankSum.load` needs the states of all ranks.
 
         Returns:
-            False if that run had other peers, or the state belongs to another vector; nothing is
-            loaded then.
+            False if the state does not fit this run, because that run had other peers or another
+            vector; nothing is loaded then.
         """
-        keeps_rounding_errors = len(self.state) > 0  # not with the method bf16
-        if not keeps_rounding_errors:
-            return True  # there is nothing to load
+        if self._method == "bf16":  # it keeps no rounding errors, so any state fits
+            return True
 
         # A vector of another length, or another number of peers, has a residual of another shape.
         if not have_same_shapes(own, self.state):
@@ -202,10 +209,9 @@ class QuantizedSum:
         return True
 
     def _start_exchange(self, shard: Tensor) -> Callable[[], None]:
-        """Begins to send this rank's values, one chunk to each peer.
+        """Begins to send this rank's values, one chunk to each peer (step 1 of the class).
 
-        This is the first of two exchanges. The second one, in which each peer sends the sum of its
-        chunk to all others, is begun by `advance`.
+        The residual is added to them, and becomes the rounding errors of what is sent.
 
         Args:
             shard: the values that this rank sends: if the peer is a rank, its whole vector; if it
@@ -216,35 +222,33 @@ class QuantizedSum:
             A function, to be called after `advance`, that waits for the sums of all chunks and
             writes them to `shard`.
         """
-        # Add the rounding errors of the last step (not with bf16, which keeps none).
         peers = self._peers
-        if "residual" in self.state:
-            shard += self.state["residual"]
-        self._chunks = shard.view(peers.size, -1)  # (peers, values): a chunk for each peer
+        self._chunks = shard.view(peers.size, -1)
 
-        # `encode` writes the rounding errors of all chunks to the residual. `advance` will replace
-        # those of this peer's own chunk, by the errors of rounding the sum of that chunk.
-        all_chunks = slice(None)
-        residual = self._residual_of_chunks(all_chunks)
-        encoded = encode(self._chunks, self._method, residual)
-        self._received = torch.empty_like(encoded)
-        self._wait_for_exchange = routing.start_all_to_all(self._received, encoded, peers.group)
-        return self._take_sums
+        # Add the rounding errors of the last step. This changes `shard`, which has the same memory.
+        residuals = self._residuals
+        if residuals is not None:
+            self._chunks += residuals
 
-    def _take_sums(self) -> None:
+        # `encode` fills the residuals with its rounding errors. This peer's own chunk is not sent;
+        # `advance` will fill its residual with the rounding errors of the chunk's sum.
+        encoded = encode(self._chunks, self._method, residuals)
+        self._received_chunks = torch.empty_like(encoded)
+        self._wait_for_chunks = routing.start_all_to_all(
+            self._received_chunks, encoded, peers.group
+        )
+        return self._decode_sums
+
+    def _decode_sums(self) -> None:
         """Waits for the sums of all chunks, and writes them to this rank's shard."""
-        self._wait_for_exchange()
-        decode(self._received, self._method, out=self._chunks)
+        self._wait_for_encoded_sums()
+        decode(self._received_sums, self._method, out=self._chunks)
 
-    def _residual_of_chunks(self, chunks: slice) -> Tensor | None:
-        """Returns a view of the residual of the given chunks, of shape `(chunks, values)`.
-
-        Returns None with bf16, which has no error feedback.
-        """
+    @property
+    def _residuals(self) -> Tensor | None:
+        """The residual of each chunk, `(peers, values)`: a view of the state. None with bf16."""
         residual = self.state.get("residual")
-        if residual is None:
-            return None
-        return residual.view(self._peers.size, -1)[chunks]
+        return None if residual is None else residual.view(self._peers.size, -1)
 
 
 def do_nothing() -> None:

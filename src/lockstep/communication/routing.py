@@ -36,7 +36,7 @@ def shared_memory() -> SharedMemory | None:
 
 def num_calls_in_shared_memory() -> int:
     """Returns how many collectives have gone through shared memory so far."""
-    return 0 if _shared_memory is None else _shared_memory.completed
+    return 0 if _shared_memory is None else _shared_memory.num_completed
 
 
 def use_shared_memory(shared: SharedMemory | None) -> None:
@@ -66,10 +66,9 @@ def all_reduce(
             shared.all_reduce(tensor, op)
             return
 
-        # Only the ranks of this machine: nothing is done in place of the step between machines.
+        # Only the ranks of this machine.
         if _is_group_of_machine(group, shared):
-            wait = shared.start_all_reduce(tensor, op, start_between_machines=_skip_other_machines)
-            wait()
+            shared.all_reduce_within_machine(tensor, op)
             return
 
     traffic.block(partial(dist.all_reduce, tensor, op, group))
@@ -82,7 +81,7 @@ def start_all_reduce(tensor: Tensor, group: dist.ProcessGroup | None = None) -> 
     started.
 
     Returns:
-        A function that waits for the sum.
+        A function that waits until the tensor holds the sum.
     """
     shared = _shared_memory
     if shared is not None and shared.supports(tensor):
@@ -90,9 +89,9 @@ def start_all_reduce(tensor: Tensor, group: dist.ProcessGroup | None = None) -> 
         if group is None:
             return shared.start_all_reduce(tensor)
 
-        # Only the ranks of this machine: the step between the machines is skipped.
+        # Only the ranks of this machine.
         if _is_group_of_machine(group, shared):
-            return shared.start_all_reduce(tensor, start_between_machines=_skip_other_machines)
+            return shared.start_all_reduce_within_machine(tensor)
 
     work = cast(dist.Work, dist.all_reduce(tensor, group=group, async_op=True))
     traffic.sent += all_reduce_bytes(tensor.nbytes, dist.get_world_size(group))
@@ -100,9 +99,10 @@ def start_all_reduce(tensor: Tensor, group: dist.ProcessGroup | None = None) -> 
 
 
 def carrier_device(device: torch.device, group: dist.ProcessGroup | None = None) -> torch.device:
-    """Returns the device from which the backend can send a tensor.
+    """Returns the *carrier*: the device that a tensor must be on when the backend sends it.
 
-    NCCL sends from the GPU. Other backends send from the CPU, so the tensor must be copied there.
+    NCCL sends tensors from their GPU. Any other backend sends them from the CPU; the caller copies
+    them there.
 
     Args:
         device: device of the tensor.
@@ -144,23 +144,23 @@ def start_all_to_all(
     if sent[0].is_cuda:
         works = [dist.all_to_all(list(received), list(sent), group=group, async_op=True)]
     else:
-        # Gloo's own all_to_all is not used, because it is slow: in it, of two ranks only one sends
-        # at a time, and the link between them is idle in one direction. The reason is that each
-        # rank sends before it receives, while Gloo sends data only to a receiver that is ready.
-        # Here all ranks start to receive first.
+        # Here all ranks start to receive before they send. Gloo's own all_to_all starts to send
+        # first; as Gloo sends only to a receiver that is ready, each link is then used in one
+        # direction at a time.
         received[own_rank].copy_(sent[own_rank])
         other_ranks = [(own_rank + distance) % num_ranks for distance in range(1, num_ranks)]
 
+        # An empty tensor takes no message. Its sender and its receiver both skip it.
         works = []
         for rank in other_ranks:
-            if received[rank].numel():
-                row = received[rank]
-                works.append(dist.irecv(row, group=group, group_src=rank, tag=ALL_TO_ALL_TAG))
+            tensor = received[rank]
+            if tensor.numel() > 0:
+                works.append(dist.irecv(tensor, group=group, group_src=rank, tag=ALL_TO_ALL_TAG))
 
         for rank in other_ranks:
-            if sent[rank].numel():
-                row = sent[rank]
-                works.append(dist.isend(row, group=group, group_dst=rank, tag=ALL_TO_ALL_TAG))
+            tensor = sent[rank]
+            if tensor.numel() > 0:
+                works.append(dist.isend(tensor, group=group, group_dst=rank, tag=ALL_TO_ALL_TAG))
 
     # `run.watch.stacks` knows this function by its name.
     def exchange() -> None:
@@ -207,13 +207,21 @@ def _gathers_into_one_tensor(rows: Tensor, group: dist.ProcessGroup | None) -> b
 def _all_gather_into_one_tensor(
     rows: Tensor, tensor: Tensor, group: dist.ProcessGroup | None
 ) -> None:
-    """Gathers the tensors of all ranks, and writes them to `rows`, which is contiguous."""
+    """Gathers the tensors of all ranks into `rows` without a temporary tensor.
+
+    Args:
+        rows: contiguous output tensor with one row for each rank.
+        tensor: the tensor of this rank, with as many elements as a row.
+        group: the process group; None for all ranks.
+    """
     if hasattr(dist, "all_gather_single"):
         gather = dist.all_gather_single
     else:
         gather = dist.all_gather_into_tensor  # its name before torch 2.13
-    # The output is flat, because not all backends can gather into stacked rows.
-    gather(rows.view(-1), tensor.reshape(-1), group=group)
+
+    # Not all backends can gather into a tensor of rows, so both tensors are passed as flat ones.
+    flat_rows = rows.view(-1)
+    gather(flat_rows, tensor.reshape(-1), group=group)
 
 
 def _is_small(tensor: Tensor) -> bool:
@@ -266,8 +274,3 @@ def _is_group_of_machine(group: dist.ProcessGroup | None, shared: SharedMemory) 
     if group is None:
         return shared.is_only_machine
     return dist.get_process_group_ranks(group) == shared.ranks
-
-
-def _skip_other_machines(shard: Tensor) -> Callable[[], None]:
-    """Does nothing where `SharedMemory.start_all_reduce` would sum over the other machines."""
-    return lambda: None

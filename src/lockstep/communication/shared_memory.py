@@ -49,7 +49,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lockstep.communication.groups import open_groups
-from lockstep.communication.summation_tree import RankSums
+from lockstep.communication.summation_tree import TreeOrder
 from lockstep.communication.traffic import all_reduce_bytes, traffic
 from lockstep.errors import RanksDifferError
 from lockstep.wording import format_ranks
@@ -242,6 +242,15 @@ class _Barrier(NamedTuple):
         )
 
 
+class _Progress(NamedTuple):
+    """What a rank tells the others about itself through the memory."""
+
+    num_barriers: int
+    """How many barriers it has reached since the run began."""
+    has_left_collective: bool
+    """True if an error has ended its last collective."""
+
+
 class SharedMemory:
     """The collectives of one rank through shared memory; created by `open_shared_memory`.
 
@@ -283,12 +292,12 @@ class SharedMemory:
 
         self.calls: deque[Call] = deque(maxlen=MAX_RECORDED_CALLS)
         """The latest calls, the oldest first; the watchdog's thread reads them."""
-        self.completed = 0
-        """The number of the last call that has completed."""
+        self.num_completed = 0
+        """How many calls have completed; the number of the last one that has."""
         self._memory = memory
         self._timeout_s = timeout_s
         self._lock = threading.RLock()
-        self._functions = _Semaphores()
+        self._semaphores = _Semaphores()
 
         layout = _Layout(self._local_size)
         self._slot_bytes = layout.slot
@@ -315,8 +324,8 @@ class SharedMemory:
         """Which of its two slots each rank uses, 0 or 1."""
         self._num_barriers = 0
         """How many barriers this rank has reached."""
-        self._number = 0
-        """The number of the last call that has begun."""
+        self._num_begun = 0
+        """How many calls have begun; the number of the last one that has."""
         self._num_checks = 0
         """How often this rank has checked whether other ranks have ended."""
         self._description_of_call: dict[tuple[str, torch.dtype, int], bytes] = {}
@@ -358,10 +367,11 @@ class SharedMemory:
         own = tensor.detach().view(-1)
 
         # A small tensor on one machine: every rank reads the tensors of all ranks, and reduces all
-        # of it. Each must fit into a slot, and all together be quick to read.
-        max_bytes = min(self._slot_bytes, MAX_BYTES_READ_BY_ALL // self._local_size)
-        if self.is_only_machine and own.nbytes <= max_bytes:
-            with self._calling("all_reduce", tensor, _how(op)):
+        # of it.
+        fits_into_slot = own.nbytes <= self._slot_bytes
+        is_quick_to_read = own.nbytes <= MAX_BYTES_READ_BY_ALL // self._local_size
+        if self.is_only_machine and fits_into_slot and is_quick_to_read:
+            with self._calling("all_reduce", tensor, _describe_op(op)):
                 self._reduce_by_all(own, COMBINE_FUNCTIONS[op], scale)
             traffic.shared += own.nbytes
             return
@@ -369,6 +379,20 @@ class SharedMemory:
         # Otherwise every rank reduces a slice of it.
         finish = self.start_all_reduce(tensor, op, scale=scale)
         finish()
+
+    def all_reduce_within_machine(self, tensor: Tensor, op: Any = dist.ReduceOp.SUM) -> None:
+        """Replaces the tensor by its sum, maximum or minimum over the ranks of this machine only.
+
+        Errors are those of `all_reduce`.
+        """
+        finish = self.start_all_reduce_within_machine(tensor, op)
+        finish()
+
+    def start_all_reduce_within_machine(
+        self, tensor: Tensor, op: Any = dist.ReduceOp.SUM
+    ) -> Callable[[], None]:
+        """Starts an all-reduce over the ranks of this machine only; see `start_all_reduce`."""
+        return self.start_all_reduce(tensor, op, start_between_machines=_skip_other_machines)
 
     def start_all_reduce(
         self,
@@ -392,9 +416,10 @@ class SharedMemory:
                 over the machines, in place. It returns a function that waits for the result. It
                 also adds the bytes that it sends to `traffic.sent`.
         """
-        # First within the machine: each rank reduces one slice.
+        # First within the machine: each rank reduces one slice. The slices are views of the tensor,
+        # so all results below are written into the tensor.
         slices = torch.tensor_split(tensor.detach().view(-1), self._local_size)
-        with self._calling("all_reduce", tensor, f"{_how(op)} in slices"):
+        with self._calling("all_reduce", tensor, f"{_describe_op(op)} in slices"):
             self._reduce_scatter(slices, COMBINE_FUNCTIONS[op], scale)
         traffic.shared += tensor.nbytes
 
@@ -419,7 +444,7 @@ class SharedMemory:
         return end
 
     def sum_in_tree(
-        self, nodes: Sequence[Tensor], total: Tensor, sums: RankSums, *, scale: float = 1.0
+        self, nodes: Sequence[Tensor], total: Tensor, order: TreeOrder, *, scale: float = 1.0
     ) -> None:
         """Sums over virtual ranks in the order of their tree; writes the sum to `total`.
 
@@ -430,30 +455,28 @@ class SharedMemory:
                 flat tensors as long as `total`. They are overwritten, and `total` may be one of
                 them.
             total: flat tensor with the same dtype and number of elements on all ranks.
-            sums: how many nodes each rank has, and in which order they are added.
+            order: how many nodes each rank has, and in which order they are added.
             scale: factor by which the sum is multiplied.
         """
         # Each node of each rank is a tensor as long as `total`.
-        max_nodes_of_rank = max(sums.num_nodes_of_rank)
-        num_nodes = sum(sums.num_nodes_of_rank)
+        max_nodes_of_rank = max(order.num_nodes_of_rank)
+        num_nodes_of_all = sum(order.num_nodes_of_rank)
         nodes_fit_into_slot = total.nbytes * max_nodes_of_rank <= self._slot_bytes
-        is_quick_to_read = total.nbytes * num_nodes <= MAX_BYTES_READ_BY_ALL
+        are_quick_to_read = total.nbytes * num_nodes_of_all <= MAX_BYTES_READ_BY_ALL
 
         with self._calling("all_reduce", total, how=" in a tree"):
-            if nodes_fit_into_slot and is_quick_to_read:
+            if nodes_fit_into_slot and are_quick_to_read:
                 # A small tensor: every rank reads the nodes of all ranks, and sums them whole.
-                self._sum_tree_by_all(nodes, total, sums)
-                if scale != 1.0:
-                    total.mul_(scale)
+                self._sum_tree_by_all(nodes, total, order, scale)
             else:
-                self._sum_tree_in_slices(nodes, total, sums, scale)
+                self._sum_tree_in_slices(nodes, total, order, scale)
 
-        # A rank without nodes still writes its part of the total, and is counted like a rank with
-        # one node.
-        traffic.shared += total.nbytes * max(1, len(nodes))
+        # A rank without nodes still writes its slice of the total: counted as one tensor.
+        num_tensors_written = max(1, len(nodes))
+        traffic.shared += total.nbytes * num_tensors_written
 
     def _sum_tree_in_slices(
-        self, nodes: Sequence[Tensor], total: Tensor, sums: RankSums, scale: float
+        self, nodes: Sequence[Tensor], total: Tensor, order: TreeOrder, scale: float
     ) -> None:
         """Sums a large tensor in the order of a tree: each rank sums one slice of it.
 
@@ -461,20 +484,20 @@ class SharedMemory:
             nodes: this rank's partial sums (nodes of the tree), each as long as `total`. They are
                 overwritten.
             total: tensor that the sum is written to.
-            sums: how many nodes each rank has, and in which order they are added.
+            order: how many nodes each rank has, and in which order they are added.
             scale: factor by which the sum is multiplied.
         """
         slices_of_total = torch.tensor_split(total, self._local_size)
         own_slice = slices_of_total[self._local_rank]
 
-        # The sum of this rank's slice is written to `own_slice`, which is a part of `total`. Of
-        # `whole` only the dtype and the number of elements are used.
+        # The sum of this rank's slice is written to `own_slice`, which is a part of `total`.
         self._reduce_scatter_in_tree(
             slices_of_nodes=[torch.tensor_split(node, self._local_size) for node in nodes],
             totals=[own_slice],
-            num_nodes_of_rank=sums.num_nodes_of_rank,
-            merges=sums.merges,
-            whole=total,
+            num_nodes_of_rank=order.num_nodes_of_rank,
+            merges=order.merges,
+            numel=total.numel(),
+            dtype=total.dtype,
         )
         if scale != 1.0:
             own_slice.mul_(scale)
@@ -489,31 +512,40 @@ class SharedMemory:
         num_nodes_of_rank: Sequence[int],
         merges: Sequence[int],
         *,
-        whole: Tensor,
+        like: Tensor,
     ) -> None:
         """Adds partial sums of the ranks of this machine; each rank gets one slice of the results.
 
-        The partial sums are added in the order of a tree, which `merges` describes. With the merges
-        `(0, 1, 0)`, one addition after the second partial sum, the partial sums a, b and c of the
-        ranks become two results: `a + b` and `c`.
-        There are several results if some of the partial sums have to be added to those of other
-        machines first. Errors are those of `all_reduce`.
+        The partial sums of all ranks, in the order of the ranks, are pushed onto a stack. After
+        partial sum i is pushed, the two topmost values of the stack are replaced by their sum,
+        `merges[i]` times. What is left on the stack are the results. For example, rank 0 has the
+        partial sums a and b, rank 1 has c, and the merges are `(0, 1, 0)`: the results are `a + b`
+        and `c`, which can only be added together with partial sums of other machines.
+
+        Errors are those of `all_reduce`.
 
         Args:
-            slices_of_nodes: this rank's partial sums (nodes of the tree), each cut into slices: the
-                slice `slices_of_nodes[n][r]` of partial sum n is the one that rank r of this
-                machine needs. The slices are as long as those of `torch.tensor_split(whole,
-                ranks)`. They are overwritten.
+            slices_of_nodes: this rank's partial sums (nodes of the tree), each cut into one slice
+                for each rank: `slices_of_nodes[n][r]` is the slice of partial sum n that rank r
+                adds up. The slices are as long as those of `torch.tensor_split(like, ranks)`. They
+                are overwritten.
             totals: for each result, the tensor that this rank's slice of it is written to.
             num_nodes_of_rank: for each rank of this machine, how many partial sums it has.
-            merges: for each partial sum, in the order of the ranks, how many additions follow when
-                it is pushed onto the stack; see `add_in_tree`.
-            whole: tensor that only says the dtype and the number of elements of a partial sum.
+            merges: for each partial sum of all ranks, how many additions follow its push.
+            like: any tensor with the dtype and the number of elements of a whole partial sum; its
+                values are not read.
         """
         # " in a tree" distinguishes this call from other reduce-scatters when ranks compare calls.
-        with self._calling("reduce_scatter", whole, how=" in a tree"):
-            self._reduce_scatter_in_tree(slices_of_nodes, totals, num_nodes_of_rank, merges, whole)
-        traffic.shared += whole.nbytes * len(slices_of_nodes)
+        with self._calling("reduce_scatter", like, how=" in a tree"):
+            self._reduce_scatter_in_tree(
+                slices_of_nodes,
+                totals,
+                num_nodes_of_rank,
+                merges,
+                numel=like.numel(),
+                dtype=like.dtype,
+            )
+        traffic.shared += like.nbytes * len(slices_of_nodes)
 
     def gather_slices(self, slices: Sequence[Tensor], whole: Tensor) -> None:
         """Copies the slice of each rank of this machine to all its other ranks.
@@ -543,17 +575,12 @@ class SharedMemory:
             for start in range(0, max(1, len(own)), piece_numel):
                 piece = own[start : start + piece_numel]
 
-                # Each rank has two slots, used in turn: this piece is written to one while other
-                # ranks may still read the previous piece from the other.
+                # Each rank has two slots, used in turn. Other ranks may still read the previous
+                # piece from the other slot, so no second barrier is needed after the copy.
                 slots = self._next_slots(own.dtype)
                 slots[self._local_rank][: len(piece)].copy_(piece)
                 self._barrier()
-
-                # The slots are consecutive in memory, so one operation copies the pieces of all
-                # ranks.
-                slot_numel = slots[0].numel()
-                pieces = torch.as_strided(slots[0], (len(slots), len(piece)), (slot_numel, 1))
-                flat_rows[:, start : start + piece_numel].copy_(pieces)
+                flat_rows[:, start : start + piece_numel].copy_(_as_rows(slots, len(piece)))
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
         """Copies a tensor from one rank of this machine to the others.
@@ -601,7 +628,7 @@ class SharedMemory:
                 "input_sizes": [call.shape],
                 "output_sizes": [call.shape],  # only the tensor that was passed is recorded
                 "input_dtypes": [str(call.dtype).removeprefix("torch.")],
-                "state": "completed" if call.number <= self.completed else "scheduled",
+                "state": "completed" if call.number <= self.num_completed else "scheduled",
                 "time_created_ns": int(call.time_s * 1e9),
                 "thread_id": call.thread,
             }
@@ -669,13 +696,16 @@ class SharedMemory:
                 out = own_piece if own_values_are_added else unused_place_in_own_slot
                 total = combine(total, contributions[peer], out=out)
 
-    def _sum_tree_by_all(self, nodes: Sequence[Tensor], total: Tensor, sums: RankSums) -> None:
+    def _sum_tree_by_all(
+        self, nodes: Sequence[Tensor], total: Tensor, order: TreeOrder, scale: float
+    ) -> None:
         """Sums a small tensor in the order of a tree: every rank reads the nodes of all ranks.
 
         Args:
             nodes: this rank's partial sums (nodes of the tree), each as long as `total`.
             total: tensor that the sum is written to.
-            sums: how many nodes each rank has, and in which order they are added.
+            order: how many nodes each rank has, and in which order they are added.
+            scale: factor by which the sum is multiplied.
         """
         # Write this rank's nodes to its slot, one after the other.
         numel = len(total)
@@ -686,12 +716,14 @@ class SharedMemory:
 
         # Read the nodes of all ranks, in the order of the ranks.
         values: list[Tensor] = []
-        for slot, num_nodes in zip(slots, sums.num_nodes_of_rank, strict=True):
+        for slot, num_nodes in zip(slots, order.num_nodes_of_rank, strict=True):
             for index in range(num_nodes):
                 values.append(slot[index * numel : (index + 1) * numel])
 
         # The values in the slots must not be overwritten, because other ranks read them too.
-        add_in_tree(values, sums.merges, [total], overwrite=False)
+        add_in_tree(values, order.merges, [total], overwrite=False)
+        if scale != 1.0:
+            total.mul_(scale)
 
     def _reduce_scatter_in_tree(
         self,
@@ -699,19 +731,24 @@ class SharedMemory:
         totals: Sequence[Tensor],
         num_nodes_of_rank: Sequence[int],
         merges: Sequence[int],
-        whole: Tensor,
+        *,
+        numel: int,
+        dtype: torch.dtype,
     ) -> None:
-        """Sums each slice on one rank; the arguments are those of `reduce_scatter_in_tree`."""
+        """Sums each slice on one rank.
+
+        The arguments are those of `reduce_scatter_in_tree`, with the number of elements and the
+        dtype of a whole partial sum.
+        """
         local_rank = self._local_rank
         local_size = self._local_size
 
         # The lengths of the slices that `torch.tensor_split` makes: 8 elements for 3 ranks become
         # slices of 3, 3 and 2.
-        shortest_slice, num_longer = divmod(whole.numel(), local_size)
+        shortest_slice, num_longer = divmod(numel, local_size)
         own_length = shortest_slice + (1 if local_rank < num_longer else 0)
         longest_slice = shortest_slice + (1 if num_longer else 0)
         most_nodes = max(1, *num_nodes_of_rank)
-        dtype = whole.dtype
 
         # A slot holds a piece for each pair of a node of its rank and a rank that sums.
         piece_numel = self._slot_bytes // dtype.itemsize // (local_size * most_nodes)
@@ -785,8 +822,7 @@ class SharedMemory:
     def _calling(self, op: str, tensor: Tensor, how: str = "") -> Iterator[None]:
         """Surrounds a collective: records the call, and makes later calls raise if it fails.
 
-        `_number` is the number of the last call that has begun, and `completed` that of the last
-        one that has completed. They are equal between two calls.
+        `_num_begun` and `num_completed` count the calls. They are equal between two calls.
 
         Args:
             op: name of the collective.
@@ -797,22 +833,23 @@ class SharedMemory:
             if self._is_closed:
                 raise dist.DistNetworkError("shared memory: after world.close()")
 
-            # The last call has not completed: it has failed, or this code runs in a signal handler
-            # that has interrupted it. (A thread can acquire the lock again that it already holds.)
+            # The last call has failed, or this code runs in a signal handler that has interrupted
+            # it. (The lock is no obstacle: this thread holds it already, and may acquire it again.)
             # The ranks would not agree on which barrier comes next.
-            last_call_is_incomplete = self.completed < self._number
+            last_call_is_incomplete = self.num_completed < self._num_begun
             if last_call_is_incomplete:
                 raise dist.DistNetworkError(self._error_if_incomplete)
 
-            self._number += 1
+            self._num_begun += 1
+            number = self._num_begun
 
             # The message of the error that later calls raise if this one does not complete.
             self._error_if_incomplete = (
-                f"shared memory: {op} number {self._number} did not come to its end"
+                f"shared memory: {op} number {number} did not come to its end"
             )
             shape = tuple(tensor.shape)
             thread = threading.get_ident()
-            self.calls.append(Call(self._number, op, shape, tensor.dtype, time.time(), thread))
+            self.calls.append(Call(number, op, shape, tensor.dtype, time.time(), thread))
             self._description_to_compare = self._describe_call(op + how, tensor)
 
             try:
@@ -822,7 +859,7 @@ class SharedMemory:
                 self._publish_barrier_number(has_left_collective=True)
                 raise
 
-            self.completed = self._number
+            self.num_completed = self._num_begun
 
     def _publish_barrier_number(self, *, has_left_collective: bool = False) -> None:
         """Writes to the shared memory how many barriers this rank has reached.
@@ -865,24 +902,21 @@ class SharedMemory:
         In the first barrier of a call the ranks also compare the descriptions of their calls.
         """
         self._num_barriers += 1
-        memory = self._memory
         self._publish_barrier_number()
 
         # Even and odd barriers have semaphores of their own: a rank that is already at the next
         # barrier must not wake one that still waits in this one.
-        parity = self._num_barriers & 1
+        parity = self._num_barriers % 2
         barrier = self._barrier_of_parity[parity]
 
-        # Write the description of this rank's call, if this is the first barrier of the call.
-        description = self._description_to_compare  # None in later barriers
-        offsets = self._call_offsets[parity]  # of the description of each rank's call
+        description = self._description_to_compare  # None in later barriers of the call
         if description is not None:
-            own_offset = offsets[self._local_rank]
-            memory[own_offset : own_offset + DESCRIPTION_BYTES] = description
+            self._write_description(description, parity)
 
-        # Arrive, wait, and wake those ranks that wait for this one.
+        # Tell the ranks that wait for this one, and wait. In each of the two schemes above a rank
+        # posts either before it waits or, if it is the first of many, after that.
         for semaphore in barrier.posted_on_arrival:
-            self._functions.post(semaphore)
+            self._semaphores.post(semaphore)
 
         begin = time.perf_counter()
         for _ in range(barrier.num_posts_awaited):
@@ -890,14 +924,26 @@ class SharedMemory:
         traffic.blocked_s += time.perf_counter() - begin
 
         for semaphore in barrier.posted_after_waiting:
-            self._functions.post(semaphore)
+            self._semaphores.post(semaphore)
 
-        # Compare the calls of all ranks.
         if description is not None:
             self._description_to_compare = None
-            descriptions = [memory[offset : offset + DESCRIPTION_BYTES] for offset in offsets]
-            if descriptions.count(description) != self._local_size:
-                raise self._calls_differ_error(descriptions)
+            self._compare_with_other_ranks(description, parity)
+
+    def _write_description(self, description: bytes, parity: int) -> None:
+        """Writes the description of this rank's call to the memory, for barriers of a parity."""
+        own_offset = self._call_offsets[parity][self._local_rank]
+        self._memory[own_offset : own_offset + DESCRIPTION_BYTES] = description
+
+    def _compare_with_other_ranks(self, description: bytes, parity: int) -> None:
+        """Raises an error if the calls of some ranks have other descriptions than this rank's."""
+        descriptions = []
+        for offset in self._call_offsets[parity]:
+            descriptions.append(self._memory[offset : offset + DESCRIPTION_BYTES])
+
+        all_are_equal = descriptions.count(description) == self._local_size
+        if not all_are_equal:
+            raise self._calls_differ_error(descriptions)
 
     def _wait(self, semaphore: int) -> None:
         """Waits until the semaphore is posted.
@@ -908,67 +954,73 @@ class SharedMemory:
             torch.distributed.DistNetworkError: a rank has ended, or did not arrive in time.
         """
         for _ in range(self._num_tries_before_sleep):
-            if self._functions.try_wait(semaphore) == 0:
+            was_posted = self._semaphores.try_wait(semaphore) == 0
+            if was_posted:
                 return
 
         # Sleep until it is posted. After each second without a post, raise an error if a rank has
         # ended or the time is over; otherwise sleep again.
         deadline = time.monotonic() + self._timeout_s
-        while not self._functions.posted_within(CHECK_INTERVAL_S, semaphore):
-            call = f"{self.calls[-1].op} number {self._number}"
-            ended_ranks = self._find_ended_ranks()
-            if ended_ranks:
-                raise dist.DistNetworkError(
-                    f"shared memory: {format_ranks(ended_ranks)} ended while this rank waited in "
-                    f"{call}"
-                )
+        while not self._semaphores.posted_within(CHECK_INTERVAL_S, semaphore):
+            call = f"{self.calls[-1].op} number {self._num_begun}"
+            self._raise_if_ranks_ended(call)
             if time.monotonic() > deadline:
-                absent_ranks = self._absent_ranks()
-                if absent_ranks:
-                    late = f"{format_ranks(absent_ranks)} did not come"
-                else:
-                    late = "all ranks have come, but one did not go on"
-                raise dist.DistNetworkError(
-                    f"shared memory: {late} within {self._timeout_s:g} s to {call}"
-                )
+                raise self._timeout_error(call)
+
+    def _raise_if_ranks_ended(self, call: str) -> None:
+        """Raises an error if it finds ranks that have ended, so that the call cannot complete."""
+        ended_ranks = self._find_ended_ranks()
+        if ended_ranks:
+            raise dist.DistNetworkError(
+                f"shared memory: {format_ranks(ended_ranks)} ended while this rank waited in {call}"
+            )
+
+    def _timeout_error(self, call: str) -> dist.DistNetworkError:
+        """Returns the error if the time to wait for the other ranks is over."""
+        absent_ranks = self._absent_ranks()
+        if absent_ranks:
+            late = f"{format_ranks(absent_ranks)} did not come"
+        else:
+            # The first rank has not woken this one, which can happen with more than 8 ranks.
+            late = "all ranks have come, but one did not go on"
+        return dist.DistNetworkError(
+            f"shared memory: {late} within {self._timeout_s:g} s to {call}"
+        )
 
     def _find_ended_ranks(self) -> list[int]:
         """Returns ranks that have ended before this barrier, which can then not complete.
 
         Looking whether a rank still runs is a system call, so ranks share the work:
 
-        1. Up to 8 ranks, or this is the first rank: it looks at all ranks that are absent.
-        2. More ranks, and the first one has arrived at this barrier: the first rank looks at all
-           the others, and this rank looks only at the first one.
-        3. More ranks, and the first one has not arrived: this rank looks at a few of the absent
-           ranks, in each call at others.
+        1. Up to 8 ranks, or this is the first rank: it looks at all ranks that it awaits.
+        2. More ranks, and the first one waits at this barrier: the first rank looks at all the
+           others, and this rank looks only at the first one.
+        3. More ranks, and the first one does not wait here: this rank looks at a few of those that
+           it awaits, in each call at others.
 
         So the list may be incomplete, or empty although some rank has ended.
         """
+        # Case 1.
         first_rank = self.ranks[0]
         is_first_rank = self._local_rank == 0
         if is_first_rank or self._local_size <= MAX_RANKS_OF_FLAT_BARRIER:
             return self._ended(self._awaited_ranks())
 
-        # How many barriers the first rank has reached. The number is negative if an error has ended
-        # its collective; the first rank then waits for nobody.
-        offset_of_first = self._barrier_number_offsets[0]
-        (barriers_of_first,) = BARRIER_NUMBER.unpack_from(self._memory, offset_of_first)
-
-        # The first rank has arrived at this barrier. It may even have left it and arrived at a
-        # later one, if it has just woken this rank.
-        first_rank_has_arrived = barriers_of_first >= self._num_barriers
-        if first_rank_has_arrived:
+        # Case 2. The first rank may even be at a later barrier, if it has just woken this rank. It
+        # does not look at the others if an error has ended its collective.
+        progress = self._read_progress(local_rank=0)
+        first_rank_has_arrived = progress.num_barriers >= self._num_barriers
+        if first_rank_has_arrived and not progress.has_left_collective:
             return self._ended([first_rank])
 
-        # The first rank is looked at last, because it may have ended only because another one had.
+        # Case 3. The first rank is looked at last: it may have ended only because another one had.
         ended_ranks = self._ended(self._next_ranks_to_check())
         return ended_ranks or self._ended([first_rank])
 
     def _next_ranks_to_check(self) -> list[int]:
-        """Returns a few of the absent ranks, in each call the next few, and so on in a circle.
+        """Returns the awaited ranks in turn, at most 8 in each call, and then again from the first.
 
-        Of the absent ranks 1 to 10, the first call returns 1 to 8, and the second call 1 to 6, 9
+        Of the awaited ranks 1 to 10, the first call returns 1 to 8, and the second call 1 to 6, 9
         and 10.
         """
         awaited_ranks = self._awaited_ranks()
@@ -987,13 +1039,16 @@ class SharedMemory:
     def _absent_ranks(self) -> list[int]:
         """Returns the ranks that have not reached the barrier in which this rank waits."""
         absent_ranks = []
-        for rank, offset in zip(self.ranks, self._barrier_number_offsets, strict=True):
-            # How many barriers `rank` has reached in the run. The number is negative if an error
-            # ended its collective.
-            (barriers_of_rank,) = BARRIER_NUMBER.unpack_from(self._memory, offset)
-            if abs(barriers_of_rank) < self._num_barriers:
+        for local_rank, rank in enumerate(self.ranks):
+            if self._read_progress(local_rank).num_barriers < self._num_barriers:
                 absent_ranks.append(rank)
         return absent_ranks
+
+    def _read_progress(self, local_rank: int) -> _Progress:
+        """Returns what a rank has written with `_publish_barrier_number`."""
+        offset = self._barrier_number_offsets[local_rank]
+        (number,) = BARRIER_NUMBER.unpack_from(self._memory, offset)
+        return _Progress(num_barriers=abs(number), has_left_collective=number < 0)
 
     def _awaited_ranks(self) -> list[int]:
         """Returns the ranks for which this rank waits in the barrier; at least one.
@@ -1058,9 +1113,11 @@ def add_in_tree(
             else:
                 stack.append(left + right)
 
-    # The last sum may have been written to its total already.
+    # A result may be in the memory of its total already: the last sum, or a value without a merge
+    # whose tensor is also the total.
     for result, total in zip(stack, totals, strict=True):
-        if result.data_ptr() != total.data_ptr():
+        is_in_place = result.data_ptr() == total.data_ptr()
+        if not is_in_place:
             total.copy_(result)
 
 
@@ -1156,7 +1213,7 @@ def _create(size: int, stack: contextlib.ExitStack) -> tuple[int, int, str]:
         the memory, and the random token with which the memory begins.
     """
     layout = _Layout(size)
-    functions = _Semaphores()
+    semaphores = _Semaphores()
     descriptor = os.memfd_create("lockstep")
     stack.callback(os.close, descriptor)
     os.ftruncate(descriptor, layout.end)
@@ -1167,14 +1224,19 @@ def _create(size: int, stack: contextlib.ExitStack) -> tuple[int, int, str]:
     with mmap.mmap(descriptor, layout.end) as memory:
         memory[:TOKEN_BYTES] = token.encode()
 
-        # The address of the mapping in this process. The object that it is taken from is released
-        # at once; otherwise the mapping could not be closed.
-        address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+        address = _address_of(memory)
         for rank in range(size):
             for parity in PARITIES:
-                functions.init(address + layout.semaphore(rank, parity))
+                semaphores.init(address + layout.semaphore(rank, parity))
 
     return os.getpid(), descriptor, token
+
+
+def _address_of(memory: mmap.mmap) -> int:
+    """Returns the address of a mapping in this process."""
+    # The object made by `from_buffer` ends with this line. While it lives, `memory` cannot be
+    # closed.
+    return ctypes.addressof(ctypes.c_char.from_buffer(memory))
 
 
 def _map(size: int, pid: int, descriptor: int, token: str) -> mmap.mmap:
@@ -1198,7 +1260,21 @@ def _map(size: int, pid: int, descriptor: int, token: str) -> mmap.mmap:
     return memory
 
 
-def _how(op: Any) -> str:
+def _as_rows(slots: Sequence[Tensor], length: int) -> Tensor:
+    """Returns the first `length` elements of each slot as the rows of one tensor, a view.
+
+    The slots are consecutive in memory.
+    """
+    slot_numel = slots[0].numel()
+    return torch.as_strided(slots[0], size=(len(slots), length), stride=(slot_numel, 1))
+
+
+def _skip_other_machines(shard: Tensor) -> Callable[[], None]:
+    """Does nothing where `start_all_reduce` would sum a slice over the other machines."""
+    return lambda: None
+
+
+def _describe_op(op: Any) -> str:
     """Returns the text for a reduction in the description of a call, e.g. " (maximum)"."""
     return "" if op == dist.ReduceOp.SUM else f" ({COMBINE_FUNCTIONS[op].__name__})"
 

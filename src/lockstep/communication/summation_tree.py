@@ -59,8 +59,11 @@ def push(
         add(stack[-1], right)
 
 
-class RankSums(NamedTuple):
-    """How ranks sum a tree: each rank first sums its own leaves, then the results are summed."""
+class TreeOrder(NamedTuple):
+    """The order of the additions: each rank first sums its own leaves, then the results are summed.
+
+    The numbers of merges are those of a stack: `merges[i]` merges follow push i.
+    """
 
     leaves_of_rank: tuple[tuple[int, ...], ...]
     """For each rank, its leaves that are present."""
@@ -74,7 +77,7 @@ class RankSums(NamedTuple):
 
 
 @lru_cache(maxsize=256)
-def plan_sums(present: tuple[bool, ...], bounds: tuple[int, ...]) -> RankSums:
+def plan_sums(present: tuple[bool, ...], bounds: tuple[int, ...]) -> TreeOrder:
     """Plans how ranks sum a tree: first each rank its own leaves, then all ranks together.
 
     Example: 2 ranks sum 4 leaves, `(0 + 1) + (2 + 3)`, with the bounds `(0, 3, 4)`.
@@ -83,6 +86,9 @@ def plan_sums(present: tuple[bool, ...], bounds: tuple[int, ...]) -> RankSums:
         rank 1     push 3                                     merges_of_rank[1] = (0,)
         together   push 0 + 1, push 2, push 3, merge: 2 + 3,
                    merge: (0 + 1) + (2 + 3)                   merges = (0, 0, 2)
+
+    Number i of each tuple says how many merges follow push i: after its second push, that of leaf
+    1, rank 0 merges once.
 
     Args:
         present: for each leaf, True if it has a value.
@@ -106,7 +112,7 @@ def plan_sums(present: tuple[bool, ...], bounds: tuple[int, ...]) -> RankSums:
     root = Node(0, len(present))
     merges = count_merges(pushed_nodes, into=[root])
 
-    return RankSums(
+    return TreeOrder(
         leaves_of_rank=tuple(leaves_of_rank),
         merges_of_rank=tuple(merges_of_rank),
         num_nodes_of_rank=tuple(len(nodes) for nodes in nodes_of_ranks),
@@ -114,8 +120,8 @@ def plan_sums(present: tuple[bool, ...], bounds: tuple[int, ...]) -> RankSums:
     )
 
 
-class MachineSums(NamedTuple):
-    """How machines sum a tree: each first sums the values of its ranks."""
+class MachineOrder(NamedTuple):
+    """The order of the additions if each machine first sums the values of its ranks."""
 
     num_nodes_of_rank: tuple[int, ...]
     """For each rank of this machine, how many values it passes on."""
@@ -123,20 +129,28 @@ class MachineSums(NamedTuple):
     """For each of these values, in the order of the ranks, how many merges follow its push."""
     num_nodes: int
     """How many values are left then: the machine passes them on."""
-    between_machines: RankSums
+    between_machines: TreeOrder
     """How the values of the machines are summed, with each machine in the place of a rank."""
 
 
 @lru_cache(maxsize=256)
 def plan_sums_of_machines(
     present: tuple[bool, ...], bounds: tuple[int, ...], ranks_per_machine: int, machine: int
-) -> MachineSums:
+) -> MachineOrder:
     """Plans how ranks sum a tree if each machine sums up the leaves of its own ranks first.
 
-    There are three stages. Each rank sums its own leaves to the values of a few nodes, as in
-    `plan_sums`. Each machine sums the nodes of its ranks to fewer, larger nodes. Then the nodes of
-    all machines are summed. With 4 leaves, one on each of 4 ranks, and 2 machines, machine 0 sums
-    the leaves of its ranks to the node 0 + 1, machine 1 to 2 + 3, and both to the root.
+    There are three stages. Example: 2 machines with 2 ranks each sum 8 leaves, with the bounds
+    `(0, 2, 3, 6, 8)`. `a-b` is the sum of the leaves a to b.
+
+        1. Each rank sums its own leaves to as few values as it can, as in `plan_sums`:
+           rank 0 passes on 0-1, rank 1 passes on 2, rank 2 passes on 3 and 4-5, rank 3 6-7.
+        2. Each machine pushes the values of its ranks, and merges those that belong together:
+           machine 0 pushes 0-1 and 2, which it cannot merge without leaf 3; machine 1 pushes 3,
+           4-5 and 6-7, and merges the last two to 4-7.
+        3. The values of the machines, 0-1 and 2, then 3 and 4-7, are summed by `between_machines`.
+
+    For machine 1 the result is `MachineOrder(num_nodes_of_rank=(2, 1), merges=(0, 0, 1),
+    num_nodes=2, between_machines=...)`, where the merges of `between_machines` are `(0, 0, 2, 1)`.
 
     Args:
         present: for each leaf, True if it has a value.
@@ -144,28 +158,26 @@ def plan_sums_of_machines(
         ranks_per_machine: number of ranks on each machine. Their numbers are consecutive.
         machine: number of this machine.
     """
-    # Each rank of this machine passes on the values of the largest nodes within its leaves. These
-    # nodes are pushed in the order of the ranks.
+    # Stage 1. Each rank of this machine passes on the largest nodes within its leaves.
     first_rank = machine * ranks_per_machine
     bounds_on_machine = bounds[first_rank : first_rank + ranks_per_machine + 1]
     nodes_of_ranks = _largest_nodes_of_ranges(present, bounds_on_machine)
+
+    # Stage 2. The machine pushes these nodes in the order of the ranks, and merges them into the
+    # largest nodes within the leaves of all its ranks: `(3, 4)` and `(4, 8)` in the example.
     pushed_nodes = list(itertools.chain(*nodes_of_ranks))
+    bounds_of_machines = bounds[::ranks_per_machine]  # (0, 3, 8) in the example
+    nodes_of_machine = _largest_nodes_of_ranges(present, bounds_of_machines)[machine]
+    merges_on_machine = count_merges(pushed_nodes, into=nodes_of_machine)
 
-    # The machine merges them into the largest nodes within the leaves of all its ranks together. In
-    # the example the bounds of the ranks are `(0, 1, 2, 3, 4)`, those of the machines `(0, 2, 4)`.
-    bounds_of_machines = bounds[::ranks_per_machine]
-    nodes_of_machines = _largest_nodes_of_ranges(present, bounds_of_machines)
-    nodes_of_this_machine = nodes_of_machines[machine]
+    # Stage 3. The machines sum their nodes as ranks would.
+    between_machines = plan_sums(present, bounds_of_machines)
 
-    # For each pushed node, how many merges follow. In the example machine 0 pushes the leaves 0 and
-    # 1, and merges them after the second push: (0, 1).
-    merges_on_machine = count_merges(pushed_nodes, into=nodes_of_this_machine)
-
-    return MachineSums(
+    return MachineOrder(
         num_nodes_of_rank=tuple(len(nodes) for nodes in nodes_of_ranks),
         merges=merges_on_machine,
-        num_nodes=len(nodes_of_this_machine),
-        between_machines=plan_sums(present, bounds_of_machines),
+        num_nodes=len(nodes_of_machine),
+        between_machines=between_machines,
     )
 
 
@@ -259,7 +271,8 @@ def _merges_below(node: Node, pushed: frozenset[Node]) -> list[int]:
     merges_of_left = _merges_below(left, pushed)
     merges_of_right = _merges_below(right, pushed)
 
-    # If both children have a value, they are merged after the last push within the right child.
+    # If both children have a value, they are merged after the last push within the right child. In
+    # the example `(0, 3)`, `[0, 1]` of the left child and `[0]` of the right one give `[0, 1, 1]`.
     if merges_of_left and merges_of_right:
         merges_of_right[-1] += 1
     return merges_of_left + merges_of_right

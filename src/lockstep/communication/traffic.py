@@ -10,6 +10,13 @@ class Traffic:
     """Bytes that this rank has sent, and seconds that it has waited, since the run began.
 
     Only communication that Lockstep itself makes is counted.
+
+    Attributes:
+        sent: bytes sent to other ranks through the backend, without the headers of packets.
+        shared: bytes written to the memory that the ranks of a machine share.
+        waited_s: seconds spent waiting for data that was sent through the backend.
+        blocked_s: seconds spent waiting for other ranks in any way: in `waited_s`, in blocking
+            collectives of the backend, and in shared memory.
     """
 
     def __init__(self) -> None:
@@ -18,14 +25,9 @@ class Traffic:
     def reset(self) -> None:
         """Sets all counts to 0."""
         self.sent = 0
-        """Bytes sent to other ranks through the backend, without the headers of packets."""
         self.shared = 0
-        """Bytes written to the memory that the ranks of a machine share."""
         self.waited_s = 0.0
-        """Seconds spent waiting for data that was sent through the backend."""
         self.blocked_s = 0.0
-        """Seconds spent waiting for other ranks in any way: in `waited_s`, in blocking collectives
-        of the backend, and in shared memory."""
 
     def wait(self, work: Callable[[], object]) -> None:
         """Calls `work`, which waits for data of other ranks, and adds its time to both counts."""

@@ -23,8 +23,7 @@ from torch import Tensor
 from lockstep.communication import routing
 from lockstep.communication.shared_memory import SharedMemory, add_in_tree
 from lockstep.communication.summation_tree import (
-    MachineSums,
-    RankSums,
+    TreeOrder,
     plan_sums,
     plan_sums_of_machines,
 )
@@ -45,10 +44,11 @@ class TreeSums:
         self.num_present = sum(present)
         self._bounds = bounds
         self._process = process
-        self.ranks: RankSums = plan_sums(present, bounds)
-        self.leaves = self.ranks.leaves_of_rank[process]
+        self._order: TreeOrder = plan_sums(present, bounds)
+        """How many nodes each process has, and in which order all of them are added."""
+        self.leaves = self._order.leaves_of_rank[process]
         """The virtual ranks of this process that have samples."""
-        self.merges = self.ranks.merges_of_rank[process]
+        self.merges = self._order.merges_of_rank[process]
         """For each of them, how many merges follow when its value is pushed onto the stack."""
         self._num_processes = len(bounds) - 1
 
@@ -65,33 +65,31 @@ class TreeSums:
             A function that waits for the sum. If several sums are under way, all processes must
             call their functions in the same order.
         """
-        # `self.ranks` says how many nodes each process has, and in which order all are added.
-        sums = self.ranks
         if self._num_processes == 1:
-            add_in_tree(nodes, sums.merges, [total], overwrite=True)
+            add_in_tree(nodes, self._order.merges, [total], overwrite=True)
             total.mul_(scale)
             return _do_nothing
 
+        # The carrier is the device that the backend sends from, e.g. the CPU with Gloo.
         carrier = routing.carrier_device(total.device)
         if carrier != total.device:
             return self._start_on(carrier, nodes, total, scale)
 
-        # Without shared memory, the sum goes through the backend.
         shared = routing.shared_memory()
-        if shared is None or not shared.supports(total):
-            return _start_sliced_sum(nodes, total, sums, scale, group=None)
+        if shared is not None and shared.supports(total):
+            # If all processes are on this machine, the whole sum goes through its memory.
+            if shared.is_only_machine:
+                shared.sum_in_tree(nodes, total, self._order, scale=scale)
+                return _do_nothing
 
-        # If all processes are on this machine, the whole sum goes through its memory.
-        if shared.is_only_machine:
-            shared.sum_in_tree(nodes, total, sums, scale=scale)
-            return _do_nothing
+            # With several machines, each sums the nodes of its own processes first. This is
+            # possible if these processes have consecutive numbers, because their virtual ranks are
+            # then one range of the tree. Only in this case does the machine have a number.
+            machine = shared.machine_number
+            if machine is not None:
+                return self._start_between_machines(shared, machine, nodes, total, scale)
 
-        # With several machines, each sums the nodes of its own processes first. This is possible if
-        # these processes have consecutive numbers, because their virtual ranks are then one range
-        # of the tree. Only in this case does the machine have a number.
-        if shared.machine_number is not None:
-            return self._start_between_machines(shared, shared.machine_number, nodes, total, scale)
-        return _start_sliced_sum(nodes, total, sums, scale, group=None)
+        return _start_sliced_sum(nodes, total, self._order, scale, group=None)
 
     def start_reduce_scatter(
         self, slices_of_nodes: Sequence[Sequence[Tensor]], total: Tensor, *, scale: float
@@ -122,20 +120,18 @@ class TreeSums:
         # If all processes are on this machine, the slices go through its memory.
         shared = routing.shared_memory()
         if shared is not None and shared.is_only_machine and shared.supports(total):
-            # The call needs the dtype and the number of elements of all slices together, and takes
-            # them from a tensor. This one allocates no memory, and its values are not used.
-            whole = total.expand(self._num_processes, -1)  # (processes, length of a slice)
             shared.reduce_scatter_in_tree(
                 slices_of_nodes,
                 totals=[total],
-                num_nodes_of_rank=self.ranks.num_nodes_of_rank,
-                merges=self.ranks.merges,
-                whole=whole,
+                num_nodes_of_rank=self._order.num_nodes_of_rank,
+                merges=self._order.merges,
+                # As long as all slices of a node together. An expanded tensor takes no memory.
+                like=total.expand(self._num_processes, -1),
             )
             total.mul_(scale)
             return _do_nothing
 
-        return _start_sum_of_own_slice(slices_of_nodes, total, self.ranks, scale, group=None)
+        return _start_sum_of_own_slice(slices_of_nodes, total, self._order, scale, group=None)
 
     def _start_on(
         self, carrier: torch.device, nodes: Sequence[Tensor], total: Tensor, scale: float
@@ -171,27 +167,27 @@ class TreeSums:
         """
         local_size = len(shared.ranks)
         local_rank = self._process - shared.ranks[0]
-        sums: MachineSums = plan_sums_of_machines(self.present, self._bounds, local_size, machine)
+        order = plan_sums_of_machines(self.present, self._bounds, local_size, machine)
         slices = torch.tensor_split(total, local_size)
         own_slice = slices[local_rank]
 
         # First the ranks of this machine sum their nodes, each rank one slice of them. The nodes
         # are merged into `num_nodes` larger ones, usually a single one, of which this rank gets its
-        # slice. `whole=total` says how long all slices are together; its values are not read.
-        sums_of_machine = [torch.empty_like(own_slice) for _ in range(sums.num_nodes)]
+        # slice.
+        sums_of_machine = [torch.empty_like(own_slice) for _ in range(order.num_nodes)]
         shared.reduce_scatter_in_tree(
             [torch.tensor_split(node, local_size) for node in nodes],
             totals=sums_of_machine,
-            num_nodes_of_rank=sums.num_nodes_of_rank,
-            merges=sums.merges,
-            whole=total,
+            num_nodes_of_rank=order.num_nodes_of_rank,
+            merges=order.merges,
+            like=total,
         )
 
         # Then the ranks with this local rank on all machines sum this slice.
         wait = _start_sliced_sum(
             sums_of_machine,
             own_slice,
-            sums.between_machines,
+            order.between_machines,
             scale,
             group=shared.group_across_machines,
         )
@@ -225,7 +221,7 @@ def add_rows_in_tree(rows: Tensor) -> Tensor:
 def _start_sliced_sum(
     nodes: Sequence[Tensor],
     total: Tensor,
-    sums: RankSums,
+    order: TreeOrder,
     scale: float,
     group: dist.ProcessGroup | None,
 ) -> Callable[[], None]:
@@ -234,14 +230,18 @@ def _start_sliced_sum(
     Args:
         nodes: the partial sums of this process: flat tensors as long as `total`.
         total: flat tensor that the sum is written to.
-        sums: how many nodes each process of the group has, and in which order they are added.
+        order: how many nodes each process of the group has, and in which order they are added.
         scale: factor by which the sum is multiplied.
         group: the process group; None for all processes.
+
+    Returns:
+        A function that waits for this process's slice of the sum, and then gathers the slices of
+        all processes into `total`.
     """
     if total.numel() == 0:
         return _do_nothing
 
-    num_processes = len(sums.num_nodes_of_rank)
+    num_processes = len(order.num_nodes_of_rank)
     length_of_slice = (len(total) + num_processes - 1) // num_processes  # rounded up
 
     # All slices have the same length, so the last one may need padding.
@@ -253,7 +253,7 @@ def _start_sliced_sum(
 
     # Each process sums its own slice, and multiplies it by `scale`.
     own_slice = total.new_empty(length_of_slice)
-    wait = _start_sum_of_own_slice(slices_of_nodes, own_slice, sums, scale, group)
+    wait = _start_sum_of_own_slice(slices_of_nodes, own_slice, order, scale, group)
     return partial(_gather_slices, wait, own_slice, num_processes, total, group)
 
 
@@ -286,7 +286,7 @@ def _gather_slices(
 def _start_sum_of_own_slice(
     slices_of_nodes: Sequence[Sequence[Tensor]],
     own_total: Tensor,
-    sums: RankSums,
+    order: TreeOrder,
     scale: float,
     group: dist.ProcessGroup | None,
 ) -> Callable[[], None]:
@@ -296,7 +296,7 @@ def _start_sum_of_own_slice(
         slices_of_nodes: this process's partial sums, each cut into slices: the slice
             `slices_of_nodes[n][p]` of partial sum n is sent to process p.
         own_total: tensor that the sum of this process's own slice is written to.
-        sums: how many nodes each process of the group has, and in which order they are added.
+        order: how many nodes each process of the group has, and in which order they are added.
         scale: factor by which the sum is multiplied.
         group: the process group; None for all processes.
 
@@ -309,22 +309,22 @@ def _start_sum_of_own_slice(
     # A message holds one slice of each node of its sender, one after the other.
     sent = []
     received = []
-    for process, num_nodes in enumerate(sums.num_nodes_of_rank):
+    for process, num_nodes in enumerate(order.num_nodes_of_rank):
         slices = [slices_of_node[process] for slices_of_node in slices_of_nodes]
         sent.append(torch.cat(slices) if slices else own_total[:0])
         received.append(own_total.new_empty(num_nodes * length_of_slice))
 
-    # This process must have as many nodes as `sums` says.
+    # This process must have as many nodes as `order` says.
     assert len(received[own_process]) == len(sent[own_process])
     wait = routing.start_all_to_all(received, sent, group)
-    return partial(_add_received_slices, wait, received, own_total, sums, scale)
+    return partial(_add_received_slices, wait, received, own_total, order, scale)
 
 
 def _add_received_slices(
     wait: Callable[[], None],
     received: Sequence[Tensor],
     own_total: Tensor,
-    sums: RankSums,
+    order: TreeOrder,
     scale: float,
 ) -> None:
     """Waits for the messages of all processes, then adds their slices in the tree's order.
@@ -337,19 +337,19 @@ def _add_received_slices(
         wait: function that waits until the messages have been received.
         received: the message of each process: one slice of each of its nodes, one after the other.
         own_total: tensor that the sum of the slices is written to. It is as long as a slice.
-        sums: how many nodes each process has, and in which order they are added.
+        order: how many nodes each process has, and in which order they are added.
         scale: factor by which the sum is multiplied.
     """
     wait()
 
     values: list[Tensor] = []
-    for num_nodes, message in zip(sums.num_nodes_of_rank, received, strict=True):
+    for num_nodes, message in zip(order.num_nodes_of_rank, received, strict=True):
         slices_of_process = message.view(num_nodes, len(own_total))
         for node in range(num_nodes):
             values.append(slices_of_process[node])
 
     # The received slices may be overwritten on the way to the sum.
-    add_in_tree(values, sums.merges, [own_total], overwrite=True)
+    add_in_tree(values, order.merges, [own_total], overwrite=True)
     own_total.mul_(scale)
 
 
