@@ -188,13 +188,15 @@ def die_at(number: int) -> None:
         wrap(name)
 
 
+@pytest.mark.parametrize("interval", [3, pytest.param(1, marks=pytest.mark.thorough)])
 @in_clean_process
-def test_killed_at_every_operation_of_a_save(tmp_path: Path) -> None:
+def test_killed_at_the_operations_of_a_save(tmp_path: Path, interval: int) -> None:
+    """Kills a save at every `interval`-th of its operations, and goes on from what is left."""
     expected = uninterrupted(tmp_path / "whole")
     start = tmp_path / "start"
 
     assert Process(lambda say: train(start, say, until=2)).end() == 0
-    for number in range(200):
+    for number in range(0, 200, interval):
         folder = tmp_path / str(number)
         shutil.copytree(start, folder)
 
@@ -207,7 +209,7 @@ def test_killed_at_every_operation_of_a_save(tmp_path: Path) -> None:
         latest = layout.latest(folder)
         assert latest is not None
         assert not examine(latest, values=True).problems
-        if killed and number % 3:
+        if killed and number // interval % 3:
             shutil.rmtree(folder)
             continue
         goes_on = Process(lambda say, folder=folder: train(folder, say, until=5))
