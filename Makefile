@@ -101,9 +101,9 @@ bench-journal: $(VENV)/.installed
 messages: $(VENV)/.installed
 	$(BIN)/python tools/message_catalogue.py
 
-house:
-	$(PYTHON) tools/house.py
-	$(PYTHON) tools/density.py src/lockstep
+house: $(VENV)/.installed
+	$(BIN)/python tools/house.py
+	$(BIN)/python tools/density.py src/lockstep
 
 docs: $(VENV)/.installed-docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
