@@ -1,7 +1,7 @@
 """Ranks, loader workers and the process that starts the ranks are killed at random moments, and
 ranks also when they have copied half of a step.
 
-`TEST_KILLS=200` kills as often as that.
+`TEST_KILLS=200` kills as often as that, and `TEST_KILLS_SEED=1` at other moments.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from lockstep.extensions.ledger.judge import judge
 pytestmark = [pytest.mark.launcher, pytest.mark.thorough]
 
 KILLS = int(os.environ.get("TEST_KILLS", "6"))
+SEED = int(os.environ.get("TEST_KILLS_SEED", "0"))
 MAX_DELAY_S = 0.7
 NOT_OURS = re.compile(r"lockstep-logs-.*|torchinductor_.*|pymp-.*|(tmp)?[a-z0-9_]{8}")
 """Files that are kept (logs, torch's cache), or that processes leave in the temporary folder when
@@ -129,7 +130,7 @@ def sockets(process: psutil.Process) -> list[str]:
 def test_kills_at_random_moments(
     tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, size: int, strategy: str
 ) -> None:
-    drawn = random.Random(size)
+    drawn = random.Random(size + 10 * SEED)  # no two runs have the same one
     epochs = str(5 * KILLS)  # of 20 steps each: more than are made until the last kill
     (tmp_path / "whole").mkdir()
     (tmp_path / "whole" / "script.py").write_text(SCRIPT)

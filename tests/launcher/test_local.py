@@ -219,10 +219,24 @@ def test_more_ranks_start_than_fit_the_socket_to_the_zygote(tmp_path: Path) -> N
 
 KILLS_THE_ZYGOTE = """
 import os, signal, sys
-if os.environ["RANK"] == "0" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
-    os.kill(os.getppid(), signal.SIGKILL)
-if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+is_first_attempt = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
+if is_first_attempt and os.environ["RANK"] == "0":
+    worker = os.fork()  # as a worker of a DataLoader, it does not end with its parent
+    if worker != 0:
+        with open("worker", "w") as file:
+            file.write(str(worker))
+        os.kill(os.getppid(), signal.SIGKILL)
+if is_first_attempt:
     signal.pause()
+with open("worker") as file:
+    worker = file.read()
+try:
+    with open(f"/proc/{worker}/stat") as file:
+        state = file.read().rpartition(")")[2].split()[0]
+except FileNotFoundError:
+    state = "gone"
+if state not in ("gone", "Z"):
+    print("the worker is in state", state)
 print("again", *sys.argv[1:], __name__, flush=True)
 """
 

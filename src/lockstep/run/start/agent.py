@@ -59,7 +59,7 @@ from lockstep.run.start.rank_environment import rank_environment
 from lockstep.run.start.step_memory import StepMemory, step_memory_for
 from lockstep.run.start.system_limits import can_hold_evidence, explain_scarcity
 from lockstep.run.start.torchrun_flags import rendezvous_parameters, shutdown_timeout
-from lockstep.run.start.zygote import Event, Zygote
+from lockstep.run.start.zygote import Event, Zygote, end_process_groups
 from lockstep.run.watch.dataclass_json import from_values
 from lockstep.run.watch.error_record import (
     TORCH_ERROR_FILE_VARIABLE,
@@ -952,7 +952,16 @@ class Agent(api.SimpleElasticAgent):
         those that do not end.
         """
         with self._delay_interrupts():
-            not_ended = self._zygote.end_left_behind()
+            if self._zygote.has_ended:
+                # Something has killed the zygote, which would have done it.
+                killed_with_zygote = [
+                    process for process in self.attempts[-1].processes if process.fork_server_end
+                ]
+                not_ended = end_process_groups(
+                    process.pid for process in killed_with_zygote if process.pid
+                )
+            else:
+                not_ended = self._zygote.end_left_behind()
         for pid in not_ended:
             self._say(
                 f"process {pid}, which ranks have left behind, does not end at SIGKILL: "

@@ -17,7 +17,8 @@ every rank and everything that ranks have started. As a *subreaper* (PR_SET_CHIL
 prctl(2)) it becomes the parent of processes whose parent has ended, even of those in sessions of
 their own. The launcher asks for the same after a failure, after Ctrl-C and before a restart.
 Processes left behind by ranks that have all ended well are not touched. When the zygote ends, the
-kernel kills the ranks (PR_SET_PDEATHSIG).
+kernel kills the ranks (PR_SET_PDEATHSIG), but not what they have started, such as the workers of a
+DataLoader. If something has killed the zygote, the launcher ends those: see `end_process_groups`.
 
 Some processes do not end at any signal, see `late_end`. The zygote does not wait for them forever:
 the launcher decides when to *give up* on a rank, and when the zygote ends, init takes over.
@@ -739,6 +740,52 @@ class Server:
         """Sends an event to the launcher."""
         with contextlib.suppress(OSError):  # if the launcher is gone, the main loop will notice
             self.control.send(json.dumps(event).encode())
+
+
+def end_process_groups(leaders: Iterable[int]) -> list[int]:
+    """Kills the process groups of ranks whose zygote is gone, and waits until they have ended.
+
+    The kernel kills these ranks, but not the processes that they have started. A worker of a
+    DataLoader looks for its parent every 5 s only, and until then keeps what it has inherited from
+    it, such as the connection to the launcher's store.
+
+    This is called right after the end of the zygote, so no other process has been given the id of
+    a rank yet.
+
+    Args:
+        leaders: the process ids of ranks that were running when the zygote ended. Each rank leads a
+            process group of its own.
+
+    Returns:
+        The ids of processes that have not ended although they were killed.
+    """
+    import psutil
+
+    groups = set(leaders)
+    deadline = time.monotonic() + _KILL_TIMEOUT_S
+    while True:
+        # They are listed again each time, as they may have started others in the meantime.
+        processes = _members_of_groups(groups)
+        for process in processes:
+            with contextlib.suppress(psutil.Error):
+                process.kill()
+        if not processes or time.monotonic() >= deadline:
+            return [process.pid for process in processes]
+        time.sleep(_MAX_POLL_S)
+
+
+def _members_of_groups(groups: set[int]) -> list[psutil.Process]:
+    """Returns the processes of some process groups that have not ended."""
+    import psutil
+
+    members = []
+    for pid in psutil.pids():
+        with contextlib.suppress(ProcessLookupError, psutil.Error):  # it has just ended
+            if os.getpgid(pid) in groups:
+                process = psutil.Process(pid)
+                if not _is_gone_or_zombie(process):
+                    members.append(process)
+    return members
 
 
 def _execute(command: list[str]) -> NoReturn:
