@@ -255,7 +255,16 @@ MIN_LETTERS = 4
 MIN_LETTERS_OF_HEADING = 2
 """A first line of an error may have only "of" between its code and fields."""
 FUNCTIONS_THAT_WARN = ("warn", "warn_about")
-FUNCTIONS_THAT_TRANSLATE = ("translate", "in_language", "_translated", "say", "_say", "say_waiting")
+FUNCTIONS_THAT_TRANSLATE = (
+    "translate",
+    "in_language",
+    "_translated",
+    "say",
+    "_say",
+    "say_waiting",
+    "labelled",
+    "_labelled_lines",
+)
 """Functions that are given an English text, and show or return it in the user's language."""
 HELP_ARGUMENTS = ("help", "short_help", "epilog")
 """Arguments of click's decorators that are texts of the help."""

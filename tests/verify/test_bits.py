@@ -122,7 +122,7 @@ def test_scripts_of_each_kind_are_equal_in_every_bit(
     verdict = judge_bits(reference, record_run(config, tmp_path / "run", warm.start))
     assert verdict.word == "EQUAL", verdict.lines()
     assert reference.virtual_ranks == (6 if arguments == ["own"] else NUM_VIRTUAL_RANKS)
-    assert reference.virtual_ranks_are_own == (arguments == ["own"])
+    assert reference.script_sets_virtual_ranks == (arguments == ["own"])
     # Dropout was on: the loss with other draws is another one.
     assert len({update.loss for update in reference.updates}) == 6
 
@@ -211,7 +211,7 @@ def fake_runs(
             error=error(config) if by_bits else "",
             uses_lockstep=uses_lockstep,
             virtual_ranks=(own or config.virtual_ranks) if by_bits else None,
-            virtual_ranks_are_own=own is not None and by_bits,
+            script_sets_virtual_ranks=own is not None and by_bits,
         )
 
     monkeypatch.setattr("lockstep.verify.run_record.record_run", record)

@@ -66,7 +66,9 @@ def verdict(
 def test_gradients_that_no_update_used_are_no_finding() -> None:
     found = verdict(AVERAGES_IN_STEP)
     assert found.word == "EQUAL"
-    assert found.accepted.startswith("where an optimizer's step begins each rank has gradients")
+    assert found.accepted_difference.startswith(
+        "where an optimizer's step begins each rank has gradients"
+    )
 
 
 def test_updates_that_leave_other_parameters_are_found() -> None:
@@ -114,7 +116,7 @@ def of_parts(parts: Sequence[np.ndarray], name: str, whole: np.ndarray = WHOLE) 
 @pytest.mark.parametrize("axis", [0, 1])
 def test_parts_are_joined_to_what_one_process_has(axis: int) -> None:
     found = of_parts(np.array_split(WHOLE, 2, axis=axis), "Net/w")
-    assert (found.joined_names, found.unknown) == (("Net/w",), "")
+    assert (found.joined_names, found.unjoinable_tensors_text) == (("Net/w",), "")
     for rank in found.parallel_run[0]:
         assert np.array_equal(rank.initial["Net/w"], WHOLE)
 
@@ -122,16 +124,16 @@ def test_parts_are_joined_to_what_one_process_has(axis: int) -> None:
 def test_slices_of_a_flat_buffer_may_end_with_zeros() -> None:
     flat = np.arange(1.0, 6.0)
     found = of_parts(np.split(np.append(flat, 0.0), 3), "/parameter 1 of optimizer 1", flat)
-    assert (found.joined_names, found.unknown) == ((), "")
+    assert (found.joined_names, found.unjoinable_tensors_text) == ((), "")
     assert np.array_equal(found.parallel_run[0][2].initial["/parameter 1 of optimizer 1"], flat)
 
 
 def test_of_other_parts_nothing_is_known() -> None:
     parts = [OWN[0][:3], OWN[1][:3]]
-    assert of_parts(parts, "Net/w").unknown == (
+    assert of_parts(parts, "Net/w").unjoinable_tensors_text == (
         "the ranks hold different tensors, of other shapes than one process: w"
     )
 
 
 def test_copies_that_begin_otherwise_are_no_parts_of_one_model() -> None:
-    assert of_parts(OWN, "Net/w").unknown == ""
+    assert of_parts(OWN, "Net/w").unjoinable_tensors_text == ""

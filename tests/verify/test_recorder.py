@@ -369,8 +369,11 @@ def test_gradients_are_those_that_a_closure_has_computed(tmp_path: Path) -> None
     scaled = CLOSURE.replace("loss = ", "loss = size * ").replace(".grad)", ".grad.div_(size**2))")
     script.write_text(scaled)
     verdict = warm.verify(script)
-    assert (verdict.word, verdict.accepted.split()[:3]) == ("EQUAL", ["the", "loss", "is"])
-    assert verdict.accepted.endswith("with equal gradients and parameters")
+    assert (verdict.word, verdict.accepted_difference.split()[:3]) == (
+        "EQUAL",
+        ["the", "loss", "is"],
+    )
+    assert verdict.accepted_difference.endswith("with equal gradients and parameters")
 
 
 WRAPPED = """

@@ -16,7 +16,7 @@ import numpy as np
 
 from lockstep.verify.compare import learning_rates_differ, tensor_differences
 from lockstep.verify.joined_parts import belongs_only_to_optimizer
-from lockstep.verify.tolerance import FLOAT64, Array, Tolerance, scale_of
+from lockstep.verify.tolerance import FLOAT64, Array, Tolerance, largest_of_all
 from lockstep.verify.training_record import LARGEST, SIZE, Update
 
 # For each rank, sums over its parameters after an update, by name. The *sums* of a tensor are two
@@ -152,6 +152,9 @@ def _first_pair_with_forward_pass(
 def _with_next_parameters(update: Update, next_update: Update | None) -> Update:
     """Returns an update without gradients, and with the parameters of the next forward pass.
 
+    Unless the update itself began with a forward pass, it also loses the sums over the parameters
+    at its start.
+
     Args:
         update: the update, whose `parameters` are the values right after its optimizer step.
         next_update: the next update that begins with a forward pass, or None if there is none. Then
@@ -167,8 +170,8 @@ def _with_next_parameters(update: Update, next_update: Update | None) -> Update:
             for name, array_after_step in rank.parameters.items():
                 next_parameters[name] = changed_since_step.get(name, array_after_step)
 
-        # An update that did not begin with a forward pass may start from parameters that the script
-        # has not averaged yet. So the parameters at its start are not compared.
+        # Without a forward pass at its start, an update may begin with parameters that the script
+        # has not averaged yet, and that are not compared.
         sums_at_start: Mapping[str, Array] = {}
         if rank.began_with_forward:
             sums_at_start = rank.parameter_sums
@@ -243,24 +246,22 @@ def _accept_gradients_averaged_in_steps(
     For example, an optimizer may average the gradients itself, inside its step. Then each rank
     begins the step with gradients that differ from those of one process, but the training is right.
     It is right, too, if each rank's optimizer updates a slice of the parameters and sends it to the
-    others. See `accept_differences` for the arguments.
+    others. So three things must be true: the steps begin differently on the ranks, there is a
+    difference to accept, and the steps end with the parameters of one process. See
+    `accept_differences` for the arguments.
 
     Returns:
-        Both runs without these gradients and parameters. None if there is nothing to accept, or if
-        the training differs.
+        Both runs without these gradients and parameters. None if one of the three is not true.
     """
-    # Optimizers that start with the same values on all ranks must start with those of one process,
-    # so nothing is accepted.
-    if not _optimizers_get_different_values(parallel_run):
+    ranks_begin_differently = _optimizers_get_different_values(parallel_run)
+    runs_differ = _runs_differ(reference_run, parallel_run, tolerance)
+    if not (ranks_begin_differently and runs_differ):
         return None
 
-    # If the values are the same as on one process, there is nothing to accept.
-    if not _inputs_of_steps_differ(reference_run, parallel_run, tolerance):
-        return None
-
-    if not updates_leave_same_parameters(
+    end_as_on_one_process = updates_leave_same_parameters(
         reference_run, parallel_run, reference_final_sums, parallel_final_sums, tolerance
-    ):
+    )
+    if not end_as_on_one_process:
         return None
 
     return AcceptedDifference(
@@ -279,37 +280,47 @@ def _optimizers_get_different_values(parallel_run: Sequence[Update]) -> bool:
     has a slice of the parameters, or if some ranks leave a step to others.
     """
     for update in parallel_run:
-        if not all(rank.stepped for rank in update):
-            return True  # some ranks leave the step to others
+        some_leave_step_to_others = not all(rank.stepped for rank in update)
         # `FLOAT64` is the tolerance for rounding in float64.
-        if update.ranks_that_differ("gradients", tolerance=FLOAT64):
-            return True
-        if update.ranks_that_differ("parameters", tolerance=FLOAT64):
-            return True
+        gradients_differ = bool(update.ranks_that_differ("gradients", tolerance=FLOAT64))
+        parameters_differ = bool(update.ranks_that_differ("parameters", tolerance=FLOAT64))
 
+        # Each rank's optimizer may have only some of the parameters, or, instead of the parameters
+        # of the models, a tensor that it has made itself from slices of them.
         names_of_first_rank = update[0].gradients.keys()
-        for rank in update:
-            if rank.gradients.keys() != names_of_first_rank:
-                return True  # each rank's optimizer has other parameters
-            if any(belongs_only_to_optimizer(name) for name in rank.gradients):
-                return True  # the optimizer has a buffer of its own, such as a slice of a flat one
+        names_differ = any(rank.gradients.keys() != names_of_first_rank for rank in update)
+        has_tensor_of_its_own = any(
+            belongs_only_to_optimizer(name) for rank in update for name in rank.gradients
+        )
+
+        if (
+            some_leave_step_to_others
+            or gradients_differ
+            or parameters_differ
+            or names_differ
+            or has_tensor_of_its_own
+        ):
+            return True
 
     return False
 
 
-def _inputs_of_steps_differ(
+def _runs_differ(
     reference_run: Sequence[Update], parallel_run: Sequence[Update], tolerance: Tolerance
 ) -> bool:
     """True if the gradients or parameters of some step differ from those on one process.
 
     Also true if the parameters before some step differ between the ranks.
     """
+    if any(update.replicas_that_differ() for update in parallel_run):
+        return True
+
     for expected, actual in zip(reference_run, parallel_run, strict=False):
         for field_name in ("initial", "gradients", "parameters"):
             if tensor_differences(field_name, expected, actual, tolerance):
                 return True
 
-    return any(update.replicas_that_differ() for update in parallel_run)
+    return False
 
 
 def updates_leave_same_parameters(
@@ -323,7 +334,8 @@ def updates_leave_same_parameters(
 
     Two things are compared: the parameters before the next update, and the optimizer's state where
     both runs have it under the same name. Of each parameter, only its *sums* are compared: two
-    numbers that change when any of its values does.
+    numbers that change when any of its values does. False if no parameter ever changes, since then
+    equal parameters prove nothing.
 
     Args:
         reference_run: updates of the run on one process.
@@ -336,8 +348,8 @@ def updates_leave_same_parameters(
     if not parallel_run or len(reference_run) != len(parallel_run):
         return False
 
-    # The sums over the parameters of one process, one entry for each update. If it trains several
-    # replicas, the first replica is compared.
+    # The sums over the parameters of one process, one entry for each update. If the process trains
+    # several replicas of the model, these are the sums over the first replica.
     expected_sums: list[Mapping[str, Array]] = []
     for sums_of_replicas in _sums_after_updates(reference_run, reference_final_sums):
         if sums_of_replicas:
@@ -353,33 +365,36 @@ def updates_leave_same_parameters(
         if not _optimizer_states_agree(expected, actual, tolerance):
             return False
 
-    # If the training changes no parameters, both runs have equal ones in any case.
-    sums_before_training = reference_run[0][0].parameter_sums
+    first_update_of_one_process = reference_run[0][0]
+    sums_before_training = first_update_of_one_process.parameter_sums
     return _parameters_change(sums_before_training, expected_sums)
 
 
 def _ranks_agree_after_updates(
-    expected_after_updates: Sequence[Mapping[str, Array]],
-    ranks_after_updates: Sequence[SumsOfRanks],
+    expected_sums_after_updates: Sequence[Mapping[str, Array]],
+    sums_of_ranks_after_updates: Sequence[SumsOfRanks],
     tolerance: Tolerance,
 ) -> bool:
     """True if the models of every rank have the parameters of one process after every update.
 
-    False if no parameters could be compared at all, since this proves nothing.
+    The sums over parameters are compared. Sums over tensors that belong to no model, but only to an
+    optimizer, are left out. False if nothing could be compared at all, since this proves nothing.
 
     Args:
-        expected_after_updates: for each update, sums over the parameters of one process.
-        ranks_after_updates: for each update, sums over the parameters of each rank.
+        expected_sums_after_updates: for each update, sums over the parameters of one process.
+        sums_of_ranks_after_updates: for each update, sums over the parameters of each rank.
         tolerance: tolerance within which values are equal.
     """
     num_compared = 0
-    for expected, ranks in zip(expected_after_updates, ranks_after_updates, strict=True):
-        expected_of_models = _only_arrays_of_models(expected)
-        for actual in ranks:
-            actual_of_models = _only_arrays_of_models(actual)
-            if not actual_of_models:  # nothing was recorded on a rank that had joined (`Join`)
+    for expected_sums, sums_of_ranks in zip(
+        expected_sums_after_updates, sums_of_ranks_after_updates, strict=True
+    ):
+        expected_sums_of_models = _only_arrays_of_models(expected_sums)
+        for sums_of_rank in sums_of_ranks:
+            sums_of_models = _only_arrays_of_models(sums_of_rank)
+            if not sums_of_models:  # nothing was recorded on a rank that had joined (`Join`)
                 continue
-            if not _are_equal(expected_of_models, actual_of_models, tolerance):
+            if not _are_equal(expected_sums_of_models, sums_of_models, tolerance):
                 return False
             num_compared += 1
 
@@ -403,9 +418,14 @@ def _optimizer_states_agree(expected: Update, actual: Update, tolerance: Toleran
     """True if the optimizers have the same state as on one process, as far as it can be compared.
 
     Three numbers are recorded for each tensor of the state: a sum, the largest absolute value, and
-    the size. All three are compared if a rank has the whole tensor. If each rank has a slice of it,
-    only the largest value can be compared.
+    the size. All three are compared if a rank has the whole tensor. If each rank has a slice of the
+    tensor, only the largest value can be compared.
     """
+
+    def differ(expected_numbers: Array, actual_numbers: Array) -> bool:
+        # Without a scale, the tolerance depends only on the numbers themselves.
+        return tolerance.differ(expected_numbers, actual_numbers, scale=0.0)
+
     state_on_one_process = expected[0].optimizer_state
     for name, expected_state in state_on_one_process.items():
         # The arrays [sum, largest, size] of all ranks that have this tensor, or a slice of it. The
@@ -415,19 +435,18 @@ def _optimizer_states_agree(expected: Update, actual: Update, tolerance: Toleran
             if name in rank.optimizer_state:
                 states.append(rank.optimizer_state[name])
 
-        # Ranks with the whole tensor. (With `scale=0.0`, the tolerance depends only on the values
-        # of this tensor.)
+        # Ranks with the whole tensor.
         for state in states:
             is_whole = state[SIZE] == expected_state[SIZE]
-            if is_whole and tolerance.differ(expected_state, state, scale=0.0):
+            if is_whole and differ(expected_state, state):
                 return False
 
-        # Ranks with slices, which have the size of the tensor together.
-        total_size = sum(state[SIZE] for state in states)
-        are_slices = total_size == expected_state[SIZE]
-        if are_slices:
+        # Slices of the ranks, whose sizes add up to the size of the tensor. (So does the size of a
+        # whole tensor that only one rank has, and its largest value is equal too.)
+        sizes_add_up = sum(state[SIZE] for state in states) == expected_state[SIZE]
+        if sizes_add_up:
             largest_of_slices = max(state[LARGEST] for state in states)
-            if tolerance.differ(expected_state[LARGEST], largest_of_slices, scale=0.0):
+            if differ(expected_state[LARGEST], largest_of_slices):
                 return False
 
     return True
@@ -444,7 +463,7 @@ def _are_equal(
     """True if both have the same names, with values that are equal within the tolerance."""
     if expected.keys() != actual.keys():
         return False
-    scale = scale_of(expected)
+    scale = largest_of_all(expected)
     return not any(tolerance.differ(expected[name], actual[name], scale) for name in expected)
 
 
@@ -459,12 +478,12 @@ def _parameters_change(
         sums_before: sums over the parameters before the first update.
         sums_after_updates: sums after each update. An entry is empty if the sums are not known.
     """
-    # If the script has failed, the sums after its last update are not known. Then those after the
-    # update before are used.
-    *sums_of_earlier_updates, last_sums = sums_after_updates
-    if not last_sums and sums_of_earlier_updates:
-        last_sums = sums_of_earlier_updates[-1]
+    # The sums after the last update are not known if the script has failed.
+    known_sums = [sums for sums in sums_after_updates if sums]
+    if not known_sums:
+        return False
 
+    last_sums = known_sums[-1]
     for name in sums_before:
         if name in last_sums and not np.array_equal(last_sums[name], sums_before[name]):
             return True
@@ -486,7 +505,8 @@ def _without_values_of_step(update: Update) -> Update:
                 gradients={},
                 unclipped={},  # the gradients before they were clipped
                 reduced_in_step={},  # the gradients after collectives inside of the step
-                parameters={},
+                parameters={},  # the parameters after the step
+                # Parameters before the first step, and sums over those before this step.
                 initial=_only_arrays_of_models(rank.initial),
                 parameter_sums=_only_arrays_of_models(rank.parameter_sums),
             )

@@ -87,8 +87,8 @@ class BitVerdict:
     reference: RunRecord
     # The parallel run.
     parallel: RunRecord
-    # None if all bits are equal.
-    first: FirstDifference | None = None
+    # The first update with different bits; None if all bits are equal.
+    first_difference: FirstDifference | None = None
     # Findings that are worth knowing, although they make no bits differ.
     notes: Sequence[Finding] = ()
 
@@ -96,25 +96,26 @@ class BitVerdict:
     def word(self) -> str:
         """The verdict in one word: `EQUAL` or `DIFFERENT`."""
         numbers_differ = len(self.reference.updates) != len(self.parallel.updates)
-        return "DIFFERENT" if self.first is not None or numbers_differ else "EQUAL"
+        bits_differ = self.first_difference is not None
+        return "DIFFERENT" if bits_differ or numbers_differ else "EQUAL"
 
     def as_json(self) -> dict[str, Any]:
         """Returns the verdict as plain values, with the keys that `Verdict.as_json` uses."""
         findings = [note.as_json() for note in self.notes]
-        if self.first is not None:
+        if self.first_difference is not None:
             # Values of several kinds may differ in this update. The first kind is the one that the
             # others follow from, so it is reported in detail.
-            first_kind = self.first.differences[0]
+            differences = self.first_difference.differences
             first_finding = {
                 "code": "",
                 "title": "the first bits that differ",
-                "what": first_kind.kind,
-                "step": self.first.step,
-                "names": script_names(first_kind.names),
-                "ranks": list(first_kind.ranks),
-                "seen": [difference.text for difference in self.first.differences],
+                "what": differences[0].kind,
+                "step": self.first_difference.step,
+                "names": script_names(differences[0].names),
+                "ranks": list(differences[0].ranks),
+                "seen": [difference.text for difference in differences],
             }
-            findings.insert(0, first_finding)
+            findings = [first_finding, *findings]
 
         return {
             "verdict": self.word,  # "EQUAL" or "DIFFERENT"
@@ -134,66 +135,76 @@ class BitVerdict:
         head = verdict_head(self.word, self.parallel.config.name)  # "EQUAL  2 processes"
         if self.word == "EQUAL":
             # "EQUAL  2 processes, in every bit: all 4 optimizer steps, losses, ..."
-            # `translate` finds the translation of a text although it contains numbers and names.
             compared = translate(_describe_compared(self.reference))
             lines = [join_label(head + translate(", in every bit:"), compared)]
 
             # "  with    virtual_ranks=2, ...": further lines have a column for their label.
-            lines.append(labelled(translate("with"), translate(self._virtual_ranks_text)))
+            lines.append(labelled("with", translate(self._virtual_ranks_text)))
 
             # `stopped_at` is a text such as "step 3"; empty if the script ran to its end.
             if self.reference.stopped_at:
                 until = translate(f"{self.reference.stopped_at}; what comes later is not compared")
-                lines.append(labelled(translate("until"), until))
+                lines.append(labelled("until", until))
         else:
-            lines = self._lines_of_difference(head)
+            if self.first_difference is not None:
+                lines = self._lines_of_first_difference(head, self.first_difference)
+            else:
+                lines = [self._line_of_other_length(head)]
+            lines.append(labelled("with", translate(self._virtual_ranks_text)))
+            lines.append(labelled("do", translate(ADVICE)))
 
         for note in self.notes:
-            lines += note.lines(translate("note"))
+            lines += note.lines(label_of_cause="note")
 
         return lines
 
-    def _lines_of_difference(self, head: str) -> list[str]:
-        """Returns the lines of a verdict on runs whose bits differ.
+    def _line_of_other_length(self, head: str) -> str:
+        """Returns the first line of a verdict on runs that only differ in their number of steps.
+
+        It is such as "DIFFERENT  2 processes, in the number of steps: 3 steps, 4 on one process".
+
+        Args:
+            head: beginning of the line, such as "DIFFERENT  2 processes".
+        """
+        steps = f"{len(self.parallel.updates)} steps, {len(self.reference.updates)} on one process"
+        return join_label(head + translate(", in the number of steps:"), translate(steps))
+
+    def _lines_of_first_difference(self, head: str, first: FirstDifference) -> list[str]:
+        """Returns the lines of a verdict that say where bits differ first.
+
+        For example:
+
+            DIFFERENT  2 processes, bits differ first in gradients (1 of 4), step 2
+              where   layer.weight, on rank 1
+              then    the parameters after the step (4 of 4)
 
         Args:
             head: beginning of the first line, such as "DIFFERENT  2 processes".
+            first: the first update in which bits differ.
         """
-        # All bits of the common updates are equal, but one run has more updates:
-        # "DIFFERENT  2 processes, in the number of steps: 3 steps, 4 on one process"
-        if self.first is None:
-            steps = (
-                f"{len(self.parallel.updates)} steps, {len(self.reference.updates)} on one process"
-            )
-            lines = [join_label(head + translate(", in the number of steps:"), translate(steps))]
-        else:
-            # "DIFFERENT  2 processes, bits differ first in gradients (1 of 4), step 2"
-            lines = [head + translate(f", bits differ first in {self.first.place}")]
+        lines = [head + translate(f", bits differ first in {first.place}")]
 
-            # Several kinds of values may differ in this update, such as gradients and parameters.
-            # The other kinds may follow from the first one.
-            difference, *later_differences = self.first.differences
+        # Several kinds of values may differ in this update, such as gradients and parameters. The
+        # other kinds may follow from the first one.
+        difference, *later_differences = first.differences
 
-            # "  where   layer.weight, on rank 1": the ranks are named if only some of them differ.
-            where = translate_names(format_items(script_names(difference.names)))
-            if len(difference.ranks) < self.parallel.config.nproc:
-                where += translate(f", on {format_ranks(difference.ranks)}")
-            lines.append(labelled(translate("where"), where))
+        where = translate_names(format_items(script_names(difference.names)))
+        only_some_ranks_differ = len(difference.ranks) < self.parallel.config.nproc
+        if only_some_ranks_differ:
+            where += translate(f", on {format_ranks(difference.ranks)}")
+        lines.append(labelled("where", where))
 
-            # "  then    the parameters after the step (4 of 4)"
-            if later_differences:
-                texts = [translate(later.text) for later in later_differences]
-                lines.append(labelled(translate("then"), ", ".join(texts)))
+        if later_differences:
+            texts = [translate(later.text) for later in later_differences]
+            lines.append(labelled("then", ", ".join(texts)))
 
-        lines.append(labelled(translate("with"), translate(self._virtual_ranks_text)))
-        lines.append(labelled(translate("do"), translate(ADVICE)))
         return lines
 
     @property
     def _virtual_ranks_text(self) -> str:
         """The number of virtual ranks, and whether the script or `verify` has set it."""
         number = self.reference.virtual_ranks
-        if self.reference.virtual_ranks_are_own:
+        if self.reference.script_sets_virtual_ranks:
             return f"virtual_ranks={number}, as set for the script"
 
         text = f"virtual_ranks={number}, set by verify"
@@ -210,9 +221,8 @@ def judge_bits(reference: RunRecord, parallel: RunRecord) -> BitVerdict:
         reference: record of the run on one process.
         parallel: record of the run on several processes.
     """
-    return BitVerdict(
-        reference, parallel, first=find_first_difference(reference.updates, parallel.updates)
-    )
+    first_difference = find_first_difference(reference.updates, parallel.updates)
+    return BitVerdict(reference, parallel, first_difference)
 
 
 def find_first_difference(
@@ -252,9 +262,8 @@ def find_first_difference(
 def compare_bits(kind: str, expected: Update, actual: Update) -> BitDifference | None:
     """Compares the hashes of one kind in one update.
 
-    Values of virtual ranks are spread over the ranks, because each rank computes some of the
-    virtual ranks. All other values are the same on every rank, so each rank is compared with the
-    reference.
+    Values of virtual ranks, such as a gradient of virtual rank 3, are spread over the ranks: each
+    of them must be on some rank. All other values must be on every rank.
 
     Args:
         kind: a key of `KINDS`.
@@ -265,48 +274,40 @@ def compare_bits(kind: str, expected: Update, actual: Update) -> BitDifference |
         The values that differ, or None if there are none.
     """
     expected_hashes = expected[0].bits.get(kind, {})
-    is_spread = kind in KINDS_OF_PARTS
-    hashes_of_all: dict[str, str] = {}
-    names_that_differ: set[str] = set()
-    ranks_that_differ = []
+    hashes_of_ranks = [rank.bits.get(kind, {}) for rank in actual]
+    hashes_of_all_ranks: dict[str, str] = {}
+    for hashes in hashes_of_ranks:
+        hashes_of_all_ranks |= hashes
 
-    for number, rank in enumerate(actual):
-        hashes = rank.bits.get(kind, {})
-        hashes_of_all |= hashes
+    # The names of wrong values, by rank. A value is wrong on a rank if the reference has it with
+    # other bits, or does not have it at all, or if it should be on this rank and is missing.
+    is_spread_over_ranks = kind in KINDS_OF_PARTS
+    wrong_names_by_rank: dict[int, set[str]] = {}
+    for rank, hashes in enumerate(hashes_of_ranks):
+        wrong_names = _names_with_other_bits(expected_hashes, hashes)
+        if not is_spread_over_ranks:
+            wrong_names |= expected_hashes.keys() - hashes.keys()
+        if wrong_names:
+            wrong_names_by_rank[rank] = wrong_names
 
-        # Values of this rank that the reference has with other bits, or does not have at all.
-        names = _names_that_differ(expected_hashes, hashes)
-
-        # A value that should be on every rank is missing on this one.
-        missing_on_rank = expected_hashes.keys() - hashes.keys()
-        if not is_spread:
-            names |= missing_on_rank
-
-        if names:
-            names_that_differ |= names
-            ranks_that_differ.append(number)
-
-    # A value that should be on some rank is missing on all of them.
-    missing_on_all_ranks = expected_hashes.keys() - hashes_of_all.keys()
-    names_that_differ |= missing_on_all_ranks
+    missing_on_all_ranks = expected_hashes.keys() - hashes_of_all_ranks.keys()
+    names_that_differ = missing_on_all_ranks.union(*wrong_names_by_rank.values())
     if not names_that_differ:
         return None
 
     # In the order of the reference, followed by names that only the parallel run has.
-    all_names = [*expected_hashes, *sorted(hashes_of_all.keys() - expected_hashes.keys())]
+    all_names = [*expected_hashes, *sorted(hashes_of_all_ranks.keys() - expected_hashes.keys())]
     ordered_names = [name for name in all_names if name in names_that_differ]
 
-    # A value of a virtual rank that is missing on all ranks is to be blamed on none of them in
-    # particular, so all ranks are named.
-    ranks = ranks_that_differ
-    if not ranks:
-        ranks = list(range(len(actual)))
+    # If the only fault is that values of virtual ranks are missing on all ranks, no rank in
+    # particular is to blame, so all ranks are named.
+    ranks = list(wrong_names_by_rank) or list(range(len(actual)))
     return BitDifference(kind, ordered_names, len(all_names), ranks)
 
 
-def _names_that_differ(expected: Mapping[str, str], actual: Mapping[str, str]) -> set[str]:
+def _names_with_other_bits(expected: Mapping[str, str], actual: Mapping[str, str]) -> set[str]:
     """Returns the names of a rank's values that the reference does not have with the same bits."""
-    return {name for name, text in actual.items() if expected.get(name) != text}
+    return {name for name, bits in actual.items() if expected.get(name) != bits}
 
 
 def _describe_compared(reference: RunRecord) -> str:
@@ -319,8 +320,9 @@ def _describe_compared(reference: RunRecord) -> str:
     if first.samples:  # the number of samples of all ranks
         values.append(f"{first.samples} samples each")
 
-    # An update is a sequence with a record for each rank. The reference has only one rank.
     values.append("losses")
+
+    # An update is a sequence with a record for each rank. The reference has only one rank.
     record_of_one_process = first[0]
     bits = record_of_one_process.bits
     for kind, noun in (("gradients", "gradient"), ("parameters", "parameter")):
@@ -344,14 +346,10 @@ def reason_bits_not_comparable(run: RunRecord) -> str:
     """
     name = run.config.name  # how the script was run, such as "2 processes"
     if run.error:
-        # The error is a text such as "SettingError: virtual_ranks=2 with strategy='pipeline'",
-        # followed by lines such as "  found: ...".
-        first_line, *other_lines = run.error.splitlines()
-        found = ""
-        for line in other_lines:
-            if line.strip().startswith("found:"):
-                found = f": {line.partition('found:')[2].strip()}"
-                break
+        first_line = run.error.splitlines()[0]
+        found = _found_line(run.error)
+        if found:
+            found = f": {found}"
         return f"{name} with virtual ranks: {first_line}{found}"
 
     if run.idle_ranks:
@@ -359,4 +357,13 @@ def reason_bits_not_comparable(run: RunRecord) -> str:
     if not run.updates:
         return f"{name} made no step of an optimizer that Lockstep has prepared"
 
+    return ""
+
+
+def _found_line(error: str) -> str:
+    """Returns what the line "  found: ..." of an error says; empty if there is no such line."""
+    for line in error.splitlines()[1:]:
+        text = line.strip()
+        if text.startswith("found:"):
+            return text.removeprefix("found:").strip()
     return ""

@@ -256,23 +256,28 @@ def page_head_to_translate() -> list[str]:
 
 
 def _page_head(in_language: InLanguage) -> str:
-    """Returns the beginning of the page. In Chinese, it also links to the English page."""
-    is_english_page = in_language is in_english  # the function that translates nothing
+    """Returns the beginning of the page. In Chinese, it also links to the English page.
+
+    Args:
+        in_language: function that translates a text into the language of the page. For the English
+            page it is `in_english`, which returns the text as it is.
+    """
+    is_english_page = in_language is in_english
     if is_english_page:
         return _PAGE_HEAD
 
     title, *paragraphs = _PAGE_HEAD.strip().split("\n\n")
-    parts = [f"# {in_language(title.removeprefix('# '))}", "[English](findings.md)"]
+    translated_paragraphs = [f"# {in_language(title.removeprefix('# '))}", "[English](findings.md)"]
     for paragraph in paragraphs:
         is_listing = paragraph.startswith("```")
         if is_listing:
-            parts.append(paragraph)
+            translated_paragraphs.append(paragraph)
         else:
             # The translations are listed by paragraphs without line breaks.
             on_one_line = " ".join(paragraph.split())
-            parts.append(in_language(on_one_line))
+            translated_paragraphs.append(in_language(on_one_line))
 
-    return "\n\n".join(parts) + "\n"
+    return "\n\n".join(translated_paragraphs) + "\n"
 
 
 def _markdown_text(text: str, in_language: InLanguage) -> str:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lockstep.verify.tolerance import FLOAT64, Tolerance, scale_of, tolerance_for_dtype
+from lockstep.verify.tolerance import FLOAT64, Tolerance, largest_of_all, tolerance_for_dtype
 from lockstep.verify.training_record import RankUpdate, Sample, Update
 
 # Rounding errors grow from step to step, while a real difference appears from one step to the next.
@@ -59,8 +59,9 @@ class Divergence:
     update_index: int
     # What differs: `initial` (parameters before the first update), `replicas` (parameters of the
     # ranks from each other), `samples`, `contents` (of samples with the same index), `kept`
-    # (parameters before the update), `unclipped` (gradients before clipping), `gradients`, `loss`,
-    # `rates` (learning rates), `parameters`, `buffers` or `length` (number of updates).
+    # (parameters that were not kept as the last update left them), `unclipped` (gradients before
+    # clipping), `gradients`, `loss`, `rates` (learning rates), `parameters`, `buffers` or `length`
+    # (number of updates).
     kind: str
     # Names of the tensors that differ.
     names: tuple[str, ...] = ()
@@ -126,13 +127,15 @@ def num_comparable_updates(
 ) -> int:
     """Returns how many updates are compared: all of them, unless rounding exceeds the tolerance.
 
+    "All" are those of the longer run: an update that one run lacks is reported as a difference.
+
     Rounding grows slowly, while a real difference appears from one update to the next. The largest
     difference of each update, as a fraction of the tolerance, is for example:
 
     - 0.1, 0.2, 0.6, 1.3: rounding has grown, so only the first 3 updates are compared.
     - 0.0, 0.0, 0.0, 1.3: a real difference, so all updates are compared and it is reported.
     """
-    all_updates = max(len(reference_run), len(parallel_run))
+    num_updates = max(len(reference_run), len(parallel_run))
 
     fractions: list[float] = []  # of the updates before the current one
     for expected, actual in zip(reference_run, parallel_run, strict=False):
@@ -140,11 +143,12 @@ def num_comparable_updates(
         exceeds_tolerance = fraction > 1
         if exceeds_tolerance:
             is_rounding = bool(fractions) and fractions[-1] > MIN_FRACTION_OF_GROWING_ROUNDING
-            return len(fractions) if is_rounding else all_updates
+            num_updates_within_tolerance = len(fractions)
+            return num_updates_within_tolerance if is_rounding else num_updates
 
         fractions.append(fraction)
 
-    return all_updates
+    return num_updates
 
 
 def _largest_fraction_of_tolerance(expected: Update, actual: Update, tolerance: Tolerance) -> float:
@@ -153,7 +157,7 @@ def _largest_fraction_of_tolerance(expected: Update, actual: Update, tolerance: 
     for field_name in ("gradients", "parameters", "buffers"):
         expected_arrays = expected.merged(field_name)
         actual_arrays = actual.merged(field_name)
-        scale = scale_of(expected_arrays)  # the largest value in all of these arrays
+        scale = largest_of_all(expected_arrays)  # the largest value in all of these arrays
         for name, array in expected_arrays.items():
             if name in actual_arrays:
                 fraction = tolerance.used_fraction(array, actual_arrays[name], scale)
@@ -172,7 +176,7 @@ def find_divergences(
     not depend on the training so far, so they are compared in all updates.
     """
     divergences: dict[str, Divergence] = {}  # by kind
-    kinds_that_follow: set[str] = set()  # kinds that follow from differences found so far
+    kinds_that_follow: set[str] = set()  # kinds that follow from the differences found so far
 
     for number, (expected, actual) in enumerate(zip(reference_run, parallel_run, strict=False)):
         for difference in _differences(expected, actual, tolerance):
@@ -189,7 +193,7 @@ def find_divergences(
                 names=tuple(difference.names),
                 num_compared=difference.num_compared,
             )
-            # Differences of these kinds in the same update follow from this one.
+            # What follows from this difference, from here on in the same update.
             kinds_that_follow |= _KINDS_THAT_FOLLOW.get(kind, set())
 
         # If only the losses differ, the gradients are equal and the training continues in the same
@@ -198,7 +202,8 @@ def find_divergences(
         if training_differs:
             kinds_that_follow |= _TRAINED_VALUES
 
-    # Another number of updates follows from other samples, for example.
+    # One run may have more updates. This is the kind "length", which follows from other samples,
+    # for example.
     if len(reference_run) != len(parallel_run) and "length" not in kinds_that_follow:
         first_missing = min(len(reference_run), len(parallel_run))
         divergences["length"] = Divergence(
@@ -211,7 +216,8 @@ def find_divergences(
 def _differences(expected: Update, actual: Update, tolerance: Tolerance) -> Iterator[Difference]:
     """Yields the differences in one update. Causes come before their consequences.
 
-    See `Divergence.kind` for the kinds, such as "initial" and "rates".
+    See `Divergence.kind` for the kinds: "initial" are the parameters before the first update, for
+    example, and "unclipped" the gradients before they were clipped.
     """
     yield from tensor_differences("initial", expected, actual, tolerance)
 
@@ -219,8 +225,9 @@ def _differences(expected: Update, actual: Update, tolerance: Tolerance) -> Iter
     # be equal.
     names_that_differ_between_ranks = list(actual.replicas_that_differ())
     if names_that_differ_between_ranks:
-        num_compared = len(actual.merged("parameter_sums"))
-        yield Difference("replicas", names_that_differ_between_ranks, num_compared)
+        # Sums over the parameters were compared, of which there is an entry for each parameter.
+        num_parameters = len(actual.merged("parameter_sums"))
+        yield Difference("replicas", names_that_differ_between_ranks, num_parameters)
 
     difference_of_samples = _compare_samples(expected, actual)
     if difference_of_samples is not None:
@@ -249,15 +256,14 @@ def _differences(expected: Update, actual: Update, tolerance: Tolerance) -> Iter
 def _differences_before_step(
     expected: Update, actual: Update, tolerance: Tolerance
 ) -> Iterator[Difference]:
-    """Yields the difference in the parameters before the step, if there is one.
+    """Yields a difference of the kind "kept", if parameters differ before the step.
 
-    The kind of this difference is called "kept", since a script should keep the parameters as the
-    last step has left them. Parameters are compared by their sums, which a rank has only for
-    parameters that it holds as a whole.
+    The name is short for "should have been kept as the last step has left them". Parameters are
+    compared by their sums, which a rank has only for parameters that it holds as a whole.
     """
     expected_sums = expected.merged("parameter_sums")
     actual_sums = actual.merged("parameter_sums")
-    scale = scale_of(expected_sums)
+    scale = largest_of_all(expected_sums)
 
     names = []
     for name, sums in expected_sums.items():
@@ -271,28 +277,30 @@ def _differences_before_step(
 def _compare_samples(expected: Update, actual: Update) -> Difference | None:
     """Compares which samples an update was trained on, and their contents.
 
+    In this order, the first case that applies decides:
+
+    - The contents are the same: so are the samples, whatever their indices. No difference.
+    - The indices are the same: "contents" if some sample was augmented differently, else none.
+    - Neither is known: no difference.
+    - One of them is known and not the same: "samples".
+
     Returns:
-        A difference of the kind "samples" (other samples) or "contents" (the same samples with
-        other contents). None if there is no difference, or if it is not known.
+        A difference of the kind "samples" or "contents"; None if there is none.
     """
     # Each is True, False, or None if it is not known.
     same_indices, same_contents = same_samples(expected, actual)
 
-    # Equal contents prove that the samples are the same, whatever their indices.
     if same_contents is True:
         return None
 
-    # The same samples may have other contents, because of random augmentation.
     if same_indices is True:
-        has_other_contents = bool(contents_that_differ(expected, actual))
-        return Difference("contents") if has_other_contents else None
+        some_contents_differ = bool(indices_with_other_contents(expected, actual))
+        return Difference("contents") if some_contents_differ else None
 
-    # Here, each of the two is False or None.
     is_nothing_known = same_indices is None and same_contents is None
     if is_nothing_known:
         return None
 
-    # At least one of them is False, so the samples differ.
     return Difference("samples", num_compared=expected.samples)
 
 
@@ -307,13 +315,17 @@ def tensor_differences(
     """
     expected_arrays = expected.merged(field_name)
     actual_arrays = actual.merged(field_name)
-    scale = scale_of(expected_arrays)
+    largest_expected_value = largest_of_all(expected_arrays)  # the tolerance depends on it
 
     # An array that only one of the runs has counts as different.
     names_that_differ = expected_arrays.keys() ^ actual_arrays.keys()
+
+    # `actual_arrays` has each array from one rank only, so the arrays are compared rank by rank.
     for rank in actual:
         for name, array in getattr(rank, field_name).items():
-            if name in expected_arrays and tolerance.differ(expected_arrays[name], array, scale):
+            if name not in expected_arrays:
+                continue
+            if tolerance.differ(expected_arrays[name], array, scale=largest_expected_value):
                 names_that_differ.add(name)
 
     if not names_that_differ:
@@ -373,7 +385,7 @@ def same_samples(expected: Update, actual: Update) -> tuple[bool | None, bool | 
     # Contents can be compared only if all samples have one shape. There is none if no contents were
     # recorded. There are several if batches are padded to their longest sample; then one and the
     # same sample may have several shapes.
-    batches_of_both = Update((*expected, *actual)).batches
+    batches_of_both = [*expected.batches, *actual.batches]
     shapes = {batch.shape for batch in batches_of_both if batch.contents}
     if len(shapes) != 1:
         return same_indices, None
@@ -388,7 +400,9 @@ def _same_counts(expected: list[Sample] | None, actual: list[Sample] | None) -> 
     return Counter(expected) == Counter(actual)
 
 
-def contents_that_differ(expected: Sequence[RankUpdate], actual: Sequence[RankUpdate]) -> list[int]:
+def indices_with_other_contents(
+    expected: Sequence[RankUpdate], actual: Sequence[RankUpdate]
+) -> list[int]:
     """Returns the indices of samples whose contents differ from the reference under the same index.
 
     Only samples of the same shape are compared.
@@ -413,10 +427,11 @@ def _digests_by_index(
     for rank in update:
         for batch in rank.batches:
             indices = batch.ids
-            if indices is None or len(indices) != len(batch.contents):
+            digests_of_batch = batch.contents
+            if indices is None or len(indices) != len(digests_of_batch):
                 continue  # it is not known which digest belongs to which index
 
-            for index, digest in zip(indices, batch.contents, strict=True):
+            for index, digest in zip(indices, digests_of_batch, strict=True):
                 digests[batch.loader, batch.epoch, batch.shape, index].add(digest)
 
     return digests

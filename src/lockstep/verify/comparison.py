@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 from lockstep.batch.plan import part_sizes
 from lockstep.batch.shares import initial_shares
@@ -39,6 +40,14 @@ class Result:
     verdict: Verdict | BitVerdict
     # Lines that are printed after the verdict.
     notes: Sequence[str] = ()
+
+
+class _BitComparison(NamedTuple):
+    """The result of comparing one way by bits: either a verdict, or the reason for having none."""
+
+    verdict: BitVerdict | None
+    # Why the way cannot be compared by bits; empty if there is a verdict.
+    reason_without_verdict: str
 
 
 class Comparison:
@@ -94,23 +103,28 @@ class Comparison:
         for way in plan.ways:
             if self._bit_reference is not None:
                 # If the script does not support virtual ranks in this way, there is a reason
-                # instead of a verdict. The reason of an earlier way is replaced.
-                bit_verdict, self.reason_without_bits = self._compare_bits(self._bit_reference, way)
+                # instead of a verdict.
+                bit_verdict, reason = self._compare_bits(self._bit_reference, way)
+                self.reason_without_bits = reason  # of the latest way
                 if bit_verdict is not None:
                     yield from self._results_after_bits(bit_verdict, way)
                     continue
 
-            verdict_within_tolerance = self._compare_within_tolerance(way)
+            yield self._result_within_tolerance(way)
 
-            # Tell the user of a script with Lockstep why bits were not compared: because of the
-            # script, which the runs have shown, or because of the command's options.
-            notes = []
-            reason = self.reason_without_bits or plan.reason_without_bits
-            if reason and verdict_within_tolerance.reference.uses_lockstep:
-                text = translate(f"not compared: {reason}")
-                notes.append(labelled(translate("bits"), text))
+    def _result_within_tolerance(self, way: RunConfig) -> Result:
+        """Compares one way within the tolerance, and adds a note if bits should be compared too.
 
-            yield Result(verdict_within_tolerance, notes)
+        The note tells the user of a script with Lockstep why bits were not compared: because of the
+        script, which the runs have shown, or because of the command's options.
+        """
+        verdict = self._compare_within_tolerance(way)
+        notes = []
+        reason = self.reason_without_bits or self._plan.reason_without_bits
+        if reason and verdict.reference.uses_lockstep:
+            notes.append(labelled("bits", translate(f"not compared: {reason}")))
+
+        return Result(verdict, notes)
 
     def _record(self, config: RunConfig) -> RunRecord:
         """Runs the script in a folder of its own, and returns the record of the run."""
@@ -135,8 +149,9 @@ class Comparison:
         Raises:
             SettingError: The script has fewer virtual ranks than there are processes.
         """
-        num_virtual_ranks = max(least_virtual_ranks(way) for way in self._plan.ways)
-        with_virtual_ranks = replace(self._plan.reference, virtual_ranks=num_virtual_ranks)
+        # Every process needs at least one virtual rank. The script may insist on another number.
+        wanted_virtual_ranks = max(least_virtual_ranks(way) for way in self._plan.ways)
+        with_virtual_ranks = replace(self._plan.reference, virtual_ranks=wanted_virtual_ranks)
 
         # The settings in `self._plan.reference` are for a run without virtual ranks: they set
         # `micro_batch_size=None`, for example. With virtual ranks, the script's own
@@ -148,22 +163,19 @@ class Comparison:
 
         self._bit_reference = reference
 
-        # The script may have set another number of virtual ranks.
-        number = reference.virtual_ranks or num_virtual_ranks
+        num_virtual_ranks = reference.virtual_ranks or wanted_virtual_ranks
         most_processes = max(way.nproc for way in self._plan.ways)
-        if most_processes > number:
+        if most_processes > num_virtual_ranks:
             raise SettingError(
                 f"lockstep verify --nproc {most_processes}, of a script with virtual_ranks="
-                f"{number}",
+                f"{num_virtual_ranks}",
                 "every process computes at least one virtual rank, so there are more processes "
                 "than can run it",
-                f"give --nproc {number} or less, or train with more virtual ranks from the "
-                "beginning",
+                f"give --nproc {num_virtual_ranks} or less, or train with more virtual ranks from "
+                "the beginning",
             )
 
-    def _compare_bits(
-        self, bit_reference: RunRecord, way: RunConfig
-    ) -> tuple[BitVerdict | None, str]:
+    def _compare_bits(self, bit_reference: RunRecord, way: RunConfig) -> _BitComparison:
         """Runs the script in one way with virtual ranks, and compares the run by bits.
 
         Args:
@@ -171,28 +183,27 @@ class Comparison:
             way: configuration of the run.
 
         Returns:
-            The verdict and an empty text. If the script does not support virtual ranks in this way,
-            None and the reason.
+            The verdict, or the reason if the script does not support virtual ranks in this way.
         """
         config = replace(
             way,
             virtual_ranks=bit_reference.config.virtual_ranks,
             steps=self._num_steps_of(bit_reference),
         )
-        other = self._record(config)
-        verdict = judge_bits(bit_reference, other)
+        parallel_run = self._record(config)
+        verdict = judge_bits(bit_reference, parallel_run)
 
         # If the run ended with an error, but bits had differed before, report the difference.
-        has_difference = verdict.first is not None
-        if has_difference:
-            return verdict, ""
+        some_bits_differ = verdict.first_difference is not None
+        if some_bits_differ:
+            return _BitComparison(verdict, reason_without_verdict="")
 
         # The run may have ended with an error because it does not support virtual ranks.
-        reason = reason_bits_not_comparable(other)
+        reason = reason_bits_not_comparable(parallel_run)
         if reason:
-            return None, reason
+            return _BitComparison(None, reason)
 
-        return verdict, ""
+        return _BitComparison(verdict, reason_without_verdict="")
 
     def _results_after_bits(self, verdict: BitVerdict, way: RunConfig) -> Iterator[Result]:
         """Yields the result of a comparison by bits, followed by a comparison within the tolerance.
@@ -209,16 +220,16 @@ class Comparison:
         findings_on_rounding = self._find_rounding_noise(bit_reference=verdict.reference)
         bit_verdict = replace(verdict, notes=findings_on_rounding)
 
-        script_sets_virtual_ranks = verdict.reference.virtual_ranks_are_own
+        script_sets_virtual_ranks = verdict.reference.script_sets_virtual_ranks
         bits_say_all = verdict.word == "EQUAL" and script_sets_virtual_ranks
         if self._plan.only_bits or bits_say_all:
             yield Result(bit_verdict)
             return
 
-        # The comparison within the tolerance needs a run on one process, usually in float64. If the
-        # script cannot run in float64, a line after the verdict by bits says why.
+        # The comparison within the tolerance needs another run on one process, usually in float64.
+        # If the script cannot run like this, a line after the verdict by bits says why.
         try:
-            self._tolerance_reference()  # runs the script, unless it has run already
+            self._tolerance_reference()
         except UsageError as error:
             reason = error.found.splitlines()[0]
             text = translate(f"not compared: {reason}")
@@ -226,8 +237,8 @@ class Comparison:
             return
 
         yield Result(bit_verdict)
-        name = f"{way.name}, in {_NAMES_OF_PRECISIONS[way.precision]}"
-        yield Result(self._compare_within_tolerance(replace(way, name=name)))
+        name_in_verdict = f"{way.name}, in {_NAMES_OF_PRECISIONS[way.precision]}"
+        yield Result(self._compare_within_tolerance(replace(way, name=name_in_verdict)))
 
     def _find_rounding_noise(self, bit_reference: RunRecord) -> list[Finding]:
         """Returns the finding LS408 in a list, if an optimizer takes steps from mere rounding.
@@ -250,7 +261,8 @@ class Comparison:
         if not may_have_noise(bit_reference.updates):
             return []
 
-        # The run within a tolerance is usually made in float64.
+        # This run is made now, if it was not made before. It is in float64, unless the user chose
+        # another precision, in which noise does not shrink either, and nothing is found.
         try:
             float64_reference = self._tolerance_reference()
         except UsageError:  # the script cannot run in float64
@@ -278,8 +290,8 @@ class Comparison:
         reference_of_all_ways = self._tolerance_reference()
         config = replace(way, steps=self._num_steps_of(reference_of_all_ways))
 
-        # If the strategy trains several replicas of the model, one process must train them too. It
-        # is run again, with this strategy.
+        # If the strategy trains several replicas of the model, one process must train them too. So
+        # the script is run on one process again, with this strategy.
         if config.trains_replicas:
             reference = self._record(config.reference_config())
             self._check_reference(reference)
@@ -294,7 +306,8 @@ class Comparison:
         It is the number of steps that the reference made until it was stopped. If the reference has
         reached its end instead, the other run also runs to its end, and may make more steps.
         """
-        if reference.stopped_at:
+        was_stopped = bool(reference.stopped_at)
+        if was_stopped:
             return reference.steps
         return self._plan.ways[0].steps
 
@@ -302,40 +315,45 @@ class Comparison:
         """Runs the script on several processes, and then on one process with the same batches.
 
         The first run writes its batches into `batches_folder`, from which the run on one process
-        reads them.
+        reads them. Both make the same number of steps.
         """
         config = replace(
             way,
             batches_folder=self._folder / "batches",
             steps=self._plan.steps or DEFAULT_STEPS_WITH_SAME_SAMPLES,
         )
-        other = self._record(config)
+        run_on_several = self._record(config)
 
         reference_config = replace(
             self._plan.reference,
             batches_folder=config.batches_folder,
             seconds=None,  # no time limit, since the number of steps is known
         )
-        if other.stopped_at:  # the reference is stopped after the same number of steps
-            reference_config = replace(reference_config, steps=other.steps)
+        was_stopped = bool(run_on_several.stopped_at)  # or else it has ended earlier by itself
+        if was_stopped:
+            reference_config = replace(reference_config, steps=run_on_several.steps)
 
         reference = self._record(reference_config)
         self._check_reference(reference)
-        return judge(reference, other)
+        return judge(reference, run_on_several)
 
 
 _NAMES_OF_PRECISIONS = {"fp64": "float64", "fp32": "float32"}
 
 
 def least_virtual_ranks(way: RunConfig) -> int:
-    """Returns the smallest number of virtual ranks that gives every process at least one."""
+    """Returns the smallest number of virtual ranks that gives every process at least one.
+
+    This is the number of processes, or more if their shares are unequal: of 2 virtual ranks, a
+    process with a tenth of the work would get none.
+    """
     try:
         shares = initial_shares(way.overrides.get("shares"), way.nproc)
     except LockstepError:  # the run itself will report what is wrong with the shares
         return way.nproc
 
-    number = way.nproc
-    while 0 in part_sizes(number, shares):
-        number += 1
+    num_virtual_ranks = way.nproc
+    while 0 in part_sizes(num_virtual_ranks, shares):
+        num_virtual_ranks += 1
 
-    return number
+    return num_virtual_ranks

@@ -24,7 +24,7 @@ import io
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import wraps
 from pathlib import Path
@@ -94,8 +94,9 @@ class FilesBefore:
     def keep_folder(self, path: Any, moved_to: Any = None) -> None:
         """Keeps everything inside a folder, before the folder may be moved or removed.
 
-        If the folder is moved, each of its files gets a new path. The new paths are kept too. There
-        is nothing at them yet, so the files there are removed after the run.
+        If the folder is moved, each of its files gets a new path. The new paths are kept too.
+        Keeping a path at which there is nothing means that what the run puts there is removed after
+        the run.
 
         Args:
             path: path of the folder. Anything that is not a folder is ignored.
@@ -143,30 +144,43 @@ class FilesBefore:
         if os.path.exists(marker_file):
             return
 
-        kind = NOTHING
-        copy_or_link_target = ""
-        with suppress(FileNotFoundError):  # if there is no file, the kind stays NOTHING
-            status = os.lstat(path)
-            if S_ISDIR(status.st_mode):
-                kind = FOLDER  # files in the folder are kept by their own paths
-            elif status.st_mtime >= self._start_time:
-                # The file was last modified during the run, but its path is not in the index. So
-                # the run has created it in a way that is not watched, such as a temporary file, and
-                # there is nothing to restore.
-                return
-            elif S_ISLNK(status.st_mode):
-                kind = LINK
-                copy_or_link_target = os.readlink(path)
-            elif S_ISREG(status.st_mode):
-                self._copy_file(path, copy_path)
-                kind = FILE
-                copy_or_link_target = copy_name
-            else:
-                return  # a device or the like
+        try:
+            kind_and_copy = self._copied(path, copy_name)
+        except FileNotFoundError:
+            kind_and_copy = (NOTHING, "")
 
-        index = os.path.join(self._copies, INDEX_FILE)
-        self._append_line(marker_file, "")  # creates the file
-        self._append_line(index, [path, kind, copy_or_link_target])
+        if kind_and_copy is not None:
+            self._append_line(marker_file, "")  # creates the file
+            index = os.path.join(self._copies, INDEX_FILE)
+            self._append_line(index, [path, *kind_and_copy])
+
+    def _copied(self, path: str, copy_name: str) -> tuple[str, str] | None:
+        """Copies what is at a path, if it is a file.
+
+        Returns:
+            The kind of what is there (FILE, LINK or FOLDER), and the name of the copy or the target
+            of the link. None if there is nothing to restore after the run.
+
+        Raises:
+            FileNotFoundError: There is nothing at the path.
+        """
+        status = os.lstat(path)
+        if S_ISDIR(status.st_mode):
+            return FOLDER, ""  # files in the folder are kept by their own paths
+
+        # The file was last modified during the run, but its path is not in the index. So the run
+        # has created it in a way that is not watched, such as a temporary file.
+        if status.st_mtime >= self._start_time:
+            return None
+
+        if S_ISLNK(status.st_mode):
+            return LINK, os.readlink(path)
+
+        if S_ISREG(status.st_mode):
+            self._copy_file(path, os.path.join(self._copies, copy_name))
+            return FILE, copy_name
+
+        return None  # a device or the like
 
     def _append_line(self, file: str, value: object) -> None:
         """Appends a value to a file as a line of JSON; the file is created if it does not exist."""
@@ -252,32 +266,16 @@ class FilesBefore:
                 the script passes, before the patched function changes what is there.
             num_paths: number of leading arguments of the patched function that are paths.
         """
-        plain: Callable[..., Any] = getattr(os, name)
-        signature = inspect.signature(plain)
-        names_of_path_arguments = list(signature.parameters)[:num_paths]
+        plain_function: Callable[..., Any] = getattr(os, name)
 
-        @wraps(plain)
-        def watched(*args: Any, **kwargs: Any) -> Any:
-            """Replaces the function, such as `os.rename`.
+        @wraps(plain_function)
+        def watched_function(*args: Any, **kwargs: Any) -> Any:
+            paths = _paths_of_call(plain_function, num_paths, args, kwargs)
+            if paths is not None:
+                keep_paths(*paths)
+            return plain_function(*args, **kwargs)
 
-            `keep_paths` is called with the script's paths first, and then the original, `plain`.
-            """
-            # All arguments of the call by name: {"src": "a.txt", "dst": "b.txt"} for `os.rename`.
-            try:
-                arguments = signature.bind(*args, **kwargs).arguments
-            except TypeError:  # wrong arguments, for which the function itself raises an error
-                return plain(*args, **kwargs)
-
-            # With an argument such as `dir_fd`, paths are relative to an open folder. They are not
-            # supported.
-            is_relative_to_open_folder = bool(FOLDER_DESCRIPTOR_ARGUMENTS & kwargs.keys())
-            if not is_relative_to_open_folder:
-                # None of these functions has a default for a path, so `arguments` has all of them.
-                keep_paths(*[arguments[argument] for argument in names_of_path_arguments])
-
-            return plain(*args, **kwargs)
-
-        _replace_os_function(plain, watched)  # `os.rename` is `watched` from here on
+        _replace_os_function(plain_function, watched_function)
 
     def _watch_rmtree(self) -> None:
         """Patches `shutil.rmtree`, to keep everything in the folder that it removes.
@@ -294,6 +292,35 @@ class FilesBefore:
 
         vars(watched_rmtree).update(vars(plain_rmtree))  # such as `avoids_symlink_attacks`
         shutil.rmtree = watched_rmtree  # type: ignore[assignment]
+
+
+def _paths_of_call(
+    function: Callable[..., Any], num_paths: int, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> list[Any] | None:
+    """Returns the paths in a call: ["a.txt", "b.txt"] for `os.rename("a.txt", dst="b.txt")`.
+
+    Args:
+        function: function that is called. None of its paths has a default.
+        num_paths: number of leading arguments of the function that are paths.
+        args: positional arguments of the call.
+        kwargs: keyword arguments of the call.
+
+    Returns:
+        The paths. None if the arguments are wrong, in which case the function itself will raise an
+        error, or if paths are relative to an open folder, which is not supported.
+    """
+    is_relative_to_open_folder = bool(FOLDER_DESCRIPTOR_ARGUMENTS & kwargs.keys())
+    if is_relative_to_open_folder:
+        return None
+
+    signature = inspect.signature(function)
+    try:
+        arguments = signature.bind(*args, **kwargs).arguments
+    except TypeError:
+        return None
+
+    names_of_paths = list(signature.parameters)[:num_paths]
+    return [arguments[name] for name in names_of_paths]
 
 
 def _replace_os_function(plain: Callable[..., Any], watched: Callable[..., Any]) -> None:

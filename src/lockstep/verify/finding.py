@@ -12,7 +12,7 @@ from typing import Any
 
 from lockstep.columns import pad
 from lockstep.language import translate, translate_names
-from lockstep.verify.catalogue import ENTRIES, cure_lines
+from lockstep.verify.catalogue import ENTRIES, Entry, cure_lines
 from lockstep.verify.cause import Cause, format_items, script_names
 from lockstep.verify.causes import KINDS
 from lockstep.verify.compare import Divergence
@@ -98,38 +98,32 @@ class Finding:
 
         return values
 
-    def lines(self, heading: str = "", *, uses_lockstep: bool | None = None) -> list[str]:
+    def lines(
+        self, label_of_cause: str | None = None, *, uses_lockstep: bool | None = None
+    ) -> list[str]:
         """Returns the lines of the finding that are printed for the user.
 
         Args:
-            heading: label of the line with the code; by default "cause", translated.
+            label_of_cause: label of the first line, which has the code and the title; by default
+                "cause".
             uses_lockstep: whether the script uses Lockstep, which decides what kind of advice is
                 printed. With None, only a reference to the catalogue is printed instead.
         """
         lines = []
         entry = ENTRIES.get(self.cause.code)
         if entry is not None:
-            label = heading or translate("cause")
+            label = "cause" if label_of_cause is None else label_of_cause
             lines.append(labelled(label, f"{entry.code}: {translate(self.title)}"))
 
         for sentence in self.cause.evidence:
             texts = [translate(line) for line in sentence.splitlines()]
-            lines += _labelled_lines(translate("seen"), texts)
+            lines += _labelled_lines("seen", texts)
 
         if self.names:
-            lines.append(labelled(translate("where"), translate_names(format_items(self.names))))
+            lines.append(labelled("where", translate_names(format_items(self.names))))
 
-        if entry is None:  # an error without a code, of which nothing more is known
-            return lines
-
-        if uses_lockstep is None:
-            reference = f"lockstep explain {entry.code} says what to write instead"
-            lines.append(labelled(translate("do"), translate(reference)))
-        else:
-            texts = cure_lines(entry, translate, uses_lockstep=uses_lockstep)
-            for line in _labelled_lines(translate("do"), texts):
-                lines.append(line.rstrip())  # no indentation on empty lines
-            lines.append(labelled(translate("more"), f"lockstep explain {entry.code}"))
+        if entry is not None:  # otherwise it is an error without a code, with no known cure
+            lines += _lines_of_cure(entry, uses_lockstep)
 
         return lines
 
@@ -146,8 +140,13 @@ def verdict_head(word: str, name: str) -> str:
 
 
 def labelled(label: str, text: str) -> str:
-    """Formats a line of a verdict: a label in a column of its own, followed by a text."""
-    return f"  {pad(label, 7)} {text}"
+    """Formats a line of a verdict: a label in a column of its own, followed by a text.
+
+    Args:
+        label: an English word, which is translated here.
+        text: the text, which is translated already.
+    """
+    return f"  {pad(translate(label), 7)} {text}"
 
 
 def _labelled_lines(label: str, texts: list[str]) -> list[str]:
@@ -155,16 +154,34 @@ def _labelled_lines(label: str, texts: list[str]) -> list[str]:
     first, *others = texts
     lines = [labelled(label, first)]
     for text in others:
-        lines.append(f"          {text}")
+        indented = f"          {text}"
+        lines.append(indented.rstrip())  # no spaces on an empty line
     return lines
+
+
+def _lines_of_cure(entry: Entry, uses_lockstep: bool | None) -> list[str]:
+    """Returns the lines that say what to do about a cause.
+
+    Args:
+        entry: what the catalogue says of the cause.
+        uses_lockstep: see `Finding.lines`.
+    """
+    if uses_lockstep is None:
+        reference = f"lockstep explain {entry.code} says what to write instead"
+        return [labelled("do", translate(reference))]
+
+    texts = cure_lines(entry, translate, uses_lockstep=uses_lockstep)
+    return [*_labelled_lines("do", texts), labelled("more", f"lockstep explain {entry.code}")]
 
 
 def _describe_optimizer(update: RankUpdate) -> str:
     """Describes an optimizer by its class and the models that it trains: "SGD of Net and Head"."""
+    # Names are such as "Net/layer.weight", or "/parameter 1" for a parameter that is in no model. A
+    # parameter may have no gradient, and the parameters may not be recorded, so both are looked at.
     models: dict[str, None] = {}  # each once, in their order
     for name in (*update.gradients, *update.parameters):
         model = name.partition("/")[0]
-        if model:  # a parameter that is in no model has nothing before the "/"
+        if model:
             models[model] = None
 
     if not models:

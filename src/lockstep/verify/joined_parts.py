@@ -54,7 +54,7 @@ class JoinedRuns:
     joined_names: tuple[str, ...] = ()
     # Tells the user which tensors differ between the ranks by design and cannot be joined; empty if
     # there are none.
-    unknown: str = ""
+    unjoinable_tensors_text: str = ""
 
 
 @dataclass(frozen=True)
@@ -82,8 +82,8 @@ def join_parts(reference_run: Sequence[Update], parallel_run: Sequence[Update]) 
         parallel_run: updates of the run on several processes.
 
     Returns:
-        Both runs, with whole tensors on every rank. `JoinedRuns.unknown` names tensors that differ
-        between the ranks by design but are no parts, such as those of pipeline stages.
+        Both runs, with whole tensors on every rank. `unjoinable_tensors_text` names tensors that
+        differ between the ranks by design but are no parts, such as those of pipeline stages.
     """
     unchanged = JoinedRuns(list(reference_run), list(parallel_run))
     has_several_ranks = bool(parallel_run) and len(parallel_run[0]) > 1
@@ -117,14 +117,14 @@ def join_parts(reference_run: Sequence[Update], parallel_run: Sequence[Update]) 
         joined_run = [_count_same_samples_once(update) for update in joined_run]
 
     # Tensors of models that cannot be joined are reported to the user.
-    description = ""
+    unjoinable_tensors_text = ""
     unjoinable_names_of_models = [n for n in unjoinable_names if not belongs_only_to_optimizer(n)]
     if unjoinable_names_of_models:
-        description = _describe_different_tensors(
+        unjoinable_tensors_text = _describe_different_tensors(
             unjoinable_names_of_models, whole_tensors, parallel_run[0]
         )
 
-    return JoinedRuns(whole_run, joined_run, tuple(joined_names_of_models), unknown=description)
+    return JoinedRuns(whole_run, joined_run, tuple(joined_names_of_models), unjoinable_tensors_text)
 
 
 def _describe_different_tensors(
@@ -137,11 +137,11 @@ def _describe_different_tensors(
         whole_tensors: initial parameters of one process, by name.
         first_update: first update of the parallel run.
     """
-    # The text is the same for all tensors. The shapes of the first one decide what it says.
+    # There is one text for all tensors. It depends on the shapes of the first of them.
     first_name = names[0]
-    shapes = {rank.initial[first_name].shape for rank in first_update}
-    shapes.add(whole_tensors[first_name].shape)
-    how = "of other shapes than one process" if len(shapes) > 1 else "with other values"
+    whole_shape = whole_tensors[first_name].shape
+    shapes_differ = any(rank.initial[first_name].shape != whole_shape for rank in first_update)
+    how = "of other shapes than one process" if shapes_differ else "with other values"
     return f"the ranks hold different tensors, {how}: {format_items(script_names(names))}"
 
 
@@ -180,14 +180,13 @@ def _find_parts(
             concatenations[name] = concatenation
             continue
 
-        # The shapes may show already that the tensors are no copies of the tensor of one process.
-        if _cannot_be_copies(name, parts, whole):
-            unjoinable_names.append(name)
-            continue
-
-        # Or the ranks may train them as different tensors. If they do not, the tensors are copies
-        # that differ by mistake, which the comparison with one process will report.
-        if _differ_by_design(name, parallel_run):
+        # Either the shapes show that the tensors are no copies of one tensor, or the way in which
+        # the ranks train them does. Otherwise, the tensors are copies that differ by mistake, which
+        # the comparison with one process will report.
+        are_no_copies = _cannot_be_copies(name, parts, whole) or _differ_by_design(
+            name, parallel_run
+        )
+        if are_no_copies:
             unjoinable_names.append(name)
 
     return concatenations, unjoinable_names
@@ -256,10 +255,11 @@ def _differ_by_design(name: str, parallel_run: Sequence[Update]) -> bool:
         if any(call.gradient_of == name for call in update.calls):
             return False
 
-    # DDP or Lockstep has wrapped the model of this tensor, and averages its gradients. `unwrapped`
-    # lists the parameters of models without such a wrapper.
+    # DDP or Lockstep has wrapped the model of this tensor, and averages its gradients.
     for rank in parallel_run[0]:
-        if name not in rank.unwrapped:
+        parameters_without_wrapper = rank.unwrapped
+        is_wrapped = name not in parameters_without_wrapper
+        if is_wrapped:
             return False
 
     # All ranks have the same gradients, so something averages them.
@@ -276,20 +276,18 @@ def _differ_by_design(name: str, parallel_run: Sequence[Update]) -> bool:
 
 def _ranks_exchange_outputs(update: Update) -> bool:
     """True if the ranks exchange model outputs or activations that a loss is computed from."""
-    # Each field is the line of an all-gather whose result went into a loss; empty if there is none.
-    # Other all-gathers are no proof, since scripts also gather losses to display them.
-    if update.first("gather_line") or update.first("detached_gather_line"):
+    # The recorder has noted the line of an all-gather whose result went into a loss. (Other
+    # all-gathers are no proof, since scripts also gather losses to display them.)
+    gathers_for_loss = bool(update.first("gather_line") or update.first("detached_gather_line"))
+    if gathers_for_loss:
         return True
 
     for call in update.calls:
-        if call.gradient_of:  # gradients are exchanged, and not outputs
-            continue
-
-        # Outputs are exchanged before the backward pass of their loss. After the last backward pass
-        # of the update, the ranks exchange something else, such as metrics.
-        num_passes_before_call = call.passes_before
-        is_after_last_pass = num_passes_before_call >= update.backward_passes
-        if is_after_last_pass:
+        # After the last backward pass of the update, the ranks exchange something else than
+        # outputs, such as metrics.
+        is_after_last_pass = call.passes_before >= update.backward_passes
+        exchanges_gradients = bool(call.gradient_of)
+        if is_after_last_pass or exchanges_gradients:
             continue
 
         # These calls move activations from one rank to another, as between pipeline stages.
@@ -298,8 +296,7 @@ def _ranks_exchange_outputs(update: Update) -> bool:
 
         # The `forward` of a `torch.autograd.Function` makes the call. Its `backward` sends
         # gradients back, so the exchanged tensors are part of the computation of the loss.
-        is_in_autograd_function = call.in_function
-        if is_in_autograd_function:
+        if call.in_autograd_function:
             return True
 
     return False

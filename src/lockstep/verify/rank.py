@@ -77,7 +77,7 @@ def main(folder: Path, program: Callable[[], object] | None = None) -> None:
         else:
             if error is None:
                 _record_last_update(recorder)
-            fields_of_end = _describe_end(recorder)
+            fields_of_end = _end_of_script(recorder)
 
         if isinstance(kept_batches, BatchWriter):
             kept_batches.write_lengths()
@@ -104,8 +104,11 @@ def _record_last_update(recorder: Recorder) -> None:
         recorder.foreign_steps.record_last_update()
 
 
-def _describe_end(recorder: Recorder) -> dict[str, Any]:
-    """Returns fields of `RankEnd`, which describe the end of the script, as values for JSON."""
+def _end_of_script(recorder: Recorder) -> dict[str, Any]:
+    """Returns what the recorder knows at the end of the script: fields of `RankEnd`, by name.
+
+    They are documented there. The values are those of JSON.
+    """
     state = recorder.state
     final_parameters: dict[str, Array] = {}
     with suppress(ExitByRecorder):  # see `_record_last_update`
@@ -113,22 +116,14 @@ def _describe_end(recorder: Recorder) -> dict[str, Any]:
 
     return {
         "uses_lockstep": bool(state.models.prepared_ids),
-        # Where `lockstep verify` has ended the script, such as "step 3, batch 3 of 4 of epoch 1".
         "stopped_at": state.stopped_at,
-        # An option of the script that changes results on purpose, such as compressed gradients.
-        "by_choice": recorder.by_choice,
-        # The line of the script that first started a process of its own.
+        "chosen_difference": recorder.chosen_difference,
         "own_process_line": recorder.own_process_line,
-        # The traceback of an error in the recorder itself.
         "internal_error": state.internal_error,
-        # The line of a DataLoader whose batches could not be made larger.
-        "unenlarged_loader_line": recorder.line_of_loader_not_enlarged,
+        "line_of_loader_without_batch_size": recorder.line_of_loader_not_enlarged,
         "num_loaders": recorder.inputs.number_of_torch_loaders,
-        # Number of backward passes since the last optimizer step.
         "backward_passes": recorder.backward_passes,
-        # The same number on a rank without an optimizer; 0 on a rank with one.
         "backward_passes_without_step": recorder.backward_passes_without_step,
-        # Outcomes of `if` and `while` statements since the last step.
         "branch_outcomes": list(state.branches.pop_outcomes().items()),
         "final_sums": {name: array.tolist() for name, array in final_parameters.items()},
     }

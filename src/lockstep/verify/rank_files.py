@@ -52,22 +52,23 @@ class RankEnd:
     # Number of virtual ranks; None if there are none, or if bits are not compared.
     virtual_ranks: int | None = None
     # Whether the script itself has set that number, and not `lockstep verify`.
-    virtual_ranks_are_own: bool = False
+    script_sets_virtual_ranks: bool = False
     # Where the rank was stopped after enough steps; empty if the script ran to its end.
     stopped_at: str = ""
     # Option of the script that changes results on purpose, such as compression; it is switched off.
-    by_choice: str = ""
+    chosen_difference: str = ""
     # The line that started the first process of the script's own.
     own_process_line: str = ""
     # The traceback of an error in the recorder itself.
     internal_error: str = ""
     # The line of a DataLoader whose batches could not be made larger.
-    unenlarged_loader_line: str = ""
+    line_of_loader_without_batch_size: str = ""
     # Number of torch's DataLoaders that were iterated for training.
     num_loaders: int = 0
     # Number of backward passes since the last step. The default stands for a rank that has trained.
     backward_passes: int = MIN_STEPS
-    # Number of backward passes since any parameter has changed.
+    # Number of backward passes since any parameter has changed, on a rank without an optimizer. It
+    # is 0 on a rank with one.
     backward_passes_without_step: int = 0
     # Outcomes of the script's tests since the last update, by place.
     branch_outcomes: Sequence[tuple[Place, int]] = ()
@@ -127,15 +128,16 @@ class UpdateWriter:
         self.count += 1
 
     def end(
-        self, error: BaseException | None, switched_off: Sequence[str] = (), **known: Any
+        self, error: BaseException | None, switched_off: Sequence[str] = (), **other_fields: Any
     ) -> None:
         """Writes how the script has ended.
 
         Args:
             error: error that ended the script; None if it ended normally.
             switched_off: what was switched off for the comparison.
-            **known: other fields of `RankEnd`.
+            **other_fields: other fields of `RankEnd`.
         """
+        lost_peer = error is not None and re.search(LOST_PEER_PATTERN, str(error)) is not None
         # The code of the catalogue, which only errors of Lockstep have.
         code = ""
         if isinstance(error, LockstepError) and error.code:
@@ -145,10 +147,10 @@ class UpdateWriter:
             error="" if error is None else _describe(error),
             code=code,
             exited=isinstance(error, SystemExit),
-            lost_peer=re.search(LOST_PEER_PATTERN, str(error)) is not None,
+            lost_peer=lost_peer,
             time=time.time(),
             switched_off=list(switched_off),
-            **known,
+            **other_fields,
         )
         (self.folder / _END_FILE).write_text(json.dumps(asdict(end)), encoding="utf-8")
 

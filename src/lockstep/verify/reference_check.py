@@ -35,37 +35,52 @@ def check_reference(
     Raises:
         UsageError: The reference failed, made no step, or does not use Lockstep.
     """
-    # `lockstep verify` has ended the script, because it starts ranks of its own.
-    if _has_started_own_ranks(reference):
-        raise UsageError(was_set, _aligned(_describe_failure(reference)), OWN_PROCESSES_HINT)
-
-    if reference.error:
-        found = _describe_failure(reference)
-        is_fp64 = reference.config.precision == "fp64"
-        if is_fp64 and _DTYPE_ERROR.search(reference.error):
-            # The script has combined a tensor of a dtype that it names with one in float64.
-            advice = f"the {subject} names dtypes itself; try precision fp32"
-        else:
-            advice = f"make this work: {command}"
-    elif not reference.updates:
-        found = "it made no optimizer step on one process"
-        advice = "give it arguments with which it trains"
-    elif lockstep_options and not reference.uses_lockstep:
-        # Without Lockstep in the script, these options have no effect.
-        options = ", ".join(lockstep_options)
-        found = f"it does not train by Lockstep, so nothing would come of {options}"
-        advice = f"leave it out, or let the {subject} use lockstep.init and world.prepare"
-    else:
+    problem = _find_problem(reference, lockstep_options, command, subject)
+    if problem is None:
         return
 
     # The script has made no step in this process, but has started others. It may train in these.
+    found, advice = problem
     may_train_elsewhere = bool(reference.own_process_line) and not reference.updates
-    if may_train_elsewhere:
+    if may_train_elsewhere and not _has_started_own_ranks(reference):
         line = reference.own_process_line
         found = f"{found.rstrip()}\nit started processes of its own, which are not seen: {line}"
         advice = f"{OWN_PROCESSES_HINT}; else {advice}"
 
     raise UsageError(was_set, _aligned(found), advice)
+
+
+def _find_problem(
+    reference: RunRecord, lockstep_options: Sequence[str], command: str, subject: str
+) -> tuple[str, str] | None:
+    """Returns why the reference cannot be used, and what to do; None if it can be used.
+
+    See `check_reference` for the arguments.
+    """
+    if _has_started_own_ranks(reference):
+        return _describe_failure(reference), OWN_PROCESSES_HINT
+
+    if reference.error:
+        # The script may have combined a tensor of a dtype that it names with one in float64.
+        is_fp64 = reference.config.precision == "fp64"
+        if is_fp64 and _DTYPE_ERROR.search(reference.error):
+            advice = f"the {subject} names dtypes itself; try precision fp32"
+        else:
+            advice = f"make this work: {command}"
+        return _describe_failure(reference), advice
+
+    if not reference.updates:
+        found = "it made no optimizer step on one process"
+        return found, "give it arguments with which it trains"
+
+    options_have_no_effect = bool(lockstep_options) and not reference.uses_lockstep
+    if options_have_no_effect:
+        options = ", ".join(lockstep_options)
+        found = f"it does not train by Lockstep, so nothing would come of {options}"
+        advice = f"leave it out, or let the {subject} use lockstep.init and world.prepare"
+        return found, advice
+
+    return None
 
 
 def _aligned(found: str) -> str:

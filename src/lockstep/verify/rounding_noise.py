@@ -15,12 +15,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 from lockstep.verify.cause import Cause, script_names
 from lockstep.verify.finding import Finding
-from lockstep.verify.tolerance import Array, scale_of
+from lockstep.verify.tolerance import Array, largest_of_all
 from lockstep.verify.training_record import Update
 
 # In the script's own precision, noise is below this fraction of the largest gradient: about 1000
@@ -67,13 +68,13 @@ class NoisyParameter:
         For example "fc.bias: gradients up to 1.2e-09 in the script's precision and 3.0e-19 in
         float64; the step moves it 97% as far as the parameter that moves most".
         """
-        (name,) = script_names([self.name])  # "fc.bias" for "Net/fc.bias"
-        what = name
+        # "fc.bias" for "Net/fc.bias", or "fc.bias (3 of 8 values)".
+        name_and_count = script_names([self.name])[0]
         if self.num_noisy < self.num_values:
-            what = f"{name} ({self.num_noisy} of {self.num_values} values)"
+            name_and_count += f" ({self.num_noisy} of {self.num_values} values)"
 
         return (
-            f"{what}: gradients up to {self.gradient:.1e} in the script's precision and "
+            f"{name_and_count}: gradients up to {self.gradient:.1e} in the script's precision and "
             f"{self.gradient_in_float64:.1e} in float64; the step moves it "
             f"{self.share_of_step:.0%} as far as the parameter that moves most"
         )
@@ -98,18 +99,20 @@ def find_rounding_noise(run: Sequence[Update], run_in_float64: Sequence[Update])
         run: updates of a run on one process, in the script's own precision.
         run_in_float64: updates of the same steps in float64.
     """
-    parameters: dict[str, NoisyParameter] = {}
+    # Each noisy parameter, as it was in the first step that it was noisy in.
+    noisy_parameters: dict[str, NoisyParameter] = {}
     # A run may have more steps than the other one if its time limit allowed more.
     for update, update_in_float64 in zip(run, run_in_float64, strict=False):
         for parameter in _noisy_parameters(update, update_in_float64):
-            parameters.setdefault(parameter.name, parameter)
+            if parameter.name not in noisy_parameters:
+                noisy_parameters[parameter.name] = parameter
 
-    if not parameters:
+    if not noisy_parameters:
         return []
 
-    evidence = [parameter.text for parameter in parameters.values()]
+    evidence = [parameter.text for parameter in noisy_parameters.values()]
     first_evidence = tuple(evidence[:MAX_PARAMETERS_IN_TEXT])
-    return [Finding(Cause("LS408", first_evidence, names=tuple(parameters)))]
+    return [Finding(Cause("LS408", first_evidence, names=tuple(noisy_parameters)))]
 
 
 def _noisy_parameters(update: Update, update_in_float64: Update) -> list[NoisyParameter]:
@@ -118,54 +121,69 @@ def _noisy_parameters(update: Update, update_in_float64: Update) -> list[NoisyPa
     gradients_in_float64 = update_in_float64.merged("gradients")
 
     # In float64, a gradient of at most this size is zero in exact arithmetic.
-    max_in_float64 = MAX_FLOAT64_GRADIENT * scale_of(gradients_in_float64)
+    max_in_float64 = MAX_FLOAT64_GRADIENT * largest_of_all(gradients_in_float64)
 
-    # All arrays below have the shape of a parameter. `is_suspect` is a mask of its values with
-    # small gradients. `relative_change` says how far each value has moved in the step: 1 for the
-    # value that has moved farthest of all values of all parameters. A value whose gradient is small
-    # and shrinks in float64 has moved only because of rounding.
     parameters = []
-    for name, (is_suspect, relative_change) in _find_suspects(update).items():
+    for name, suspect in _find_suspects(update).items():
+        gradient = gradients[name]  # in the script's own precision
         gradient_in_float64 = gradients_in_float64.get(name)
-        if gradient_in_float64 is None or gradient_in_float64.shape != is_suspect.shape:
+        if gradient_in_float64 is None or gradient_in_float64.shape != gradient.shape:
             continue
 
-        magnitude = np.abs(gradients[name])  # in the script's own precision
-        magnitude_in_float64 = np.abs(gradient_in_float64)
-
-        # A mask of the values whose gradient is noise: in float64, it is almost zero.
-        shrinks = magnitude_in_float64 < MAX_FLOAT64_SHARE * magnitude
-        is_tiny_in_float64 = magnitude_in_float64 <= max_in_float64
-        is_noise = is_suspect & shrinks & is_tiny_in_float64
-        if not _is_enough_to_report(is_noise, relative_change):
+        is_noise = suspect.has_small_gradient & _shrinks_to_zero(
+            gradient, gradient_in_float64, max_in_float64
+        )
+        if not _is_enough_to_report(is_noise, suspect.relative_change):
             continue
 
         parameter = NoisyParameter(
             name,
             num_values=is_noise.size,
             num_noisy=int(is_noise.sum()),
-            gradient=float(magnitude[is_noise].max()),
-            gradient_in_float64=float(magnitude_in_float64[is_noise].max()),
-            share_of_step=float(relative_change[is_noise].max()),
+            gradient=float(np.abs(gradient[is_noise]).max()),
+            gradient_in_float64=float(np.abs(gradient_in_float64[is_noise]).max()),
+            share_of_step=float(suspect.relative_change[is_noise].max()),
         )
         parameters.append(parameter)
 
     return parameters
 
 
-def _find_suspects(update: Update) -> Mapping[str, tuple[Array, Array]]:
+def _shrinks_to_zero(gradient: Array, gradient_in_float64: Array, max_in_float64: float) -> Array:
+    """Returns a mask of the values of a gradient that are almost zero in float64.
+
+    Args:
+        gradient: a gradient in the script's own precision.
+        gradient_in_float64: the same gradient in float64.
+        max_in_float64: largest value that counts as zero in float64.
+    """
+    magnitude_in_float64 = np.abs(gradient_in_float64)
+    shrinks = magnitude_in_float64 < MAX_FLOAT64_SHARE * np.abs(gradient)
+    is_tiny: Array = magnitude_in_float64 <= max_in_float64
+    return shrinks & is_tiny
+
+
+class _Suspect(NamedTuple):
+    """A parameter with small gradients that the step has moved far. Both arrays have its shape."""
+
+    # A mask of the values whose gradient is so small that it may be noise.
+    has_small_gradient: Array
+    # How far the step has moved each value: 1 for the value that has moved farthest of all values
+    # of all parameters.
+    relative_change: Array
+
+
+def _find_suspects(update: Update) -> Mapping[str, _Suspect]:
     """Returns the parameters with small gradients that the step has moved far nevertheless.
 
     Returns:
-        By parameter name, a mask of the values with small gradients, and how far each value has
-        moved, as a fraction of the largest change of any parameter. Parameters with too few such
-        values are left out.
+        The parameters by name, without those that have too few such values to be reported.
     """
     # How large noise can be in this precision, as a fraction of the largest gradient. There is no
     # entry for float64, since its gradients cannot be compared with a higher precision.
     only_rank = update[0]
-    max_share_of_largest = MAX_SHARE_OF_LARGEST.get(only_rank.dtype)
-    if max_share_of_largest is None:
+    max_share_of_largest_gradient = MAX_SHARE_OF_LARGEST.get(only_rank.dtype)
+    if max_share_of_largest_gradient is None:
         return {}
 
     # How far each value of each parameter has moved.
@@ -177,20 +195,18 @@ def _find_suspects(update: Update) -> Mapping[str, tuple[Array, Array]]:
         if name in before and name in after:
             changes[name] = np.abs(after[name] - before[name])
 
-    # `scale_of` returns the largest value of all arrays.
-    largest_change = scale_of(changes)
+    largest_change = largest_of_all(changes)
     if largest_change == 0.0:  # as in the first step of a warm-up
         return {}
 
-    largest_gradient = scale_of(gradients)
-    largest_noise = max_share_of_largest * largest_gradient
+    max_noise = max_share_of_largest_gradient * largest_of_all(gradients)
     suspects = {}
     for name, change in changes.items():
         magnitude = np.abs(gradients[name])
+        has_small_gradient = (magnitude > 0) & (magnitude <= max_noise)
         relative_change = change / largest_change
-        is_suspect = (magnitude > 0) & (magnitude <= largest_noise)
-        if _is_enough_to_report(is_suspect, relative_change):
-            suspects[name] = (is_suspect, relative_change)
+        if _is_enough_to_report(has_small_gradient, relative_change):
+            suspects[name] = _Suspect(has_small_gradient, relative_change)
 
     return suspects
 

@@ -20,6 +20,11 @@ from lockstep.settings import VERIFY_VARIABLE
 # The smallest number of steps that are compared, no matter how long they take.
 MIN_STEPS = 3
 
+# OpenMP's threads are told to sleep while they wait for each other. By default they spin, and if
+# other programs use the cores too, a thread that spins takes the core that another one needs. In
+# float64, torch's grouped convolutions make the threads wait thousands of times in a step.
+OMP_WAIT_POLICY = "passive"
+
 _CONFIG_FILE = "run_config.pickle"
 
 # The strategy that trains several copies of the model (replicas), each with other parameters. Its
@@ -75,13 +80,12 @@ class RunConfig:
         # processes.
         overrides: dict[str, Any] = {"shares": None}
 
-        # If bits are compared, the micro-batch size is kept: it decides how each virtual rank
-        # splits its samples, and therefore the bits of the result.
-        if not self.compares_bits:
-            # Otherwise, one process computes each global batch in one piece.
+        # One process computes each global batch in one piece: not in micro-batches, and if the
+        # script has synchronized BatchNorm, which needs all samples at once, not in virtual ranks
+        # either. (A comparison of bits needs both, because they decide the bits of the result.)
+        computes_in_one_piece = not self.compares_bits
+        if computes_in_one_piece:
             overrides["micro_batch_size"] = None
-            # Synchronized BatchNorm needs all samples of a global batch at once. With this setting,
-            # a script that uses it gets no virtual ranks, which would split the batch.
             overrides["reference_of_verify"] = True
 
         if self.trains_replicas:
@@ -101,29 +105,32 @@ class RunConfig:
         if self.compares_bits:
             settings = {"virtual_ranks_of_verify": self.virtual_ranks}
         else:
-            # Compressed gradients would differ from those of one process.
-            settings = {"precision": self.precision, "uncompressed": True}
+            settings = {
+                "precision": self.precision,
+                "uncompressed": True,  # compressed gradients would differ from those of one process
+            }
 
         overrides = {**settings, **self.overrides}
         environment = {**os.environ, VERIFY_VARIABLE: json.dumps(overrides)}
 
-        # This seed decides in which order Python iterates over a set of strings. The results of a
-        # script should not depend on this order. To find scripts whose results do, each number of
-        # processes has another seed, so that the runs iterate in different orders and their results
-        # differ. (With Python's default, a random seed, two runs may have the same order by
-        # chance.) A seed that the user has set is kept.
-        environment.setdefault("PYTHONHASHSEED", str(self.nproc))
-
-        # OpenMP's threads wait for each other by spinning, unless they are told to sleep. In
-        # float64, torch computes a grouped convolution one group after the other, and the threads
-        # meet in each of them: thousands of times a step in a network of depthwise convolutions. If
-        # other programs use the cores too, a thread that spins takes the core that another needs.
-        environment.setdefault("OMP_WAIT_POLICY", "passive")
+        # `setdefault` keeps what the user has set.
+        environment.setdefault("PYTHONHASHSEED", _hash_seed(self.nproc))
+        environment.setdefault("OMP_WAIT_POLICY", OMP_WAIT_POLICY)
         return environment
 
     def write(self, folder: Path) -> None:
         """Writes the configuration into the folder of the run."""
         (folder / _CONFIG_FILE).write_bytes(pickle.dumps(self))
+
+
+def _hash_seed(nproc: int) -> str:
+    """Returns a seed that decides in which order Python iterates over a set of strings.
+
+    Each number of processes has another seed. So a script whose results depend on this order has
+    other results in each run, and is found. (With Python's default, a random seed, two runs may
+    have the same order by chance.)
+    """
+    return str(nproc)
 
 
 def read_run_config(folder: Path) -> RunConfig:

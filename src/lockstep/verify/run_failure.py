@@ -38,6 +38,7 @@ def first_failure(
         updates: records of each rank.
         steps: number of steps that were to be recorded.
     """
+    # Without an error on any rank, a rank whose parameters never change is a failure too (LS304).
     failed_ranks = [rank for rank, end in ends.items() if end.error]
     if not failed_ranks:
         return _failure_of_rank_that_never_steps(ends, updates)
@@ -47,21 +48,19 @@ def first_failure(
     if not first.lost_peer:
         return first
 
-    # The rank has only lost a connection. The following paragraphs find out why the other rank had
-    # ended. Each text is empty if its case does not apply.
+    # The rank has only lost a connection. Three cases explain why the other rank had ended.
 
-    # The parameters of this rank have never changed while those of another rank have, so the two
-    # have different parameters now (LS304). This is a failure even if the other rank was stopped
-    # after enough steps.
+    # 1. The parameters of this rank have never changed while those of another rank have (LS304).
+    # This is a failure even if the other rank was stopped after enough steps.
     never_steps_text = _describe_rank_that_never_steps(first_rank, ends, updates)
     if never_steps_text:
         return replace(first, error=never_steps_text, code="LS304")
 
-    # The other ranks were ended on purpose, so nothing went wrong.
+    # 2. The other ranks were ended on purpose, so nothing went wrong.
     if _peers_were_stopped(first_rank, ends, updates, steps):
         return None
 
-    # Another rank ended by itself after fewer steps (LS405).
+    # 3. Another rank ended by itself after fewer steps (LS405).
     peer_ended_text = _describe_peer_that_ended(first_rank, ends, updates, steps)
     if peer_ended_text:
         error = f"{peer_ended_text}\nrank {first_rank}: {first.error}"
@@ -73,10 +72,13 @@ def first_failure(
 def _failure_of_rank_that_never_steps(
     ends: Mapping[int, RankEnd], updates: Sequence[list[RankUpdate]]
 ) -> RankEnd | None:
-    """Returns a failure for the first rank that trained without making any step.
+    """Makes up the failure of a rank that trained without making any step, and ended well.
 
-    It is used if the script has ended without an error on all ranks. The result is None if there is
-    no such rank.
+    Its parameters differ from those of the ranks that made steps (LS304, "the ranks have different
+    parameters").
+
+    Returns:
+        How the first such rank would have ended with an error; None if there is no such rank.
     """
     for rank in sorted(ends):
         text = _describe_rank_that_never_steps(rank, ends, updates)
@@ -106,22 +108,18 @@ def _peers_were_stopped(
     """
     # A peer with an error may have lost its own peers in the same way, so it tells nothing.
     peers_without_error = [end for peer, end in ends.items() if peer != rank and not end.error]
-    if not peers_without_error:
-        return False
-    if not all(end.was_stopped for end in peers_without_error):
-        return False
+    peers_were_stopped = bool(peers_without_error) and all(
+        end.was_stopped for end in peers_without_error
+    )
 
-    # The rank has made enough steps too, so the recorder was about to stop it like its peers. The
-    # rank has only noticed their end first.
+    # The rank itself was about to be stopped too: after the same steps as its peers,
     has_enough_steps = most_steps(updates[rank]) >= steps
-    if has_enough_steps:
-        return True
+    # or before its first step, while it waited for its turn, if the ranks train one by one.
+    was_waiting_for_its_turn = not updates[rank] and _may_still_make_first_step(
+        ends[rank].backward_passes
+    )
 
-    # If the ranks train one after the other, this rank may have waited for its turn while its peers
-    # made all their steps. Then it has made no step, and so few backward passes that it may only
-    # have accumulated gradients for its first one.
-    has_just_begun = _may_still_make_first_step(ends[rank].backward_passes)
-    return not updates[rank] and has_just_begun
+    return peers_were_stopped and (has_enough_steps or was_waiting_for_its_turn)
 
 
 def _may_still_make_first_step(num_backward_passes: int) -> bool:
@@ -141,10 +139,9 @@ def _describe_rank_that_never_steps(
     Returns:
         A sentence, or an empty string if this is not the case for the rank.
     """
-    # The rank has made a step, or so few backward passes that it may only have accumulated
-    # gradients for its first step.
     num_passes = ends[rank].backward_passes_without_step
-    if updates[rank] or _may_still_make_first_step(num_passes):
+    has_made_a_step = bool(updates[rank])
+    if has_made_a_step or _may_still_make_first_step(num_passes):
         return ""
 
     for other_rank, other_updates in enumerate(updates):
@@ -173,14 +170,13 @@ def _describe_peer_that_ended(
         A text that completes "the script ended with: ", or an empty string if there is no such
         rank.
     """
-    # Only other ranks, since this rank has ended with an error.
-    ranks_without_error = [peer for peer, end in ends.items() if not end.error]
+    peers_without_error = [peer for peer, end in ends.items() if not end.error]  # not `rank` itself
     steps_of_rank = most_steps(updates[rank])
     made_all_steps = steps_of_rank >= steps
-    if not ranks_without_error or made_all_steps:
+    if not peers_without_error or made_all_steps:
         return ""
 
-    peer = ranks_without_error[0]
+    peer = peers_without_error[0]
     return (
         f"a rank that was gone: rank {peer} ended without an error after optimizer step "
         f"{most_steps(updates[peer])}, rank {rank} went on after step {steps_of_rank}"
@@ -191,6 +187,8 @@ def find_idle_ranks(
     ends: Mapping[int, RankEnd], updates: Sequence[list[RankUpdate]]
 ) -> tuple[int, ...]:
     """Returns the ranks that had not started to train while others did.
+
+    Such ranks are not at fault, so the verdict only says that nothing was seen of them.
 
     Args:
         ends: how the script ended, by rank.
@@ -209,8 +207,8 @@ def find_idle_ranks(
         num_passes = ends[rank].backward_passes
         has_not_begun = num_passes == 0
 
-        # After a few backward passes, the rank may have been about to make its first step when
-        # other ranks were stopped after enough steps.
+        # A rank is idle, too, if it was about to make its first step when other ranks were stopped
+        # after enough steps.
         has_just_begun = some_were_stopped and _may_still_make_first_step(num_passes)
         if has_not_begun or has_just_begun:
             idle_ranks.append(rank)

@@ -32,11 +32,8 @@ def run_by_command(
         show_progress: function that is called several times a second with the number of steps so
             far.
     """
-    command = [
-        *(sys.executable, "-m", "lockstep.cli.main", "run"),
-        *("--nproc", str(config.nproc)),
-        *("-m", "lockstep.verify.rank", str(folder)),
-    ]
+    launcher = [sys.executable, "-m", "lockstep.cli.main", "run", "--nproc", str(config.nproc)]
+    command = [*launcher, "-m", "lockstep.verify.rank", str(folder)]
     with subprocess.Popen(
         command,
         env=config.environment(),
@@ -47,11 +44,10 @@ def run_by_command(
         errors="replace",
     ) as process:
         try:
-            output = None
+            output = None  # not known while the process runs
             while output is None:
                 show_progress(count_steps(folder))
-                # Raises TimeoutExpired as long as the process runs.
-                with suppress(subprocess.TimeoutExpired):
+                with suppress(subprocess.TimeoutExpired):  # raised if the process runs on
                     output, _ = process.communicate(timeout=PROGRESS_INTERVAL_S)
         except BaseException:  # such as KeyboardInterrupt
             process.kill()

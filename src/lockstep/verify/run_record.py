@@ -49,16 +49,16 @@ class RunRecord:
     # Number of virtual ranks; None if there are none, or if bits are not compared.
     virtual_ranks: int | None = None
     # Whether the script itself has set that number, and not `lockstep verify`.
-    virtual_ranks_are_own: bool = False
+    script_sets_virtual_ranks: bool = False
     # Where the script was stopped; empty if it ran to its end.
     stopped_at: str = ""
     # Option of the script that changes results on purpose, such as compression, and that was
     # switched off in the run; empty if there is none.
-    by_choice: str = ""
+    chosen_difference: str = ""
     # The line at which the script started a process itself, whose steps are not recorded.
     own_process_line: str = ""
     # The line of a DataLoader whose batches could not be made larger; empty if all could.
-    unenlarged_loader_line: str = ""
+    line_of_loader_without_batch_size: str = ""
     # Number of torch's DataLoaders that were iterated for training.
     num_loaders: int = 0
     # For each rank, sums over the parameters that its next forward pass would use.
@@ -130,11 +130,11 @@ def record_run(
         switched_off=tuple(switched_off),
         uses_lockstep=any(end.uses_lockstep for end in ends.values()),
         virtual_ranks=next(iter(ends.values())).virtual_ranks if ends else None,
-        virtual_ranks_are_own=any(end.virtual_ranks_are_own for end in ends.values()),
+        script_sets_virtual_ranks=any(end.script_sets_virtual_ranks for end in ends.values()),
         stopped_at=_first_text(ends, "stopped_at"),
-        by_choice=_first_text(ends, "by_choice"),
+        chosen_difference=_first_text(ends, "chosen_difference"),
         own_process_line=_first_text(ends, "own_process_line"),
-        unenlarged_loader_line=_first_text(ends, "unenlarged_loader_line"),
+        line_of_loader_without_batch_size=_first_text(ends, "line_of_loader_without_batch_size"),
         num_loaders=max((end.num_loaders for end in ends.values()), default=0),
         final_sums=[_arrays(end.final_sums) for end in ends.values()],
         branch_outcomes=[_outcomes(end.branch_outcomes) for end in ends.values()],
@@ -179,12 +179,11 @@ def _find_failure(
     """
     failure = first_failure(ends, updates_of_ranks, config.steps)
 
-    # If the other ranks have only lost their connections to it, a rank that was killed came first.
+    # A rank that was killed failed first if the others have only lost their connections to it. With
+    # `exited=True`, `record_run` keeps the output, which may tell why it was killed.
     a_rank_was_killed = len(ends) < config.nproc
-    nothing_else_failed = failure is None or (failure.lost_peer and not failure.code)
-    if a_rank_was_killed and nothing_else_failed:
-        # The verdict says "the script ended with: the loss of a process", which explains little.
-        # With `exited=True`, as after `sys.exit`, `record_run` keeps the output for it.
+    only_lost_connections = failure is None or (failure.lost_peer and not failure.code)
+    if a_rank_was_killed and only_lost_connections:
         return RankEnd(error=LOST_PROCESS, exited=True)
 
     return failure

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence, Set
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -30,6 +30,9 @@ _ROW_FIELDS = (
     "targets",
     "input_values",
 )
+
+# The value of a field of `Forward` that was not recorded.
+NO_ROWS = np.zeros((0, 2))
 
 # If several samples have the same inputs, these fields decide which rows belong together.
 _FIELDS_THAT_TELL_ROWS_APART = ("inputs", "other_inputs", "outputs", "targets")
@@ -112,8 +115,6 @@ def match_forwards(expected: Update, actual: Update) -> list[MatchedForward]:
     The list is empty if the runs called different models, or called them with samples of different
     shapes.
     """
-    # For example {"Net, forward pass 1": (forward, [0, 0, 1, 1])}: in the order of calls, the
-    # forward pass of each model with the rows of all ranks, and the rank of each row.
     expected_forwards = join_forwards_of_ranks(expected)
     actual_forwards = join_forwards_of_ranks(actual)
     if list(expected_forwards) != list(actual_forwards):
@@ -121,8 +122,8 @@ def match_forwards(expected: Update, actual: Update) -> list[MatchedForward]:
 
     matched = []
     for model in expected_forwards:
-        expected_forward, _ = expected_forwards[model]
-        actual_forward, rank_of_row = actual_forwards[model]
+        expected_forward = expected_forwards[model].forward
+        actual_forward = actual_forwards[model].forward
         if expected_forward.shape != actual_forward.shape:
             return []
 
@@ -132,7 +133,7 @@ def match_forwards(expected: Update, actual: Update) -> list[MatchedForward]:
                 model=model,
                 expected=expected_forward,
                 actual=actual_forward,
-                rank_of_row=rank_of_row,
+                rank_of_row=actual_forwards[model].rank_of_row,
                 expected_indices=expected_indices,
                 actual_indices=actual_indices,
             )
@@ -141,31 +142,33 @@ def match_forwards(expected: Update, actual: Update) -> list[MatchedForward]:
     return matched
 
 
-def join_forwards_of_ranks(update: Update) -> dict[str, tuple[Forward, Array]]:
+class ForwardOfRanks(NamedTuple):
+    """One forward pass of a model on all ranks."""
+
+    # The forward pass, with the rows of all ranks in the order of ranks.
+    forward: Forward
+    # The rank of each row: [0, 0, 0, 0, 1, 1, 1, 1] if each of 2 ranks computed 4 samples.
+    rank_of_row: Array
+
+
+def join_forwards_of_ranks(update: Update) -> dict[str, ForwardOfRanks]:
     """Joins the forward passes of all ranks in one step to one forward pass for each model.
 
-    For example, if each of 2 ranks called the model "Net" with 4 samples, the result is
-    `{"Net": (forward, [0, 0, 0, 0, 1, 1, 1, 1])}`, in which `forward` has the 8 rows of both ranks.
-
     Returns:
-        For each model, a `Forward` with the rows of all ranks, in the order of ranks, and an array
-        with the rank of each row.
+        The forward passes by `Forward.model`, such as "Net, forward pass 1", in the order of calls.
     """
     forwards_of_model: dict[str, list[tuple[int, Forward]]] = defaultdict(list)
-    for number, rank in enumerate(update):
-        if not rank.contributes:  # the rank computes the same samples as another rank
+    for rank, record in enumerate(update):
+        if not record.contributes:  # the rank computes the same samples as another rank
             continue
-        for forward in rank.forwards:
-            forwards_of_model[forward.model].append((number, forward))
+        for forward in record.forwards:
+            forwards_of_model[forward.model].append((rank, forward))
 
     joined = {}
-    for model, numbered_forwards in forwards_of_model.items():
-        forwards = []
-        ranks_of_rows = []
-        for rank_number, forward in numbered_forwards:
-            forwards.append(forward)
-            ranks_of_rows.append(np.full(len(forward.inputs), rank_number))
-        joined[model] = _join(forwards), np.concatenate(ranks_of_rows)
+    for model, ranks_and_forwards in forwards_of_model.items():
+        forwards = [forward for _, forward in ranks_and_forwards]
+        ranks_of_rows = [np.full(len(forward.inputs), rank) for rank, forward in ranks_and_forwards]
+        joined[model] = ForwardOfRanks(_join(forwards), np.concatenate(ranks_of_rows))
 
     return joined
 
@@ -182,8 +185,7 @@ def _join(forwards: Sequence[Forward]) -> Forward:
         if len(shapes_of_row) == 1:
             arrays[field_name] = np.concatenate(parts)
         else:
-            # No rows, as in a field that was not recorded. Most fields have two numbers in a row.
-            arrays[field_name] = np.zeros((0, 2))
+            arrays[field_name] = NO_ROWS
 
     shapes = sorted({forward.shape for forward in forwards})
     return Forward(model=forwards[0].model, shape=" or ".join(shapes), **arrays)
@@ -224,8 +226,8 @@ def _match_rows(expected: Forward, actual: Forward) -> tuple[Array, Array]:
     order = np.argsort(actual.inputs[:, 0], kind="stable")
     sorted_first_numbers = actual.inputs[order, 0]
 
-    # All recorded numbers of each sample, side by side: inputs, outputs and others.
-    expected_numbers, actual_numbers = _numbers_of_samples(expected, actual)
+    # Rows with the same inputs are told apart by their outputs and other fields.
+    expected_full_rows, actual_full_rows = _rows_of_all_fields(expected, actual)
 
     is_free = np.ones(len(order), dtype=bool)  # False for rows of `actual` that are already matched
     expected_indices = []
@@ -245,10 +247,10 @@ def _match_rows(expected: Forward, actual: Forward) -> tuple[Array, Array]:
         if not candidates:
             continue
 
-        # Of several candidates, choose the one whose recorded numbers are nearest.
+        # Of several candidates, choose the one whose full row is nearest.
         distances = []
         for candidate in candidates:
-            differences = np.abs(actual_numbers[candidate] - expected_numbers[index])
+            differences = np.abs(actual_full_rows[candidate] - expected_full_rows[index])
             distances.append(float(differences.max()))
 
         nearest = candidates[distances.index(min(distances))]
@@ -259,11 +261,11 @@ def _match_rows(expected: Forward, actual: Forward) -> tuple[Array, Array]:
     return np.array(expected_indices, dtype=int), np.array(actual_indices, dtype=int)
 
 
-def _numbers_of_samples(expected: Forward, actual: Forward) -> tuple[Array, Array]:
-    """Returns all numbers of each sample, which tell samples with the same inputs apart.
+def _rows_of_all_fields(expected: Forward, actual: Forward) -> tuple[Array, Array]:
+    """Puts all fields with a row for each sample side by side, for both runs.
 
-    These are all fields that have a row for each sample in both runs, side by side, so the arrays
-    have the shape (samples, numbers of all these fields). There is at least the field "inputs".
+    So samples with the same inputs can be told apart, for example by their outputs. A field is left
+    out if one of the runs has no row for each sample in it. The field "inputs" is never left out.
     """
     field_names = []
     for field_name in _FIELDS_THAT_TELL_ROWS_APART:
@@ -273,9 +275,10 @@ def _numbers_of_samples(expected: Forward, actual: Forward) -> tuple[Array, Arra
         if in_expected and in_actual:
             field_names.append(field_name)
 
-    expected_numbers = np.concatenate([getattr(expected, name) for name in field_names], axis=1)
-    actual_numbers = np.concatenate([getattr(actual, name) for name in field_names], axis=1)
-    return expected_numbers, actual_numbers
+    def side_by_side(forward: Forward) -> Array:
+        return np.concatenate([getattr(forward, name) for name in field_names], axis=1)
+
+    return side_by_side(expected), side_by_side(actual)
 
 
 def without_rows_that_are_no_samples(
@@ -325,7 +328,8 @@ def _without_models(rank: RankUpdate, model_classes: Set[str]) -> RankUpdate:
     """Returns the record of a rank without the forward passes of the given models.
 
     The rows of these models are no samples. The rows of batches may then be no samples either, so
-    their `contents`, one digest for each row, are removed too, unless it is known that they are.
+    their `contents`, one digest for each row, are removed too. They are kept only if the batch has
+    a dataset index for each row.
     """
     forwards = []
     for forward in rank.forwards:
@@ -335,15 +339,12 @@ def _without_models(rank: RankUpdate, model_classes: Set[str]) -> RankUpdate:
     # The rows that a model is called with may not be samples, so these contents are always removed.
     model_inputs = [_without_contents(batch) for batch in rank.model_inputs]
 
-    # If the script uses no loader, the recorder has copied `model_inputs` to `batches`.
-    has_no_loader = rank.batches == rank.model_inputs
-    if has_no_loader:
+    if rank.batches_are_model_inputs:
         return replace(rank, forwards=forwards, model_inputs=model_inputs, batches=model_inputs)
 
-    # A batch of a loader with indices has one index for each row, so its rows are samples.
     batches = []
     for batch in rank.batches:
-        rows_are_samples = batch.ids is not None
+        rows_are_samples = batch.ids is not None  # one index for each row
         batches.append(batch if rows_are_samples else _without_contents(batch))
 
     return replace(rank, forwards=forwards, model_inputs=model_inputs, batches=batches)

@@ -18,7 +18,7 @@ from lockstep.verify.compare import Divergence
 from lockstep.verify.finding import Finding
 from lockstep.verify.rules.model_inputs import all_ranks_had_the_same
 from lockstep.verify.tolerance import Tolerance
-from lockstep.verify.training_record import Batch, Update
+from lockstep.verify.training_record import Update
 
 # Fewer samples may have the same order twice by chance.
 MIN_SAMPLES_OF_REPEATED_ORDER = 6
@@ -56,9 +56,9 @@ def findings_without_reference(
             the first pass over the samples, there is no second pass that could repeat the order.
     """
     findings: list[Finding] = []
-    for number, update in enumerate(updates):
+    for update_index, update in enumerate(updates):
         if not findings:  # otherwise, the difference may follow from an earlier finding
-            findings += _compare_ranks(updates, number, tolerance)
+            findings += _compare_ranks(updates, update_index, tolerance)
 
         findings += _find_same_inputs_on_all_ranks(update)
 
@@ -67,51 +67,60 @@ def findings_without_reference(
             text = f"optimizer {update[0].optimizer + 1} of the script, in step {step}"
             findings.append(Finding(Cause("LS407", (text,))))
 
-    # Either a second pass over the samples was seen to repeat the order of the first one, or the
-    # script was stopped before a second pass, which would repeat the order.
+    return findings + _find_repeated_order(updates, was_stopped=was_stopped)
+
+
+def _find_repeated_order(updates: Sequence[Update], *, was_stopped: bool) -> list[Finding]:
+    """Returns the finding LS103 in a list, if the samples have the same order in every epoch.
+
+    Either a second pass over the samples was seen to repeat the order of the first one, or the
+    script was stopped before a second pass, which would repeat the order.
+    """
     repeated_order = _describe_repeated_order(updates)
     if repeated_order:
-        findings.append(Finding(Cause("LS103", (repeated_order,))))
-    elif was_stopped and _latest_pass_has_fixed_order(updates):
+        return [Finding(Cause("LS103", (repeated_order,)))]
+
+    if was_stopped and _latest_pass_has_fixed_order(updates):
         text = "DistributedSampler was told no epoch before its first pass, and no second was begun"
         # The script may still set the epoch before a second pass, so this title is more careful
         # than that of the catalogue.
         title = "without set_epoch a second pass would have the same order"
-        findings.append(Finding(Cause("LS103", (text,), title=title)))
+        return [Finding(Cause("LS103", (text,), title=title))]
 
-    return findings
+    return []
 
 
-def _compare_ranks(updates: Sequence[Update], number: int, tolerance: Tolerance) -> list[Finding]:
+def _compare_ranks(
+    updates: Sequence[Update], update_index: int, tolerance: Tolerance
+) -> list[Finding]:
     """Compares the ranks: their parameters before an update, and their gradients in it.
-
-    Parameters that differ are a difference of the kind "replicas".
 
     Args:
         updates: updates of the run.
-        number: number of the update.
+        update_index: index of the update.
         tolerance: tolerance within which values are equal.
 
     Returns:
         A list with one finding; empty if all ranks have the same values.
     """
-    update = updates[number]
+    update = updates[update_index]
 
     # Parameters come first: if they differ before the update, so do the gradients in it.
-    kind = "replicas"
-    names = update.replicas_that_differ()
-    if not names:
-        kind = "gradients"
-        names = update.ranks_that_differ("gradients", tolerance)
-    if not names:
+    differing_parameters = list(update.replicas_that_differ())
+    differing_gradients = list(update.ranks_that_differ("gradients", tolerance))
+    if differing_parameters:
+        kind, names = "replicas", differing_parameters
+    elif differing_gradients:
+        kind, names = "gradients", differing_gradients
+    else:
         return []
 
-    # The ranks are compared with each other, so the run takes the place of the reference.
+    # The ranks are compared with each other, so the same run stands on both sides.
     case = Divergence(
         reference_run=updates,
         parallel_run=updates,
         tolerance=tolerance,
-        update_index=number,
+        update_index=update_index,
         kind=kind,
         names=tuple(names),
         # The number of parameters, of which each has a gradient.
@@ -128,12 +137,12 @@ def _find_same_inputs_on_all_ranks(update: Update) -> list[Finding]:
         the ranks had different inputs, or may rightly have had the same.
     """
     # Ranks that hold parts of a model rightly get the same inputs. A rank records sums only for
-    # parameters that it holds as a whole, and gradients for all that it trains. So a parameter that
-    # has a gradient but no sum is one of which the rank holds a part.
+    # parameters that it holds as a whole, and gradients for all that it trains.
     for rank in update:
         names_of_whole_parameters = rank.parameter_sums.keys()
         names_of_trained_parameters = rank.gradients.keys()
-        if not names_of_trained_parameters <= names_of_whole_parameters:
+        names_of_parts = names_of_trained_parameters - names_of_whole_parameters
+        if names_of_parts:
             return []
 
     # Samples with known indices are compared with those of one process instead.
@@ -160,14 +169,6 @@ def _find_same_inputs_on_all_ranks(update: Update) -> list[Finding]:
     return [Finding(Cause(code, (text,)))]
 
 
-def _indexed_batches_of_rank_0(updates: Sequence[Update]) -> list[Batch]:
-    """Returns the batches of rank 0 whose sample indices are known."""
-    batches = []
-    for update in updates:
-        batches += [batch for batch in update[0].batches if batch.ids]
-    return batches
-
-
 def _describe_repeated_order(updates: Sequence[Update]) -> str:
     """Describes an epoch that repeats the sample order of the epoch before; empty if there is none.
 
@@ -175,25 +176,21 @@ def _describe_repeated_order(updates: Sequence[Update]) -> str:
     """
     # The sample indices of rank 0, by loader and epoch.
     order_of_epoch: dict[tuple[int, int], list[int]] = defaultdict(list)
-    for batch in _indexed_batches_of_rank_0(updates):
-        order_of_epoch[batch.loader, batch.epoch] += batch.ids or ()  # `ids` is never None here
+    for update in updates:
+        for batch in update[0].batches:
+            order_of_epoch[batch.loader, batch.epoch] += batch.ids or ()
 
     for (loader, epoch), order in order_of_epoch.items():
         order_before = order_of_epoch.get((loader, epoch - 1), [])
 
         # The run may have been stopped within an epoch, so only the beginning is compared.
         num_compared = min(len(order), len(order_before))
-        if num_compared < MIN_SAMPLES_OF_REPEATED_ORDER:
-            continue
-
         beginning = order[:num_compared]
-        beginning_of_epoch_before = order_before[:num_compared]
-        if beginning != beginning_of_epoch_before:
-            continue
-
+        repeats_beginning = beginning == order_before[:num_compared]
+        has_enough_samples = num_compared >= MIN_SAMPLES_OF_REPEATED_ORDER
         # Without shuffling, the indices are in ascending order.
         is_shuffled = beginning != sorted(beginning)
-        if is_shuffled:
+        if repeats_beginning and has_enough_samples and is_shuffled:
             # Epochs 0 and 1 of the record are shown to the user as epochs 1 and 2.
             return f"epoch {epoch + 1} begins with the samples of epoch {epoch}, in their order"
 
@@ -205,5 +202,5 @@ def _latest_pass_has_fixed_order(updates: Sequence[Update]) -> bool:
 
     Such a DistributedSampler shuffles, but its `set_epoch` was never called.
     """
-    batches = _indexed_batches_of_rank_0(updates)
-    return bool(batches) and batches[-1].order_fixed
+    indexed_batches = [batch for update in updates for batch in update[0].batches if batch.ids]
+    return bool(indexed_batches) and indexed_batches[-1].order_fixed

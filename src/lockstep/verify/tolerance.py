@@ -40,7 +40,8 @@ class Tolerance:
     def used_fraction(self, a: Array, b: Array, scale: float) -> float:
         """Returns the largest difference of two arrays, as a fraction of the allowed difference.
 
-        Above 1, the arrays differ. The result is infinite if their shapes differ, or if a value is
+        The allowed difference is `relative * max(|a|, |b|) + absolute * scale`. Above a fraction of
+        1, the arrays differ. The result is infinite if their shapes differ, or if a value is
         finite in only one of them. Two equal infinities, or two NaNs, count as equal.
 
         Args:
@@ -54,8 +55,8 @@ class Tolerance:
         both_nan = np.isnan(a) & np.isnan(b)
         unequal = ~((a == b) | both_nan)
         with np.errstate(over="ignore"):  # an overflow results in infinity, which is handled below
-            # Arrays may have any dtype, and complex numbers hold the values of all of them. In its
-            # own dtype, numpy cannot subtract booleans, and unsigned integers wrap around.
+            # complex128 holds the values of every dtype. Without the conversion, booleans could not
+            # be subtracted, and unsigned integers would wrap around.
             difference = a[unequal].astype(np.complex128) - b[unequal]
 
         if not np.isfinite(difference).all():
@@ -91,6 +92,6 @@ def largest(array: Array) -> float:
     return float(np.abs(finite).max())
 
 
-def scale_of(arrays: Mapping[str, Array]) -> float:
+def largest_of_all(arrays: Mapping[str, Array]) -> float:
     """Returns the largest finite absolute value in several arrays; 0 if there is none."""
     return max((largest(array) for array in arrays.values()), default=0.0)

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from lockstep.verify.tolerance import FLOAT64, Array, Tolerance, scale_of
+from lockstep.verify.tolerance import FLOAT64, Array, Tolerance, largest_of_all
 
 # In the arrays of `RankUpdate.optimizer_state`, the index of the largest absolute value, and the
 # index of the number of values.
@@ -83,7 +83,7 @@ class ScriptCall:
     # Whether clipping changed a gradient.
     has_clipped: bool = False
     # Whether the call was made in the forward pass of an autograd function of the script.
-    in_function: bool = False
+    in_autograd_function: bool = False
     # Whether the call was made inside `optimizer.step()`.
     in_step: bool = False
     # The metric that a scheduler was called with.
@@ -326,6 +326,14 @@ class RankUpdate(
 ):
     """Everything that one rank recorded of one update. It is filled in while the update happens."""
 
+    @property
+    def batches_are_model_inputs(self) -> bool:
+        """Whether the script uses no loader, so that `model_inputs` was copied to `batches`.
+
+        Also true if both are empty.
+        """
+        return self.batches == self.model_inputs
+
 
 class Update(tuple[RankUpdate, ...]):
     """One update on all ranks."""
@@ -425,8 +433,9 @@ class Update(tuple[RankUpdate, ...]):
             if batch.random_draws:
                 return None
 
-            # A batch of 8 samples has 8 digests. With another number of digests, the tensors of the
-            # batch could not be split into samples. This is only known if the dataset indices are.
+            # A batch of 8 samples has 8 indices and 8 digests. With another number of digests, the
+            # tensors of the batch could not be split into samples. (Without indices, this cannot be
+            # noticed.)
             indices = batch.ids
             digests = batch.contents
             if indices is not None and len(indices) != len(digests):
@@ -452,13 +461,13 @@ class Update(tuple[RankUpdate, ...]):
         """
         # `merged` returns the array of the first rank that has one.
         first_arrays = self.merged(field_name)
-        # The largest value of all arrays, on which the tolerance depends.
-        scale = max(scale_of(getattr(rank, field_name)) for rank in self)
+        # The tolerance depends on the largest value of all arrays.
+        largest_value = max(largest_of_all(getattr(record, field_name)) for record in self)
         ranks_by_name: dict[str, list[int]] = defaultdict(list)
-        for number, rank in enumerate(self):
-            for name, array in getattr(rank, field_name).items():
-                if tolerance.differ(first_arrays[name], array, scale):
-                    ranks_by_name[name].append(number)
+        for rank, record in enumerate(self):
+            for name, array in getattr(record, field_name).items():
+                if tolerance.differ(first_arrays[name], array, scale=largest_value):
+                    ranks_by_name[name].append(rank)
 
         return ranks_by_name
 
@@ -477,11 +486,8 @@ def _count_samples(rank: RankUpdate) -> int:
     inputs in several passes. Then each sample counts as often as it occurs in a single pass: for
     passes with the samples (a, b), (a, b) and (c, c), the number is 4.
     """
-    # If the script uses no loader, the recorder has copied `model_inputs` to `batches`, so both
-    # lists are equal. (If both are empty, the number is 0 either way.)
-    has_no_loader = rank.batches == rank.model_inputs
     contents_are_known = all(batch.contents for batch in rank.batches)
-    if has_no_loader and contents_are_known:
+    if rank.batches_are_model_inputs and contents_are_known:
         largest_counts: Counter[str] = Counter()
         for batch in rank.batches:
             # The union of two counters has the larger count of each sample.

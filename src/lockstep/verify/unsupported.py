@@ -63,13 +63,15 @@ def forbid_larger_groups(nproc: int) -> None:
     """
 
     def check_group_size(group: Any) -> None:
-        """Raises an error if a new process group has ranks that `lockstep verify` did not start."""
+        """Raises an error if a new process group has ranks that `lockstep verify` did not start.
+
+        It has started `nproc` ranks (see `forbid_larger_groups`).
+        """
         if group.size() <= nproc:
             return
 
-        # The script's own ranks are child processes of this one, and Python waits for them before
-        # it exits. They would wait for this rank in the group, so the error would never end the
-        # script. They are killed first.
+        # The script has started the other ranks itself, as child processes. At exit, Python would
+        # wait for the child processes, and these for this rank. So they are killed.
         for child in active_children():
             child.kill()
         raise_own_ranks_error()

@@ -43,6 +43,12 @@ CODES_OF_SAMPLE_ORDER = {"LS107", "LS109", "LS110"}
 # Kinds of differences whose rules only work for whole tensors on every rank.
 KINDS_THAT_NEED_WHOLE_TENSORS = ("gradients", "unclipped", "kept", "parameters")
 
+# Codes of the catalogue.
+UNKNOWN_CAUSE = "LS210"
+PARAMETERS_OF_RANKS_DIFFER = "LS304"
+NUMBERS_OF_STEPS_DIFFER = "LS405"
+GATHER_WITHOUT_GRADIENT = "LS207"
+
 
 @dataclass(frozen=True)
 class Verdict:
@@ -53,16 +59,16 @@ class Verdict:
     # The differences in order, followed by faults that are known without the reference.
     findings: tuple[Finding, ...] = ()
     # Difference that is accepted because the parameters are equal nevertheless; empty if none.
-    accepted: str = ""
+    accepted_difference: str = ""
     # Why there can be no verdict; empty if there is one.
-    unknown: str = ""
+    reason_unknown: str = ""
     # What the user can do if there can be no verdict.
-    unknown_advice: str = ""
+    advice_if_unknown: str = ""
 
     @property
     def word(self) -> str:
         """The verdict in one word: `EQUAL`, `DIFFERENT`, `NOT KNOWN` or `FAILED`."""
-        if self.unknown:
+        if self.reason_unknown:
             return "NOT KNOWN"
 
         # The script has ended with an error on several processes. If the error has a code of the
@@ -88,13 +94,15 @@ class Verdict:
             "way": self.parallel.config.name,
             "processes": self.parallel.config.nproc,
             "steps": len(self.reference.updates),
+            # Where the script was stopped, such as "step 3, batch 3 of 4 of epoch 1".
             "until": self.reference.stopped_at,
             "losses": [update.loss for update in self.reference.updates],
+            # What was switched off for the comparison, such as dropout.
             "switched_off": list(self.parallel.switched_off),
             # An option of the script that changes results on purpose.
-            "by_choice": self.parallel.by_choice,
+            "by_choice": self.parallel.chosen_difference,
             # Why there is no verdict.
-            "not_known": self.unknown,
+            "not_known": self.reason_unknown,
             # Why the option `--batch-per-process` had no effect.
             "batch_per_process": self.reason_batch_not_enlarged,
             "findings": [finding.as_json() for finding in self.findings],
@@ -117,7 +125,7 @@ class Verdict:
         if run.uses_lockstep:
             return ""
 
-        line = run.unenlarged_loader_line
+        line = run.line_of_loader_without_batch_size  # empty if there is no such loader
         if line:
             return f"it could not enlarge a DataLoader that has no batch size: {line}"
         if not run.num_loaders:
@@ -146,10 +154,10 @@ class Verdict:
     def lines(self) -> list[str]:
         """Returns the lines of the verdict that are printed for the user."""
         head = verdict_head(self.word, self.parallel.config.name)
-        if self.unknown:  # a sentence that says why there can be no verdict
+        if self.reason_unknown:
             lines = [
-                f"{head}: {translate(self.unknown)}",
-                labelled(translate("do"), translate(self.unknown_advice)),
+                f"{head}: {translate(self.reason_unknown)}",
+                labelled("do", translate(self.advice_if_unknown)),
             ]
         elif self.word == "EQUAL":
             lines = self._lines_of_equal_runs(head)
@@ -162,13 +170,12 @@ class Verdict:
                 "with --same-samples one process trains on the batches of all ranks, so that the "
                 "rest is compared too"
             )
-            lines.append(labelled(translate("then"), advice))
+            lines.append(labelled("then", advice))
 
-        # The user has asked for a batch size of each process (`--batch-per-process`), so one
-        # process should have larger batches, but its loaders could not be changed.
+        # The option `--batch-per-process` of the user had no effect.
         if self.reason_batch_not_enlarged:
             reason = translate(self.reason_batch_not_enlarged)
-            lines.append(labelled(translate("note"), f"--batch-per-process: {reason}"))
+            lines.append(labelled("note", f"--batch-per-process: {reason}"))
 
         return lines
 
@@ -181,28 +188,24 @@ class Verdict:
         lines = []
         # An option of the script that changes results on purpose, such as "gradients are sent as
         # bf16". It was switched off, so that everything else could be compared without it.
-        if self.parallel.by_choice:
-            lines.append(
-                translate(
-                    f"DIFFERENT by choice: {self.parallel.by_choice}; all else is compared without"
-                )
-            )
+        choice = self.parallel.chosen_difference
+        if choice:
+            lines.append(translate(f"DIFFERENT by choice: {choice}; all else is compared without"))
 
         lines.append(f"{head}: {translate(_describe_compared_values(self.reference))}")
         lines += self._lines_about_tolerance()
 
-        # A difference that does not matter, such as "gradients and learning rates differ, and make
-        # the same parameters in every step".
-        if self.accepted:
-            lines.append(labelled(translate("but"), translate(self.accepted)))
+        # Such as "gradients and learning rates differ, and make the same parameters in every step".
+        if self.accepted_difference:
+            lines.append(labelled("but", translate(self.accepted_difference)))
 
         if self.reference.stopped_at:
             until = translate(f"{self.reference.stopped_at}; what comes later is not compared")
-            lines.append(labelled(translate("until"), until))
+            lines.append(labelled("until", until))
 
         # Faults of the script that make no difference here.
         for finding in self.findings:
-            lines += finding.lines(heading=translate("also"))
+            lines += finding.lines(label_of_cause="also")
 
         return lines
 
@@ -223,22 +226,22 @@ class Verdict:
         Args:
             head: beginning of the first line, such as "DIFFERENT  2 processes".
         """
+        # Only a finding about a difference between the runs has a place. Other findings are faults
+        # of the script that make no difference in this run.
         first, *others = self.findings
         if first.place:
             head += translate(f", first in {first.place}")
 
         lines = [head, *first.lines(uses_lockstep=self.reference.uses_lockstep)]
-        if first.case is not None:  # the finding is about a difference between the runs
+        if first.place:
             lines += self._lines_about_tolerance()
 
-        # Only a difference between the runs has a place. Other findings are faults of the script
-        # that make no difference in this run.
         for finding in others:
             if finding.place:
-                lines.append(labelled(translate("and in"), translate(finding.place)))
+                lines.append(labelled("and in", translate(finding.place)))
                 lines += finding.lines()
             else:
-                lines += finding.lines(heading=translate("also"))
+                lines += finding.lines(label_of_cause="also")
 
         # "FAILED" is the verdict on a script that ended with an error without a code. Its cause is
         # not known, so the output is shown.
@@ -248,16 +251,20 @@ class Verdict:
         return lines
 
     def _lines_about_tolerance(self) -> list[str]:
-        """Returns a line that says which values count as equal; none if all was in float64."""
+        """Returns a line that says which values count as equal; none if all was in float64.
+
+        For example "  equal   within 0.001 of a tensor's largest value, because ...".
+        """
         tolerance = tolerance_of(self.reference.updates, self.parallel.updates)
-        if tolerance is FLOAT64:
+        all_was_in_float64 = tolerance is FLOAT64
+        if all_was_in_float64:
             return []
 
         text = translate(
             f"within {tolerance.relative:g} of a tensor's largest value, because some values were "
             f"computed in {tolerance.dtype}"
         )
-        return [labelled(translate("equal"), text)]
+        return [labelled("equal", text)]
 
 
 def _describe_compared_values(reference: RunRecord) -> str:
@@ -333,13 +340,18 @@ def _judge(reference: RunRecord, parallel: RunRecord) -> Verdict:
     reference = replace(reference, updates=accepted.reference_run)
     parallel = replace(parallel, updates=accepted.parallel_run)
 
-    if joined.unknown and not parallel.error:
+    if joined.unjoinable_tensors_text and not parallel.error:
         advice = (
             "where each rank begins with its part of the tensors of one process, the parts are "
             "joined and compared: make the whole tensors from one seed, and let each rank keep its "
             "part"
         )
-        return Verdict(reference, parallel, unknown=joined.unknown, unknown_advice=advice)
+        return Verdict(
+            reference,
+            parallel,
+            reason_unknown=joined.unjoinable_tensors_text,
+            advice_if_unknown=advice,
+        )
 
     if _are_batches_divided_already(reference, parallel) and not parallel.error:
         num_processes = parallel.config.nproc
@@ -351,11 +363,11 @@ def _judge(reference: RunRecord, parallel: RunRecord) -> Verdict:
             "leave --batch-per-process out if the script divides its batch size by the number of "
             "processes itself"
         )
-        return Verdict(reference, parallel, unknown=reason, unknown_advice=advice)
+        return Verdict(reference, parallel, reason_unknown=reason, advice_if_unknown=advice)
 
     # 2. Find the differences, and explain them. After an error, a smaller number of steps is not a
     # difference of its own.
-    reference, parallel = _until_rounding_grows(reference, parallel, tolerance)
+    reference, parallel = _cut_where_rounding_grows(reference, parallel, tolerance)
     cases = find_divergences(reference.updates, parallel.updates, tolerance)
     if parallel.error:
         cases = [case for case in cases if case.kind != "length"]
@@ -379,14 +391,14 @@ def _judge(reference: RunRecord, parallel: RunRecord) -> Verdict:
         more_findings += findings_without_reference(
             parallel.updates, tolerance, was_stopped=bool(parallel.stopped_at)
         )
-    more_findings += _gather_in_reference(reference)
+    more_findings += _gather_without_gradient_in_reference(reference)
     findings += _new_findings(more_findings, findings, cases)
 
     # 4. If nothing was found, report ranks that did not take part.
     if parallel.idle_ranks and not findings:
         return _judge_idle_ranks(reference, parallel)
 
-    return Verdict(reference, parallel, findings=tuple(findings), accepted=accepted_text)
+    return Verdict(reference, parallel, findings=tuple(findings), accepted_difference=accepted_text)
 
 
 def _joined_updates(reference: RunRecord, parallel: RunRecord) -> JoinedRuns:
@@ -428,25 +440,26 @@ def _judge_idle_ranks(reference: RunRecord, parallel: RunRecord) -> Verdict:
             f"no step of {idle} was seen"
         )
         advice = "compare more steps (`--steps`), so that all ranks come to train"
-        return Verdict(reference, parallel, unknown=reason, unknown_advice=advice)
+        return Verdict(reference, parallel, reason_unknown=reason, advice_if_unknown=advice)
 
     text = f"neither backward() nor an optimizer step of {idle} was seen"
-    return Verdict(reference, parallel, accepted=text)
+    return Verdict(reference, parallel, accepted_difference=text)
 
 
-def _until_rounding_grows(
+def _cut_where_rounding_grows(
     reference: RunRecord, parallel: RunRecord, tolerance: Tolerance
 ) -> tuple[RunRecord, RunRecord]:
     """Returns both runs without the updates in which rounding could hide a difference.
 
-    The reason is stored as `stopped_at` of the reference, which the verdict prints.
+    The reason is stored as `stopped_at` of the reference, from which the verdict prints it.
     """
     num_updates = num_comparable_updates(reference.updates, parallel.updates, tolerance)
     num_all_updates = max(len(reference.updates), len(parallel.updates))
 
-    # Rounding hides nothing. All updates are kept, even if one run has more of them than the other:
-    # that is a difference too, and will be reported.
-    if num_updates == num_all_updates:
+    # Without rounding, all updates stay, even if one run has more of them than the other: that is a
+    # difference too, and will be reported.
+    rounding_may_hide_something = num_updates < num_all_updates
+    if not rounding_may_hide_something:
         return reference, parallel
 
     until = f"step {num_updates}, since rounding has grown so far that it may hide a difference"
@@ -469,8 +482,8 @@ def _explain(cases: Sequence[Divergence], joined_names: Sequence[str]) -> list[F
         # have only parts of some tensors, these rules are not tried, and the cause is not known.
         if joined_names and case.kind in KINDS_THAT_NEED_WHOLE_TENSORS:
             names = format_items(script_names(joined_names))
-            text = f"of these tensors the ranks hold parts, which were joined: {names}"
-            cause = Cause("LS210", (text, *gradient_patterns(case)))
+            text = f"the ranks hold parts of these tensors, which were joined: {names}"
+            cause = Cause(UNKNOWN_CAUSE, (text, *gradient_patterns(case)))
         else:
             cause = find_cause(case)
 
@@ -494,23 +507,22 @@ def _with_failure(findings: Sequence[Finding], parallel: RunRecord) -> tuple[Fin
 
 def _finding_of_failure(parallel: RunRecord) -> Finding:
     """Returns the error that ended the script as a finding."""
-    parameters_differ = parallel.code == "LS304"
-    if parameters_differ:  # the text is a whole sentence
+    error_is_a_sentence = parallel.code == PARAMETERS_OF_RANKS_DIFFER
+    if error_is_a_sentence:
         text = parallel.error
     else:
         text = f"on {parallel.config.nproc} processes the script ended with: {parallel.error}"
 
-    # Some rank ended before the others had made all their steps. Name the `if` statements that went
-    # different ways, which may be the reason.
+    # If some rank ended before the others had made all their steps, name the `if` statements that
+    # went different ways, which may be the reason.
     branches: Sequence[str] = ()
-    numbers_of_steps_differ = parallel.code == "LS405"
-    if numbers_of_steps_differ:
+    if parallel.code == NUMBERS_OF_STEPS_DIFFER:
         branches = splitting_branches(parallel.branch_outcomes)
 
     return Finding(Cause(parallel.code, (text, *branches)))
 
 
-def _gather_in_reference(reference: RunRecord) -> list[Finding]:
+def _gather_without_gradient_in_reference(reference: RunRecord) -> list[Finding]:
     """Returns LS207 in a list if an all-gather of the reference passes no gradient on.
 
     The gradient is then missing on one process too, so no comparison can show it.
@@ -519,10 +531,8 @@ def _gather_in_reference(reference: RunRecord) -> list[Finding]:
         # Recorded only for gathers that the loss depends on and that pass no gradient on.
         line = update.first("gather_line")
         if line:
-            # The title of LS207, which is printed before this text, names the result of an
-            # all-gather. The loss is computed from this result.
-            text = "on one process, too, the loss is computed from it"
-            return [Finding(Cause("LS207", (text, line)))]
+            text = "on one process, too, the loss is computed from the gathered tensor"
+            return [Finding(Cause(GATHER_WITHOUT_GRADIENT, (text, line)))]
 
     return []
 
@@ -538,25 +548,35 @@ def _new_findings(
         cases: all differences from the reference.
     """
     known_codes = {finding.cause.code for finding in findings}
-    known_differences = {(case.kind, case.update_index) for case in cases}
     new_findings = []
     for candidate in candidates:
         if candidate.cause.code in known_codes:
             continue
 
-        # Without the reference, the only differences that can be found are those between ranks. So
-        # a candidate with a difference (`case`) is about ranks that differ from each other.
-        if candidate.case is not None:
-            difference = (candidate.case.kind, candidate.case.update_index)
-            if difference in known_differences:
-                continue
-
-            # If there is no difference from the reference, every rank agrees with it within the
-            # tolerance. Then the ranks differ from each other only by rounding.
-            if not cases:
+        # Without the reference, the only differences that can be found are those between ranks.
+        difference_between_ranks = candidate.case
+        if difference_between_ranks is not None:
+            if not _is_new_difference(difference_between_ranks, cases):
                 continue
 
         new_findings.append(candidate)
         known_codes.add(candidate.cause.code)
 
     return new_findings
+
+
+def _is_new_difference(
+    difference_between_ranks: Divergence, differences_from_reference: Sequence[Divergence]
+) -> bool:
+    """True if a difference between the ranks says more than the differences from the reference."""
+    # Every rank agrees with the reference within the tolerance, so the ranks differ from each other
+    # only by rounding.
+    if not differences_from_reference:
+        return False
+
+    is_known = any(
+        case.kind == difference_between_ranks.kind
+        and case.update_index == difference_between_ranks.update_index
+        for case in differences_from_reference
+    )
+    return not is_known

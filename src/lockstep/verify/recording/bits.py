@@ -253,7 +253,7 @@ class BitRecorder(Extension):
         if self._settings is not None:
             is_set_by_script = self._settings.virtual_ranks_of_verify is None
             fields["virtual_ranks"] = self._settings.virtual_ranks
-            fields["virtual_ranks_are_own"] = is_set_by_script
+            fields["script_sets_virtual_ranks"] = is_set_by_script
 
         return fields
 

@@ -64,7 +64,7 @@ class CallRecorder:
         """
         call = self.record(name)
         if isinstance(tensor, Tensor):
-            call.in_function = _is_inside_autograd_function()
+            call.in_autograd_function = _is_inside_autograd_function()
             self._describe_input(call, tensor)
 
             # Many collectives, such as an all-reduce, write their result to the input. Then the
@@ -76,7 +76,7 @@ class CallRecorder:
         # If the script computes a loss from gathered tensors, no gradient flows back through the
         # gather to the model. This is a mistake, except in the `forward` of a
         # `torch.autograd.Function`: the function's own `backward` computes the gradient.
-        is_in_autograd_function = call.in_function
+        is_in_autograd_function = call.in_autograd_function
         if gathered is not None and not is_in_autograd_function:
             _mark_lost_gradient(call, gathered)
 

@@ -22,7 +22,7 @@ from lockstep.distributed.torch_compat import is_sharded, to_local
 from lockstep.verify.recording.calls import CallRecorder
 from lockstep.verify.recording.state import RecorderState, guarded
 from lockstep.verify.recording.tensor_values import copy_arrays, storage_address
-from lockstep.verify.tolerance import Array, scale_of
+from lockstep.verify.tolerance import Array, largest_of_all
 
 MAX_BACKWARD_PASSES = 16
 """Updates with more backward passes are recorded without local gradients."""
@@ -329,7 +329,7 @@ def _zero_rounding(
         parameters: parameters whose gradients are changed in place.
         recorded_gradients: copies of the gradients, by parameter name.
     """
-    largest_value = scale_of(recorded_gradients)
+    largest_value = largest_of_all(recorded_gradients)
     limit = RELATIVE_ROUNDING * largest_value
     for parameter in parameters:
         gradient = to_local(parameter.grad)

@@ -47,7 +47,7 @@ class Recorder(Extension):
         self.optimizers = OptimizerRecorder(self.state, self.inputs, self.gradients)
         mode.writes.on_write_by_hand = self.foreign_steps.record_gradient_of_write
 
-        self.by_choice = ""
+        self.chosen_difference = ""
         """Option of the script that changes results on purpose, such as compressed gradients."""
         self.own_process_line = ""
         """The line of the script that started the first process of its own; empty if none did."""
@@ -62,8 +62,8 @@ class Recorder(Extension):
         module = wrapped.module
         # A strategy sets this attribute on its module if the user has chosen an option that changes
         # the results, such as compressed gradients. The first such option is reported.
-        if not self.by_choice:
-            self.by_choice = vars(module).get("by_choice", "")
+        if not self.chosen_difference:
+            self.chosen_difference = vars(module).get("by_choice", "")
         self.forwards.add_prepared(module)
 
     def delivered(self, batch: DeliveredBatch) -> None:

@@ -19,7 +19,7 @@ from lockstep.verify.rules.draws import other_random_stream, random_loss
 from lockstep.verify.rules.evidence import format_backward_passes, gradient_patterns
 from lockstep.verify.rules.model_inputs import format_differing_other_inputs
 from lockstep.verify.sample_rows import match_forwards
-from lockstep.verify.tolerance import Array, scale_of
+from lockstep.verify.tolerance import Array, largest_of_all
 from lockstep.verify.training_record import LARGEST, SIZE
 
 BATCHNORM_BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
@@ -195,7 +195,7 @@ def _wrong_buffers(case: Divergence) -> list[str]:
     A buffer of another shape may rightly hold something for the samples of its rank.
     """
     expected_buffers = case.expected.merged("buffers")
-    scale = scale_of(expected_buffers)
+    scale = largest_of_all(expected_buffers)
 
     wrong_names = []
     for name, expected in expected_buffers.items():
@@ -224,7 +224,7 @@ def _wrong_module_tensors(case: Divergence, field_name: str) -> list[str]:
         field_name: "module_tensors", or "module_tensors_before" the first forward pass.
     """
     expected_tensors = case.expected.merged(field_name)
-    scale = scale_of(expected_tensors)
+    scale = largest_of_all(expected_tensors)
 
     wrong_names = []
     for name, expected in expected_tensors.items():

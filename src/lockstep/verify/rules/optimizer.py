@@ -23,7 +23,7 @@ from lockstep.verify.cause import (
 from lockstep.verify.compare import Divergence
 from lockstep.verify.line_findings import describe_writes
 from lockstep.verify.rules.evidence import format_ranks_that_differ
-from lockstep.verify.tolerance import Array, scale_of
+from lockstep.verify.tolerance import Array, largest_of_all
 from lockstep.verify.training_record import RankUpdate, ScriptCall
 
 MAX_LINES_THAT_SET_RATES = 2
@@ -266,7 +266,9 @@ def _state_difference(case: Divergence) -> list[str]:
     The result is one sentence in a list, or an empty list if no state differs.
     """
     expected = case.expected.merged("optimizer_state")
-    scale = scale_of(expected)  # the largest value in all tensors, on which the tolerance depends
+    scale = largest_of_all(
+        expected
+    )  # the largest value in all tensors, on which the tolerance depends
 
     for number, rank in enumerate(case.actual):
         actual = rank.optimizer_state

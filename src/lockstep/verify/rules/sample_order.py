@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from lockstep.verify.cause import Cause, format_items
-from lockstep.verify.compare import Divergence, contents_that_differ, same_samples
+from lockstep.verify.compare import Divergence, indices_with_other_contents, same_samples
 from lockstep.verify.training_record import RankUpdate, Sample, Update
 
 
@@ -368,7 +368,7 @@ def trained_by_several_ranks(
 
 def _describe_other_contents(case: Divergence) -> str:
     """Says which samples have other contents under the same index."""
-    indices = contents_that_differ(case.expected, case.actual)
+    indices = indices_with_other_contents(case.expected, case.actual)
     return (
         f"{len(indices)} samples have other content under the same index: {format_items(indices)}"
     )
@@ -392,7 +392,7 @@ def shuffled_datasets(case: Divergence) -> Cause | None:
 
     # Digests of the ranks' samples whose contents differ from those on one process. Samples with
     # the same index are compared.
-    indices = contents_that_differ(case.expected, case.actual)
+    indices = indices_with_other_contents(case.expected, case.actual)
     digests = []
     for rank in case.actual:
         for batch in rank.batches:
@@ -444,7 +444,7 @@ def other_dataset_on_some_ranks(case: Divergence) -> Cause | None:
     # rank 0 has the same. Rank 0 has only some of the samples; each of them is compared with the
     # sample of one process under the same index.
     only_rank_0 = case.actual[:1]
-    rank_0_differs = bool(contents_that_differ(case.expected, only_rank_0))
+    rank_0_differs = bool(indices_with_other_contents(case.expected, only_rank_0))
     if rank_0_differs:
         return None
 
