@@ -426,7 +426,7 @@ def test_without_the_ranks_own_gradients_nothing_is_guessed() -> None:
     ("values", "code"),
     [
         ({"unknown_to_ddp": ("w",)}, "LS303"),
-        ({"past_wrapper_line": "train.py:5"}, "LS302"),
+        ({"line_that_bypassed_wrapper": "train.py:5"}, "LS302"),
         ({"calls": (ScriptCall(name="all_reduce", line="", gradient_of="w"),)}, "LS406"),
         ({"unwrapped": ("w",), "unwrapped_line": "train.py:6: model(x)"}, "LS311"),
         ({}, "LS301"),
@@ -438,7 +438,7 @@ def test_ranks_with_gradients_of_their_own(values: dict[str, Any], code: str) ->
         update(OTHER, taken(2, 3), local_gradients=({"w": OTHER},), **values),
     ]
     assert found(many)[1].code == code
-    if "past_wrapper_line" in values:  # the script went both ways
+    if "line_that_bypassed_wrapper" in values:  # the script went both ways
         assert found([replace(rank, wrapped_passes=1) for rank in many])[1].code == "LS301"
 
 
@@ -850,7 +850,7 @@ def test_several_replicas_of_one_process_are_compared_as_one() -> None:
     ("values", "code"),
     [
         ({"local_passes": [True, False]}, "LS301"),
-        ({"local_passes": [True, False], "past_wrapper_line": "train.py:5"}, "LS302"),
+        ({"local_passes": [True, False], "line_that_bypassed_wrapper": "train.py:5"}, "LS302"),
         ({"local_passes": [False, True]}, "LS304"),
     ],
 )

@@ -278,7 +278,7 @@ class WrapperRecord:
     # The line of a training forward pass of such a model.
     unwrapped_line: str = ""
     # The line of a training forward pass that bypassed the model's DDP wrapper.
-    past_wrapper_line: str = ""
+    line_that_bypassed_wrapper: str = ""
     # Number of training forward passes through DDP.
     wrapped_passes: int = 0
     # Trained parameters that DDP does not know.

@@ -81,19 +81,19 @@ def _weights(sample_tensors: Sequence[Tensor], num_samples: int) -> dict[str, fl
 
     For example `{"samples": 2, "labels in tensor 0": 7, "values but 0 in tensor 0": 5}`. The last
     of these is the number of values other than the padding 0. Each tensor is also counted without
-    its first column, because the loss of a language model leaves that column out.
+    its first column, because the loss of a language model leaves that column out. These counts come
+    last, because the first count that explains a difference is the one that is reported.
     """
-    counted_tensors = {}
+    whole_tensors = {}
     without_first_column = {}
     for number, tensor in enumerate(sample_tensors):
         name = f"tensor {number}"
-        counted_tensors[name] = tensor
+        whole_tensors[name] = tensor
         if tensor.dim() > 1 and tensor.shape[1] > 1:
             without_first_column[f"{name} without its first column"] = tensor[:, 1:]
-    counted_tensors |= without_first_column
 
     weights = {"samples": float(num_samples)}
-    for name, tensor in counted_tensors.items():
+    for name, tensor in (whole_tensors | without_first_column).items():
         if tensor.is_complex() or tensor.is_floating_point():
             weights |= _ones_in_mask(name, tensor)  # empty unless the tensor is a mask
         else:
@@ -121,9 +121,10 @@ def _counts_of_labels(name: str, tensor: Tensor) -> dict[str, float]:
         The number of labels that are not ignored, and of labels that are not zero. For a tensor
         with rows and columns, such as tokens, also the number of values that are not padding.
     """
+    # Torch's losses ignore the label -100. A boolean tensor has no such value.
     labels = tensor
     if tensor.dtype != torch.bool:
-        labels = tensor[tensor != IGNORE_INDEX]  # torch's losses ignore the label -100
+        labels = tensor[tensor != IGNORE_INDEX]
 
     counts = {
         f"labels in {name}": float(labels.numel()),
@@ -131,12 +132,20 @@ def _counts_of_labels(name: str, tensor: Tensor) -> dict[str, float]:
     }
 
     if tensor.dim() == 2 and tensor.numel():
-        # Texts of different lengths are padded at their end. So if there is padding, it is the most
-        # frequent value in the last column. All values other than this one are counted.
-        padding = int(tensor[:, -1].long().mode().values)
-        counts[f"values but {padding} in {name}"] = float((tensor != padding).sum())
+        counts |= _count_without_padding(name, tensor)
 
     return counts
+
+
+def _count_without_padding(name: str, rows_of_tokens: Tensor) -> dict[str, float]:
+    """Counts the values that are not padding: {"values but 0 in tensor 0": 5}.
+
+    Texts of different lengths are padded at their end. So if there is padding, it is the most
+    frequent value in the last column.
+    """
+    padding = int(rows_of_tokens[:, -1].long().mode().values)
+    num_other_values = float((rows_of_tokens != padding).sum())
+    return {f"values but {padding} in {name}": num_other_values}
 
 
 class UnusedBatches:
@@ -149,8 +158,8 @@ class UnusedBatches:
 
     def __init__(self) -> None:
         self._last_number = 0
-        self._unused: dict[int, Batch] = {}
-        """Records of the unused batches, by the number of the batch, from 1."""
+        self._not_seen_in_models: dict[int, Batch] = {}
+        """Records of batches that no model was called with yet, by their number, from 1."""
         self._recognized_loaders: set[int] = set()
         """Numbers of the loaders whose batches were followed to the call of a model."""
         self._never_trained: list[Batch] = []
@@ -161,28 +170,28 @@ class UnusedBatches:
         """Adds a batch that a loader hands out, and marks its tensors with the number of the batch.
 
         Everything that the script computes from these tensors carries the mark too. When a model is
-        called with a marked tensor, `note_use` is called with that number.
+        called with a marked tensor, `mark_used` is called with that number.
         """
         self._last_number += 1
         mark(batch, batch=self._last_number)
-        self._unused[self._last_number] = record
+        self._not_seen_in_models[self._last_number] = record
 
-    def note_use(self, number: int) -> None:
-        """Notes that a batch is used now: a model is called with a tensor made from it.
+    def mark_used(self, number: int) -> None:
+        """Removes a batch: a model is called with a tensor that was made from it.
 
-        Earlier batches of the same loader are removed too: they belong to the same optimizer step.
-        Those of an earlier epoch were never trained on; the script only looked at them.
+        Earlier batches of the same loader are removed with it: they belong to the same optimizer
+        step. Those of an earlier epoch were never trained on; the script only looked at them.
 
         Args:
             number: number of the batch; 0 if the tensor was made from no batch.
         """
-        used_batch = self._unused.get(number)
+        used_batch = self._not_seen_in_models.get(number)
         if used_batch is None:  # it was used before, or the number is 0
             return
 
         self._recognized_loaders.add(used_batch.loader)
 
-        for other_number, batch in list(self._unused.items()):  # a copy, since entries are deleted
+        for other_number, batch in list(self._not_seen_in_models.items()):
             is_of_same_loader = batch.loader == used_batch.loader
             is_later = other_number > number
             if not is_of_same_loader or is_later:
@@ -194,7 +203,7 @@ class UnusedBatches:
             if is_of_earlier_epoch:
                 self._never_trained.append(batch)
 
-            del self._unused[other_number]
+            del self._not_seen_in_models[other_number]
 
     def end_update(self) -> tuple[list[Batch], list[Batch]]:
         """Forgets the batches of the step that ends, but not those that were fetched ahead.
@@ -204,15 +213,15 @@ class UnusedBatches:
             trained on.
         """
         # The inputs of a model cannot always be followed back to a batch. If this has worked once
-        # for a loader, its unused batches were fetched ahead. If it has never worked, all of its
-        # batches are taken for batches of the step that ends.
+        # for a loader, then the batches that were not seen yet were fetched ahead. If it has never
+        # worked, all of the loader's batches are taken for batches of the step that ends.
         fetched_ahead = {}
-        for number, record in self._unused.items():
+        for number, record in self._not_seen_in_models.items():
             if record.loader in self._recognized_loaders:
                 fetched_ahead[number] = record
 
         never_trained = self._never_trained
-        self._unused = fetched_ahead
+        self._not_seen_in_models = fetched_ahead
         self._never_trained = []
 
         return list(fetched_ahead.values()), never_trained

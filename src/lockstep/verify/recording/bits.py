@@ -112,16 +112,15 @@ class BitRecorder(Extension):
 
         ids = batch.samples.tolist()
         record = Batch(loader=loader_number, epoch=batch.epoch, ids=ids)
-        # From here on, the update has a batch that was not trained yet. So the script is not ended
-        # before the step is complete, even if enough steps are recorded.
-        state.update.batches.append(record)
+        state.update.batches.append(record)  # this also keeps the script from being ended now
 
-        # Keep a digest of the indices and contents of the samples with their virtual rank.
-        if not _is_padding(batch.micro_batch):
+        # Add a digest of the indices and contents of the samples to those of the virtual rank.
+        has_samples = not _is_padding(batch.micro_batch)
+        if has_samples:
             hasher = hashlib.blake2b(repr(ids).encode(), digest_size=8)
             for tensor in tensors(batch.batch):
                 hasher.update(hash_of(tensor).encode())
-            _append(self._samples, batch.micro_batch, hasher.hexdigest())
+            _add_to_virtual_rank(self._samples, batch.micro_batch, hasher.hexdigest())
 
     @guarded
     def backward_begins(self, weighted_loss: Tensor, micro_batch: MicroBatch) -> None:
@@ -129,7 +128,7 @@ class BitRecorder(Extension):
         if not _is_padding(micro_batch):
             loss = float(weighted_loss.detach())
             self.state.update.losses.append(loss)
-            _append(self._losses, micro_batch, loss.hex())
+            _add_to_virtual_rank(self._losses, micro_batch, loss.hex())
 
     @guarded
     def leaf_gradient(
@@ -157,11 +156,10 @@ class BitRecorder(Extension):
             if not gradient.any():
                 continue
 
-            # All hashes are {"Net/weight": {"Net/weight of virtual rank 2": hash, ...}, ...}. The
-            # inner names are those that the verdict shows.
+            # The name that the verdict shows: "Net/weight of virtual rank 2".
+            displayed_name = f"{name} of virtual rank {micro_batch.virtual_rank_number}"
             hashes_of_parameter = self._virtual_rank_hashes.setdefault(name, {})
-            name_of_gradient = f"{name} of virtual rank {micro_batch.virtual_rank_number}"
-            hashes_of_parameter[name_of_gradient] = hash_of(gradient.detach().reshape(-1))
+            hashes_of_parameter[displayed_name] = hash_of(gradient.detach().reshape(-1))
 
     @guarded
     def before_step(self, optimizer: Optimizer, modules: Sequence[nn.Module]) -> None:
@@ -227,8 +225,8 @@ class BitRecorder(Extension):
             "buffers": _hashes(state.models.buffers()),
         }
 
-        # The values before the step were recorded too, so this is one of the first steps.
-        if update.parameters_before:
+        records_values = bool(update.parameters_before)  # in the first steps, see `before_step`
+        if records_values:
             update.parameters = copy_arrays(parameters.items())
 
         # No batch is left for the next update: all batches so far belong to this step.
@@ -248,12 +246,11 @@ class BitRecorder(Extension):
             "backward_passes": len(self.state.update.losses),
         }
 
-        # `virtual_ranks_of_verify` is the number that `lockstep verify` has set. It is None if the
-        # script itself has set a number of its own.
         if self._settings is not None:
-            is_set_by_script = self._settings.virtual_ranks_of_verify is None
             fields["virtual_ranks"] = self._settings.virtual_ranks
-            fields["script_sets_virtual_ranks"] = is_set_by_script
+            # None if the script has replaced the number of `lockstep verify` by one of its own.
+            number_set_by_verify = self._settings.virtual_ranks_of_verify
+            fields["script_sets_virtual_ranks"] = number_set_by_verify is None
 
         return fields
 
@@ -273,7 +270,7 @@ def _is_padding(micro_batch: MicroBatch) -> bool:
     return micro_batch.virtual_rank is not None and micro_batch.virtual_rank.is_padding
 
 
-def _append(hashes: dict[str, str], micro_batch: MicroBatch, text: str) -> None:
+def _add_to_virtual_rank(hashes: dict[str, str], micro_batch: MicroBatch, text: str) -> None:
     """Adds a text to the entry of the micro-batch's virtual rank: "a" and "b" become "a.b".
 
     A virtual rank has several texts if its part of the global batch is split into micro-batches.
@@ -307,8 +304,8 @@ def hash_of(tensor: Tensor) -> str:
 
     # Copied, since FSDP frees its tensors, and cannot free memory that numpy still refers to.
     values = whole.cpu().clone(memory_format=torch.contiguous_format)
-    value_bytes = values.reshape(-1).view(torch.uint8).numpy()
+    bytes_of_values = values.reshape(-1).view(torch.uint8).numpy()
 
     hasher = hashlib.blake2b(f"{values.dtype} {tuple(values.shape)}".encode(), digest_size=8)
-    hasher.update(value_bytes.data)
+    hasher.update(bytes_of_values.data)  # the bytes, without a copy
     return hasher.hexdigest()

@@ -43,16 +43,14 @@ class Branches:
     def install(self) -> None:
         """Patches Python's loader, so that tests are recorded in all files imported later.
 
-        The user's modules are always compiled from source. Cached `.pyc` files are neither used for
-        them nor written.
+        Python calls `get_code` to import a module. It reads a cached `.pyc` file, or else calls
+        `source_to_code` to compile the source. Both are replaced: `get_code` to ignore `.pyc` files
+        of the user's modules, and `source_to_code` to record their tests.
         """
         setattr(builtins, NOTE_OUTCOME, self._note_outcome)  # the changed source calls it
         loader_class: Any = SourceFileLoader
         original_get_code = loader_class.get_code
         original_source_to_code = loader_class.source_to_code
-
-        # Python calls `get_code` to import a module, and `get_code` calls `source_to_code` if it
-        # does not read the code from a `.pyc` file.
 
         def source_to_code(loader: Any, data: Any, path: Any, **options: Any) -> CodeType:
             """Compiles the source of a file; tests in a user's file are recorded."""

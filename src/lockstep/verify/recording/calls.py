@@ -63,8 +63,9 @@ class CallRecorder:
                 other collective.
         """
         call = self.record(name)
+        is_in_autograd_function = isinstance(tensor, Tensor) and _is_inside_autograd_function()
+        call.in_autograd_function = is_in_autograd_function
         if isinstance(tensor, Tensor):
-            call.in_autograd_function = _is_inside_autograd_function()
             self._describe_input(call, tensor)
 
             # Many collectives, such as an all-reduce, write their result to the input. Then the
@@ -76,7 +77,6 @@ class CallRecorder:
         # If the script computes a loss from gathered tensors, no gradient flows back through the
         # gather to the model. This is a mistake, except in the `forward` of a
         # `torch.autograd.Function`: the function's own `backward` computes the gradient.
-        is_in_autograd_function = call.in_autograd_function
         if gathered is not None and not is_in_autograd_function:
             _mark_lost_gradient(call, gathered)
 
@@ -89,7 +89,8 @@ class CallRecorder:
             call: record of the call, whose fields are set.
             tensor: input of the call.
         """
-        # A gradient could flow back through the call to this input. It is not itself a gradient.
+        # Whether a gradient could flow back through the call to this input. (This says nothing
+        # about whether the input itself is a gradient.)
         call.carries_gradient = tensor.requires_grad and torch.is_grad_enabled()
 
         # The mark "trained" is on each output of a model in training, and on everything that is
@@ -135,7 +136,8 @@ class CallRecorder:
         """Updates the marks on the result of a collective of `World`.
 
         The result combines values of all ranks, so marks of values that this rank computed alone
-        are removed.
+        are removed. With `loses_gradient`, the result gets a mark for that, with the line of the
+        call.
 
         Args:
             calls: records of the collective, one for each exchanged tensor.
@@ -145,8 +147,8 @@ class CallRecorder:
         for tensor in tensors(result):
             unmark(tensor)
 
-        # A nest of tensors is gathered by one call for each of its tensors. Every tensor of the
-        # result gets the marks of all these calls.
+        # Every tensor of the result gets the marks of all calls: it is not known which call it
+        # comes from.
         if loses_gradient:
             for call in calls:
                 _mark_lost_gradient(call, result)

@@ -149,16 +149,9 @@ class Determinism:
             The function, the positional and the keyword arguments to call instead. Any other call
             is returned unchanged.
         """
-        # A conversion that would lower the precision of a float64 tensor is counted as switched
-        # off, which the user is told. The conversion of an integer tensor is not counted.
-        first_is_float64 = (
-            bool(args) and isinstance(args[0], Tensor) and args[0].dtype == torch.float64
-        )
-
         # tensor.float() becomes tensor.double()
         if func in NARROWING_METHODS:
-            if first_is_float64:
-                self.switched_off[CONVERSIONS] += 1
+            self._count_conversion(args)
             return Tensor.double, args, kwargs
 
         if name == "view":  # view(dtype) reinterprets the bytes and converts nothing
@@ -174,12 +167,22 @@ class Determinism:
         if not is_conversion:
             return func, args, kwargs
 
-        if first_is_float64:
-            self.switched_off[CONVERSIONS] += 1
-
+        self._count_conversion(args)
         wide_args = tuple(_widen_dtype(value) for value in args)
         wide_kwargs = {key: _widen_dtype(value) for key, value in kwargs.items()}
         return func, wide_args, wide_kwargs
+
+    def _count_conversion(self, args: tuple[Any, ...]) -> None:
+        """Counts a conversion as switched off, if it would lower the precision of a tensor.
+
+        The conversion of an integer tensor is not counted.
+
+        Args:
+            args: positional arguments of the conversion, of which the first may be the tensor.
+        """
+        tensor = args[0] if args else None
+        if isinstance(tensor, Tensor) and tensor.dtype == torch.float64:
+            self.switched_off[CONVERSIONS] += 1
 
     def draw(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Draws the random numbers that the unmodified script would draw, as float64 if possible.
@@ -252,8 +255,8 @@ class Determinism:
         if tensor.dtype != torch.float64:
             return func(tensor, *other_args, **kwargs)
 
-        # Draw into a tensor of the script's own dtype, and copy the numbers. Without `no_grad`, it
-        # would be an error to fill a parameter.
+        # Draw into a tensor of the script's own dtype, and copy the numbers. The tensor may be a
+        # parameter, and without `no_grad` it is an error to write to a parameter, also by `copy_`.
         narrow_tensor = torch.empty_like(tensor, dtype=self._script_dtype)
         with torch.no_grad():
             drawn = func(narrow_tensor, *other_args, **kwargs)

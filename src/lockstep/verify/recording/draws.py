@@ -29,14 +29,14 @@ class DrawLog:
     """Counts the draws of this process, and keeps digests of the recent ones."""
 
     def __init__(self) -> None:
-        self.count = 0
+        self.num_draws = 0
         """Number of draws since the process began."""
         self.digests: set[str] = set()
-        """Digests of the draws since `StepDraws.restart`, one for each draw."""
+        """A digest of each draw since `StepDraws.restart`, to find a draw in another run."""
         self._first_line = ""
         """Line of the first draw since `restart`; empty if there was none."""
         self._hash = hashlib.blake2b(digest_size=8)
-        """Hash of the numbers of all draws since `restart`."""
+        """Hash of the numbers of all draws since `restart`, in their order."""
 
     def begin(self, generator: Any) -> str:
         """Counts a draw that is about to be made. After the draw, call `finish`.
@@ -53,7 +53,7 @@ class DrawLog:
         if uses_own_generator:
             line += ", a torch.Generator of its own"
 
-        self.count += 1
+        self.num_draws += 1
         if not self._first_line:
             self._first_line = line
 
@@ -64,18 +64,18 @@ class DrawLog:
 
         Args:
             drawn: return value of the call that has drawn the numbers.
-            line: line of the script that made the call, as `begin` has returned it.
+            line: return value of `begin`, which was called before the draw.
         """
         has_values = isinstance(drawn, Tensor) and drawn.device.type != "meta"
         if not has_values:
             return
 
-        digest_of_numbers = digest(drawn)
-        self._hash.update(digest_of_numbers.encode())
-        self.digests.add(digest_of_numbers)
+        digest_of_draw = digest(drawn)
+        self._hash.update(digest_of_draw.encode())
+        self.digests.add(digest_of_draw)
 
-        number_of_draw = self.count  # `begin` has counted this draw already
-        mark(drawn, draw=(number_of_draw, line, digest_of_numbers))
+        number_of_draw = self.num_draws  # `begin` has counted this draw already
+        mark(drawn, draw=(number_of_draw, line, digest_of_draw))
 
     def restart(self) -> None:
         """Clears what `since_restart` returns."""
@@ -92,7 +92,7 @@ class DrawLog:
     def paused(self) -> Iterator[None]:
         """Returns a context manager; draws inside its block do not appear in `since_restart`.
 
-        They still count in `count`, the number of all draws of the process.
+        They still count in `num_draws`, the number of all draws of the process.
         """
         # These are the two values that `since_restart` returns. They are put back after the block.
         first_line_before = self._first_line

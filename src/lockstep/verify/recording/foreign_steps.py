@@ -63,9 +63,7 @@ class ForeignStepRecorder:
         if state.has_optimizer or not had_backward_pass:
             return False
 
-        # A summary of each parameter at the first forward pass: two numbers that change when any of
-        # its values does.
-        summaries_at_start = state.notes.sums_at_start
+        summaries_at_start = state.notes.summaries_at_start
         for name, parameter in state.models.parameters():
             if name not in summaries_at_start:
                 continue
@@ -77,7 +75,7 @@ class ForeignStepRecorder:
         """True if the parameters behind the last loss have changed since, without any module."""
         if self.state.has_optimizer:
             return False
-        for parameter, summary in self.state.notes.parameters_of_loss.values():
+        for parameter, summary in self.state.notes.parameters_and_summaries_of_loss.values():
             if not np.array_equal(summarize(parameter), summary):
                 return True
         return False
@@ -90,21 +88,17 @@ class ForeignStepRecorder:
         gradient of a parameter refers to it as `variable`. Their summaries are kept for the next
         loss.
         """
+        # With an optimizer, its step completes the update. If the script calls modules, whose
+        # parameters `state.models` lists, `record_if_parameters_changed` finds the changes.
         state = self.state
-
-        # The step of the optimizer completes the update.
-        if state.has_optimizer:
+        calls_modules = next(state.models.parameters(), None) is not None
+        is_handled_elsewhere = state.has_optimizer or calls_modules
+        if is_handled_elsewhere:
             return
 
-        # If the script calls modules, `state.models` lists their parameters, and
-        # `record_if_parameters_changed` looks at these before each forward pass.
-        calls_modules = bool(list(state.models.parameters()))
-        if calls_modules:
-            return
-
-        # By the id of each parameter, the parameter and its summary.
-        summaries_of_last_loss = state.notes.parameters_of_loss
-        summaries = {}
+        # By the id of each parameter, a pair of the parameter and its summary.
+        pairs_of_last_loss = state.notes.parameters_and_summaries_of_loss
+        pairs_of_this_loss = {}
         has_changed = False
 
         for node in nodes_behind(loss.grad_fn):
@@ -114,10 +108,10 @@ class ForeignStepRecorder:
 
             summary = summarize(parameter)
             # The parameter itself is kept too, so that no other tensor can get its id.
-            summaries[id(parameter)] = (parameter, summary)
+            pairs_of_this_loss[id(parameter)] = (parameter, summary)
 
-            if id(parameter) in summaries_of_last_loss:
-                _, summary_before = summaries_of_last_loss[id(parameter)]
+            if id(parameter) in pairs_of_last_loss:
+                _, summary_before = pairs_of_last_loss[id(parameter)]
                 if not np.array_equal(summary, summary_before):
                     has_changed = True
 
@@ -125,7 +119,7 @@ class ForeignStepRecorder:
             self._record_update()
             state.end_script_if_enough()
 
-        state.notes.parameters_of_loss = summaries
+        state.notes.parameters_and_summaries_of_loss = pairs_of_this_loss
 
     @guarded
     def record_gradient_of_write(self, storage: int) -> None:
@@ -143,10 +137,11 @@ class ForeignStepRecorder:
         if state.has_optimizer or not had_backward_pass:
             return
 
+        # Usually, one parameter has this storage, but others may be views of it.
         for name, parameter in state.models.parameters():
-            if parameter.grad is None or storage_address(parameter) != storage:
-                continue
-            if name in update.gradients:  # recorded at the first write of this update
+            is_written = storage_address(parameter) == storage
+            is_recorded = name in update.gradients  # at an earlier write of this update
+            if not is_written or is_recorded or parameter.grad is None:
                 continue
 
             gradient = copy_arrays([(name, parameter.grad)])
@@ -161,7 +156,7 @@ class ForeignStepRecorder:
         update = state.update
 
         # Batches that were handed out after the last backward pass belong to the next update.
-        num_batches = state.notes.batches_at_last_backward
+        num_batches = state.notes.num_batches_at_last_backward
         batches = update.batches[:num_batches]
         later_batches = update.batches[num_batches:]
 
@@ -172,10 +167,10 @@ class ForeignStepRecorder:
         complete = replace(
             update,
             batches=batches,
-            stepped=False,
+            stepped=False,  # no optimizer of this rank has made the step
             step=state.foreign_steps,  # the number of foreign steps before this one
             dtype=str(state.mode.lowest_dtype),
-            parameter_sums=state.notes.sums_at_start,  # at the first forward pass of the update
+            parameter_sums=state.notes.summaries_at_start,
             frozen=state.frozen_parameters(),
             unwrapped=state.models.unwrapped_parameters(),
             local_gradients=self._gradients.local_gradients(),
@@ -210,6 +205,6 @@ class ForeignStepRecorder:
             )
             state.writer.write(missed_update)
             state.steps_of[optimizer] += 1
-            # The optimizer's next step begins with the update of this number. If its loss depends
-            # on a model call in an earlier update, this will be reported.
-            state.first_update_after_step_of[optimizer] = state.update_number
+            # The missed update ends here. Calls of models in it, or before, do not belong to the
+            # optimizer's next step.
+            state.next_update_after_step_of[optimizer] = state.update_number

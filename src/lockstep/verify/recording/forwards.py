@@ -3,7 +3,8 @@
 A call of an outermost module is a *forward pass of a model*; the hooks below also see the modules
 that are called inside of it. `state.update` is the record of the current optimizer step, and
 `state.notes` holds what is needed until the step is complete. A *summary* of a tensor is two
-numbers that change with any of its values. *Marks* on a tensor tell what it was computed from.
+numbers that change with any of its values. *Marks* on a tensor tell what it was computed from. A
+*foreign step* changes the parameters of this rank, but is made by another rank.
 """
 
 from __future__ import annotations
@@ -79,7 +80,7 @@ class ForwardRecorder:
         """Adds a module that was wrapped with DDP to the recorded models."""
         self.state.models.add_ddp(wrapper)
         self._gradients.hook_parameters()
-        self.state.watch_writes()
+        self.state.watch_writes_from_now()
 
     def _add_model(self, module: nn.Module) -> None:
         """Adds a module to the recorded models, and watches its parameters and buffers.
@@ -91,11 +92,11 @@ class ForwardRecorder:
         self.state.models.add(module)
         self._gradients.hook_parameters()
 
-        # An optimizer's closure calls the model within the step. The step's own writes to
-        # parameters are not of interest.
+        # An optimizer's closure calls the model within the step. From here on, the step itself
+        # writes to the parameters, and these writes are not of interest.
         is_inside_step = self.state.num_running_steps() > 0
         if not is_inside_step:
-            self.state.watch_writes()
+            self.state.watch_writes_from_now()
 
     # The beginning of a forward pass
 
@@ -114,8 +115,8 @@ class ForwardRecorder:
             The inputs converted to float64, for an outermost module; None leaves the inputs
             unchanged.
         """
-        # In any case, `leave_module` subtracts 1 again.
-        self._depth += 1
+        self._depth += 1  # `leave_module` subtracts 1 again
+        is_model = self._depth == 1
 
         # While torch traces or transforms a function, tensors have no values.
         if is_traced() or in_function_transform():
@@ -123,27 +124,21 @@ class ForwardRecorder:
 
         # The number of the batch that the inputs were made from; 0 if from none.
         marks = marks_of(inputs)
-        self._inputs.note_use(marks.get("batch", 0))
+        self._inputs.mark_used(marks.get("batch", 0))
 
-        # The call of a model begins. While it runs without gradients, this set collects its
-        # BatchNorm layers that compute statistics from this rank's samples only.
-        is_model = self._depth == 1
         if is_model:
-            self.state.notes.local_batch_norms_without_gradients = set()
+            self._enter_model(module, inputs, marks)
 
-        if isinstance(module, BatchNorm) and module.training:
+        is_trained_batch_norm = isinstance(module, BatchNorm) and module.training
+        if is_trained_batch_norm:
             self._note_batch_norm(module)
 
-        if not is_model:
-            return None
+        # The inputs of a model are converted like the model itself. A module without tensors, such
+        # as a loss function, was not converted.
+        if is_model and has_tensors(module):
+            return self.state.mode.determinism.convert(inputs)
 
-        self._enter_model(module, inputs, marks)
-
-        # A module without tensors, such as a loss function, was not converted to float64.
-        if not has_tensors(module):
-            return None
-
-        return self.state.mode.determinism.convert(inputs)
+        return None
 
     def _enter_model(self, module: nn.Module, inputs: Any, marks: dict[str, Any]) -> None:
         """Records the start of a model's forward pass.
@@ -154,22 +149,21 @@ class ForwardRecorder:
             marks: marks of the inputs, by kind.
         """
         is_trained = torch.is_grad_enabled() and has_parameters(module)
-        # A rank without an optimizer gets its parameters from other ranks, which have stepped if
-        # the parameters have changed. Such a foreign step ends the update here, so it is looked for
-        # before the forward pass is recorded.
-        if is_trained and self._is_first_since_backward():
+        # A foreign step since the last forward pass has completed the update. It is written here,
+        # and the forward pass belongs to the next update.
+        if is_trained and self._is_first_after_backward_pass():
             self._foreign_steps.record_if_parameters_changed()
 
-        # No forward pass is recorded at first. If the model is trained, the record is created
-        # below.
-        self.state.notes.running_pass = None
+        notes = self.state.notes
+        notes.local_batch_norms_without_gradients = set()  # of this call of the model
+        notes.running_pass = None  # unless the model is trained, see below
         self._note_wrapper(module)
         self._add_model(module)
 
         if is_trained:
             self._begin_training_pass(module, inputs, marks)
 
-    def _is_first_since_backward(self) -> bool:
+    def _is_first_after_backward_pass(self) -> bool:
         """True if no model has been called since the last backward pass."""
         # Each first call of a model adds its inputs, and each backward pass then adds its loss.
         return len(self.state.update.model_inputs) == len(self.state.update.losses)
@@ -180,11 +174,12 @@ class ForwardRecorder:
         if type(layer).forward is not BatchNorm.forward:
             return
 
-        # A model that is called without gradients, such as a teacher, only matters if its output
-        # goes into a loss. To find out, `_mark_output` marks the output with each of these layers.
         if torch.is_grad_enabled():
             self.state.notes.local_batch_norms.add(id(layer))
         else:
+            # A model that is called without gradients, such as a teacher, only matters if its
+            # output goes into a loss. So these layers are kept apart: `_mark_output` marks the
+            # output with them, and they count once a loss has the marks.
             self.state.notes.local_batch_norms_without_gradients.add(id(layer))
 
     def _note_wrapper(self, module: nn.Module) -> None:
@@ -196,9 +191,9 @@ class ForwardRecorder:
         update = self.state.update
         # The script should call the DDP wrapper. If it goes past the wrapper and calls the module
         # inside, the gradients are not averaged. The first line that does so is recorded.
-        bypasses_wrapper = self.state.models.is_inside_ddp(module)
-        if bypasses_wrapper and not update.past_wrapper_line:
-            update.past_wrapper_line = user_line() or "somewhere"
+        is_inside_ddp = self.state.models.is_inside_ddp(module)
+        if is_inside_ddp and not update.line_that_bypassed_wrapper:
+            update.line_that_bypassed_wrapper = user_line() or "somewhere"
 
         if isinstance(module, DistributedDataParallel):
             update.wrapped_passes += 1
@@ -206,8 +201,10 @@ class ForwardRecorder:
     def _begin_training_pass(self, module: nn.Module, inputs: Any, marks: dict[str, Any]) -> None:
         """Records a call of a model with gradients enabled.
 
-        The record of the forward pass is kept as `state.notes.running_pass` until the call ends.
-        The first call in an optimizer step also records the values that the step starts with.
+        In every call: the record of the forward pass, which is kept as `state.notes.running_pass`
+        until the call ends; what the inputs were made from; and modules in evaluation mode. In the
+        first call after a backward pass: the inputs, and parameters that have changed since. In the
+        first call of an update: the tensors of all modules.
 
         Args:
             module: the model.
@@ -227,15 +224,15 @@ class ForwardRecorder:
         if not update.module_tensors_before:
             update.module_tensors_before = state.models.plain_attributes()
 
-        # This is the first training forward pass of the update, which `_begin_step` notes in it.
-        if not update.began_with_forward:
+        is_first_of_update = not update.began_with_forward
+        if is_first_of_update:
             self._begin_step()
 
         # Of several models that are called before one backward pass, only the inputs of the first
         # one are recorded.
-        is_first_since_backward = self._is_first_since_backward()
-        self._record_parameters_before_pass(is_first_since_backward)
-        if is_first_since_backward:
+        is_first_after_backward_pass = self._is_first_after_backward_pass()
+        self._record_parameters_before_pass(is_first_after_backward_pass)
+        if is_first_after_backward_pass:
             self._record_model_inputs(inputs)
 
         self._note_evaluation_mode(module)
@@ -249,8 +246,8 @@ class ForwardRecorder:
         state = self.state
         state.update.began_with_forward = True
 
-        # With `torch.distributed.algorithms.Join`, a rank without samples has joined: it calls no
-        # model, and only answers the collectives of the others. This rank calls a model.
+        # A rank without samples has joined (`torch.distributed.algorithms.Join`). This rank calls a
+        # model, so it has samples (again).
         state.has_joined = False
 
         # Forget the outcomes of `if` statements before the training, which belong to no step.
@@ -260,20 +257,21 @@ class ForwardRecorder:
         # The script may write to parameters between two steps, for example to average them.
         state.update.rewritten_parameters = self._parameters_changed_since_last_step()
 
-    def _record_parameters_before_pass(self, is_first_since_backward: bool) -> None:
+    def _record_parameters_before_pass(self, is_first_after_backward_pass: bool) -> None:
         """Records the parameters that a forward pass uses.
 
         Before the first backward pass of the update, all parameters are recorded. They should stay
         the same until the step. So later, only those are recorded that the script has changed.
 
         Args:
-            is_first_since_backward: whether no model has been called since the last backward pass.
+            is_first_after_backward_pass: whether no model has been called since the last backward
+                pass.
         """
         update = self.state.update
         had_backward_pass = bool(update.losses)
         if not had_backward_pass:
             self._record_parameters_at_start()
-        elif is_first_since_backward and not update.changed_between_passes:
+        elif is_first_after_backward_pass and not update.changed_between_passes:
             self._record_parameters_changed_within_update()
 
     def _record_model_inputs(self, inputs: Any) -> None:
@@ -287,11 +285,11 @@ class ForwardRecorder:
         """
         state = self.state
 
-        # At the first forward pass of the update that has an input with rows, also record how many
-        # random numbers were drawn before it.
-        has_no_inputs_yet = not state.update.model_inputs
-        if has_no_inputs_yet:
-            state.notes.draws_before_forward = state.mode.draws.count
+        # Random numbers from here on may go into the loss. (Inputs without rows do not count as
+        # the first ones, so the number is set again at the next forward pass.)
+        are_first_inputs = not state.update.model_inputs
+        if are_first_inputs:
+            state.notes.draws_before_forward = state.mode.draws.num_draws
 
         # `shape` describes the rows of the tensors, such as "torch.float32 [3, 32, 32]". It is an
         # empty text if no tensor has rows.
@@ -335,38 +333,37 @@ class ForwardRecorder:
         recorded too, in `state.update.initial`.
         """
         state = self.state
-        # Two numbers for each parameter, by name. Sharded parameters are left out.
-        summaries = state.models.sums_of_parameters()
-        state.notes.sums_at_start = summaries
+        summaries_at_start = state.models.summaries_of_parameters()  # without sharded parameters
+        state.notes.summaries_at_start = summaries_at_start
 
         # The script may train tensors that no model has, only an optimizer. They get a name when
         # that optimizer first steps. Until then, their key is a pair: the number of the optimizer,
         # and their index in it.
-        summaries_of_unnamed = {}
+        summaries_of_unstepped = {}
         for key, parameter in state.models.parameters_of_unstepped_optimizers():
-            summaries_of_unnamed[key] = summarize(parameter)
+            summaries_of_unstepped[key] = summarize(parameter)
 
-        state.notes.unstepped_sums = summaries_of_unnamed
+        state.notes.summaries_of_unstepped = summaries_of_unstepped
 
         if state.is_first_update:
             parameters_without_shards = []
             for name, parameter in state.models.parameters():
-                if name in summaries:
+                if name in summaries_at_start:
                     parameters_without_shards.append((name, parameter))
             state.update.initial = copy_arrays(parameters_without_shards)
 
     def _record_parameters_changed_within_update(self) -> None:
         """Records the parameters that have changed since the first forward pass of the update.
 
-        Called between two backward passes of one update, when parameters should stay the same.
+        Called between two backward passes of one update, when parameters should stay the same. They
+        are recorded by their summaries, two numbers for each.
         """
-        sums_at_start = self.state.notes.sums_at_start
+        summaries_at_start = self.state.notes.summaries_at_start
         changed = {}
-        for name, sums in self.state.models.sums_of_parameters().items():
-            if name not in sums_at_start:
-                continue
-            if not np.array_equal(sums, sums_at_start[name]):
-                changed[name] = sums
+        for name, summary in self.state.models.summaries_of_parameters().items():
+            existed_at_start = name in summaries_at_start
+            if existed_at_start and not np.array_equal(summary, summaries_at_start[name]):
+                changed[name] = summary
 
         self.state.update.changed_between_passes = changed
 
@@ -389,23 +386,17 @@ class ForwardRecorder:
             return None
 
         first_input, *other_inputs = sample_inputs
-
-        # The rows of a single input may be something else than samples, such as the nodes of a
-        # graph. Several inputs leave no doubt if each of them has `num_samples` rows.
-        inputs_with_rows = [tensor for tensor in tensors(inputs) if tensor.dim() > 0]
-        has_several_inputs = len(inputs_with_rows) > 1
-        all_are_sample_inputs = len(sample_inputs) == len(inputs_with_rows)
         record = Forward(
             model=f"{type(unwrap(module)).__name__}, forward pass {notes.model_calls}",
             shape=f"{first_input.dtype} {list(first_input.shape[1:])}",
             inputs=summarize_rows([first_input], num_samples),
             other_inputs=summarize_rows(other_inputs, num_samples),
-            rows_are_samples=all_are_sample_inputs and has_several_inputs,
+            rows_are_samples=_rows_are_certainly_samples(inputs, sample_inputs),
         )
 
-        if 0 < first_input.numel() <= MAX_RECORDED_VALUES:
-            rows = first_input.detach().double().reshape(num_samples, -1)
-            record.input_values = rows.cpu().clone().numpy()
+        is_small_enough = 0 < first_input.numel() <= MAX_RECORDED_VALUES
+        if is_small_enough:
+            record.input_values = _values_by_sample(first_input, num_samples)
 
         forward_pass = ForwardPass(record)
         # A script may call the model as a trial before the training. When the first loss shows that
@@ -433,8 +424,8 @@ class ForwardRecorder:
         if is_model and has_parameters(module):
             self._mark_output(output)
 
-        # Everything else is recorded only for models that are being trained. For these,
-        # `enter_module` has created a record of the forward pass, unless no input has samples.
+        # Everything else is recorded only for models that are being trained, and whose inputs have
+        # samples: for these, `enter_module` has created a record of the forward pass.
         forward_pass = self.state.notes.running_pass
         if forward_pass is None or not torch.is_grad_enabled():
             return
@@ -447,13 +438,23 @@ class ForwardRecorder:
 
         if is_model:
             self._end_forward_pass(forward_pass, outputs)
-        elif forward_pass.hidden is None:
-            # The module is inside of the model, and its output is a hidden activation. The first
-            # one with a row for each sample is kept as `hidden`, to test later whether samples
-            # influence each other in the rest of the model.
-            with_rows = tensors_with_rows(outputs, len(forward_pass.record.inputs))
-            if with_rows:
-                forward_pass.hidden = with_rows[0]
+        else:
+            self._keep_hidden_activation(forward_pass, outputs)
+
+    def _keep_hidden_activation(self, forward_pass: ForwardPass, outputs: list[Tensor]) -> None:
+        """Keeps the first hidden activation in a model that has a row for each sample.
+
+        With it, `losses` tests whether samples influence each other in the rest of the model.
+
+        Args:
+            forward_pass: record of the model's forward pass, which is still running.
+            outputs: output tensors of a module inside of the model.
+        """
+        if forward_pass.hidden_activation is not None:
+            return
+        with_rows = tensors_with_rows(outputs, len(forward_pass.record.inputs))
+        if with_rows:
+            forward_pass.hidden_activation = with_rows[0]
 
     def _mark_output(self, output: Any) -> None:
         """Marks the output of a model with the line of the call and its BatchNorm layers.
@@ -490,11 +491,12 @@ class ForwardRecorder:
 
         # The rows of the inputs are samples if some output has one row for each of them, or several
         # rows, such as one for each token of a text.
-        if outputs_with_row_per_sample:
-            record.rows_are_samples = True
-        elif any(_has_several_rows_per_sample(tensor, num_samples) for tensor in outputs):
+        if outputs_with_row_per_sample or any(
+            _has_several_rows_per_sample(tensor, num_samples) for tensor in outputs
+        ):
             record.rows_are_samples = True
 
+        # Only the latest forward passes are kept.
         notes.forward_passes = [*notes.forward_passes, forward_pass][-MAX_FORWARD_PASSES:]
 
         # Outputs are compared sample by sample only if each of them has a row for each sample.
@@ -502,13 +504,13 @@ class ForwardRecorder:
             return
 
         record.outputs = summarize_rows(outputs_with_row_per_sample, num_samples)
-        for number, tensor in enumerate(outputs, 1):
-            hook = partial(self.record_output_gradient, forward_pass, number)
+        for output_number, tensor in enumerate(outputs, 1):
+            hook = partial(self.record_output_gradient, forward_pass, output_number)
             tensor.register_hook(hook)  # type: ignore[no-untyped-call]
 
     @guarded
     def record_output_gradient(
-        self, forward_pass: ForwardPass, number: int, gradient: Tensor | None
+        self, forward_pass: ForwardPass, output_number: int, gradient: Tensor | None
     ) -> None:
         """Records the gradient of the loss with respect to a model's output, sample by sample.
 
@@ -517,7 +519,7 @@ class ForwardRecorder:
 
         Args:
             forward_pass: forward pass that returned the output.
-            number: number of the output, from 1.
+            output_number: number of the output, from 1.
             gradient: gradient of the loss with respect to the output; None if the loss does not
                 depend on it.
         """
@@ -536,13 +538,33 @@ class ForwardRecorder:
         if len(summaries) == 0:  # a batch without samples
             return
 
-        # The factor tells outputs apart: otherwise, the sum below would stay the same if the
+        # Weighted by the number of the output. Otherwise, the sum would stay the same if the
         # gradients of two outputs were swapped.
-        rows = summaries * number
+        weighted_rows = summaries * output_number
         if len(record.output_gradients) == 0:
-            record.output_gradients = rows
+            record.output_gradients = weighted_rows
         else:
-            record.output_gradients = record.output_gradients + rows
+            record.output_gradients = record.output_gradients + weighted_rows
+
+
+def _rows_are_certainly_samples(inputs: Any, sample_inputs: list[Tensor]) -> bool:
+    """True if a model has several inputs, and all of them have the same number of rows.
+
+    The rows of a single input may be something else than samples, such as the nodes of a graph.
+
+    Args:
+        inputs: all inputs of the model.
+        sample_inputs: the inputs that have as many rows as the first one.
+    """
+    inputs_with_rows = [tensor for tensor in tensors(inputs) if tensor.dim() > 0]
+    has_several_inputs = len(inputs_with_rows) > 1
+    return has_several_inputs and len(sample_inputs) == len(inputs_with_rows)
+
+
+def _values_by_sample(tensor: Tensor, num_samples: int) -> Array:
+    """Returns a copy of all values of a tensor, in the shape (samples, values of one sample)."""
+    rows = tensor.detach().double().reshape(num_samples, -1)
+    return rows.cpu().clone().numpy()
 
 
 def _has_several_rows_per_sample(output: Tensor, num_samples: int) -> bool:

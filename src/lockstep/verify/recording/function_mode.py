@@ -135,7 +135,7 @@ class FunctionMode(TorchFunctionMode):
         A call of a loss function is also added to `loss_calls`.
 
         Args:
-            evidence: its fields are set.
+            evidence: object whose fields are set here.
             func: function of torch that is called.
             name: name of the function.
             args: positional arguments of the call.
@@ -148,12 +148,7 @@ class FunctionMode(TorchFunctionMode):
             if call is not None:
                 self.loss_calls.append(call)
 
-        # The call may be arithmetic on losses, such as `loss + penalty` or `loss / 2`. For torch,
-        # this is a call with two positional arguments, such as `Tensor.add(loss, penalty)`. For any
-        # other function, `terms_of_result` returns no terms.
-        if len(args) == 2:
-            left, right = args
-            evidence.loss_terms = terms_of_result(name, left, right)
+        evidence.loss_terms = terms_of_result(name, args)  # empty unless the call adds up losses
 
     def _note_result(
         self,

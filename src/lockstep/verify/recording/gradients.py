@@ -10,7 +10,7 @@ complete. For a sharded gradient, only this rank's shard is looked at.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
 
@@ -102,8 +102,9 @@ class GradientRecorder:
     def end_backward(self) -> None:
         """Records the gradients that a backward pass has left, and whether they are still local.
 
-        Local gradients were computed on this rank. Otherwise, DDP has averaged them. The answer is
-        added to `state.update.local_passes`; the gradients are kept in `state.notes`.
+        They are if every gradient is what the hooks have seen on this rank; otherwise, DDP has
+        averaged them. The answer is added to `state.update.local_passes`; the gradients are kept in
+        `state.notes`.
         """
         notes = self.state.notes
         notes.gradients_after_backward = {}
@@ -116,7 +117,7 @@ class GradientRecorder:
             gradient = to_local(parameter.grad).clone()
             notes.gradients_after_backward[id(parameter)] = gradient
 
-            # It is still local if this rank has computed the same gradient before any averaging.
+            # What each backward pass of the update has added to it. Empty without a hook.
             local_gradients = self._local_gradients_of(parameter)
             if local_gradients:
                 are_local.append(_is_local(gradient, local_gradients))
@@ -126,7 +127,7 @@ class GradientRecorder:
 
         # Batches that are handed out after the last backward pass of an update belong to the next
         # update.
-        notes.batches_at_last_backward = len(self.state.update.batches)
+        notes.num_batches_at_last_backward = len(self.state.update.batches)
 
     def _local_gradients_of(self, parameter: nn.Parameter) -> list[Tensor]:
         """Returns what each backward pass of the update added to the gradient of a parameter."""
@@ -191,9 +192,8 @@ class GradientRecorder:
         # The least-squares solution of h = factor * g.
         factor = dot_product / squared_norm_then
 
-        # The squared distance |h - factor*g|² is |h|² - 2*factor*(g·h) + factor²*|g|². With the
-        # factor from above, the last term is factor*(g·h), so that |h|² - factor*(g·h) remains. If
-        # h is a multiple of g, this is zero up to rounding.
+        # |h - factor*g|² = |h|² - factor*(g·h), since factor = (g·h) / |g|². It is zero up to
+        # rounding if h is a multiple of g.
         squared_distance = squared_norm_now - factor * dot_product
         if squared_distance <= MAX_RELATIVE_RESIDUAL * squared_norm_now:
             return factor
@@ -249,33 +249,25 @@ class GradientRecorder:
 
         # The tensor is a gradient if it has the same storage as the gradient of some parameter. A
         # flat tensor may hold the gradients of several parameters.
-        update = self.state.update
         address = storage_address(tensor)
-        for name, parameter in self.state.models.parameters_with_gradient_at(address):
-            reduced = copy_arrays([(name, parameter.grad)])
-            update.reduced_in_step = {**update.reduced_in_step, **reduced}
+        reduced_parameters = self.state.models.parameters_with_gradient_at(address)
+        reduced = copy_arrays((name, parameter.grad) for name, parameter in reduced_parameters)
+        update = self.state.update
+        update.reduced_in_step = {**update.reduced_in_step, **reduced}
 
     # Gradients at the step
 
     def record_for_step(self, parameter_ids: set[int]) -> None:
         """Records the gradients that an optimizer is about to step with, before and after clipping.
 
-        This sets `gradients` and `unclipped` of the update, and notes the precision of the
-        gradients. Afterwards, values that are nothing but rounding, since they are tiny beside the
-        largest gradient, are set to zero in the script itself: Adam would take a full step in the
-        direction of that rounding.
+        This sets `gradients` and `unclipped` of the update.
 
         Args:
             parameter_ids: ids of the optimizer's parameters.
         """
         update = self.state.update
-        parameters_with_gradient = {}
-        for name, parameter in self.state.models.parameters():
-            if id(parameter) in parameter_ids and parameter.grad is not None:
-                parameters_with_gradient[name] = parameter
-
         named_gradients = []
-        for name, parameter in parameters_with_gradient.items():
+        for name, parameter in self._parameters_with_gradient(parameter_ids):
             named_gradients.append((name, parameter.grad))
         update.gradients = copy_arrays(named_gradients)
 
@@ -288,11 +280,40 @@ class GradientRecorder:
 
         update.unclipped = unclipped
 
-        # This changes the script's own gradients, and not the recorded copies.
-        _zero_rounding(parameters_with_gradient.values(), recorded_gradients=update.gradients)
+    def zero_rounding(self, parameter_ids: set[int]) -> None:
+        """Sets values to zero, in the script's own gradients, that are nothing but rounding.
 
-        for gradient_tensor in self.all_gradients():
-            self.state.mode.note_dtype(gradient_tensor)
+        An example is the gradient of a bias in front of a BatchNorm layer: it is zero in exact
+        arithmetic. Adam normalizes gradients, so it would take a full step from the rounding error,
+        in a direction that differs from run to run. The recorded gradients, which must be those of
+        these parameters, are not changed.
+
+        Args:
+            parameter_ids: ids of the parameters of an optimizer that is about to step.
+        """
+        largest_value = largest_of_all(self.state.update.gradients)
+        limit = RELATIVE_ROUNDING * largest_value
+        for _, parameter in self._parameters_with_gradient(parameter_ids):
+            gradient = to_local(parameter.grad)
+            if not gradient.is_sparse and gradient.is_floating_point():
+                gradient.masked_fill_(gradient.abs() < limit, 0.0)
+
+    def note_dtypes(self) -> None:
+        """Notes the precision of all gradients, on which the tolerance of the comparison depends.
+
+        Gradients of other optimizers count too: a low precision anywhere in a model affects all of
+        it.
+        """
+        for gradient in self.all_gradients():
+            self.state.mode.note_dtype(gradient)
+
+    def _parameters_with_gradient(
+        self, parameter_ids: set[int]
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yields the parameters with these ids that have a gradient, with their names."""
+        for name, parameter in self.state.models.parameters():
+            if id(parameter) in parameter_ids and parameter.grad is not None:
+                yield name, parameter
 
     def all_gradients(self) -> Iterator[Tensor]:
         """Yields the gradients of all parameters that have one."""
@@ -314,24 +335,3 @@ def _is_local(gradient: Tensor, local_gradients: list[Tensor]) -> bool:
     sum_of_passes = sum(local_gradients, torch.zeros_like(gradient))
     of_last_pass = local_gradients[-1]
     return gradient.equal(sum_of_passes) or gradient.equal(of_last_pass)
-
-
-def _zero_rounding(
-    parameters: Iterable[nn.Parameter], recorded_gradients: Mapping[str, Array]
-) -> None:
-    """Sets values of gradients to zero that are nothing but rounding errors.
-
-    An example is the gradient of a bias in front of a BatchNorm layer: it is zero in exact
-    arithmetic. Adam normalizes gradients, so it would take a full step from the rounding error, in
-    a direction that differs from run to run.
-
-    Args:
-        parameters: parameters whose gradients are changed in place.
-        recorded_gradients: copies of the gradients, by parameter name.
-    """
-    largest_value = largest_of_all(recorded_gradients)
-    limit = RELATIVE_ROUNDING * largest_value
-    for parameter in parameters:
-        gradient = to_local(parameter.grad)
-        if not gradient.is_sparse and gradient.is_floating_point():
-            gradient.masked_fill_(gradient.abs() < limit, 0.0)

@@ -28,21 +28,23 @@ class InputRecorder:
         self.samplers_with_epoch: set[Any] = set()
         """Samplers whose `set_epoch` the script has called."""
         self._unused = UnusedBatches()
-        self._passes_over: dict[Any, int] = {}
-        """How often each loader was iterated for training, in the order of the first use. Only
-        passes over torch's loaders are counted; Lockstep's have 0."""
+        self._number_of_loader: dict[Any, int] = {}
+        """The number of each loader, from 0, in the order of the first use."""
+        self._passes_over: Counter[DataLoader[Any]] = Counter()
+        """How often each of torch's loaders was iterated for training."""
         self._batches_in_epoch: Counter[tuple[Any, int]] = Counter()
         """Number of batches handed out, by torch's loader and epoch."""
 
     @property
     def number_of_torch_loaders(self) -> int:
         """Number of torch's DataLoaders that were iterated for training."""
-        return len([loader for loader in self._passes_over if isinstance(loader, DataLoader)])
+        return len([loader for loader in self._number_of_loader if isinstance(loader, DataLoader)])
 
     @guarded
     def begin_pass(self, loader: DataLoader[Any]) -> None:
         """Counts a pass over one of torch's DataLoaders, which begins for training."""
-        self._passes_over[loader] = self._passes_over.get(loader, 0) + 1
+        self._number_of_loader.setdefault(loader, len(self._number_of_loader))
+        self._passes_over[loader] += 1
 
     @guarded
     def record_batch(
@@ -64,11 +66,7 @@ class InputRecorder:
         """
         sampler = loader.sampler
         is_shuffled = isinstance(sampler, DistributedSampler) and sampler.shuffle
-
-        # The first pass over a loader is epoch 0, the second one epoch 1. A pass that began while
-        # gradients were off was not counted, so there may be 0 passes, which is epoch 0, too.
-        passes_begun = self._passes_over.get(loader, 0)
-        epoch = max(0, passes_begun - 1)
+        epoch = self._epoch_of(loader)
 
         # A shuffling sampler whose `set_epoch` is never called gives the same order in each epoch.
         has_fixed_order = is_shuffled and sampler not in self.samplers_with_epoch
@@ -82,8 +80,18 @@ class InputRecorder:
             order_fixed=has_fixed_order,
         )
         self._batches_in_epoch[loader, epoch] += 1
-        self._add(loader, record, self._batches_in_epoch[loader, epoch])
+        number_in_epoch = self._batches_in_epoch[loader, epoch]
+        self._add(loader, record, number_in_epoch)
         self._unused.add(batch, record)  # until a model is called with it
+
+    def _epoch_of(self, loader: DataLoader[Any]) -> int:
+        """Returns the number of the pass over a loader, from 0.
+
+        A pass that began while gradients were off was not counted. So there may be no passes, which
+        is epoch 0, too.
+        """
+        passes_begun = self._passes_over[loader]
+        return max(0, passes_begun - 1)
 
     @guarded
     def record_lockstep_batch(self, event: DeliveredBatch) -> None:
@@ -95,10 +103,10 @@ class InputRecorder:
         Args:
             event: the micro-batch and its position in the epoch.
         """
-        # With pipeline stages, several ranks get the same micro-batch, and only one of them counts
-        # its samples and losses: there, `event.counts` is True.
-        this_rank_counts_it = event.counts
-        self.state.update.contributes = this_rank_counts_it
+        # With pipeline stages, several ranks get the same micro-batch. Its samples and losses are
+        # counted on one of these ranks only.
+        is_counted_here = event.counts
+        self.state.update.contributes = is_counted_here
         self.state.micro_batch = event.micro_batch
 
         ids = event.samples.tolist()
@@ -111,10 +119,10 @@ class InputRecorder:
         if len(record.contents) != len(ids):
             record.contents = ()
 
-        number_of_batch = event.position + 1  # positions are counted from 0
-        self._add(event.loader, record, number_of_batch)
+        number_in_epoch = event.position + 1  # positions are counted from 0
+        self._add(event.loader, record, number_in_epoch)
 
-    def _add(self, loader: Any, record: Batch, number: int) -> None:
+    def _add(self, loader: Any, record: Batch, number_in_epoch: int) -> None:
         """Adds a batch to the current update, and numbers its loader.
 
         This also sets `state.last_batch_text`, which tells the user where the script was stopped,
@@ -123,22 +131,19 @@ class InputRecorder:
         Args:
             loader: loader that handed out the batch.
             record: record of the batch; its `loader` is set.
-            number: number of the batch in its epoch, from 1.
+            number_in_epoch: number of the batch in its epoch, from 1.
         """
         state = self.state
         # `World.backward` may have recorded the loss of an earlier batch, but not of this one.
         state.loss_is_recorded = False
 
-        # Loaders are numbered in the order of their first use, which is the order of the entries in
-        # this dictionary. `begin_pass` has added one of torch's loaders, with its number of passes.
-        # A loader of Lockstep, whose passes are not counted, is added here with 0.
-        if loader not in self._passes_over:
-            self._passes_over[loader] = 0
-        record.loader = list(self._passes_over).index(loader)
+        # A loader that was not used before gets the next number.
+        next_number = len(self._number_of_loader)
+        record.loader = self._number_of_loader.setdefault(loader, next_number)
 
-        place = f"batch {number}"
+        place = f"batch {number_in_epoch}"
         with suppress(TypeError):  # a stream has no length
-            place = f"batch {number} of {len(loader)}"
+            place = f"batch {number_in_epoch} of {len(loader)}"
 
         # This is appended to a text such as "step 3": "step 3, batch 3 of 4 of epoch 1".
         state.last_batch_text = f", {place} of epoch {record.epoch + 1}"
@@ -148,13 +153,13 @@ class InputRecorder:
         state.mode.draws.restart()
         state.step_draws.restart()
 
-    def note_use(self, batch_number: int) -> None:
+    def mark_used(self, batch_number: int) -> None:
         """Records that a model is called with tensors that were made from a batch.
 
         Args:
             batch_number: number of the batch; 0 if the tensors were made from no batch.
         """
-        self._unused.note_use(batch_number)
+        self._unused.mark_used(batch_number)
 
     def end_update(self) -> list[Batch]:
         """Keeps only those batches in the update that models have trained on in this step.
@@ -162,12 +167,14 @@ class InputRecorder:
         Returns:
             The batches that were fetched ahead for a later update.
         """
-        # Batches that were fetched ahead may be trained on in a later step. The script has only
-        # looked at the others, and never trains on them.
+        # `fetched_ahead` may be trained on in a later step. At the batches in `never_trained`, the
+        # script has only looked.
         update = self.state.update
         fetched_ahead, never_trained = self._unused.end_update()
-        untrained_ids = {id(record) for record in (*fetched_ahead, *never_trained)}
-        update.batches = [record for record in update.batches if id(record) not in untrained_ids]
+        ids_not_trained_now = {id(record) for record in (*fetched_ahead, *never_trained)}
+        update.batches = [
+            record for record in update.batches if id(record) not in ids_not_trained_now
+        ]
 
         # Without a loader, only the inputs of the models are known.
         if not update.batches:

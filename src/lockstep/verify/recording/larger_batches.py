@@ -24,7 +24,7 @@ class EnlargedBatchSize(int):
     """A batch size that was already multiplied. A rebuilt copy of the loader inherits it."""
 
 
-def enlarge(arguments: dict[str, Any], times: int) -> None:
+def enlarge_in_place(arguments: dict[str, Any], times: int) -> None:
     """Changes the arguments of a DataLoader so that its batches become `times` as large.
 
     Args:
@@ -72,7 +72,12 @@ def merge_batches(sampler: Any, times: int) -> Any:
     if isinstance(sampler, list | tuple):
         return _MergedList(_merged(sampler, times))
 
-    original_class: Any = type(sampler)
+    sampler.__class__ = _merging_subclass(type(sampler), times)
+    return sampler
+
+
+def _merging_subclass(original_class: Any, times: int) -> type:
+    """Returns a subclass of a sampler's class that yields each `times` batches as one batch."""
 
     def iterate(self: Any) -> Iterator[list[Any]]:
         """Implements `__iter__` of the subclass."""
@@ -91,8 +96,7 @@ def merge_batches(sampler: Any, times: int) -> Any:
     if hasattr(original_class, "__len__"):  # a stream of batches has no length
         attributes["__len__"] = length
 
-    sampler.__class__ = type(original_class.__name__, (original_class,), attributes)
-    return sampler
+    return type(original_class.__name__, (original_class,), attributes)
 
 
 def _is_enlarged(sampler: Any) -> bool:
@@ -105,9 +109,11 @@ def _is_enlarged(sampler: Any) -> bool:
         candidates += vars(sampler).values()
 
     for candidate in candidates:
-        if hasattr(candidate, MERGED_ATTRIBUTE):
-            return True
-        if isinstance(getattr(candidate, "batch_size", None), EnlargedBatchSize):
+        # Either its batches are merged here, or it is a `BatchSampler` that was built from a batch
+        # size that was multiplied here.
+        is_merged = hasattr(candidate, MERGED_ATTRIBUTE)
+        has_enlarged_size = isinstance(getattr(candidate, "batch_size", None), EnlargedBatchSize)
+        if is_merged or has_enlarged_size:
             return True
 
     return False

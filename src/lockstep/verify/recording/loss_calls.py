@@ -50,9 +50,13 @@ class LossCall:
     options: Mapping[str, Any]
     """The other arguments, by name, or under a name such as `argument 3` if passed by position."""
 
+    def _option(self, name: str, position: int, default: Any = None) -> Any:
+        """Returns an option that was passed by name or at a position, which is counted from 1."""
+        return self.options.get(name, self.options.get(f"argument {position}", default))
+
     @property
-    def weight(self) -> float:
-        """The total weight of all targets, which is the number torch divides by to compute a mean.
+    def divisor(self) -> float:
+        """The number that torch divides by to compute a mean: the total weight of all targets.
 
         Ignored labels have the weight 0, and other labels the weight of their class, or 1 without
         class weights. If the targets are not labels but values or probabilities, each value has the
@@ -64,10 +68,9 @@ class LossCall:
         ignored_label = self.options.get("ignore_index", IGNORE_INDEX)
         labels = self.targets[self.targets != ignored_label]
 
-        # The class weights are passed as `cross_entropy(input, target, weight=...)`, or as the
-        # third argument without a name. In other loss functions that is another option, a number.
-        third_argument = self.options.get("argument 3")
-        weight = self.options.get("weight", third_argument)
+        # The class weights, as in `cross_entropy(input, target, weight)`. In other loss functions,
+        # the third argument is another option, a number.
+        weight = self._option("weight", position=3)
         has_weight_of_each_class = isinstance(weight, Tensor) and weight.dim() == 1
         if has_weight_of_each_class:
             weights_of_labels = weight[labels]
@@ -79,6 +82,9 @@ class LossCall:
 def loss_call(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> LossCall | None:
     """Reads the arguments of a call of one of torch's loss functions.
 
+    The first two arguments of all these functions are called `input` and `target`. The others are
+    kept as options.
+
     Args:
         name: name of the function.
         args: positional arguments of the call.
@@ -88,22 +94,15 @@ def loss_call(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Lo
         The call, with a copy of its targets. None if there are no targets, or if the call trains
         nothing because its input requires no gradient.
     """
-    # The first two arguments of all these functions are called `input` and `target`. Either may be
-    # passed by position or by name.
-    options: dict[str, Any] = {}
-    if len(args) > 0:
-        options["input"] = args[0]
-    if len(args) > 1:
-        options["target"] = args[1]
-    options.update(kwargs)
-
-    outputs = options.pop("input", None)
-    targets = options.pop("target", None)
+    arguments = dict(zip(("input", "target"), args, strict=False)) | dict(kwargs)
+    outputs = arguments.get("input")
+    targets = arguments.get("target")
     if not needs_gradient(outputs) or not isinstance(targets, Tensor):
         return None
 
     # The names of further positional arguments depend on the function, so they are numbered:
     # "argument 3", "argument 4", ...
+    options = {name: value for name, value in kwargs.items() if name not in ("input", "target")}
     for number, value in enumerate(args[2:], start=3):
         options[f"argument {number}"] = value
 
@@ -119,7 +118,7 @@ def terms_of(loss: Tensor) -> list[float]:
     return [float(loss.detach())]
 
 
-def terms_of_result(name: str, one: Any, other: Any) -> list[float]:
+def terms_of_result(name: str, args: tuple[Any, ...]) -> list[float]:
     """Returns the terms of the loss that a call computes from other losses.
 
     For losses a = 1, b = 2 and c = 3, `(a + b) - c` has the terms 1, 2 and -3, and `(a + b) / 2`
@@ -127,12 +126,12 @@ def terms_of_result(name: str, one: Any, other: Any) -> list[float]:
 
     Args:
         name: name of the called function, such as "add".
-        one: first argument of the call.
-        other: second argument of the call.
+        args: positional arguments of the call. For `a + b`, torch calls `Tensor.add(a, b)`.
     """
-    if name not in ("add", "add_", "sub", "mul", "div"):
+    if name not in ("add", "add_", "sub", "mul", "div") or len(args) != 2:
         return []
 
+    one, other = args
     terms = _terms_of_argument(one)  # empty if the argument is not a loss
     other_terms = _terms_of_argument(other)
     if name in ("add", "add_"):
@@ -217,24 +216,25 @@ def _line_of_call(name: str, args: tuple[Any, ...]) -> str | None:
         name: name of the called function.
         args: positional arguments of the call.
     """
-    # Only a multiplication or division that a library has called itself may scale a loss.
-    may_scale = name in ("mul", "div") and len(args) == 2
-    if not may_scale or _is_called_by_user():
+    loss = _scaled_loss(name, args)
+    if loss is None or _is_called_by_user():
         return user_line()
 
-    # A library has called loss * factor, or factor * loss.
-    if needs_gradient(args[0]):
-        loss, factor = args
-    else:
-        factor, loss = args
+    line_of_unscaled_loss = line_of_loss(loss)
+    return line_of_unscaled_loss or user_line()
 
-    is_loss = needs_gradient(loss) and loss.dim() == 0  # a loss is a scalar with a gradient
-    is_scaled_loss = is_loss and not needs_gradient(factor)
-    if is_scaled_loss:
-        line_of_unscaled_loss = line_of_loss(loss)
-        return line_of_unscaled_loss or user_line()
 
-    return user_line()
+def _scaled_loss(name: str, args: tuple[Any, ...]) -> Tensor | None:
+    """Returns the loss in `loss * factor`, `factor * loss` or `loss / factor`.
+
+    None if the call is something else. See `_line_of_call` for the arguments.
+    """
+    if name not in ("mul", "div") or len(args) != 2:
+        return None
+
+    losses = [value for value in args if needs_gradient(value)]
+    has_one_loss = len(losses) == 1 and losses[0].dim() == 0  # a loss is a scalar with a gradient
+    return losses[0] if has_one_loss else None
 
 
 def _is_called_by_user() -> bool:

@@ -84,30 +84,28 @@ class LossRecorder:
         state.mode.note_dtype(loss)
         self._hook_all_parameters()
 
-        # A rank without an optimizer gets its parameters from another rank. If they have changed
-        # since the last loss, the update of that loss is complete: it is written here, and the new
-        # loss belongs to the next update.
+        # 1. End the previous update, if another rank has changed the parameters of this one since
+        # the last loss. Then this loss belongs to the next update.
         self._foreign_steps.record_if_loss_parameters_changed(loss)
 
-        # Before the training, the script may have called the model for other reasons.
+        # 2. Find the forward passes that the script has made for this loss. The list is a snapshot:
+        # forward passes from here on are torch's own, and replace the list in the notes by another.
         if state.is_first_update and len(state.notes.forward_passes) > 1:
             self._forget_trial_passes(loss)
-
-        # The forward passes that the script has made for this loss. `_record_sample_coupling` runs
-        # backward passes of its own, in which torch may call checkpointed parts of a model again.
-        # These calls replace the list in the notes by a longer one, and this list stays as it is.
         forward_passes = state.notes.forward_passes
+
+        # 3. Describe the loss.
         marks = marks_of(loss)
         self._record_origin(loss, marks)
         self._record_sample_coupling(loss, forward_passes)
-
         state.update.losses.append(self._value(loss))
         state.update.loss_terms.append(terms_of(loss))
         self._record_loss_calls(marks, forward_passes)
 
-        # The hooks on the parameters add the gradients of this backward pass to the last entry.
+        # 4. Prepare for the backward pass. The hooks will add its gradients to the last entry.
         state.notes.gradients_of_passes.append({})
         self._move_forward_passes_to_update(forward_passes)
+        self._clear_notes_of_backward_pass()
 
     def _hook_all_parameters(self) -> None:
         """Hooks all parameters to see their gradients, even if only an optimizer has them."""
@@ -141,8 +139,9 @@ class LossRecorder:
         if first_used_pass is notes.forward_passes[0]:  # the first call was not a trial
             return
 
-        # The last entry holds the inputs of the trial. Replace them by the inputs of the first call
-        # that the loss was computed from.
+        # Inputs are recorded once for each backward pass, at the first call of a model, so the last
+        # entry has those of the trial. Replace them by the inputs of the first call that the loss
+        # was computed from.
         model_inputs = self.state.update.model_inputs
         if model_inputs and first_used_pass.inputs is not None:
             model_inputs[-1] = first_used_pass.inputs
@@ -160,26 +159,22 @@ class LossRecorder:
         update = state.update
         update.loss_line = line_of_loss(loss) or user_line() or ""
 
-        # The mark "gather" is on a loss that depends on a gather which passes no gradient on, such
-        # as `all_gather`. The line of the first such gather in the update is kept.
-        if not update.gather_line:
-            update.gather_line = marks.get("gather", "")
+        # The loss may depend on a gather that passes no gradient on, such as `all_gather`, or on a
+        # gather whose input the script has detached. The first line of each in the update is kept.
+        update.gather_line = update.gather_line or marks.get("gather", "")
+        update.detached_gather_line = update.detached_gather_line or marks.get("detached", "")
 
-        # The mark "detached" is on a loss that depends on a gather whose input the script has
-        # detached. The line of the first one is kept, too.
-        if not update.detached_gather_line:
-            update.detached_gather_line = marks.get("detached", "")
-
-        # Only random numbers that were drawn since the first forward pass are recorded here.
-        # Earlier ones were recorded together with the inputs of the models.
+        # All other marks. Only random numbers that were drawn since the first forward pass are
+        # recorded here; earlier ones were recorded together with the inputs of the models.
         state.record_marks(marks, draws_before=state.notes.draws_before_forward)
         state.step_draws.record(update)
 
     def _record_sample_coupling(self, loss: Tensor, forward_passes: Sequence[ForwardPass]) -> None:
         """Records whether samples influence each other, in the loss or in a model.
 
-        This sets `loss_compares_samples` and `coupling_model` of the update. It is a property of
-        the script, so it is only tested in the run on one process, which sees whole batches.
+        This sets `loss_compares_samples` and `coupling_model` of the update. Whether samples
+        influence each other is a property of the script, so it is only tested in the run on one
+        process, which sees whole batches.
 
         Args:
             loss: loss whose backward pass begins.
@@ -188,14 +183,8 @@ class LossRecorder:
         if dist.is_initialized() and dist.get_world_size() > 1:
             return
 
-        # The last batch is the one that the loss was computed from. Its `weights` are the counts
-        # that a mean over the batch may be divided by; the number of samples is one of them.
         update = self.state.update
-        num_samples = 0
-        batches = update.batches or update.model_inputs
-        if batches:
-            num_samples = int(batches[-1].weights["samples"])
-
+        num_samples = self._num_samples_of_loss()
         if not update.loss_compares_samples:
             outputs: list[Tensor] = []
             for forward_pass in forward_passes:
@@ -204,6 +193,17 @@ class LossRecorder:
 
         if not update.coupling_model:
             update.coupling_model = self._find_coupling_model(forward_passes)
+
+    def _num_samples_of_loss(self) -> int:
+        """Returns the number of samples in the last batch, which the loss was computed from.
+
+        Without a loader, the inputs of the models are taken for the batch. The number is 0 if
+        neither is known.
+        """
+        batches = self.state.update.batches or self.state.update.model_inputs
+        if not batches:
+            return 0
+        return int(batches[-1].weights["samples"])
 
     def _find_coupling_model(self, forward_passes: Sequence[ForwardPass]) -> str:
         """Returns the name of a model that couples samples, or "".
@@ -229,14 +229,15 @@ class LossRecorder:
         row for each sample.
         """
         model = forward_pass.record.model
-        if forward_pass.hidden is None or not self._needs_coupling_test(model):
+        hidden_activation = forward_pass.hidden_activation
+        if hidden_activation is None or not self._needs_coupling_test(model):
             return
 
         start_time = time.monotonic()
-        is_coupled = couples_samples(forward_pass.outputs, forward_pass.hidden)
+        is_coupled = couples_samples(forward_pass.outputs, hidden_activation)
         self._coupling_found_in[model] = is_coupled
 
-        # After one slow test, `_needs_coupling_test` repeats no test in later steps.
+        # If a test was slow, each model is tested only once.
         if time.monotonic() - start_time > MAX_COUPLING_S:
             self._coupling_is_slow = True
 
@@ -256,25 +257,24 @@ class LossRecorder:
     def _value(self, loss: Tensor) -> float:
         """Returns the loss as a number. The mean over an empty batch, which is NaN, becomes 0.
 
-        The batch of the loss is empty if the last batch of a loader, or the last input of a model,
-        has no samples.
+        The loss was computed from the latest batch that a loader has handed out, or without a
+        loader from the latest inputs of a model.
         """
         value = float(loss.detach())
         if not math.isnan(value):
             return value
 
         update = self.state.update
-        if _last_is_empty(update.batches) or _last_is_empty(update.model_inputs):
-            return 0.0
-
-        return value
+        latest_is_empty = _last_is_empty(update.batches) or _last_is_empty(update.model_inputs)
+        return 0.0 if latest_is_empty else value
 
     def _record_loss_calls(
         self, marks: Mapping[str, Any], forward_passes: Sequence[ForwardPass]
     ) -> None:
-        """Records what the loss may have been divided by, and the targets of its samples.
+        """Records the loss functions of torch that have computed a loss.
 
-        The other arguments of torch's loss functions go to `loss_options` of the update.
+        These are the numbers that they, or the script, have divided by, their options, and the
+        targets of the samples.
 
         Args:
             marks: marks on the loss, by kind.
@@ -292,40 +292,42 @@ class LossRecorder:
                 divisors["divisor of the loss"] = divisor
 
         # To get a mean, a loss function of torch has divided a sum by the number of labels, or by
-        # the sum of their class weights. `call.weight` is this divisor.
+        # the sum of their class weights.
         if calls:
-            divisors["labels in the loss"] = sum(call.weight for call in calls)
+            divisors["labels in the loss"] = sum(call.divisor for call in calls)
 
         state.update.loss_divisors.append(divisors)
-
-        for call in calls:
-            for option, value in call.options.items():
-                if isinstance(value, Tensor | float):
-                    summary = summarize(torch.as_tensor(value))
-                    state.update.loss_options[f"{option} of {call.line}"] = summary
+        self._record_options(calls)
 
         # The samples are those of the first model. Others may be called with its outputs.
         if forward_passes:
             _record_targets(forward_passes[0], calls)
 
+    def _record_options(self, calls: Sequence[LossCall]) -> None:
+        """Records the options of loss functions, such as class weights, by name and line."""
+        for call in calls:
+            for option, value in call.options.items():
+                if isinstance(value, Tensor | float):
+                    summary = summarize(torch.as_tensor(value))
+                    self.state.update.loss_options[f"{option} of {call.line}"] = summary
+
     def _move_forward_passes_to_update(self, forward_passes: Sequence[ForwardPass]) -> None:
         """Moves the forward passes before this backward pass from the notes to the update.
-
-        It also clears the other notes that belong to one backward pass.
 
         Args:
             forward_passes: forward passes since the last backward pass.
         """
         records = [forward_pass.record for forward_pass in forward_passes]
         for record in records:
-            # During the backward pass that begins now, hooks record the gradients of the outputs.
-            # Gradients that were recorded before come from another one, such as the backward pass
-            # of a gradient penalty. They are removed: the array keeps no rows, as at the beginning.
+            # Gradients of outputs that were recorded so far come from another backward pass, such
+            # as that of a gradient penalty. An array without rows stands for none.
             record.output_gradients = record.output_gradients[:0]
 
         update = self.state.update
         update.forwards = [*update.forwards, *records][-MAX_RECORDED_FORWARD_PASSES:]
 
+    def _clear_notes_of_backward_pass(self) -> None:
+        """Clears what the notes hold for the backward pass that begins now."""
         notes = self.state.notes
         notes.forward_passes = []
         notes.model_calls = 0
@@ -340,8 +342,8 @@ def _last_is_empty(batches: Sequence[Batch]) -> bool:
 def _record_targets(forward_pass: ForwardPass, calls: Sequence[LossCall]) -> None:
     """Records two numbers that stand for the targets of each sample, in a forward pass's record.
 
-    Each tensor of targets must have the same number of rows for each sample, such as 4 or 8 rows
-    for 4 samples. Otherwise, nothing is recorded.
+    The number of rows of every tensor of targets must be a multiple of the number of samples, such
+    as 4 or 8 rows for 4 samples. Otherwise, nothing is recorded.
 
     Args:
         forward_pass: forward pass of the model that the loss was computed from.
@@ -360,12 +362,10 @@ def _record_targets(forward_pass: ForwardPass, calls: Sequence[LossCall]) -> Non
     if not targets:
         return
 
-    # Some targets cannot be assigned to samples: 10 rows, for example, if there are 4 samples.
-    for tensor in targets:
-        if tensor.dim() == 0 or len(tensor) % num_samples != 0:
-            return
-
-    forward_pass.record.targets = summarize_rows(targets, num_samples)
+    # With 10 rows and 4 samples, for example, it is not known which rows belong to which sample.
+    all_fit = all(t.dim() > 0 and len(t) % num_samples == 0 for t in targets)
+    if all_fit:
+        forward_pass.record.targets = summarize_rows(targets, num_samples)
 
 
 def _are_positions(targets: Tensor) -> bool:

@@ -43,11 +43,10 @@ def mark(values: Any, **marks: Any) -> None:
         return
 
     for tensor in tensors(values):
-        if "_marks" not in tensor.__dict__:
-            tensor.__dict__["_marks"] = {}
-        existing = tensor.__dict__["_marks"]
-        for kind, value in marks.items():
-            existing[kind] = max(existing.get(kind, value), value)
+        existing_marks = tensor.__dict__.setdefault("_marks", {})
+        for kind, new_value in marks.items():
+            existing_value = existing_marks.get(kind, new_value)
+            existing_marks[kind] = max(existing_value, new_value)
 
 
 def marks_of(values: Any) -> dict[str, Any]:

@@ -44,14 +44,18 @@ class Models:
         """Their parameters are recorded even if no module has them."""
         self.after_last_step: dict[str, Array] = {}
         """Values of the parameters after the last optimizer steps, by name."""
-        self.ddp_group_ranks: Sequence[int] = ()
-        """Ranks in the last smaller process group that DDP was given; empty if every DDP wrapper
-        uses all ranks."""
+        self.ranks_of_last_incomplete_ddp_group: Sequence[int] = ()
+        """Ranks in the last process group of a DDP wrapper that lacks some ranks; empty if every
+        wrapper uses all ranks."""
         self.comm_hook_line = ""
         """Line that registered a communication hook with DDP; empty without one."""
 
     def add(self, module: nn.Module) -> None:
-        """Adds a module that was called or wrapped as a root, if no root contains it."""
+        """Adds a module that was called or wrapped as a root, if no root contains it.
+
+        A wrapper, such as DDP, becomes the root itself, so that it is recognized when it is called.
+        Its name is that of the module inside.
+        """
         inner_module = unwrap(module)  # such as the module inside of DDP
         if id(inner_module) in self._module_ids or not has_tensors(inner_module):
             return
@@ -67,8 +71,6 @@ class Models:
         if num_roots_of_class:
             name = f"{class_name}#{num_roots_of_class + 1}"
 
-        # If there is a wrapper, it is the root, so that `_module_ids` has its id too. `_named`
-        # removes the prefix of the wrapper from names.
         self._roots.append((name, module))
         self._module_ids |= {id(submodule) for submodule in module.modules()}
 
@@ -81,11 +83,11 @@ class Models:
         inner_module = wrapper.module
         self.ddp_parameter_ids[id(inner_module)] = averaged_ids
 
-        # A process group without some ranks may be a mistake, so it is recorded. One such group is
-        # enough to report. If a later wrapper has another one, it replaces the earlier group.
+        # A process group without some ranks may be a mistake.
         ranks = dist.get_process_group_ranks(wrapper.process_group)
-        if len(ranks) < dist.get_world_size():
-            self.ddp_group_ranks = ranks
+        is_incomplete = len(ranks) < dist.get_world_size()
+        if is_incomplete:
+            self.ranks_of_last_incomplete_ddp_group = ranks
 
     def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yields pairs of a name and a parameter. Shared parameters come only once.
@@ -141,8 +143,7 @@ class Models:
         """Yields parameters of optimizers that have not stepped yet, if no root contains them.
 
         Such parameters have no name. Each comes with a pair instead: the number of its optimizer,
-        in the order of construction, and its index in that optimizer. Parameters without values are
-        left out, and sharded ones too, since this rank has only a part of their values.
+        in the order of construction, and its index in that optimizer.
         """
         unstepped_numbers = []
         for number, optimizer in enumerate(self.built_optimizers):
@@ -152,12 +153,11 @@ class Models:
         if not unstepped_numbers:
             return
 
-        known_ids = {id(parameter) for _, parameter in self.parameters()}
+        named_ids = {id(parameter) for _, parameter in self.parameters()}
         for number in unstepped_numbers:
             for index, parameter in enumerate(parameters_of(self.built_optimizers[number])):
-                is_lazy = isinstance(parameter, UninitializedParameter)
-                has_values = not is_lazy and not parameter.is_meta
-                if has_values and id(parameter) not in known_ids and not is_sharded(parameter):
+                has_name = id(parameter) in named_ids
+                if not has_name and _has_all_values(parameter):
                     yield (number, index), parameter
 
     def plain_attributes(self) -> dict[str, Array]:
@@ -176,20 +176,18 @@ class Models:
                 if not isinstance(value, Tensor | list | tuple):
                     continue
 
-                # The attribute itself, or the tensors in a list. A parameter in a list is left out:
-                # its class is a subclass of Tensor.
+                # The attribute itself, or the tensors in a list. Parameters in a list are left out:
+                # their class is a subclass of Tensor.
                 plain_tensors = [t for t in pytree.tree_leaves(value) if type(t) is Tensor]
+                name = _attribute_name(module_name, attribute)
                 for index, tensor in enumerate(plain_tensors):
-                    # "Net/layer.scale"; for the root itself, "Net/scale" instead of "Net/.scale".
-                    name = f"{module_name}.{attribute}".replace("/.", "/")
-                    if len(plain_tensors) > 1:
-                        name = f"{name}[{index}]"
+                    name_of_tensor = f"{name}[{index}]" if len(plain_tensors) > 1 else name
                     weighted_sum, largest = summarize(tensor)
-                    arrays[name] = np.array([weighted_sum, largest, tensor.numel()])
+                    arrays[name_of_tensor] = np.array([weighted_sum, largest, tensor.numel()])
 
         return arrays
 
-    def sums_of_parameters(self) -> dict[str, Array]:
+    def summaries_of_parameters(self) -> dict[str, Array]:
         """Returns two numbers for each parameter that change with any of its values, by name.
 
         Sharded parameters are left out, since this rank has only a part of their values.
@@ -265,6 +263,17 @@ def _class_name(module: nn.Module) -> str:
     names = [module_class.__name__ for module_class in type(module).__mro__]
     names_without_fsdp = [name for name in names if "FSDP" not in name]
     return names_without_fsdp[0]
+
+
+def _attribute_name(module_name: str, attribute: str) -> str:
+    """Returns "Net/layer.scale" for "Net/layer" and "scale"; "Net/scale" for the root "Net/"."""
+    return f"{module_name}.{attribute}".replace("/.", "/")
+
+
+def _has_all_values(parameter: nn.Parameter) -> bool:
+    """True if this rank has all values of a parameter: it is not sharded, and has values at all."""
+    is_lazy = isinstance(parameter, UninitializedParameter)
+    return not is_lazy and not parameter.is_meta and not is_sharded(parameter)
 
 
 def has_tensors(module: nn.Module) -> bool:

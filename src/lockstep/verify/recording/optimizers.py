@@ -52,7 +52,7 @@ FIELDS_OF_BACKWARD_PASSES = (
     "gather_line",
     "detached_gather_line",
     "unwrapped_line",
-    "past_wrapper_line",
+    "line_that_bypassed_wrapper",
     "wrapped_passes",
 )
 """Fields of an update that describe its backward passes. If several optimizers step after the same
@@ -132,14 +132,9 @@ class OptimizerRecorder:
             state.steps_of[optimizer] = 0
             state.models.stepped_optimizers.append(optimizer)
 
-        # Two optimizers may step in turn. If 5 steps are enough, and the first optimizer has made 5
-        # and the second one 4, then the second one still makes its step. The script is ended when
-        # the first one is about to make its 6th.
-        has_most_steps = state.steps_of[optimizer] == max(state.steps_of.values())
-        if has_most_steps:
-            state.end_script_if_enough()
+        self._end_script_if_enough(optimizer)
 
-        itself, *other_args = args
+        optimizer_itself, *other_args = args
         has_closure = any(callable(value) for value in (*other_args, *kwargs.values()))
         if not has_closure:
             self._record_step_inputs(optimizer)
@@ -151,12 +146,26 @@ class OptimizerRecorder:
         for name, value in kwargs.items():
             recording_kwargs[name] = self._recording_if_closure(value, optimizer)
 
-        return (itself, *recording_args), recording_kwargs
+        return (optimizer_itself, *recording_args), recording_kwargs
+
+    def _end_script_if_enough(self, optimizer: Optimizer) -> None:
+        """Ends the script if the optimizer with the most steps has made enough of them.
+
+        Two optimizers may step in turn. If 5 steps are enough, and the first optimizer has made 5
+        and the second one 4, then the second one still makes its step. The script is ended when the
+        first one is about to make its 6th.
+
+        Args:
+            optimizer: optimizer that is about to step.
+        """
+        has_most_steps = self.state.steps_of[optimizer] == max(self.state.steps_of.values())
+        if has_most_steps:
+            self.state.end_script_if_enough()
 
     def _recording_if_closure(self, argument: Any, optimizer: Optimizer) -> Any:
         """Wraps an argument of `step` if it is a closure; returns other arguments unchanged.
 
-        An optimizer may take other arguments too, and its own name for `closure`. So whatever can
+        Some optimizers take further arguments, or call the closure by another name. So whatever can
         be called is taken for the closure.
 
         Args:
@@ -192,14 +201,20 @@ class OptimizerRecorder:
         self._copy_backward_passes_of_last_update()
         self._record_parameters(optimizer)
 
-        # By which factor the script has multiplied the gradients since the backward pass. This is
-        # read before `record_for_step`, which may set tiny gradients to zero.
+        # The gradients. The factor, by which the script has multiplied them since the backward
+        # pass, is read before `zero_rounding` changes them.
         state.update.gradient_factor = self._gradients.factor_since_backward()
         parameter_ids = {id(parameter) for parameter in parameters_of(optimizer)}
         self._gradients.record_for_step(parameter_ids)
+        self._gradients.zero_rounding(parameter_ids)
+        self._gradients.note_dtypes()
 
-        self._record_wrapping_of_models(parameter_ids, optimizer)
+        # How the models and the optimizer are set up.
+        self._record_wrapping_of_models()
+        self._record_preparation(optimizer, parameter_ids)
         self._record_optimizer(optimizer)
+
+        # Lines of the script whose results should not be in the gradients.
         state.update.earlier_outputs_line = self._line_of_earlier_outputs(optimizer)
         state.update.gradient_draw_line = self._line_of_draw_in_gradients()
 
@@ -228,55 +243,54 @@ class OptimizerRecorder:
         update = state.update
         named_parameters = list(state.models.parameters())
 
-        # The values themselves are only recorded before the first step. Where a parameter is in
-        # both dictionaries, the value at the first forward pass replaces the one of now.
+        # The values themselves are only recorded before the first step.
         is_before_first_step = not any(state.steps_of.values())
         if is_before_first_step:
-            values_now = copy_arrays(named_parameters)
             values_at_first_forward = update.initial
-            update.initial = {**values_now, **values_at_first_forward}
+            update.initial = {**copy_arrays(named_parameters), **values_at_first_forward}
 
-        # Sums over the parameters are recorded before every step.
-        sums_now = state.models.sums_of_parameters()
-        sums_at_first_forward = state.notes.sums_at_start
-        update.parameter_sums = {**sums_now, **sums_at_first_forward}
+        # Before every step, two numbers for each parameter are recorded.
+        summaries_at_first_forward = state.notes.summaries_at_start
+        summaries_now = state.models.summaries_of_parameters()
+        update.parameter_sums = {**summaries_now, **summaries_at_first_forward}
 
-        # Parameters outside of all models get a name when their optimizer first steps. The sums
-        # over those that have no name yet were computed at the first forward pass, too.
-        update.unstepped_sums = state.notes.unstepped_sums
+        # The same for parameters that no optimizer has stepped yet and that belong to no model.
+        update.unstepped_sums = state.notes.summaries_of_unstepped
 
-        # Tensors of modules that are neither parameters nor buffers.
+        # As they are now: tensors of modules that are neither parameters nor buffers, and which
+        # parameters are not trained.
         update.module_tensors = state.models.plain_attributes()
-
         update.frozen = state.frozen_parameters()
         evaluating_ids = state.notes.evaluating_parameters
         update.in_eval_mode = [name for name, p in named_parameters if id(p) in evaluating_ids]
         update.optimizer_state = _summarize_state(optimizer, named_parameters)
 
-    def _record_wrapping_of_models(self, parameter_ids: set[int], optimizer: Optimizer) -> None:
-        """Records how the models are wrapped, and which BatchNorm layers are not synchronized.
-
-        Args:
-            parameter_ids: ids of the optimizer's parameters.
-            optimizer: optimizer that steps.
-        """
+    def _record_wrapping_of_models(self) -> None:
+        """Records how the models are wrapped, and which BatchNorm layers are not synchronized."""
         models = self.state.models
         update = self.state.update
         update.unknown_to_ddp = models.parameters_unknown_to_ddp()
         update.unwrapped = models.unwrapped_parameters()
-        update.ddp_ranks = models.ddp_group_ranks
+        update.ddp_ranks = models.ranks_of_last_incomplete_ddp_group
         update.comm_hook_line = models.comm_hook_line
-
-        # A script may prepare its model with Lockstep, and forget to prepare the optimizer.
-        model_is_prepared = models.has_prepared(parameter_ids)
-        optimizer_is_prepared = optimizer in self.prepared_by_lockstep
-        update.optimizer_unprepared = model_is_prepared and not optimizer_is_prepared
 
         local_batch_norms = self.state.notes.local_batch_norms
         update.local_norm_layers = []
         for name, module in models.modules():
             if id(module) in local_batch_norms:
                 update.local_norm_layers.append(name)
+
+    def _record_preparation(self, optimizer: Optimizer, parameter_ids: set[int]) -> None:
+        """Records whether the script prepares its model with Lockstep, but not the optimizer.
+
+        Args:
+            optimizer: optimizer that steps.
+            parameter_ids: ids of its parameters.
+        """
+        model_is_prepared = self.state.models.has_prepared(parameter_ids)
+        optimizer_is_prepared = optimizer in self.prepared_by_lockstep
+        is_forgotten = model_is_prepared and not optimizer_is_prepared
+        self.state.update.optimizer_unprepared = is_forgotten
 
     def _record_optimizer(self, optimizer: Optimizer) -> None:
         """Records the options of each parameter group, and the lines that set its learning rate."""
@@ -290,14 +304,14 @@ class OptimizerRecorder:
         """Returns the line that called a model in an earlier step, if the loss depends on the call.
 
         For example, a script may compute the loss from outputs that it has kept from the last step.
-        The result is empty if the loss was only computed from calls of models in this step.
+        If the optimizer made its last step at the end of update 4, calls of models in the updates 0
+        to 4 are earlier ones, and those from update 5 on belong to this step. The result is empty
+        if the loss was only computed from calls in this step.
 
         Args:
             optimizer: optimizer that steps.
         """
-        # For example, the optimizer made its last step at the end of update 4. Everything for this
-        # step has happened since update 5 began; a call of a model in update 4 is an earlier one.
-        first_update_of_this_step = self.state.first_update_after_step_of.get(optimizer, 0)
+        first_update_of_this_step = self.state.next_update_after_step_of.get(optimizer, 0)
         for number_of_update, line_of_call in self.state.notes.model_calls_behind_loss.items():
             if number_of_update < first_update_of_this_step:
                 return line_of_call
@@ -309,6 +323,7 @@ class OptimizerRecorder:
 
         For example, a script may add noise to the gradients. The result is empty if it does not.
         """
+        # The marks of tensors tell what they were computed from; "draw" is the last draw.
         marks = marks_of(list(self._gradients.all_gradients()))
         if "draw" not in marks:
             return ""
@@ -339,9 +354,9 @@ class OptimizerRecorder:
         # The lowest precision of all losses and gradients so far. It decides on the tolerance.
         state.update.dtype = str(state.mode.lowest_dtype)
 
-        # Another optimizer may step next, without a backward pass of its own. Its update then
-        # copies the fields of the backward pass from `last_update`. This is a copy, because the
-        # next lines set further fields of the update.
+        # Another optimizer may step next, without a backward pass of its own. Its update then gets
+        # the backward pass from here. It must not get the results of the step, which the next
+        # lines set, so this is a copy.
         state.last_update = replace(state.update)
 
         self._record_step_results(optimizer)
@@ -368,30 +383,24 @@ class OptimizerRecorder:
         example, with 2 replicas, two calls make one step: an update is written after each call, and
         the step is counted after the second one.
         """
-        # A micro-batch has a step of its own only if the process trains several replicas.
         state = self.state
         micro_batch = state.micro_batch
-        trains_replicas = micro_batch.has_own_step
-
-        # The record says which replica was updated.
-        replica = micro_batch.virtual_rank_number if trains_replicas else None
+        replica = micro_batch.virtual_rank_number if state.trains_replicas else None
         state.finish_update(state.update, self._batches_for_next_update, replica)
 
-        # The next step of this optimizer begins with the update of this number. A model call in an
-        # earlier update does not belong to that step.
-        state.first_update_after_step_of[optimizer] = state.update_number
+        # `finish_update` has raised `update_number`: it is that of the next update.
+        state.next_update_after_step_of[optimizer] = state.update_number
 
         # `last` is True for the last micro-batch of the global batch, which belongs to the last
         # replica.
-        if not trains_replicas or micro_batch.last:
+        if not state.trains_replicas or micro_batch.last:
             state.steps_of[optimizer] += 1
 
     def _record_step_results(self, optimizer: Optimizer) -> None:
         """Records parameters and buffers after a step.
 
-        Also records what the script did since the previous update: the call stack of the last write
-        to each parameter and buffer, and the outcomes of its `if` and `while` statements. From here
-        on, writes to parameters and buffers are watched again.
+        Also records what the script did since the last update: which lines have written to these
+        tensors, and the outcomes of its `if` and `while` statements.
         """
         state = self.state
         update = state.update
@@ -407,18 +416,23 @@ class OptimizerRecorder:
         # Kept to see whether the script changes parameters before the next forward pass.
         state.models.after_last_step.update(update.parameters)
 
-        # The call stacks of the writes so far, by the storage (address of the values) of the tensor
-        # that was written to. Then writes are watched again, to the tensors that exist now.
-        stack_of_storage = state.mode.writes.pop_stacks()
-        storage_of_tensor = state.watch_writes()
+        update.branch_outcomes = state.branches.pop_outcomes()
+        self._record_write_stacks()
 
-        # Record the stacks by the name of the parameter or buffer.
-        update.write_stacks = {}
+    def _record_write_stacks(self) -> None:
+        """Records the call stack of the last write to each parameter and buffer, by name.
+
+        From here on, writes to the parameters and buffers that exist now are watched.
+        """
+        # A storage is the address of a tensor's values.
+        stack_of_storage = self.state.mode.writes.pop_stacks()
+        storage_of_tensor = self.state.watch_writes_from_now()
+
+        write_stacks = {}
         for name, storage in storage_of_tensor.items():
             if storage in stack_of_storage:
-                update.write_stacks[name] = stack_of_storage[storage]
-
-        update.branch_outcomes = state.branches.pop_outcomes()
+                write_stacks[name] = stack_of_storage[storage]
+        self.state.update.write_stacks = write_stacks
 
     def _record_identity(self, optimizer: Optimizer) -> None:
         """Records which optimizer has stepped, its parameters, and the number of its step.
@@ -435,7 +449,8 @@ class OptimizerRecorder:
             update.construction_index = state.models.built_optimizers.index(optimizer)
 
         name_of_id = {id(parameter): name for name, parameter in state.models.parameters()}
-        # A sharded parameter outside of all models has no name, and gets an empty one.
+        # A parameter that is in no model is named after the optimizer. Only if such a parameter is
+        # sharded, it has no name, and gets an empty one.
         update.optimizer_parameters = [name_of_id.get(id(p), "") for p in parameters_of(optimizer)]
 
 

@@ -65,7 +65,7 @@ from lockstep.verify.recording.bits import BitRecorder
 from lockstep.verify.recording.determinism import Determinism
 from lockstep.verify.recording.draws import moved_streams, stream_digests
 from lockstep.verify.recording.function_mode import FunctionMode
-from lockstep.verify.recording.larger_batches import CannotEnlargeError, enlarge
+from lockstep.verify.recording.larger_batches import CannotEnlargeError, enlarge_in_place
 from lockstep.verify.recording.optimizers import ParameterGroup
 from lockstep.verify.recording.recorder import Recorder
 from lockstep.verify.recording.saved_files import SavedFiles
@@ -106,6 +106,8 @@ MOVING_FUNCTIONS = (
 )
 WORLD_COLLECTIVES = ("sum", "mean", "max", "min", "broadcast", "gather")
 CLIPPING_FUNCTIONS = ("clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_")
+UNKNOWN_LINE = "somewhere"
+"""Shown instead of a line of the script if no file of the user is on the call stack."""
 INDICES_ATTRIBUTE = "_lockstep_indices"
 """Name of the attribute in which a DataLoader's iterator keeps the indices of pending batches."""
 
@@ -184,32 +186,36 @@ def install_for_bits(
     _forbid_own_ranks(recorder.note_own_process, config.nproc)
     register_optimizer_step_pre_hook(recorder.end_script_without_lockstep)
 
-    # The recorder is an extension, which Lockstep calls at every batch and step. It also needs the
-    # settings with which the script calls `lockstep.init`.
+    # The recorder is an extension, which Lockstep calls at every batch and step.
     add_to_every_run(recorder)
+    _watch_settings(recorder)
+    _end_after_enough_steps(recorder.state)
+
+    _disable_compile(determinism)
+    _disable_saved_checkpoints(determinism)
+
+    SavedFiles(folder).patch(determinism)
+    run_folder = folder.parent
+    FilesBefore(run_folder).watch()  # to restore the user's files after the run
+
+
+def _watch_settings(recorder: BitRecorder) -> None:
+    """Patches `World`, to see the settings with which the script calls `lockstep.init`."""
 
     def after_world_init(_: World, run: Run, *_args: Any) -> None:
         recorder.note_settings(run.settings)
 
     _wrap(World, "__init__", after=after_world_init)
 
-    # End the script once enough steps are recorded.
 
+def _end_after_enough_steps(state: RecorderState) -> None:
+    """Patches the iteration of Lockstep's loaders, to end the script after enough steps."""
     original_iter = Loader.__iter__
 
     def iterate(self: Loader) -> Iterator[Any]:
-        return _until_enough_steps(recorder.state, original_iter(self))
+        return _until_enough_steps(state, original_iter(self))
 
     Loader.__iter__ = iterate  # type: ignore[method-assign]
-
-    _disable_compile(determinism)
-    _disable_saved_checkpoints(determinism)
-
-    # Files that the script saves go to `folder`. Copies are kept of other files that it changes, to
-    # restore these after the run.
-    SavedFiles(folder).patch(determinism)
-    run_folder = folder.parent
-    FilesBefore(run_folder).watch()
 
 
 # To make runs comparable
@@ -282,9 +288,10 @@ def _call_with_mode(
     if not is_recomputation:
         return function(*inputs, **options)
 
-    # In the backward pass, torch has disabled the mode, and `with mode` enables it for this call.
-    # Checkpoints inside of `function` see `in_backward=False`, so they do not enable it again.
-    with mode.set_in_backward(False), mode:
+    with (
+        mode.set_in_backward(False),  # so that checkpoints inside of `function` do not do this too
+        mode,  # torch has disabled the mode in the backward pass
+    ):
         return function(*inputs, **options)
 
 
@@ -359,7 +366,7 @@ def _watch_backward_passes(recorder: Recorder) -> None:
 
     def after_backward(*_args: Any, **_kwargs: Any) -> None:
         """Called after `torch.autograd.backward`: records the gradients that it has left."""
-        # The outer call has ended by now, so this is True only after an inner call.
+        # If a backward pass is still running, this was an inner call.
         if in_backward_pass():
             return
 
@@ -383,16 +390,14 @@ def _watch_torch_collective(recorder: Recorder, name: str) -> None:
 
     def before_collective(*args: Any, **kwargs: Any) -> None:
         """Records the call and its input, unless Lockstep itself has made the call."""
-        # Frame 0 is this function, frame 1 the patched function, and frame 2 its caller.
-        caller = sys._getframe(2)
-        if not _is_of_lockstep(caller.f_globals["__name__"]):
+        if not _is_of_lockstep(_module_that_called_patch()):
             _record_torch_collective(recorder, name, args, kwargs)
 
     def after_collective(*args: Any, **kwargs: Any) -> None:
         """Records the result of an all-reduce, unless it is still running in the background.
 
-        `record_reduced` only records gradients that an optimizer reduces during its step. Unlike in
-        `before_collective`, calls that Lockstep itself makes are recorded too.
+        `record_reduced` only records gradients that an optimizer reduces during its step. Lockstep
+        may make this call too, in a step of one of its own optimizers.
         """
         if name == "all_reduce" and not kwargs.get("async_op"):
             tensor = args[0] if args else kwargs.get("tensor")
@@ -436,13 +441,24 @@ def _watch_world_collective(recorder: Recorder, name: str) -> None:
     def collective(world: World, value: Any, *args: Any, **kwargs: Any) -> Any:
         """Replaces the collective."""
         call_original = partial(original, world, value, *args, **kwargs)
-        # No gradient flows through a gather, unless the script asks for it.
-        loses_gradient = name == "gather" and not kwargs.get("gradient")
         return _record_world_collective(
-            recorder, world, name, value, call_original, loses_gradient=loses_gradient
+            recorder,
+            world,
+            name,
+            value,
+            call_original,
+            loses_gradient=_loses_gradient(name, kwargs),
         )
 
     setattr(World, name, collective)
+
+
+def _loses_gradient(name: str, kwargs: dict[str, Any]) -> bool:
+    """True if no gradient flows through a collective of `World`, as the script may not expect.
+
+    That is a gather, unless the script asks for gradients: `world.gather(value, gradient=True)`.
+    """
+    return name == "gather" and not kwargs.get("gradient")
 
 
 def _record_world_collective(
@@ -473,7 +489,8 @@ def _record_world_collective(
 
     result = call_original()
 
-    # On one process, the result is made from the samples of this rank alone, as `value` is.
+    # With several ranks, the result combines the samples of all of them, so it loses the marks of
+    # `value`. On one process, it keeps them.
     if world.size > 1:
         recorder.calls.end_collective(calls, result, loses_gradient=loses_gradient)
 
@@ -491,17 +508,13 @@ def _watch_ddp(recorder: Recorder, determinism: Determinism) -> None:
         recorder.forwards.add_ddp(wrapper)
 
     def before_comm_hook(*_args: Any, **_kwargs: Any) -> None:
-        """Called before `register_comm_hook`: records the line of the script that calls it."""
-        # Frame 0 is this function, frame 1 the patched method, and frame 2 its caller.
-        caller = sys._getframe(2)
+        """Called before `register_comm_hook`: tells `recorder` the line of the script that calls.
 
-        # Lockstep's own hook averages gradients as DDP does, so it explains no difference.
-        is_hook_of_lockstep = _is_of_lockstep(caller.f_globals["__name__"])
-        if is_hook_of_lockstep:
-            return
-
-        # The user is shown this line, or "somewhere" if no file of the user is on the call stack.
-        recorder.state.models.comm_hook_line = user_line() or "somewhere"
+        Lockstep's own hook averages gradients as DDP does, so it explains no difference.
+        """
+        is_called_by_lockstep = _is_of_lockstep(_module_that_called_patch())
+        if not is_called_by_lockstep:
+            recorder.state.models.comm_hook_line = user_line() or UNKNOWN_LINE
 
     _wrap(DistributedDataParallel, "__init__", before=before_init, after=after_init)
     _wrap(DistributedDataParallel, "register_comm_hook", before=before_comm_hook)
@@ -520,9 +533,10 @@ def _watch_optimizers(recorder: Recorder) -> None:
     """Patches optimizers and schedulers, to see new optimizers and changes of learning rates."""
 
     def after_group(optimizer: Optimizer, *_args: Any, **_kwargs: Any) -> None:
-        """Records a new parameter group, and its optimizer if it is being constructed.
+        """Called after `Optimizer.add_param_group`: tells `recorder` of the group.
 
-        The constructor of every optimizer calls `add_param_group` for each of its groups.
+        The constructor of every optimizer calls `add_param_group` for each of its groups, so the
+        optimizer may be new too.
         """
         # A script constructs its optimizer after its model. So the random numbers drawn so far have
         # initialized the model, and were not drawn for the first step.
@@ -536,8 +550,11 @@ def _watch_optimizers(recorder: Recorder) -> None:
         if optimizer not in built_optimizers:
             built_optimizers.append(optimizer)
 
-    def before_prepared(_: Any, inner: Optimizer, *_args: Any, **_kwargs: Any) -> None:
-        """Notes that Lockstep prepares an optimizer. One that it does not prepare is a finding."""
+    def before_prepared(_prepared: Any, inner: Optimizer, *_args: Any, **_kwargs: Any) -> None:
+        """Called before `PreparedOptimizer.__init__`, with the optimizer of the script.
+
+        `lockstep verify` reports optimizers of Lockstep's models that were never prepared.
+        """
         recorder.optimizers.prepared_by_lockstep.add(inner)
 
     def before_schedule(*_args: Any, **_kwargs: Any) -> None:
@@ -571,13 +588,12 @@ def _watch_tensor_hooks(recorder: Recorder) -> None:
 
     def register_hook(tensor: Tensor, hook: Callable[[Tensor], Any]) -> Any:
         """Replaces `Tensor.register_hook`, and watches the hook if the script registers it."""
-        # Torch itself registers hooks, also while a function of the script calls torch.
+        # Hooks that torch registers are not watched, even if the script has called torch and is on
+        # the call stack. Nor are those that a library registers without the script.
         caller = sys._getframe(1)
-        if caller.f_globals["__name__"].startswith("torch."):
-            return original_register(tensor, hook)
-
+        is_registered_by_torch = caller.f_globals["__name__"].startswith("torch.")
         line_of_user = user_line()
-        if not line_of_user:  # a library registers it, and no file of the user is on the call stack
+        if is_registered_by_torch or not line_of_user:
             return original_register(tensor, hook)
 
         watched_hook = partial(_call_watched_hook, recorder, line_of_user, tensor, hook)
@@ -593,7 +609,9 @@ def _call_watched_hook(
     hook: Callable[..., Any],
     gradient: Tensor | None,
 ) -> Any:
-    """Calls a hook that the script has registered, and records if it changes a gradient.
+    """Calls a hook that the script has registered, and records if it returns another gradient.
+
+    A hook that changes the gradient in place is not noticed.
 
     Args:
         recorder: recorder that is informed of a change.
@@ -640,6 +658,7 @@ def _record_sample_indices(mode: FunctionMode) -> None:
         """Clears the indices of the last pass, because persistent workers begin another one."""
         vars(iterator).pop(INDICES_ATTRIBUTE, None)
 
+    # Iterators call the first function instead of their sampler, and the second one at a reset.
     watch_indices(draw_indices, forget_indices)
 
 
@@ -708,7 +727,8 @@ def _watch_loaders(
 
     def iterate(self: DataLoader[Any]) -> Iterator[Any]:
         """Replaces `DataLoader.__iter__`."""
-        # Lockstep's loaders are patched below. Each has a DataLoader inside, which is not.
+        # A DataLoader inside one of Lockstep's loaders is left alone, because `Loader.__iter__` is
+        # patched instead.
         if _is_lockstep_dataset(self.dataset):
             return original_iter(self)
 
@@ -859,16 +879,16 @@ def _enlarge_batches(recorder: Recorder, times: int) -> None:
     signature = inspect.signature(original_init)
 
     def init(self: DataLoader[Any], *args: Any, **kwargs: Any) -> None:
-        """Replaces `DataLoader.__init__`, to multiply the batch size by `times`.
+        """Replaces `DataLoader.__init__`, to multiply the batch size by the factor `times`.
 
         If that is not possible, the loader stays as it is, and the verdict mentions its line.
         """
         arguments = signature.bind(self, *args, **kwargs).arguments  # by name, including "self"
         if not _is_lockstep_dataset(arguments["dataset"]):
             try:
-                enlarge(arguments, times)
+                enlarge_in_place(arguments, times)
             except CannotEnlargeError:
-                recorder.note_loader_not_enlarged(user_line() or "somewhere")
+                recorder.note_loader_not_enlarged(user_line() or UNKNOWN_LINE)
         original_init(**arguments)
 
     DataLoader.__init__ = init  # type: ignore[method-assign]
@@ -880,18 +900,19 @@ def _enlarge_batches(recorder: Recorder, times: int) -> None:
 def _forbid_own_ranks(note_own_process: Callable[[str], None], nproc: int) -> None:
     """Patches the start of processes: it becomes an error if a script starts ranks of its own.
 
-    They would not be recorded. A script may start other processes, such as helpers that prepare
-    data. A process is taken for a rank when it opens a process group with more than `nproc` ranks.
+    They would not be recorded. Three things are forbidden:
+
+    - `torch.multiprocessing.spawn` and `start_processes`, which always start ranks;
+    - a process group with more than `nproc` ranks in this process, which may be the first of the
+      script's own ranks;
+    - such a group in a process that the script starts. Other processes are allowed, such as helpers
+      that prepare data.
 
     Args:
         note_own_process: called with the line of the script that starts a process.
         nproc: number of ranks that `lockstep verify` has started.
     """
-    # `torch.multiprocessing.spawn` and `start_processes` always start ranks.
     replace_start_processes(raise_own_ranks_error)
-
-    # This process itself may be the first of the script's own ranks. Together with them, it would
-    # open a group of more than `nproc` ranks.
     forbid_larger_groups(nproc)
 
     original_start = BaseProcess.start
@@ -928,9 +949,9 @@ def _start_without_larger_groups(
 
     original_start(process)
 
-    # The new process has its own copy of `process`. In this process, the replaced method is no
-    # longer needed. It refers to `process`, and would keep the object alive.
-    vars(process).pop("run", None)
+    # The new process has its own copy of `process`. Here, the method of the class becomes visible
+    # again: the replaced one refers to `process`, and would keep the object alive.
+    del process.run
 
 
 # Helpers
@@ -948,9 +969,6 @@ def _wrap(
 ) -> None:
     """Patches a function so that others are called before and after it, with the same arguments.
 
-    In `before` and `after`, frame 0 is the function itself, frame 1 is `wrapped` below, and
-    `sys._getframe(2)` is the code that called the patched function.
-
     Args:
         owner: module or class that the function belongs to.
         name: name of the function.
@@ -967,6 +985,17 @@ def _wrap(
         return result
 
     setattr(owner, name, wrapped)
+
+
+def _module_that_called_patch() -> str:
+    """Returns the name of the module that has called a patched function.
+
+    It must be called directly by a `before` or `after` function of `_wrap`.
+    """
+    # Frame 0 is this function, 1 is `before` or `after`, 2 is `wrapped`, and 3 is its caller.
+    caller = sys._getframe(3)
+    name: str = caller.f_globals["__name__"]
+    return name
 
 
 def _is_of_lockstep(module_name: str) -> bool:

@@ -118,5 +118,5 @@ class Recorder(Extension):
             return {}
         # The next update has already begun, with the parameters at its first forward pass.
         if self.state.update.began_with_forward:
-            return self.state.notes.sums_at_start
-        return self.state.models.sums_of_parameters()
+            return self.state.notes.summaries_at_start
+        return self.state.models.summaries_of_parameters()

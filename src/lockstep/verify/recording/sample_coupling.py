@@ -45,18 +45,18 @@ def compares_samples(loss: Tensor, outputs: Sequence[Tensor], samples: int) -> b
 
     # A contrastive model may return two rows for each sample, one for each view of it. With more
     # rows, such as one for each token, it is not known which rows belong to which sample.
-    possible_rows = (samples, 2 * samples)
-    tested = [t for t in _final_outputs(outputs) if t.dim() > 0 and len(t) in possible_rows]
+    numbers_of_rows = (samples, 2 * samples)
+    tested = [t for t in _final_outputs(outputs) if t.dim() > 0 and len(t) in numbers_of_rows]
     if not tested or sum(t.numel() for t in tested) > MAX_VALUES:
         return False
 
-    # Torch raises RuntimeError for a function without a second derivative.
+    # Torch raises RuntimeError for a function without a second derivative. Then only the search for
+    # distances is left.
     with suppress(RuntimeError):
         gradients = torch.autograd.grad(loss, tested, create_graph=True, materialize_grads=True)
         if _samples_are_coupled(gradients, tested, samples):
             return True
 
-    # The second derivatives show nothing, or there are none. Distances would compare samples too.
     return _measures_distances(loss, tested)
 
 
@@ -96,16 +96,17 @@ def _samples_are_coupled(
         sources: tensors with one or several rows for each sample, like the results.
         samples: number of samples.
     """
-    # Every value has another weight, so that dependences do not cancel out in the sum.
+    # Every value has another weight, so that dependences do not cancel out in the sum. The cosines
+    # of 0, 1, 2, ... are irregular, and the same at every call.
     weights = [torch.arange(t.numel(), device=t.device).cos().view_as(t) for t in results]
     # For each tensor, an array with the number of the sample that each of its rows belongs to.
-    samples_of_results = [_sample_of_row(t, samples) for t in results]
-    samples_of_sources = [_sample_of_row(t, samples) for t in sources]
+    samples_of_results = [_sample_of_each_row(t, samples) for t in results]
+    samples_of_sources = [_sample_of_each_row(t, samples) for t in sources]
 
     num_bits = (samples - 1).bit_length()
     for bit in range(num_bits):
-        # The weighted sum over the results of all samples whose number has this bit. It begins with
-        # a single zero, which torch adds to a tensor on any device.
+        # The weighted sum over the results of all samples whose number has this bit. (Torch adds a
+        # zero-dimensional tensor on the CPU to a tensor on any device.)
         weighted_sum = torch.zeros(())
         for result, weight, sample_of_row in zip(results, weights, samples_of_results, strict=True):
             has_bit = (sample_of_row >> bit) & 1 == 1  # for each row, whether it is in the sum
@@ -127,7 +128,7 @@ def _samples_are_coupled(
     return False
 
 
-def _sample_of_row(tensor: Tensor, samples: int) -> Tensor:
+def _sample_of_each_row(tensor: Tensor, samples: int) -> Tensor:
     """Returns the number of the sample that each row of a tensor belongs to.
 
     For two views of three samples, the numbers are 0, 1, 2, 0, 1, 2.
@@ -177,15 +178,15 @@ def _final_outputs(outputs: Sequence[Tensor]) -> list[Tensor]:
     """Returns the outputs that no other output was computed from.
 
     If one model is called with the output of another model, the loss compares samples by the output
-    of the last model.
+    of the last model. Outputs without a gradient are left out.
     """
     # Nodes of the autograd graph whose results some output was directly computed from.
-    nodes_before_outputs: list[Any] = []
+    direct_inputs: list[Any] = []
     for output in outputs:
         if output.grad_fn is not None:
-            nodes_before_outputs += [node for node, _ in output.grad_fn.next_functions]
+            direct_inputs += [node for node, _ in output.grad_fn.next_functions]
 
     # All nodes that some output was computed from, directly or not. If the node of an output is
     # among them, another output was computed from it, so it is not final.
-    inner_nodes = nodes_behind(*nodes_before_outputs)
+    inner_nodes = nodes_behind(*direct_inputs)
     return [t for t in outputs if t.grad_fn is not None and t.grad_fn not in inner_nodes]

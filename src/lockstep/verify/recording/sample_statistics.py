@@ -21,6 +21,7 @@ REDUCTIONS = {
     *("softmax", "log_softmax", "cumsum", "bincount", "normalize", "vector_norm", "nanmean"),
 }
 EXTREMES = {"max", "min", "amax", "amin"}
+"""Those reductions that return one of the values."""
 CHOICES = {"topk", "sort", "argsort", "kthvalue", "quantile", "median"}
 """Functions that choose samples, or a threshold for them."""
 CHOICES_OVER_LAST_DIM = CHOICES - {"median", "quantile"}
@@ -52,24 +53,20 @@ def reduces_over_samples(name: str, args: tuple[Any, ...], kwargs: Mapping[str, 
     if name in EXTREMES and not values.is_floating_point():
         return False
 
-    for dim in _dim_arguments(name, args, kwargs):
-        if dim is None:  # all dimensions
-            return True
+    dims = _dims_of_call(name, args, kwargs)
+    if dims is None:  # all dimensions
+        return True
 
-        # The first of three dimensions may be given as 0 or as -3.
-        is_number = type(dim) is int
-        if is_number and dim in (0, -values.dim()):
-            return True
-
-    return False
+    # The first of three dimensions may be given as 0 or as -3.
+    return 0 in dims or -values.dim() in dims
 
 
-def _dim_arguments(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
-    """Returns what the caller has given as `dim`, or the default, as a list.
+def _dims_of_call(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[int] | None:
+    """Returns the dimensions that a call of torch reduces or sorts; None for all of them.
 
-    The list is `[None]` for all dimensions. In a call such as `torch.max(a, b)`, which computes no
-    statistic, it holds the tensor `b` that stands in the position of `dim`. So callers must check
-    the type of the entries.
+    They are what the caller has given as `dim`, or the default. Anything else in the position of
+    `dim` is left out: a name of a dimension, or the tensor `b` in `torch.max(a, b)`, which computes
+    no statistic.
     """
     # The signatures are torch.sum(input, dim) and torch.norm(input, p, dim), for example.
     index_of_dim = 2 if name in DIM_IS_THIRD_ARGUMENT else 1
@@ -78,19 +75,23 @@ def _dim_arguments(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
     elif len(args) > index_of_dim:
         dim = args[index_of_dim]
     elif name == "normalize":
-        dim = 1
+        dim = 1  # F.normalize(input, p=2.0, dim=1)
     elif name in CHOICES_OVER_LAST_DIM:  # functions that choose samples, such as `topk`
         dim = -1
     else:
         dim = None
 
-    return list(dim) if isinstance(dim, tuple | list) else [dim]
+    if dim is None:
+        return None
+
+    dims = dim if isinstance(dim, tuple | list) else [dim]
+    return [value for value in dims if type(value) is int]
 
 
 def summary_number(result: Any) -> float | None:
     """Returns a number by which results are compared: a weighted sum over all values.
 
-    It changes whenever a single value changes, and hardly ever stays the same if several do.
+    Every position has another weight, so the number also changes if two values are swapped.
 
     Args:
         result: return value of a call of torch: a tensor, or a tuple such as that of `torch.max`,
@@ -105,8 +106,8 @@ def summary_number(result: Any) -> float | None:
         return None
 
     tensor = result_tensors[0]
-    may_be_unreadable = type(tensor) is not Tensor  # sharded, or wrapped by `torch.func`
-    if may_be_unreadable or tensor.is_meta:
+    is_subclass = type(tensor) is not Tensor  # sharded, or wrapped by `torch.func`
+    if is_subclass or tensor.is_meta:
         return None
 
     if tensor.is_complex():  # `summarize` would leave out the imaginary parts

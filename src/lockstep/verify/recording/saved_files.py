@@ -58,6 +58,9 @@ class SavedFiles:
     def patch(self, determinism: Determinism) -> None:
         """Patches the functions that save files, and those that read, move or remove them.
 
+        `torch.save` and `lockstep.save_weights` always use the redirected path. All others use it
+        only if the script has saved the file before.
+
         Args:
             determinism: object that counts everything that is switched off in the run, which the
                 verdict lists. Saving a file elsewhere than the script wants is counted there too.
@@ -97,6 +100,7 @@ class SavedFiles:
             name: name of the function.
         """
         function = getattr(owner, name)
+        moves_file = name in MOVING_FUNCTIONS
 
         @wraps(function)
         def with_saved_file(*args: Any, **kwargs: Any) -> Any:
@@ -110,10 +114,8 @@ class SavedFiles:
             path, *other_args = args
             redirected = self.redirected_path(path)
 
-            # In a call such as os.rename(path, target), the target is redirected too. If it is a
-            # folder, the file keeps the name that it has in `path`. `name` is the name of the
-            # patched function.
-            has_target = name in MOVING_FUNCTIONS and bool(other_args)
+            # In a call such as os.rename(path, target), the target is redirected too.
+            has_target = moves_file and bool(other_args)
             if has_target:
                 target, *options = other_args
                 new_path = self._redirected_target(path, target)
@@ -122,11 +124,7 @@ class SavedFiles:
             return function(redirected, *other_args, **kwargs)
 
         setattr(owner, name, with_saved_file)
-
-        # Python's standard library looks up in these sets which arguments a function supports.
-        for functions in (os.supports_dir_fd, os.supports_fd, os.supports_follow_symlinks):
-            if function in functions:
-                functions.add(with_saved_file)
+        _add_to_supported_functions(function, with_saved_file)
 
     def _redirected_target(self, path: Any, target: Any) -> str:
         """Returns the path at which a saved file is kept after the script has moved it.
@@ -148,3 +146,10 @@ class SavedFiles:
             self._stat(self.redirected_path(path))
             return True
         return False
+
+
+def _add_to_supported_functions(function: Any, new_function: Any) -> None:
+    """Adds a patched function wherever Python lists which arguments the original one supports."""
+    for functions in (os.supports_dir_fd, os.supports_fd, os.supports_follow_symlinks):
+        if function in functions:
+            functions.add(new_function)

@@ -68,11 +68,13 @@ def guarded(method: Method) -> Method:
     """Decorates a method of the recorder, so that its errors are not taken for the script's errors.
 
     An error in the method ends the script with `ExitByRecorder`, a `SystemExit`, and its traceback
-    is kept in `state.internal_error`.
+    is kept in `state.internal_error`. Two kinds of errors pass unchanged: those of a script that
+    uses Lockstep incorrectly, and those that follow from the failure of another rank.
     """
+    exit_code = RecordingFailedError.exit_code
 
     @wraps(method)
-    def call(part: HasState, *args: Any, **kwargs: Any) -> Any:
+    def guarded_method(part: HasState, *args: Any, **kwargs: Any) -> Any:
         """Replaces the decorated method: an error inside of it ends the script.
 
         Args:
@@ -95,9 +97,11 @@ def guarded(method: Method) -> Method:
             is_first_error = not part.state.internal_error
             if is_first_error:
                 part.state.internal_error = traceback.format_exc()
-            raise ExitByRecorder(RecordingFailedError.exit_code) from error
 
-    return cast(Method, call)
+            # This is a `SystemExit`, which the script's `except Exception` does not catch.
+            raise ExitByRecorder(exit_code) from error
+
+    return cast(Method, guarded_method)
 
 
 @dataclass
@@ -106,7 +110,7 @@ class ForwardPass:
 
     record: Forward
     outputs: list[Tensor] = field(default_factory=list)
-    hidden: Tensor | None = None
+    hidden_activation: Tensor | None = None
     """The first hidden activation in the model that has a row for each sample."""
     inputs: Batch | None = None
     """The record of its inputs. It is kept in the first update only, whose first forward passes may
@@ -118,7 +122,7 @@ class UpdateNotes:
     """What the recorder remembers about the current update until the update is complete."""
 
     # Inputs
-    batches_at_last_backward: int = 0
+    num_batches_at_last_backward: int = 0
     """Number of batches that were handed out before the last backward pass ended."""
 
     # Forward passes
@@ -150,11 +154,11 @@ class UpdateNotes:
     gradients_before_clipping: dict[str, Array] = field(default_factory=dict)
 
     # Parameters
-    sums_at_start: dict[str, Array] = field(default_factory=dict)
-    """Sums over the parameters at the first forward pass of the update: two numbers for each."""
-    unstepped_sums: dict[tuple[int, int], Array] = field(default_factory=dict)
+    summaries_at_start: dict[str, Array] = field(default_factory=dict)
+    """Summaries of the parameters at the first forward pass of the update: two numbers for each."""
+    summaries_of_unstepped: dict[tuple[int, int], Array] = field(default_factory=dict)
     """See `RankUpdate.unstepped_sums`."""
-    parameters_of_loss: dict[int, tuple[Tensor, Array]] = field(default_factory=dict)
+    parameters_and_summaries_of_loss: dict[int, tuple[Tensor, Array]] = field(default_factory=dict)
     """On a rank without models, the parameters that the last loss was computed from, with their
     summaries, by id."""
 
@@ -193,7 +197,7 @@ class RecorderState:
 
         self.steps_of: dict[Optimizer, int] = {}
         """Number of steps of each optimizer, in the order of first steps."""
-        self.first_update_after_step_of: dict[Optimizer, int] = {}
+        self.next_update_after_step_of: dict[Optimizer, int] = {}
         """For each optimizer, the number of the update that began after its last step."""
         self._running_steps: list[RunningStep] = []
         self.foreign_steps = 0
@@ -266,6 +270,14 @@ class RecorderState:
         """True if an optimizer was constructed or has stepped on this rank."""
         return bool(self.models.built_optimizers or self.steps_of)
 
+    @property
+    def trains_replicas(self) -> bool:
+        """True if this process trains several replicas of the model in turn, as with DiLoCo.
+
+        Then each micro-batch of a replica has a step of its own.
+        """
+        return self.micro_batch.has_own_step
+
     def finish_update(
         self, update: RankUpdate, later_batches: list[Batch], replica: int | None = None
     ) -> None:
@@ -330,32 +342,31 @@ class RecorderState:
     def record_marks(self, marks: Mapping[str, Any], draws_before: int) -> None:
         """Records the marks of a tensor that goes into the loss, in the update and its notes.
 
+        Some kinds have a number or a line in their name, so that a tensor can have several marks of
+        the same sort: "model 2" and "model 3". See `marks` for all kinds.
+
         Args:
             marks: marks of the tensor by kind, which tell what the tensor was computed from.
             draws_before: number of random draws before this step, which are ignored. Draws are
                 numbered from 1, so with 7 of them, draw 8 is the first one of this step.
         """
         for kind, value in marks.items():
-            if kind.startswith(STATISTIC):
-                # {"statistic train.py:12: ...": a number that stands for the statistic}
-                line = kind.removeprefix(STATISTIC)
-                self.update.batch_statistics[line] = value
-            elif kind.startswith(MODEL_CALL):
-                # {"model 3": the line that called a model, while update 3 was recorded}
-                update_number = int(kind.removeprefix(MODEL_CALL))
-                self.notes.model_calls_behind_loss[update_number] = value
-            elif kind.startswith(BATCH_NORM):
-                # {"norm 140": the id of a BatchNorm layer, 140}
+            if kind.startswith(STATISTIC):  # "statistic train.py:12: ..."
+                line_of_statistic, summary = kind.removeprefix(STATISTIC), value
+                self.update.batch_statistics[line_of_statistic] = summary
+            elif kind.startswith(MODEL_CALL):  # "model 3": called while update 3 was recorded
+                update_number, line_of_call = int(kind.removeprefix(MODEL_CALL)), value
+                self.notes.model_calls_behind_loss[update_number] = line_of_call
+            elif kind.startswith(BATCH_NORM):  # "norm 140": the layer with the id 140
                 layer_id = value
                 self.notes.local_batch_norms.add(layer_id)
             elif kind == "draw":
-                # {"draw": the number of the last draw, its line, and a digest of the numbers drawn}
-                number, line, digest = value
-                was_drawn_for_this_step = number > draws_before
+                number_of_draw, line_of_draw, digest = value
+                was_drawn_for_this_step = number_of_draw > draws_before
                 if was_drawn_for_this_step:
-                    self.update.loss_draws.append((line, digest))
+                    self.update.loss_draws.append((line_of_draw, digest))
 
-    def watch_writes(self) -> dict[str, int]:
+    def watch_writes_from_now(self) -> dict[str, int]:
         """Starts watching writes to all parameters and buffers of the models.
 
         Returns:

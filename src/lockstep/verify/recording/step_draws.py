@@ -31,7 +31,7 @@ class StepDraws:
 
         Statistics over samples that became Python numbers are cleared as well.
         """
-        self.count_before = self._mode.draws.count
+        self.count_before = self._mode.draws.num_draws
         self._mode.statistics = {}
         self._mode.draws.digests = set()
         self._streams_before = stream_digests()

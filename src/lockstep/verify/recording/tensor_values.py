@@ -89,7 +89,8 @@ def tensors_with_rows(values: Sequence[Tensor], count: int) -> list[Tensor]:
     """
     with_rows = []
     for tensor in values:
-        if tensor.dim() > 1 and len(tensor) != count:
+        samples_may_be_in_second_dimension = tensor.dim() > 1 and len(tensor) != count
+        if samples_may_be_in_second_dimension:
             tensor = tensor.transpose(0, 1)
         if tensor.dim() > 0 and len(tensor) == count and not tensor.is_complex():
             with_rows.append(tensor)

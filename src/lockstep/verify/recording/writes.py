@@ -40,7 +40,7 @@ class WriteLog:
         """Called with a storage when the script itself, and not a collective, writes to it."""
 
     def note_call(self, func: Any, name: str, args: Any, kwargs: Mapping[str, Any]) -> None:
-        """Records a call of torch if it writes to a watched tensor.
+        """Records a call of torch that was made, if it has written to a watched tensor.
 
         Args:
             func: function or method that was called.
@@ -48,8 +48,8 @@ class WriteLog:
             args: positional arguments of the call.
             kwargs: keyword arguments of the call.
         """
-        # `tensor.data = other` calls the setter `SET_DATA`. Then the tensor has a new storage,
-        # which is watched too.
+        # `tensor.data = other` has called the setter `SET_DATA`. The tensor has the storage of
+        # `other` now, which is watched too.
         sets_data = name == "__set__" and func == SET_DATA
         if sets_data:
             self.watched |= {storage_address(args[0])}

@@ -108,7 +108,7 @@ class LocalGradients:
     @property
     def bypassed_wrapper_texts(self) -> list[str]:
         """Evidence that the script called a model without its DDP wrapper: one sentence or none."""
-        line = self.case.actual.first("past_wrapper_line")
+        line = self.case.actual.first("line_that_bypassed_wrapper")
         if not line:
             return []
         return [f"a forward pass bypassed the DDP wrapper: {line}"]
@@ -485,7 +485,7 @@ def _is_equal(actual: Mapping[str, Array], expected: Mapping[str, Array], max_er
 def forward_past_wrapper(gradients: LocalGradients) -> Cause | None:
     """LS302: forward passes bypassed the DDP wrapper, so DDP averages nothing.
 
-    Needs: `past_wrapper_line` and `wrapped_passes`.
+    Needs: `line_that_bypassed_wrapper` and `wrapped_passes`.
     Applies: if no forward pass went through the wrapper.
     False positives: none known.
     Evidence: the line of a forward pass.

@@ -242,7 +242,7 @@ def changed_between_passes(case: Divergence) -> Cause | None:
     # An earlier backward pass, before the ranks changed the parameters, left local gradients. The
     # ranks changed the parameters with these.
     why = "what a backward pass before it left was each rank's own, and no average"
-    line = case.actual.first("past_wrapper_line")
+    line = case.actual.first("line_that_bypassed_wrapper")
     if line:
         return Cause("LS302", (sentence, why, f"a forward pass bypassed the DDP wrapper: {line}"))
 
