@@ -246,7 +246,7 @@ def test_shards_that_are_clipped_by_their_own_norm(tmp_path: Path) -> None:
     script.write_text(text.replace("    optimizer.step()", f"    {clip}\n    optimizer.step()"))
     first = warm.verify(script).findings[0].cause
     assert first.code == "LS404"
-    assert "multiplied by numbers of each rank" in first.evidence[0]
+    assert "each rank multiplied its gradients by another number" in first.evidence[0]
 
 
 LAZY = """

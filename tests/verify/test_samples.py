@@ -97,7 +97,7 @@ def test_inputs_that_each_rank_has_shifted_and_scaled() -> None:
 @pytest.mark.parametrize(
     ("one", "many", "code", "words"),
     [
-        ({"coupling_model": "Net"}, {}, "LS208", "on one process its output for a sample follows"),
+        ({"coupling_model": "Net"}, {}, "LS208", "on one process its output for a sample depends"),
         (
             {"module_tensors": 1.0},
             {"module_tensors": 2.0},
@@ -163,7 +163,7 @@ def test_other_targets_and_other_arguments_of_a_loss() -> None:
     options = [{"pos_weight of train.py:5": np.array([v, v])} for v in (1.0, 2.0)]
     cause = found(ranks(loss_options=options[1]), alone(loss_options=options[0]))[1]
     assert cause.code == "LS212"
-    assert cause.evidence[0] == "not that of one process is pos_weight of train.py:5"
+    assert cause.evidence[0] == "another value than on one process: pos_weight of train.py:5"
 
 
 def test_inputs_that_differ_by_their_padding() -> None:

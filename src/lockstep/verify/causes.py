@@ -76,7 +76,7 @@ KINDS: dict[str, Kind] = {
         "the parameters before the first step",
         (
             ranks_apart.different_optimizers,
-            initial.optimizer_of_stale_parameters,
+            initial.optimizer_has_parameters_of_no_model,
             initial.other_initial_parameters,
         ),
     ),

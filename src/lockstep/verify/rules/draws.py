@@ -16,9 +16,9 @@ from lockstep.verify.rules.evidence import describe_random_numbers_of_one_run
 
 
 def random_loss(case: Divergence, *evidence: str) -> Cause | None:
-    """LS308: the loss was computed from random numbers that only one of the two runs drew.
+    """LS106 or LS308: the loss was computed from random numbers that only one of the runs drew.
 
-    LS106: all ranks drew the same numbers as each other, but one process did not draw these.
+    LS106: several ranks drew, and all of them drew the same numbers. LS308: anything else.
 
     Needs: `loss_draws` and `drawn_digests`.
     Applies: if the loss of one run was computed from numbers that the other run did not draw.
@@ -36,13 +36,11 @@ def random_loss(case: Divergence, *evidence: str) -> Cause | None:
     # The draws of each rank whose loss counts, as pairs of a line and a digest of the numbers.
     draws_of_ranks = [Counter(rank.loss_draws) for rank in case.actual if rank.contributes]
 
-    # Equality means nothing for a single rank, or if no rank drew anything.
-    if len(draws_of_ranks) > 1:
-        first_draws = draws_of_ranks[0]
-        all_are_equal = all(draws == first_draws for draws in draws_of_ranks)
-        if all_are_equal and first_draws:
-            same = "all ranks drew the same numbers"
-            return Cause("LS106", (*evidence, *sentences_on_draws, same))
+    several_ranks_drew = len([draws for draws in draws_of_ranks if draws]) > 1
+    all_are_equal = all(draws == draws_of_ranks[0] for draws in draws_of_ranks)
+    if several_ranks_drew and all_are_equal:
+        same = "all ranks drew the same numbers"
+        return Cause("LS106", (*evidence, *sentences_on_draws, same))
 
     return Cause("LS308", (*evidence, *sentences_on_draws))
 

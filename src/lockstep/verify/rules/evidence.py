@@ -83,11 +83,12 @@ def gradient_patterns(case: Divergence) -> tuple[str, ...]:
     expected = case.expected.merged(case.kind)
     actual = case.actual.merged(case.kind)
 
-    # `case.names` are the gradients that differ. Those that only the ranks have are left out.
+    # `case.names` are the gradients that differ. Those that only the ranks have are left out. Those
+    # that no rank has are wrong, but have no factor.
     wrong_names = [name for name in case.names if name in expected]
     names_by_pattern: dict[str, list[str]] = defaultdict(list)
     for name in wrong_names:
-        if name not in actual:  # no rank has this gradient
+        if name not in actual:
             continue
 
         # A number if actual = number * expected. For a gradient with a single value there is always
@@ -114,16 +115,12 @@ def gradient_patterns(case: Divergence) -> tuple[str, ...]:
     return tuple(sentences)
 
 
-def random_draws_that_may_differ(case: Divergence) -> list[tuple[str, str]]:
+def draws_not_made_by_all_ranks(case: Divergence) -> list[tuple[str, str]]:
     """Returns draws of random numbers that some ranks made for their loss, but not others.
 
     For example, one process draws a noise level once for its whole batch, and each of 3 ranks must
     draw the same level, so that the ranks together draw it 3 times. If they draw it less often, the
     loss of some rank was computed from another level.
-
-    Such a draw need not be why the losses differ, because only the last draw of a loss is recorded.
-    If a script draws a level for each sample, the record of one process is the level of its last
-    sample, and the record of rank 0 that of an earlier sample.
 
     Returns:
         Each draw as a pair of its line and a digest of the numbers.
@@ -138,18 +135,22 @@ def random_draws_that_may_differ(case: Divergence) -> list[tuple[str, str]]:
         counts_of_ranks.update(rank.loss_draws)
 
     all_draws = {**counts_of_ranks, **counts_of_one_process}  # without duplicates
-    draws_that_may_differ = []
+    draws_of_some = []
     for draw in all_draws:
         # If every rank made the draw as often as one process, the count is this multiple.
         count_if_all_ranks_agree = counts_of_one_process[draw] * case.num_ranks
         if counts_of_ranks[draw] != count_if_all_ranks_agree:
-            draws_that_may_differ.append(draw)
+            draws_of_some.append(draw)
 
-    return draws_that_may_differ
+    return draws_of_some
 
 
 def describe_random_numbers_of_one_run(case: Divergence) -> list[str]:
     """Says that the loss was computed from random numbers that only one of the two runs drew.
+
+    Numbers that both runs drew do no harm, even if they are recorded with different losses: only
+    the last draw of a loss is recorded. If a script draws for each sample, that is the draw for the
+    last sample of the whole batch on one process, and for an earlier sample on rank 0.
 
     The result is one sentence with the first such line, or an empty list.
     """
@@ -164,14 +165,11 @@ def describe_random_numbers_of_one_run(case: Divergence) -> list[str]:
 
     digests_of_both_runs = digests_of_one_process & digests_of_ranks
 
-    for line, digest in random_draws_that_may_differ(case):
-        # Both runs drew these numbers in this step, which is harmless. Only the last draw of a loss
-        # is recorded with it, and the last sample of rank 0 is another one than that of one
-        # process.
-        if digest in digests_of_both_runs:
-            continue
-
-        return [f"the loss is computed from random numbers that were drawn for this step: {line}"]
+    for line, digest in draws_not_made_by_all_ranks(case):
+        if digest not in digests_of_both_runs:
+            return [
+                f"the loss is computed from random numbers that were drawn for this step: {line}"
+            ]
 
     return []
 
@@ -200,7 +198,8 @@ def _lines_with_other_values(case: Divergence, field_name: str, text: str) -> li
         field_name: name of a field of `RankUpdate` with a number for each line.
         text: beginning of each sentence, before the line.
     """
-    if case.num_ranks <= 1:  # a single rank has all samples
+    # A single rank has all samples. If its value differs, it is not for the split of the samples.
+    if case.num_ranks <= 1:
         return []
 
     lines = []
@@ -217,15 +216,17 @@ def _lines_with_other_values(case: Divergence, field_name: str, text: str) -> li
     return [f"{text}: {line}" for line in lines[:MAX_LINES_WITH_STATISTICS]]
 
 
-def loss_compares_local_samples(case: Divergence) -> list[str]:
+def describe_local_comparison(case: Divergence) -> list[str]:
     """Says that the loss compares samples, but each rank only has its own samples."""
     # After a gather, each rank may have compared all samples.
-    gathers = any(call.name.startswith("all_gather") for call in case.actual.calls)
-    if gathers or case.num_ranks == 1:
+    calls_of_ranks = case.actual.calls  # of all ranks
+    some_rank_gathered = any(call.name.startswith("all_gather") for call in calls_of_ranks)
+    if some_rank_gathered or case.num_ranks == 1:
         return []
 
     # Whether samples are compared is recorded only on one process, which has the whole batch.
-    if not any(rank.loss_compares_samples for rank in case.expected):
+    samples_are_compared = any(record.loss_compares_samples for record in case.expected)
+    if not samples_are_compared:
         return []
 
     return [

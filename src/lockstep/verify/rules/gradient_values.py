@@ -27,15 +27,15 @@ from lockstep.verify.algebra import (
 from lockstep.verify.cause import Cause, format_items
 from lockstep.verify.compare import Divergence, same_samples
 from lockstep.verify.rules.evidence import (
+    describe_local_comparison,
     describe_local_statistics,
+    draws_not_made_by_all_ranks,
     first_clip_line,
     format_backward_passes,
     format_ratio,
     format_weights,
     gradient_patterns,
-    loss_compares_local_samples,
     loss_line,
-    random_draws_that_may_differ,
 )
 from lockstep.verify.rules.losses import (
     describe_terms,
@@ -68,8 +68,14 @@ from lockstep.wording import format_ranks
 
 Gradients = Mapping[str, Array]
 
+# The beginnings of the descriptions of counts in `Batch.weights`, with the simplest kind first.
+KINDS_OF_COUNTS = ("samples", "labels", "non-zero", "ones", "values")
+
 # Weights below this fraction of the largest weight are zero but for rounding.
 ZERO_WEIGHT_SHARE = 1e-6
+
+# Norms that differ by at most this fraction are equal.
+MAX_ERROR_OF_EQUAL_NORMS = 1e-5
 
 
 def explain_gradients(case: Divergence, expected: Gradients, actual: Gradients) -> Cause:
@@ -134,15 +140,14 @@ def multiple_by_a_count(case: Divergence, expected: Gradients, actual: Gradients
     # The ratio that each cause would lead to. If several causes lead to the same ratio, the first
     # one is reported: LS203 and LS204 come first, because other numbers of backward passes are a
     # fact that supports them.
-    # For example, one process makes 1 backward pass, and each rank makes 4, one for each of its
-    # micro-batches: their gradients are multiplied by 4 (LS203), or divided by 4 (LS204).
     ratio_of_code: dict[str, float] = {}
     passes_are_known = passes_of_one > 0 and passes_of_rank > 0
     if passes_are_known and passes_of_one != passes_of_rank:
-        ratio_of_code["LS203"] = passes_of_rank / passes_of_one
-        ratio_of_code["LS204"] = passes_of_one / passes_of_rank
+        # One process makes 1 pass, for example, and each rank makes 4, one for each micro-batch.
+        ratio_of_code["LS203"] = passes_of_rank / passes_of_one  # 4: multiplied by their number
+        ratio_of_code["LS204"] = passes_of_one / passes_of_rank  # 1/4: divided by it
 
-    ratio_of_code["LS201"] = case.num_ranks
+    ratio_of_code["LS201"] = case.num_ranks  # summed instead of averaged
     ratio_of_code["LS202"] = 1 / case.num_ranks
 
     fitting_codes = []
@@ -187,6 +192,9 @@ def multiplied_after_passes(
     case: Divergence, expected: Gradients, actual: Gradients
 ) -> Cause | None:
     """LS403: the backward passes left the right gradients, which were then multiplied by a number.
+
+    For example, the gradients of the ranks are 2 times those of one process. If the ranks have
+    multiplied theirs by 1, and one process by 0.5, they were equal before.
 
     Needs: `gradient_factor` of both runs.
     Applies: if the ratio of the two factors is the ratio of the gradients.
@@ -350,16 +358,7 @@ def _cause_of_change_after_passes(
             f"each rank multiplied its own before they were added: {format_weights(used_weights)}"
         )
 
-        # The norm of each rank's gradients after the multiplication. Clipping makes them equal.
-        norms_after = []
-        for local_sum, weight in zip(local_sums, used_weights, strict=True):
-            norms_after.append(norm(flat(local_sum)) * abs(weight))
-
-        same_norm = []
-        if all_near(norms_after, 1e-5):
-            same_norm.append("that gave the gradients of all ranks the same norm, as clipping does")
-
-        return Cause("LS404", (mean_text, text, *same_norm))
+        return Cause("LS404", (mean_text, text, *_describe_equal_norms(local_sums, used_weights)))
 
     for call in case.actual.calls:
         if call.gradient_changed:
@@ -368,6 +367,26 @@ def _cause_of_change_after_passes(
 
     # The mean is right, but it is not known what the ranks did to it afterwards.
     return Cause("LS210", (f"{mean_text}; what was made of it afterwards is not", *patterns))
+
+
+def _describe_equal_norms(
+    gradients_of_ranks: Sequence[Gradients], factors: Sequence[float]
+) -> list[str]:
+    """Says that the gradients of all ranks have the same norm after they were multiplied.
+
+    Clipping makes them equal. The result is one sentence, or an empty list if the norms differ.
+
+    Args:
+        gradients_of_ranks: gradients of each rank.
+        factors: number by which each rank has multiplied its gradients.
+    """
+    norms_after = []
+    for gradients, factor in zip(gradients_of_ranks, factors, strict=True):
+        norms_after.append(norm(flat(gradients)) * abs(factor))
+
+    if all_near(norms_after, MAX_ERROR_OF_EQUAL_NORMS):
+        return ["that gave the gradients of all ranks the same norm, as clipping does"]
+    return []
 
 
 # Gradients that are a sum of the same parts with other weights
@@ -381,21 +400,21 @@ def unused_parameters(case: Divergence, expected: Gradients, actual: Gradients) 
     False positives: none known.
     Evidence: which ranks.
     """
-    names_of_one = _names_with_gradients(case.expected[0].local_gradients)
-    missing: set[str] = set()  # parameters without a gradient on some rank
+    names_on_one_process = _names_with_gradients(case.expected[0].local_gradients)
+    missing_names: set[str] = set()  # parameters without a gradient on some rank
     ranks = []
-    for number, rank in enumerate(case.actual):
-        gradients_are_known = rank.contributes and bool(rank.local_gradients)
+    for rank, record in enumerate(case.actual):
+        gradients_are_known = record.contributes and bool(record.local_gradients)
         if not gradients_are_known:
             continue
 
-        missing_on_rank = names_of_one - _names_with_gradients(rank.local_gradients)
+        missing_on_rank = names_on_one_process - _names_with_gradients(record.local_gradients)
         if missing_on_rank:
-            missing |= missing_on_rank
-            ranks.append(number)
+            missing_names |= missing_on_rank
+            ranks.append(rank)
 
-    explains_all = set(case.names) <= missing
-    if not missing or not explains_all:
+    explains_all = set(case.names) <= missing_names
+    if not missing_names or not explains_all:
         return None
 
     text = f"the backward passes of {format_ranks(ranks)} left no gradient of these parameters"
@@ -483,6 +502,9 @@ def _cause_of_other_weights(
         right_weights: weights with which the parts add up to the gradient of one process.
         used_weights: weights with which the parts add up to the gradient of the ranks.
     """
+    # Sentences on lines that computed a statistic over a rank's samples, such as the sum of a mask.
+    statistics = describe_local_statistics(case)
+
     # 1. The weights should have been proportional to a count that is known. The sentences are then
     # "they should weigh 0.6667 : 0.3333" and "that is by their samples: 8, 4".
     corrections = _corrections_of_weights(right_weights, used_weights)
@@ -493,25 +515,23 @@ def _cause_of_other_weights(
             return Cause(code, (*evidence, f"that is by their {key}: {numbers}"))
 
     # 2. The loss compares samples, so it is no mean over samples, and no weights make it right.
-    comparison = loss_compares_local_samples(case)
+    comparison = describe_local_comparison(case)
     if comparison:
         return Cause("LS208", (*evidence, *comparison))
 
-    # Sentences on lines that computed a statistic over a rank's samples, such as the sum of a mask.
-    statistics = describe_local_statistics(case)
-
     # 3. The ranks computed a mean of means: they used equal weights such as 1/2 and 1/2, although
-    # the right ones are, for example, 2/3 and 1/3. Both have the sum 1. So the parts should be
-    # weighted by some count. It is none of the counts above, but it may be one of the statistics.
+    # the right ones, with the same sum, are 2/3 and 1/3. So the parts should be weighted by some
+    # count: none of the counts above, but perhaps one of the statistics.
     weights_are_equal = all_near(used_weights, case.max_error)
     have_same_sum = near(sum(right_weights), sum(used_weights), 1e-5)
-    if weights_are_equal and have_same_sum:
+    is_mean_of_means = weights_are_equal and have_same_sum
+    if is_mean_of_means:
         no_count = ["nothing that was counted in the batches is proportional to these weights"]
         return Cause("LS205", (*evidence, *(statistics or no_count)))
 
     # 4. If statistics differ, and nothing else is known that could be the reason, the ranks
     # multiplied their losses by a statistic. Other random numbers could be the reason, too.
-    if statistics and not random_draws_that_may_differ(case):
+    if statistics and not draws_not_made_by_all_ranks(case):
         return Cause("LS208", (*evidence, *statistics))
 
     # 5. The cause is not known.
@@ -574,19 +594,25 @@ def _cause_of_parts_without_weight(
     """
     one_process_has_mean_of_some = _is_mean_of_some_parts(right_weights)
     ranks_have_mean_of_all = all_near(used_weights, 1e-5)  # all parts have the same weight
-    ranks_train_more = one_process_has_mean_of_some and ranks_have_mean_of_all
+    ranks_seem_to_train_more = one_process_has_mean_of_some and ranks_have_mean_of_all
 
-    # If both runs are known to train the same samples, one process trains all parts too, even if
-    # the weights look otherwise. Each value is True, False, or None if it is not known.
+    # Even so, both runs may be known to train the same samples. (None means "not known".)
     same_indices, same_contents = same_samples(case.expected, case.actual)
     have_same_samples = same_indices is True or same_contents is True
 
-    ranks_have_additional_samples = ranks_train_more and not have_same_samples
-    if not ranks_have_additional_samples:
-        # The gradient of one process is not the mean of all parts.
-        text = "the gradient of one process is a sum of the same parts, but not a mean of them"
-        return Cause("LS210", (text, *loss_line(case), *gradient_patterns(case)))
+    if ranks_seem_to_train_more and not have_same_samples:
+        return Cause("LS110", (*_describe_parts_of_one_process(right_weights), *loss_line(case)))
 
+    text = "the gradient of one process is a sum of the same parts, but not a mean of them"
+    return Cause("LS210", (text, *loss_line(case), *gradient_patterns(case)))
+
+
+def _describe_parts_of_one_process(right_weights: Sequence[float]) -> tuple[str, str]:
+    """Says which parts are in the gradient of one process, and what a part is.
+
+    Args:
+        right_weights: weights of the parts in the gradient of one process; 0 for all others.
+    """
     parts_of_one = [number for number, weight in enumerate(right_weights) if weight > 0]
     numbers = format_items([number + 1 for number in parts_of_one])
     plural = "s" if len(parts_of_one) > 1 else ""
@@ -595,8 +621,7 @@ def _cause_of_parts_without_weight(
         "alone"
     )
     what_is_a_part = "a part is what one backward pass of one rank left, in the order of ranks"
-
-    return Cause("LS110", (text, what_is_a_part, *loss_line(case)))
+    return text, what_is_a_part
 
 
 def _counts_of_parts(case: Divergence, num_parts: int) -> dict[str, list[float]]:
@@ -611,37 +636,41 @@ def _counts_of_parts(case: Divergence, num_parts: int) -> dict[str, list[float]]
         num_parts: number of parts. If there is another number of batches (or losses), they cannot
             be assigned to parts and are ignored.
     """
-    counts: dict[str, list[float]] = {}
-
-    # `weights` of a batch are its counts, such as {"samples": 8, "labels in tensor 1": 60}. A batch
-    # without a key gets 0.
-    batches = case.actual.batches
-    if len(batches) == num_parts:
-        keys: dict[str, None] = {}  # an ordered set
-        for batch in batches:
-            keys.update(dict.fromkeys(batch.weights))
-
-        # Keys begin with the kind of the count. The simplest kinds come first.
-        for kind in ("samples", "labels", "non-zero", "ones", "values"):
-            for key in keys:
-                if key.startswith(kind):
-                    counts[key] = [batch.weights.get(key, 0.0) for batch in batches]
+    # Counts of each batch, such as {"samples": 8, "labels in tensor 1": 60}.
+    counts_of_batches = [batch.weights for batch in case.actual.batches]
 
     # For each loss, numbers that it may have been divided by. Ranks whose losses do not count, such
     # as the first stages of a pipeline, have no parts, so their losses are left out.
-    divisors_of_losses = []
+    divisors_of_losses: list[Mapping[str, float]] = []
     for rank in case.actual:
         if rank.contributes:
             divisors_of_losses += rank.loss_divisors
 
+    counts: dict[str, list[float]] = {}
+    if len(counts_of_batches) == num_parts:
+        counts_by_key = _numbers_by_key(counts_of_batches)
+        for kind in KINDS_OF_COUNTS:
+            counts |= {key: counts_by_key[key] for key in counts_by_key if key.startswith(kind)}
+
     if len(divisors_of_losses) == num_parts:
-        divisor_keys: dict[str, None] = {}
-        for divisors in divisors_of_losses:
-            divisor_keys.update(dict.fromkeys(divisors))
-        for key in divisor_keys:
-            counts[key] = [divisors.get(key, 0.0) for divisors in divisors_of_losses]
+        counts |= _numbers_by_key(divisors_of_losses)
 
     return counts
+
+
+def _numbers_by_key(dictionaries: Sequence[Mapping[str, float]]) -> dict[str, list[float]]:
+    """Turns a list of dictionaries into a dictionary of lists, with 0 for a missing number.
+
+    For example, [{"a": 1, "b": 2}, {"a": 3}] becomes {"a": [1, 3], "b": [2, 0]}.
+    """
+    keys: dict[str, None] = {}  # an ordered set
+    for dictionary in dictionaries:
+        keys.update(dict.fromkeys(dictionary))
+
+    numbers = {}
+    for key in keys:
+        numbers[key] = [dictionary.get(key, 0.0) for dictionary in dictionaries]
+    return numbers
 
 
 # Gradients in which samples depend on each other or on chance
@@ -681,14 +710,8 @@ def cause_if_no_rule_applies(case: Divergence) -> Cause:
 def unknown_cause(case: Divergence, *evidence: str) -> Cause:
     """Names what is known if no rule explains the gradients.
 
-    If the models were called with other inputs than on one process, these are the cause:
-
-    - LS101: inputs are repeated.
-    - LS102: inputs are left out.
-    - LS110: there are N times as many inputs.
-    - LS111: they are other inputs.
-
-    Otherwise, the cause is not known: LS210.
+    If the models were called with other inputs than on one process, these are the cause (see
+    `code_of_differing_inputs`). Otherwise, the cause is not known: LS210.
 
     Needs: `model_inputs` and `forwards`.
     Applies: always.
@@ -708,7 +731,8 @@ def unknown_cause(case: Divergence, *evidence: str) -> Cause:
     # Inputs of other shapes, such as padded texts, may still hold the same samples.
     same_shapes = _shapes_of_inputs(case.expected) == _shapes_of_inputs(case.actual)
 
-    if inputs_are_known and same_shapes and inputs_differ(case):
+    has_other_inputs = inputs_are_known and same_shapes and inputs_differ(case)
+    if has_other_inputs:
         code = code_of_differing_inputs(expected, actual, case.num_ranks)
     else:
         code = "LS210"
@@ -719,7 +743,7 @@ def unknown_cause(case: Divergence, *evidence: str) -> Cause:
             *evidence,
             *_describe_inputs(case),
             *_compare_outputs(case),
-            *_describe_earlier_steps(case),
+            *_describe_what_is_carried_over(case),
             *describe_local_statistics(case),
             *loss_line(case),
             *gradient_patterns(case),
@@ -734,6 +758,8 @@ def _shapes_of_inputs(update: Update) -> set[str]:
 
 def _describe_inputs(case: Divergence) -> list[str]:
     """Says how many inputs the models were called with, and how many both runs have in common.
+
+    An input is what a model is given for one sample: a call with a batch of 8 samples has 8 inputs.
 
     The result is one sentence, or an empty list if some input is not known.
     """
@@ -769,18 +795,17 @@ def _compare_outputs(case: Divergence) -> list[str]:
     The result is one sentence, or an empty list if the outputs cannot be compared.
     """
     forwards = match_forwards(case.expected, case.actual)
+    if not forwards:
+        return []
+
     wrong_models = []
     for forward in forwards:
-        # Whether the output of each sample differs. If the outputs of a single model have no row
-        # for each sample, which makes this empty, nothing is said about any model.
-        differs = forward.differing_rows("outputs")
-        if len(differs) == 0:
+        differs = forward.differing_rows("outputs")  # a bool for each sample
+        if len(differs) == 0:  # the output has no row for each sample, so it cannot be compared
             return []
         if differs.any():
             wrong_models.append(forward.model)
 
-    if not forwards:
-        return []
     if wrong_models:
         return [f"for the same inputs something else was returned by {format_items(wrong_models)}"]
 
@@ -788,7 +813,7 @@ def _compare_outputs(case: Divergence) -> list[str]:
     return ["for each sample the models returned the same; it is the loss, or later"]
 
 
-def _describe_earlier_steps(case: Divergence) -> list[str]:
+def _describe_what_is_carried_over(case: Divergence) -> list[str]:
     """Says that all earlier steps are equal, and what the modules carry over from step to step.
 
     The result is one sentence, or an empty list in the first step.
@@ -799,7 +824,8 @@ def _describe_earlier_steps(case: Divergence) -> list[str]:
     # The cause may be a tensor that a module keeps from one step to the next.
     text = "until here all steps are equal, so it may be what is carried from step to step"
 
-    # Tensors that modules keep besides parameters and buffers: "layer.state" for "Net/layer.state".
+    # Tensors that modules have before the step, besides parameters and buffers: "layer.state" for
+    # "Net/layer.state".
     kept_names = set()
     for rank in case.actual:
         for name in rank.module_tensors_before:

@@ -58,8 +58,8 @@ def _trained_differently(case: Divergence, field_name: str, setting: str) -> Cau
     ranks = []
     all_names: set[str] = set()
 
-    for number, rank in enumerate(case.actual):
-        names_on_rank = set(getattr(rank, field_name))
+    for rank, record in enumerate(case.actual):
+        names_on_rank = set(getattr(record, field_name))
 
         # Two models of one class are named "Net" and "Net#2" in the order in which they are called.
         # If the rank calls them in another order than one process, its "Net" is the "Net#2" of one
@@ -67,11 +67,11 @@ def _trained_differently(case: Divergence, field_name: str, setting: str) -> Cau
         if _may_be_of_swapped_models(case, names_on_one_process, names_on_rank):
             continue
 
-        # Parameters of this rank that have the setting here or on one process, but not on both.
-        all_parameters_of_rank = rank.parameter_sums.keys()
-        names_that_differ = (names_on_one_process ^ names_on_rank) & all_parameters_of_rank
+        names_set_in_one_run_only = names_on_one_process ^ names_on_rank
+        parameters_of_rank = record.parameter_sums.keys()
+        names_that_differ = names_set_in_one_run_only & parameters_of_rank
         if names_that_differ:
-            ranks.append(number)
+            ranks.append(rank)
             all_names |= names_that_differ
 
     if not all_names:
@@ -124,9 +124,9 @@ def parameters_without_optimizer(case: Divergence) -> Cause | None:
 
     # "Net/fc.weight" may be missing just because this model is named "Net#2" on the ranks. So the
     # names without the model are compared, such as "fc.weight", and how often each occurs.
-    names_without_model = script_names(expected)
-    names_without_model_on_ranks = script_names(actual)
-    if Counter(names_without_model) == Counter(names_without_model_on_ranks):
+    names_without_model = Counter(script_names(expected))
+    names_without_model_on_ranks = Counter(script_names(actual))
+    if names_without_model == names_without_model_on_ranks:
         return None
 
     names = join_first(script_names(missing))
@@ -160,18 +160,20 @@ def wrong_after_exchange_in_step(case: Divergence) -> Cause | None:
         return None
 
     expected_gradients = case.expected.merged("gradients")
-    expected_changes = _changes_by_first_step(case.expected, case)
-    actual_changes = _changes_by_first_step(case.actual, case)
-    if expected_changes.keys() != expected_gradients.keys():
+    expected_decreases = _decreases_in_first_step(case.expected, case)
+    actual_decreases = _decreases_in_first_step(case.actual, case)
+    if expected_decreases.keys() != expected_gradients.keys():
         return None
 
-    # On one process, change = learning_rate * gradient for all parameters.
-    learning_rate = constant_ratio(expected_gradients, expected_changes, case.max_error)
-    if learning_rate is None or actual_changes.keys() != expected_changes.keys():
+    # On one process, decrease = learning_rate * gradient for all parameters.
+    learning_rate = constant_ratio(expected_gradients, expected_decreases, case.max_error)
+    if learning_rate is None or actual_decreases.keys() != expected_decreases.keys():
         return None
 
-    # So on the ranks, gradient = change / learning_rate.
-    used_gradients = {name: change / learning_rate for name, change in actual_changes.items()}
+    # So on the ranks, gradient = decrease / learning_rate.
+    used_gradients = {}
+    for name, decrease in actual_decreases.items():
+        used_gradients[name] = decrease / learning_rate
 
     # Explain the update as if the ranks had stepped with the gradients that they really used.
     update = Update(
@@ -188,7 +190,7 @@ def wrong_after_exchange_in_step(case: Divergence) -> Cause | None:
     return replace(cause, evidence=evidence)
 
 
-def _changes_by_first_step(update: Update, case: Divergence) -> dict[str, Array]:
+def _decreases_in_first_step(update: Update, case: Divergence) -> dict[str, Array]:
     """Returns by how much the first update decreased each parameter: its old minus its new value.
 
     Args:
@@ -198,11 +200,11 @@ def _changes_by_first_step(update: Update, case: Divergence) -> dict[str, Array]
     """
     before = update.merged("initial")
     after = update.merged("parameters")
-    changes = {}
+    decreases = {}
     for name in case.expected.merged("gradients"):
         if name in before and name in after:
-            changes[name] = before[name] - after[name]
-    return changes
+            decreases[name] = before[name] - after[name]
+    return decreases
 
 
 def gather_without_gradient(case: Divergence) -> Cause | None:
@@ -236,14 +238,17 @@ def _detached_gather_line(case: Divergence) -> str:
 
 
 def wrong_after_clipping(case: Divergence) -> Cause | None:
-    """LS404: gradients were clipped before averaging. LS403: they were clipped differently.
+    """Names the cause of gradients that differ after they were clipped.
+
+    In this order:
+
+    - LS403: before, they were equal on all ranks, so they were clipped differently.
+    - Before, they differed between the ranks, and their mean was not right (or clipping changed
+      nothing): what `explain_gradients` says about the mean.
+    - LS404: their mean was right, perhaps times a number, so they were clipped before averaging.
 
     Needs: `unclipped`, and `calls` that clip.
     Applies: if gradients were clipped in one of the runs and differ afterwards.
-        LS403: they were equal before.
-        LS404: they differed between the ranks when clipping changed them, and their mean would have
-        been right (perhaps times a number).
-        Otherwise, `explain_gradients` explains the mean before clipping.
     False positives: something else that was done to gradients at the same time as clipping.
     Evidence: the line that clips.
     """

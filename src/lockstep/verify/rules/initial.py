@@ -20,7 +20,7 @@ from lockstep.verify.rules.evidence import format_ranks_that_differ
 from lockstep.verify.training_record import Update
 
 
-def optimizer_of_stale_parameters(case: Divergence) -> Cause | None:
+def optimizer_has_parameters_of_no_model(case: Divergence) -> Cause | None:
     """LS314: the optimizer updates parameters that belong to no model, so no model is trained.
 
     Needs: `initial`, in which parameters that belong to no model have names that begin with "/".
@@ -31,20 +31,20 @@ def optimizer_of_stale_parameters(case: Divergence) -> Cause | None:
     Evidence: how many such parameters the optimizer has.
     """
     # Such a parameter has a name like "/parameter 3 of optimizer 1", and not "Net/layer.weight".
-    stale_names = [
+    names_of_no_model = [
         name for name in case.actual.merged("initial") if belongs_only_to_optimizer(name)
     ]
-    if not stale_names:
+    if not names_of_no_model:
         return None
 
-    # The optimizer is meant to have parameters outside of models.
+    # If one process has some too, the optimizer is meant to have parameters outside of models.
     one_process_has_some_too = any(
         belongs_only_to_optimizer(name) for name in case.expected.merged("initial")
     )
     if one_process_has_some_too:
         return None
 
-    # The models are trained nevertheless.
+    # If the models change, they are trained nevertheless.
     if _models_change(case.parallel_run):
         return None
 
@@ -52,24 +52,25 @@ def optimizer_of_stale_parameters(case: Divergence) -> Cause | None:
     return Cause(
         "LS314",
         (
-            f"{len(stale_names)} parameters that {optimizer_class} updates belong to no model "
-            "that was called",
+            f"{len(names_of_no_model)} parameters that {optimizer_class} updates belong to no "
+            "model that was called",
             # On one process, all parameters of the optimizer belong to a model. So on the ranks,
             # the model has got other parameters after the optimizer was constructed.
             "on one process all of its parameters do, so the model has got others since",
         ),
-        tuple(stale_names),
+        tuple(names_of_no_model),
     )
 
 
 def _models_change(run: Sequence[Update]) -> bool:
     """True if a parameter of a model differs between the first and a later step."""
-    # Two numbers for each parameter, which change whenever any of its values does.
+    # `parameter_sums` has two numbers for each parameter, which change when any of its values does.
     first_sums = run[0].merged("parameter_sums")
     for update in run[1:]:
         sums = update.merged("parameter_sums")
         for name in first_sums:
-            if belongs_only_to_optimizer(name) or name not in sums:
+            is_outside_of_models = belongs_only_to_optimizer(name)
+            if is_outside_of_models or name not in sums:
                 continue
             if not np.array_equal(sums[name], first_sums[name]):
                 return True
@@ -109,11 +110,12 @@ def _other_seeds(case: Divergence) -> list[str]:
     # {"train.py:3: torch.manual_seed(0)": 0}. The first record is that of one process.
     seeds_of_processes = [record.seeds for record in (*case.expected, *case.actual)]
 
-    # Only lines that one process ran are compared.
+    # Only lines that one process ran are compared. A process that did not run a line has the seed
+    # None: {0, None} are two distinct seeds.
     lines_of_one_process = list(case.expected[0].seeds.keys())
     for line in lines_of_one_process:
-        different_seeds = {seeds.get(line) for seeds in seeds_of_processes}  # None if not seeded
-        if len(different_seeds) > 1:
+        distinct_seeds = {seeds.get(line) for seeds in seeds_of_processes}
+        if len(distinct_seeds) > 1:
             values = [seeds.get(line, "nothing") for seeds in seeds_of_processes]
             return [
                 f"torch was seeded with {format_by_process(values, processes)}",

@@ -36,8 +36,8 @@ class LocalGradients:
     names: tuple[str, ...]
 
     @property
-    def difference_text(self) -> str:
-        """The first sentence of evidence of all rules: how many gradients differ."""
+    def sentence_on_difference(self) -> str:
+        """The first sentence of evidence of all rules, on how many gradients differ."""
         total = len(self.case.actual.merged("gradients"))
         return f"the gradients of {len(self.names)} of {total} parameters differ between the ranks"
 
@@ -64,16 +64,18 @@ class LocalGradients:
         """True if the ranks differ exactly by the local gradients of their last passes.
 
         If the last passes were not averaged, but those before them were, then each rank has used
-        the same average plus its own local sum: `used = average + local_sum`. So `used - local_sum`
-        is the same on all ranks. Gradients before clipping are compared.
+        the same average plus its own local sum. For example, the first of two passes was averaged
+        to 10. The last one adds 1 on rank 0 and 3 on rank 1, which then use 11 and 13. Without
+        their own 1 and 3, the *remainder* is 10 on both ranks.
 
         Args:
             num_passes: number of backward passes, counted from the last one.
         """
         local_sums = []  # one vector with all values for each rank
-        remainders = []  # `used - local_sum` for each rank
+        remainders = []
         for rank in self.case.actual:
-            used = {name: rank.unclipped[name] for name in self.names if name in rank.unclipped}
+            before_clipping = rank.unclipped
+            used = {name: before_clipping[name] for name in self.names if name in before_clipping}
             local_sum = _sum_of_last_passes(rank, num_passes, used)
             local_sums.append(local_sum)
             remainders.append(flat(used) - local_sum)
@@ -89,7 +91,7 @@ class LocalGradients:
         return all(norm(remainder - remainders[0]) <= rounding for remainder in remainders)
 
     @property
-    def local_text(self) -> str:
+    def sentence_on_local_passes(self) -> str:
         """A sentence of evidence: the gradients of the last backward passes are local.
 
         If the gradients of earlier passes were averaged, it says how many passes are local.
@@ -98,15 +100,14 @@ class LocalGradients:
         earlier_passes_were_averaged = self.num_local_passes < total
         if earlier_passes_were_averaged:
             return (
-                f"what the last {self.num_local_passes} of {total} backward passes left is "
-                "each rank's own"
+                f"the gradients of the last {self.num_local_passes} of {total} backward passes "
+                "were not averaged"
             )
 
-        # No pass was averaged.
         return "each rank used what its own backward pass left"
 
     @property
-    def bypassed_wrapper_texts(self) -> list[str]:
+    def sentences_on_bypassed_wrapper(self) -> list[str]:
         """Evidence that the script called a model without its DDP wrapper: one sentence or none."""
         line = self.case.actual.first("line_that_bypassed_wrapper")
         if not line:
@@ -135,19 +136,21 @@ class LocalGradients:
         return calls
 
 
-def _sum_of_last_passes(rank: RankUpdate, num_passes: int, gradients: Mapping[str, Array]) -> Array:
+def _sum_of_last_passes(
+    rank: RankUpdate, num_passes: int, like_gradients: Mapping[str, Array]
+) -> Array:
     """Returns the sum of a rank's local gradients over its last backward passes, as one vector.
 
     Args:
         rank: record of the rank.
-        num_passes: number of backward passes to add up, counted from the last one.
-        gradients: gradients by name, which decide the order of values in the vector.
+        num_passes: number of backward passes to add up, counted from the last one; at least 1.
+        like_gradients: gradients with the names, the order and the shapes of those in the vector.
     """
-    total = np.zeros_like(flat(gradients))
+    total = np.zeros_like(flat(like_gradients))
     for local_gradients in rank.local_gradients[-num_passes:]:
         # A pass that does not reach a parameter leaves no gradient for it.
         in_order = {}
-        for name, array in gradients.items():
+        for name, array in like_gradients.items():
             in_order[name] = local_gradients.get(name, np.zeros_like(array))
         total = total + flat(in_order)
     return total
@@ -188,12 +191,12 @@ def parameters_unknown_to_ddp(gradients: LocalGradients) -> Cause | None:
     for rank in gradients.case.actual:
         unknown |= set(rank.unknown_to_ddp)
 
-    explains_all = set(gradients.names) <= unknown
-    if not unknown or not explains_all:
+    all_are_unknown = set(gradients.names) <= unknown  # `names` is never empty
+    if not all_are_unknown:
         return None
 
     text = "DDP was built before they were to be trained"
-    return Cause("LS303", (gradients.difference_text, text))
+    return Cause("LS303", (gradients.sentence_on_difference, text))
 
 
 def communication_hook(gradients: LocalGradients) -> Cause | None:
@@ -208,7 +211,7 @@ def communication_hook(gradients: LocalGradients) -> Cause | None:
     if not line:
         return None
     return Cause(
-        "LS213", (gradients.difference_text, f"DDP was given a communication hook: {line}")
+        "LS213", (gradients.sentence_on_difference, f"DDP was given a communication hook: {line}")
     )
 
 
@@ -220,9 +223,9 @@ def averages_within_groups(gradients: LocalGradients) -> Cause | None:
     False positives: none known.
     Evidence: the ranks of each group.
     """
-    ranks = gradients.case.actual
+    records = gradients.case.actual
     # All groups without duplicates, such as [(0, 1), (2, 3)].
-    groups = list(dict.fromkeys(tuple(rank.ddp_ranks) for rank in ranks))
+    groups = list(dict.fromkeys(tuple(record.ddp_ranks) for record in records))
 
     # The process group of all ranks is recorded as an empty tuple.
     some_use_all_ranks = () in groups
@@ -230,15 +233,14 @@ def averages_within_groups(gradients: LocalGradients) -> Cause | None:
         return None
 
     for group in groups:
-        # Compare the ranks of the group with each other, as an update that only they have made.
-        group_update = Update([ranks[number] for number in group])
-        if group_update.ranks_that_differ("gradients", gradients.case.tolerance):
+        # Compare the ranks of the group with each other, as if only they had made the update.
+        records_of_group = Update([records[rank] for rank in group])
+        if records_of_group.ranks_that_differ("gradients", gradients.case.tolerance):
             return None
 
     names = "; ".join(format_ranks(group) for group in groups)
-    # The first sentence says how many gradients differ between the ranks.
     text = f"DDP averages them over a part of the ranks, and they agree within each: {names}"
-    return Cause("LS315", (gradients.difference_text, text))
+    return Cause("LS315", (gradients.sentence_on_difference, text))
 
 
 def clipping_on_some_ranks(gradients: LocalGradients) -> Cause | None:
@@ -266,13 +268,16 @@ def clipping_on_some_ranks(gradients: LocalGradients) -> Cause | None:
         return None
 
     text = f"they were the same until {format_ranks(clipping_ranks)} clipped them"
-    return Cause("LS304", (gradients.difference_text, text, clips[0].line))
+    return Cause("LS304", (gradients.sentence_on_difference, text, clips[0].line))
 
 
 def exchanged_inside_step(gradients: LocalGradients) -> Cause | None:
-    """The optimizer exchanges gradients in its step. LS201: it sums instead of averaging them.
+    """Names the cause if the optimizer exchanges gradients in its step.
 
-    LS209: it multiplies them by another number. LS210: what it uses is not known.
+    1. LS201 or LS209: the result of the exchange is known, and it is too large by the number of
+       ranks, as if summed (LS201), or by another number (LS209).
+    2. LS201: the optimizer's state is too large, as if gradients were summed.
+    3. LS210: nothing tells what the optimizer has used.
 
     Needs: `calls` inside `optimizer.step()`, `reduced_in_step`, `optimizer_state`.
     Applies: if there is such a call. LS201 and LS209 follow from the result of the collective, or
@@ -285,26 +290,24 @@ def exchanged_inside_step(gradients: LocalGradients) -> Cause | None:
     if not calls_in_step:
         return None
 
-    # The evidence begins with the sentence that the gradients differ between the ranks. The second
-    # sentence adds that the optimizer exchanges these gradients inside its step.
     line = calls_in_step[0].line
-    exchange = f"they differ as the step begins; the optimizer exchanges them in it: {line}"
+    sentence_on_exchange = (
+        f"they differ as the step begins; the optimizer exchanges them in it: {line}"
+    )
+    evidence = (gradients.sentence_on_difference, sentence_on_exchange)
 
-    # The result of the collective is known, and it is wrong.
     ratio = _ratio_after_exchange(case)
     if ratio is not None and not near(ratio, 1):
         code = "LS201" if near(ratio, case.num_ranks) else "LS209"
         text = f"after that they are {ratio:.6g} times those of one process"
-        return Cause(code, (gradients.difference_text, exchange, text), ratio=ratio)
+        return Cause(code, (*evidence, text), ratio=ratio)
 
-    # Gradients that were summed have left too large values in the optimizer's state.
     sentences_on_large_state = _describe_large_optimizer_state(case)
     if sentences_on_large_state:
-        return Cause("LS201", (gradients.difference_text, exchange, *sentences_on_large_state))
+        return Cause("LS201", (*evidence, *sentences_on_large_state))
 
-    # Nothing tells which gradients the optimizer has used. Only its result is known to be wrong.
     text = "what it computes from them is not known; the parameters before the next step differ"
-    return Cause("LS210", (gradients.difference_text, exchange, text))
+    return Cause("LS210", (*evidence, text))
 
 
 def _ratio_after_exchange(case: Divergence) -> float | None:
@@ -333,7 +336,8 @@ def _ratio_after_exchange(case: Divergence) -> float | None:
 def _describe_large_optimizer_state(case: Divergence) -> list[str]:
     """Says that the optimizer's state is N times, or N squared times, as large as on one process.
 
-    The result is one sentence about the first such state in any step, or an empty list.
+    Steps before and after the present one are looked at, too. The result is one sentence about the
+    first such state, or an empty list.
     """
     # Adam keeps a mean of gradients ("exp_avg") and a mean of their squares ("exp_avg_sq"). If N
     # ranks summed their gradients instead of averaging them, the gradients are N times as large,
@@ -343,9 +347,10 @@ def _describe_large_optimizer_state(case: Divergence) -> list[str]:
         case.num_ranks**2: "the number of processes, squared",
     }
     for expected, actual in zip(case.reference_run, case.parallel_run, strict=False):
-        # For each key of the optimizer's state, such as "exp_avg", the ratios of all parameters.
-        # The run on one process has a single rank, 0.
-        ratios_by_key = _ratios_of_state(expected[0], actual)
+        # For each key of the optimizer's state, such as "exp_avg", the ratios of all parameters, of
+        # which there is at least one.
+        record_of_one_process = expected[0]
+        ratios_by_key = _ratios_of_state(record_of_one_process, actual)
         for key, ratios in ratios_by_key.items():
             for factor, text in factors.items():
                 factor_holds_for_all_parameters = all(near(ratio, factor) for ratio in ratios)
@@ -377,15 +382,18 @@ def _ratios_of_state(expected: RankUpdate, actual: Update) -> dict[str, set[floa
     # Names are such as "Net/layer.weight/exp_avg". Three numbers are recorded for each tensor; the
     # one at index LARGEST is its largest absolute value.
     for name, numbers in expected.optimizer_state.items():
-        largest_of_one = numbers[LARGEST]
-        largest_of_ranks = []
+        largest_on_one_process = numbers[LARGEST]
+        largest_on_each_rank = []
         for rank in actual:
             if name in rank.optimizer_state:
-                largest_of_ranks.append(rank.optimizer_state[name][LARGEST])
+                largest_on_each_rank.append(rank.optimizer_state[name][LARGEST])
 
-        if largest_of_ranks and largest_of_one:
-            key = name.rpartition("/")[2]
-            ratios_by_key[key].add(max(largest_of_ranks) / largest_of_one)
+        is_zero = largest_on_one_process == 0
+        if is_zero or not largest_on_each_rank:
+            continue
+
+        key = name.rpartition("/")[2]
+        ratios_by_key[key].add(max(largest_on_each_rank) / largest_on_one_process)
 
     return ratios_by_key
 
@@ -408,27 +416,17 @@ def gradients_that_are_not_local(gradients: LocalGradients) -> Cause | None:
         return None
 
     case = gradients.case
-    # The second text says that a forward pass bypassed the DDP wrapper, if one did.
-    evidence = [gradients.difference_text, *gradients.bypassed_wrapper_texts]
+    evidence = [gradients.sentence_on_difference, *gradients.sentences_on_bypassed_wrapper]
 
-    line = case.actual.first("gradient_draw_line")
-    if line:
-        evidence.append(f"they are computed from random numbers that each rank drew: {line}")
-        return Cause("LS308", tuple(evidence))
+    line_of_draw = case.actual.first("gradient_draw_line")
+    if line_of_draw:
+        text = f"they are computed from random numbers that each rank drew: {line_of_draw}"
+        return Cause("LS308", (*evidence, text))
 
     evidence.append("they are not what each rank's own backward passes left")
 
-    # For each further rank, the factor by which its gradients differ from those of rank 0; None if
-    # they are no multiple.
-    gradients_of_first = case.actual[0].gradients
-    ratios = []
-    for rank in case.actual[1:]:
-        ratios.append(constant_ratio(gradients_of_first, rank.gradients, case.max_error))
-
-    are_multiples = None not in ratios
-    if are_multiples:
-        texts = [f"{ratio:.6g} times on rank {rank}" for rank, ratio in enumerate(ratios, 1)]
-        evidence.append(f"they are those of rank 0, {', '.join(texts)}")
+    sentences_on_multiples = _describe_multiples_of_rank_0(case)
+    evidence += sentences_on_multiples
 
     collectives_on_gradients = [call for call in case.actual.calls if call.gradient_of]
     if collectives_on_gradients:
@@ -437,8 +435,24 @@ def gradients_that_are_not_local(gradients: LocalGradients) -> Cause | None:
     # The loss may have been computed from random numbers that one process did not draw.
     evidence += describe_random_numbers_of_one_run(case)
 
-    code = "LS304" if are_multiples else "LS210"
+    code = "LS304" if sentences_on_multiples else "LS210"
     return Cause(code, tuple(evidence))
+
+
+def _describe_multiples_of_rank_0(case: Divergence) -> list[str]:
+    """Says that the gradients of each rank are those of rank 0 times a number.
+
+    The result is one sentence with these numbers, or an empty list if some rank has no multiple.
+    """
+    gradients_of_rank_0 = case.actual[0].gradients
+    texts = []
+    for rank, record in enumerate(case.actual[1:], start=1):
+        ratio = constant_ratio(gradients_of_rank_0, record.gradients, case.max_error)
+        if ratio is None:
+            return []
+        texts.append(f"{ratio:.6g} times on rank {rank}")
+
+    return [f"they are those of rank 0, {', '.join(texts)}"]
 
 
 def parameters_averaged_later(gradients: LocalGradients) -> Cause | None:
@@ -453,20 +467,25 @@ def parameters_averaged_later(gradients: LocalGradients) -> Cause | None:
     """
     case = gradients.case
     # A script may average parameters only every few steps, so all later steps are examined, in
-    # pairs of one step and the next.
-    for before, after in pairwise(case.parallel_run[case.update_index :]):
-        if not before.ranks_that_differ("parameters", case.tolerance):
+    # pairs of one step and the next. Each has one record for each rank.
+    for records, next_records in pairwise(case.parallel_run[case.update_index :]):
+        if not records.ranks_that_differ("parameters", case.tolerance):
             continue
 
         # The mean over the ranks of the parameters that the first of the two steps left.
-        mean = mean_of([_arrays(rank.parameters, gradients.names) for rank in before])
+        mean = mean_of([_arrays(record.parameters, gradients.names) for record in records])
 
         # The values that the script itself wrote to the parameters between the two steps.
-        written_values = [_arrays(rank.rewritten_parameters, gradients.names) for rank in after]
+        written_values = [
+            _arrays(record.rewritten_parameters, gradients.names) for record in next_records
+        ]
         if all(_is_equal(values, mean, case.max_error) for values in written_values):
-            step = after[0].step + 1  # records count steps from 0, texts from 1
+            step = next_records[0].step + 1  # records count steps from 0, texts from 1
             text = f"before step {step} parameters, not gradients, are averaged over the ranks"
-            return Cause("LS313", (gradients.difference_text, gradients.local_text, text))
+            return Cause(
+                "LS313",
+                (gradients.sentence_on_difference, gradients.sentence_on_local_passes, text),
+            )
 
     return None
 
@@ -490,12 +509,14 @@ def forward_past_wrapper(gradients: LocalGradients) -> Cause | None:
     False positives: none known.
     Evidence: the line of a forward pass.
     """
-    if not gradients.bypassed_wrapper_texts or gradients.are_unwrapped:
+    if not gradients.sentences_on_bypassed_wrapper or gradients.are_unwrapped:
         return None
     some_passes_were_wrapped = any(rank.wrapped_passes for rank in gradients.case.actual)
     if some_passes_were_wrapped:
         return None
-    return Cause("LS302", (gradients.difference_text, *gradients.bypassed_wrapper_texts))
+    return Cause(
+        "LS302", (gradients.sentence_on_difference, *gradients.sentences_on_bypassed_wrapper)
+    )
 
 
 def averaged_too_late(gradients: LocalGradients) -> Cause | None:
@@ -510,7 +531,9 @@ def averaged_too_late(gradients: LocalGradients) -> Cause | None:
     if not any(call.gradient_of in gradients.names for call in calls):
         return None
     text = f"these gradients were averaged too late, or only others were: {calls[0].line}"
-    return Cause("LS406", (gradients.difference_text, gradients.local_text, text))
+    return Cause(
+        "LS406", (gradients.sentence_on_difference, gradients.sentence_on_local_passes, text)
+    )
 
 
 def other_gradients_are_averaged(gradients: LocalGradients) -> Cause | None:
@@ -522,12 +545,13 @@ def other_gradients_are_averaged(gradients: LocalGradients) -> Cause | None:
     False positives: none known.
     Evidence: the line of the collective, or the gradients that are averaged.
     """
-    # If a collective had been called with one of the gradients that differ, the rule before this
-    # one, `averaged_too_late`, would have applied. So all collectives are on other gradients.
-    calls = gradients.collectives_on_gradients
-    if calls:
-        text = f"the script reduces other gradients: {calls[0].line}"
-        return Cause("LS301", (gradients.difference_text, gradients.local_text, text))
+    # A collective on one of the gradients that differ is found by the rule before this one.
+    collectives_on_others = gradients.collectives_on_gradients
+    if collectives_on_others:
+        text = f"the script reduces other gradients: {collectives_on_others[0].line}"
+        return Cause(
+            "LS301", (gradients.sentence_on_difference, gradients.sentence_on_local_passes, text)
+        )
 
     # Gradients that are no longer what the backward passes computed, so something averages them.
     names = _other_averaged_names(gradients)
@@ -535,7 +559,9 @@ def other_gradients_are_averaged(gradients: LocalGradients) -> Cause | None:
         return None
 
     text = f"gradients of other parameters are averaged: {format_items(script_names(names))}"
-    return Cause("LS301", (gradients.difference_text, gradients.local_text, text))
+    return Cause(
+        "LS301", (gradients.sentence_on_difference, gradients.sentence_on_local_passes, text)
+    )
 
 
 def _other_averaged_names(gradients: LocalGradients) -> list[str]:
@@ -558,30 +584,41 @@ def _other_averaged_names(gradients: LocalGradients) -> list[str]:
     for update in _neighbouring_updates(case):
         rank_0 = update[0]
         is_same_optimizer = rank_0.optimizer == optimizer
-
-        # What the backward passes of rank 0 computed for models without a DDP wrapper.
-        local_gradients = sum_of_passes(rank_0.local_gradients, rank_0.unwrapped)
-        # What rank 0 gave to its optimizer, before clipping. Parameters of other optimizers are
-        # missing.
-        used_gradients = rank_0.unclipped
-
-        for name in local_gradients:
-            is_related = is_same_optimizer or _model_of(name) in models
-            if not is_related or name in gradients.names or name not in used_gradients:
-                continue
-
-            # The gradient was averaged if it is no longer what the backward passes computed.
-            used = used_gradients[name]
-            difference = norm(flat({name: used - local_gradients[name]}))
-            was_averaged = difference > case.max_error * norm(used)
-            if was_averaged:
+        for name in _names_averaged_by_script(rank_0, case.max_error):
+            is_same_model = _model_of(name) in models
+            is_other_gradient = name not in gradients.names
+            if is_other_gradient and (is_same_optimizer or is_same_model):
                 averaged[name] = None
 
     return list(averaged)
 
 
+def _names_averaged_by_script(record: RankUpdate, max_error: float) -> list[str]:
+    """Returns the gradients, of models without a DDP wrapper, that a rank has averaged, by name.
+
+    These are no longer what the rank's backward passes computed.
+
+    Args:
+        record: record of the rank.
+        max_error: largest relative difference that counts as rounding.
+    """
+    # What the backward passes computed, and what the rank gave to its optimizer, before clipping.
+    # The latter has only the parameters of this optimizer.
+    local_gradients = sum_of_passes(record.local_gradients, record.unwrapped)
+    used_gradients = record.unclipped
+
+    names = []
+    for name, local_gradient in local_gradients.items():
+        if name in used_gradients:
+            used_gradient = used_gradients[name]
+            difference = norm(flat({name: used_gradient - local_gradient}))
+            if difference > max_error * norm(used_gradient):
+                names.append(name)
+    return names
+
+
 def _neighbouring_updates(case: Divergence) -> Sequence[Update]:
-    """Returns the updates around this one, so many that each optimizer of the script steps in them.
+    """Returns this update and those around it, in which each optimizer of the script steps.
 
     For example, if three optimizers step in turn, the result is this update, two before it, and two
     after it.
@@ -618,7 +655,9 @@ def model_that_nothing_wraps(gradients: LocalGradients) -> Cause | None:
             text += f": {line}"
             break
 
-    return Cause("LS311", (gradients.difference_text, gradients.local_text, text))
+    return Cause(
+        "LS311", (gradients.sentence_on_difference, gradients.sentence_on_local_passes, text)
+    )
 
 
 def ddp_did_not_average(gradients: LocalGradients) -> Cause:
@@ -632,7 +671,11 @@ def ddp_did_not_average(gradients: LocalGradients) -> Cause:
     """
     total = len(gradients.case.actual.merged("gradients"))
     all_differ = len(gradients.names) == total and total > 1
-    evidence = [gradients.difference_text, gradients.local_text, *gradients.bypassed_wrapper_texts]
+    evidence = [
+        gradients.sentence_on_difference,
+        gradients.sentence_on_local_passes,
+        *gradients.sentences_on_bypassed_wrapper,
+    ]
     if all_differ:
         evidence.append("no gradient at all was averaged, as under no_sync")
     return Cause("LS301", tuple(evidence))

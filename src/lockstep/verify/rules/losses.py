@@ -17,13 +17,13 @@ from lockstep.verify.cause import Cause, format_items
 from lockstep.verify.compare import Divergence
 from lockstep.verify.rules.draws import random_loss
 from lockstep.verify.rules.evidence import (
+    describe_local_comparison,
     describe_local_scalars,
     describe_local_statistics,
     describe_random_numbers_of_one_run,
+    draws_not_made_by_all_ranks,
     gradient_patterns,
-    loss_compares_local_samples,
     loss_line,
-    random_draws_that_may_differ,
 )
 from lockstep.verify.sample_rows import MatchedForward, match_forwards
 from lockstep.verify.tolerance import Array, largest
@@ -76,31 +76,31 @@ def describe_terms(case: Divergence) -> tuple[list[str], bool]:
     # On one process and on each rank, a list with the terms of each backward pass: [[2.0, 6.0]] for
     # a single pass with two terms. Ranks whose losses do not count, such as the first stages of a
     # pipeline, are left out.
-    passes_of_one = case.expected[0].loss_terms
-    passes_of_rank = {}
-    for number, rank in enumerate(case.actual):
-        if rank.contributes:
-            passes_of_rank[number] = rank.loss_terms
+    passes_on_one_process = case.expected[0].loss_terms
+    passes_by_rank = {}
+    for rank, record in enumerate(case.actual):
+        if record.contributes:
+            passes_by_rank[rank] = record.loss_terms
 
     # With several backward passes, it is not known which terms correspond.
-    if case.num_ranks == 1 or len(passes_of_one) != 1:
+    if case.num_ranks == 1 or len(passes_on_one_process) != 1:
         return [], False
-    if any(len(passes) != 1 for passes in passes_of_rank.values()):
+    if any(len(passes) != 1 for passes in passes_by_rank.values()):
         return [], False
 
     # The terms of the only backward pass, on one process and on each rank.
-    expected_terms = passes_of_one[0]
-    terms_of_rank = {number: passes[0] for number, passes in passes_of_rank.items()}
+    expected_terms = passes_on_one_process[0]
+    terms_by_rank = {rank: passes[0] for rank, passes in passes_by_rank.items()}
 
-    term_counts_differ = any(len(terms) != len(expected_terms) for terms in terms_of_rank.values())
+    term_counts_differ = any(len(terms) != len(expected_terms) for terms in terms_by_rank.values())
     if term_counts_differ:
-        return _describe_term_counts(expected_terms, terms_of_rank)
+        return _describe_term_counts(expected_terms, terms_by_rank)
 
-    return _describe_scales_of_terms(expected_terms, [*terms_of_rank.values()], case.max_error)
+    return _describe_scales_of_terms(expected_terms, list(terms_by_rank.values()), case.max_error)
 
 
 def _describe_term_counts(
-    expected_terms: Sequence[float], terms_of_rank: Mapping[int, Sequence[float]]
+    expected_terms: Sequence[float], terms_by_rank: Mapping[int, Sequence[float]]
 ) -> tuple[list[str], bool]:
     """Says how many terms the loss has on one process and on each rank.
 
@@ -108,15 +108,13 @@ def _describe_term_counts(
         A list with this sentence, like the lists of `describe_terms`, and whether the sentence
         explains the difference.
     """
-    counts = [len(terms) for terms in terms_of_rank.values()]
-    of_ranks = ", ".join(
-        f"{count} on rank {rank}" for rank, count in zip(terms_of_rank, counts, strict=True)
-    )
+    count_by_rank = {rank: len(terms) for rank, terms in terms_by_rank.items()}
+    of_ranks = ", ".join(f"{count} on rank {rank}" for rank, count in count_by_rank.items())
     text = f"the loss is a sum of {len(expected_terms)} terms on one process, of {of_ranks}"
 
     # If all ranks have the same number of terms, the script may have added up the same loss in
     # another way. Otherwise, some ranks lack terms of others, which explains the difference.
-    some_ranks_lack_terms_of_others = len(set(counts)) > 1
+    some_ranks_lack_terms_of_others = len(set(count_by_rank.values())) > 1
     return [text], some_ranks_lack_terms_of_others
 
 
@@ -139,7 +137,7 @@ def _describe_scales_of_terms(
 
     Returns:
         One sentence in a list, and whether it explains the difference. The list is empty if all
-        terms scale alike. A term that is neither a mean nor a sum is not explained.
+        terms are of one kind: means, sums, or neither. A term that is neither is not explained.
     """
     means, sums, neither = _classify_terms(expected_terms, terms_of_ranks, max_error)
     texts = []
@@ -150,8 +148,8 @@ def _describe_scales_of_terms(
     if neither:
         texts.append(f"neither the mean nor the sum of number {format_items(neither)}")
 
-    all_scale_alike = len(texts) < 2
-    if all_scale_alike:
+    all_are_of_one_kind = len(texts) < 2
+    if all_are_of_one_kind:
         return [], False
 
     sentence = f"of the loss's terms, one process has, over the ranks, {', '.join(texts)}"
@@ -172,7 +170,7 @@ def _classify_terms(
     Returns:
         Three lists with numbers of terms, counted from 1. A term of one process is in the first
         list if it is the mean of this term over the ranks, in the second if it is their sum, and in
-        the third if it is neither. Terms that are zero are left out, as they are both.
+        the third if it is neither. Terms so small that they may be rounding are left out.
     """
     largest_term = max(abs(term) for terms in (expected_terms, *terms_of_ranks) for term in terms)
     means = []
@@ -180,9 +178,9 @@ def _classify_terms(
     neither = []
     for index, expected in enumerate(expected_terms):
         actual = [terms[index] for terms in terms_of_ranks]
-        largest_of_all = max(abs(term) for term in (expected, *actual))
-        is_more_than_rounding = largest_of_all > max_error * largest_term
-        if not is_more_than_rounding:
+        largest_value_of_term = max(abs(term) for term in (expected, *actual))
+        may_be_rounding = largest_value_of_term <= max_error * largest_term
+        if may_be_rounding:
             continue
 
         number = index + 1
@@ -205,13 +203,12 @@ def local_comparison(case: Divergence) -> Cause | None:
     False positives: something else may be wrong as well.
     Evidence: the line of the loss, the gradients, and random numbers that differ.
     """
-    # Empty if a rank gathered outputs, since it may then have compared all samples.
-    sentences = loss_compares_local_samples(case)
-    if not sentences:
+    sentences_on_comparison = describe_local_comparison(case)
+    if not sentences_on_comparison:
         return None
 
     evidence = (
-        *sentences,
+        *sentences_on_comparison,
         *loss_line(case),
         *gradient_patterns(case),
         *describe_random_numbers_of_one_run(case),
@@ -244,7 +241,9 @@ def other_targets(case: Divergence) -> Cause | None:
     if not forwards:
         return None
 
-    differs = forwards[0].differing_rows("targets")  # a bool for each sample
+    # The targets are those of the first model: others may be called with its outputs.
+    first_forward = forwards[0]
+    differs = first_forward.differing_rows("targets")  # a bool for each sample
     if not differs.any():
         return None
 
@@ -284,7 +283,20 @@ def other_loss_arguments(case: Divergence) -> Cause | None:
     if not _forwards_with_equal_outputs(case):
         return None
 
-    # Arrays with names such as "pos_weight of train.py:5: loss = ...".
+    name = _first_differing_option(case)
+    if name is None:
+        return None
+
+    text = f"another value than on one process: {name}"
+    return Cause("LS212", (text, *describe_local_statistics(case), *loss_line(case)))
+
+
+def _first_differing_option(case: Divergence) -> str | None:
+    """Returns the first argument of a loss function whose value differs from one process.
+
+    It is named with its line: "pos_weight of train.py:5: loss = ...". None if no value differs, or
+    if the runs have recorded other arguments.
+    """
     expected_options = case.expected.merged("loss_options")
     if expected_options.keys() != case.actual.merged("loss_options").keys():
         return None
@@ -296,11 +308,7 @@ def other_loss_arguments(case: Divergence) -> Cause | None:
                 continue
             # With `scale=0.0`, the tolerance depends only on the values of this argument.
             if case.tolerance.differ(expected, actual, scale=0.0):
-                # For example, `pos_weight` differs: the text is "not that of one process is
-                # pos_weight of train.py:5: loss = ...". The name comes last because it ends with a
-                # whole line of the script.
-                text = f"not that of one process is {name}"
-                return Cause("LS212", (text, *describe_local_statistics(case), *loss_line(case)))
+                return name
 
     return None
 
@@ -313,18 +321,19 @@ def local_statistic_in_loss(case: Divergence) -> Cause | None:
     False positives: a statistic that does no harm, while something else is wrong in the loss.
     Evidence: the line of the statistic, and how the samples are weighted.
     """
-    # If outputs cannot be compared sample by sample, it is not known whether they are equal.
+    # Outputs are only known if they have a row for each sample.
     forwards = _forwards_with_equal_outputs(case)
-    if not forwards or any(forward.matched_rows("outputs") is None for forward in forwards):
+    outputs_are_known = all(forward.matched_rows("outputs") is not None for forward in forwards)
+    if not forwards or not outputs_are_known:
+        return None
+
+    # The loss may differ because of random numbers instead.
+    if draws_not_made_by_all_ranks(case):
         return None
 
     # Sentences on statistics that differ from one process.
     statistics = describe_local_statistics(case) or describe_local_scalars(case)
     if not statistics:
-        return None
-
-    # The loss may differ because of random numbers instead.
-    if random_draws_that_may_differ(case):
         return None
 
     # How the samples are weighted. If this is not known, say at least that their outputs are equal.

@@ -83,10 +83,10 @@ def all_ranks_had_the_same(counts_of_ranks: Sequence[Counter[str]]) -> bool:
 
 def inputs_differ(case: Divergence) -> bool:
     """True if models had other inputs than on one process, apart from rounding."""
-    return any(not forward.has_same_inputs for forward in _match(case))
+    return any(not forward.has_same_inputs for forward in _matched_forwards(case))
 
 
-def _match(case: Divergence) -> list[MatchedForward]:
+def _matched_forwards(case: Divergence) -> list[MatchedForward]:
     """Returns the forward passes of both runs, with the rows of the same samples matched."""
     return match_forwards(case.expected, case.actual)
 
@@ -130,17 +130,16 @@ def repeated_inputs(case: Divergence) -> Cause | None:
 
     num_expected = sum_counts(expected).total()
     num_actual = sum_counts(actual).total()
-    # "one process computed 8 inputs in this step, 2 computed 16": 2 processes.
     numbers = (
         f"one process computed {num_expected} inputs in this step, "
-        f"{case.num_ranks} computed {num_actual}"
+        f"{case.num_ranks} processes computed {num_actual}"
     )
     if all_ranks_had_the_same(actual):
         return Cause("LS101", (numbers, "no DataLoader made them, and every rank had the same"))
 
-    shapes = {batch.shape for batch in _batches_of_both_runs(case)}
-    is_multiple = case.num_ranks > 1 and num_actual == num_expected * case.num_ranks
-    if is_multiple and len(shapes) == 1:
+    shapes_are_equal = len({batch.shape for batch in _batches_of_both_runs(case)}) == 1
+    had_n_times_as_many = case.num_ranks > 1 and num_actual == num_expected * case.num_ranks
+    if had_n_times_as_many and shapes_are_equal:
         return Cause("LS110", (numbers, "no DataLoader made them"))
 
     return None
@@ -149,8 +148,7 @@ def repeated_inputs(case: Divergence) -> Cause | None:
 def other_inputs(case: Divergence) -> Cause | None:
     """Names the cause of inputs that differ, for the first model with other inputs.
 
-    LS102: inputs are left out. LS101: inputs are repeated. LS105, LS109: they belong to other steps
-    of one process. LS106, LS308: they are random. LS111: they are different inputs.
+    See `_cause_of_other_inputs` and `_cause_in_additional_inputs` for the codes.
 
     Needs: `forwards` with the inputs of each sample.
     Applies: if no random numbers were drawn while batches were read, since these would explain the
@@ -163,11 +161,11 @@ def other_inputs(case: Divergence) -> Cause | None:
         return None
 
     # Models in the order in which they were called.
-    for number, forward in enumerate(_match(case)):
+    for index, forward in enumerate(_matched_forwards(case)):
         if not forward.has_same_inputs:
             # Without a DataLoader, the inputs of the first model are the samples themselves. Inputs
             # of later models may be computed from its outputs.
-            are_samples = number == 0 and not _has_loader(case)
+            are_samples = index == 0 and not _has_loader(case)
             return _cause_of_other_inputs(case, forward, are_samples)
 
         # The first input of this model is the same. If its output is not, an additional input of
@@ -182,8 +180,9 @@ def other_inputs(case: Divergence) -> Cause | None:
 def _cause_in_additional_inputs(case: Divergence, forward: MatchedForward) -> Cause | None:
     """Names the cause of other outputs, for a model whose first input is the same.
 
-    The model may have additional inputs, such as a hidden state. The result is None if these are
-    the same too. Then the model itself returned other outputs, which `other_outputs` explains.
+    The model may have additional inputs, such as a hidden state: they are random (LS106, LS308) or
+    other inputs (LS111). The result is None if these are the same too. Then the model itself
+    returned other outputs, which `other_outputs` explains.
     """
     differing_inputs = forward.differing_rows("other_inputs")  # a bool for each sample
     if not differing_inputs.any():
@@ -196,8 +195,8 @@ def _cause_in_additional_inputs(case: Divergence, forward: MatchedForward) -> Ca
     if cause is not None:
         return cause
 
-    # LS111: the inputs are others. They may have been computed from statistics over the samples of
-    # each rank, such as their mean, so these are named too.
+    # The additional inputs may have been computed from statistics over the samples of each rank,
+    # such as their mean, so such statistics are named as well.
     return Cause("LS111", (sentence, *describe_local_statistics(case)))
 
 
@@ -217,6 +216,9 @@ def format_differing_other_inputs(forward: MatchedForward, differing_inputs: Arr
 
 def _cause_of_other_inputs(case: Divergence, forward: MatchedForward, are_samples: bool) -> Cause:
     """Names the cause of inputs that only one of the runs has.
+
+    LS102: inputs are left out. LS101: inputs are repeated. LS105, LS109: they belong to other steps
+    of one process. LS106, LS308: they are random. LS111: they are different inputs.
 
     Args:
         case: the difference.
@@ -292,9 +294,10 @@ def _inputs_of_all_steps(case: Divergence, forward: Forward) -> Array:
     """Returns the inputs that one process gave to the same model in any step, one in each row."""
     inputs = []
     for update in case.reference_run:
-        # Each forward pass comes with the rank of each of its rows, which is not needed here.
-        for forward_of_step, _ranks in join_forwards_of_ranks(update).values():
+        for forward_of_ranks in join_forwards_of_ranks(update).values():
+            forward_of_step = forward_of_ranks.forward
             is_same_model = forward_of_step.model == forward.model
+            # Only samples of the same shape can be compared.
             if is_same_model and forward_of_step.shape == forward.shape:
                 inputs.append(forward_of_step.inputs)
     return np.concatenate(inputs)
@@ -308,7 +311,8 @@ def _orders_of_ranks(case: Divergence) -> list[str]:
 
     The result is one sentence with the first such line, or an empty list.
     """
-    # For each rank, a digest of the numbers that it drew at each line.
+    # For each rank, a digest of the numbers that it drew at each line. (`loss_draws` is a list of
+    # such pairs.)
     draws_of_ranks = [dict(rank.loss_draws) for rank in case.actual if rank.contributes]
     if not draws_of_ranks:
         return []
@@ -345,21 +349,31 @@ def _is_normalized_by_rank(forward: MatchedForward) -> bool:
     if len(rows_of_rank[0]) < MIN_SAMPLES_THAT_SHOW_SCALING:
         return False
 
-    # The rows of one process that each rank should have, in both orders. For ranks with 3, 3 and 2
-    # samples, the sums [3, 6, 8] without the last one are the rows at which the first order is
-    # split.
-    num_ranks = len(rows_of_rank)
-    numbers_of_samples = [len(rows) for rows in rows_of_rank]
-    bounds = np.cumsum(numbers_of_samples)[:-1]
-    contiguous = np.split(rows_of_one, bounds)
-    interleaved = [rows_of_one[rank::num_ranks] for rank in range(num_ranks)]
-
-    for expected_of_rank in (contiguous, interleaved):
-        pairs = zip(expected_of_rank, rows_of_rank, strict=True)
+    sizes = [len(rows) for rows in rows_of_rank]
+    for expected_rows_of_rank in (
+        _contiguous(rows_of_one, sizes),
+        _interleaved(rows_of_one, sizes),
+    ):
+        pairs = zip(expected_rows_of_rank, rows_of_rank, strict=True)
         if all(_is_shifted_and_scaled(expected, actual) for expected, actual in pairs):
             return True
 
     return False
+
+
+def _contiguous(rows: Array, sizes: Sequence[int]) -> list[Array]:
+    """Splits rows so that rank 0 gets the first ones, rank 1 the next ones, and so on.
+
+    For ranks with 3, 3 and 2 rows, the rows are split at 3 and at 6.
+    """
+    bounds = np.cumsum(sizes)[:-1]
+    return np.split(rows, bounds)
+
+
+def _interleaved(rows: Array, sizes: Sequence[int]) -> list[Array]:
+    """Splits rows so that each of N ranks gets every N-th row."""
+    num_ranks = len(sizes)
+    return [rows[rank::num_ranks] for rank in range(num_ranks)]
 
 
 def _is_shifted_and_scaled(expected: Array, actual: Array) -> bool:
@@ -384,11 +398,11 @@ def _is_shifted_and_scaled(expected: Array, actual: Array) -> bool:
     products = (centered_expected * centered_actual).sum(axis=0)
     factors = products / np.where(squares > 0, squares, 1.0)
 
-    # What the best factor leaves must be rounding, compared with the values themselves. If all
-    # columns are constant, these are 0, and 1e-30 is used instead.
+    # What the best factor leaves must be rounding, compared with the largest centered value, or
+    # with 1e-30 if all columns are constant.
     remainder = np.abs(centered_actual - factors * centered_expected).max()
-    largest_value = max(np.abs(centered_actual).max(), 1e-30)
-    return bool(remainder <= MAX_ERROR_OF_SCALING * largest_value)
+    largest_centered_value = max(np.abs(centered_actual).max(), 1e-30)
+    return bool(remainder <= MAX_ERROR_OF_SCALING * largest_centered_value)
 
 
 def other_padding(case: Divergence) -> Cause | None:
@@ -415,7 +429,8 @@ def other_padding(case: Divergence) -> Cause | None:
     if len(widths) < 2:
         return None
 
-    # The padding value is not known, so every value at the end of a row of full width is tried.
+    # Unless all rows have full length, the padding is the last value of some row of full width. So
+    # each of these values is tried.
     width = max(widths)
     possible_paddings = set()
     for table in tables:
@@ -461,7 +476,7 @@ def _counts_of_padded_rows(
 def code_of_differing_inputs(
     expected_of_ranks: Sequence[Counter[str]], actual_of_ranks: Sequence[Counter[str]], size: int
 ) -> str:
-    """Returns the code for inputs that differ, if no rule names the cause.
+    """Returns the code for inputs that are known to differ, if no rule names the cause.
 
     Args:
         expected_of_ranks: how often each input occurs on one process.
@@ -475,20 +490,21 @@ def code_of_differing_inputs(
     expected = sum_counts(expected_of_ranks)
     actual = sum_counts(actual_of_ranks)
 
-    # Number of inputs that only the run on one process has, and that only the ranks have.
-    num_left_out = (expected - actual).total()
-    num_added = (actual - expected).total()
+    # The difference of two counters has what the first one has more often.
+    num_missing_on_ranks = (expected - actual).total()
+    num_added_on_ranks = (actual - expected).total()
 
-    # The ranks have all inputs of one process and no others, so some are repeated.
-    if num_left_out == 0 and set(actual) == set(expected):
+    # The ranks have all inputs of one process and no others. As the counts differ, some inputs are
+    # repeated.
+    if num_missing_on_ranks == 0 and set(actual) == set(expected):
         return "LS101"
 
     # The ranks have all inputs of one process and others, N times as many in total.
-    if num_left_out == 0 and actual.total() == size * expected.total():
+    if num_missing_on_ranks == 0 and actual.total() == size * expected.total():
         return "LS110"
 
     # The ranks have only inputs of one process, but not all of them.
-    if num_added == 0:
+    if num_added_on_ranks == 0:
         return "LS102"
 
     return "LS111"

@@ -41,10 +41,11 @@ def local_batchnorm(case: Divergence) -> Cause | None:
         return None
 
     # `frozen` has names of parameters. "Net/norm.weight" belongs to the layer "Net/norm". A layer
-    # counts as not trained if any of its parameters is frozen; one without parameters does not.
-    modules_with_frozen_parameters = {name.rpartition(".")[0] for name in case.actual[0].frozen}
+    # counts as frozen if any of its parameters is.
+    frozen_layers = {name.rpartition(".")[0] for name in case.actual[0].frozen}
+    all_are_frozen = layers <= frozen_layers
     kind = "BatchNorm layers"
-    if layers <= modules_with_frozen_parameters:
+    if all_are_frozen:
         kind = "BatchNorm layers of a model that is not trained"
 
     names = format_items(script_names(sorted(layers)))
@@ -116,9 +117,9 @@ def later_inputs_of_model(case: Divergence) -> Cause | None:
 def other_outputs(case: Divergence) -> Cause | None:
     """Names the cause of outputs that differ for the same inputs.
 
-    LS208: an output depends on other samples of the batch, which are on another rank. LS309: the
-    model keeps tensors that differ. LS308 or LS106: random numbers were drawn (see `random_loss`
-    and `other_random_stream`).
+    - LS208: an output depends on other samples of the batch, which are on another rank.
+    - LS309: the model keeps tensors that differ.
+    - LS308 or LS106: random numbers were drawn (see `random_loss` and `other_random_stream`).
 
     Needs: `forwards`; `coupling_model` of one process, a model whose output for a sample depends on
         other samples; `module_tensors` and `buffers`; `loss_draws` and `random_streams`.
@@ -138,9 +139,7 @@ def other_outputs(case: Divergence) -> Cause | None:
         )
         samples_are_coupled = bool(case.expected.first("coupling_model"))
         if samples_are_coupled and not _ranks_exchanged_tensors(case):
-            # The output for a sample depends on the other samples of the batch, which another rank
-            # has.
-            text = "on one process its output for a sample follows from the others of the batch"
+            text = "on one process its output for a sample depends on the others of the batch"
             why = "no rank exchanged anything in the forward pass"
             return Cause("LS208", (sentence, text, why))
 
@@ -149,6 +148,7 @@ def other_outputs(case: Divergence) -> Cause | None:
             text = f"what the model keeps is not that of one process: {format_items(names)}"
             return Cause("LS309", (sentence, text))
 
+        # The model itself may be random, like one with a noise layer.
         return random_loss(case, sentence) or other_random_stream(case, sentence)
 
     return None
@@ -169,16 +169,15 @@ def _ranks_exchanged_tensors(case: Divergence) -> bool:
 
 
 def _kept_tensors_that_differ(case: Divergence) -> list[str]:
-    """Returns the names of buffers and other tensors of modules that are wrong on the ranks.
+    """Returns the names of tensors that modules keep between steps and that are wrong on the ranks.
 
-    Names are without the model: "norm.running_mean" for "Net/norm.running_mean".
+    These are buffers, and attributes that are tensors but neither parameters nor buffers. Names are
+    without the model: "norm.running_mean" for "Net/norm.running_mean".
     """
-    # Other tensors are compared as they were before the first forward pass of the update, and
-    # before its optimizer step.
     names = [
-        *_wrong_module_tensors(case, "module_tensors_before"),
-        *_wrong_module_tensors(case, "module_tensors"),
-        *_wrong_buffers(case),
+        *_wrong_module_tensors(case, "module_tensors_before"),  # before the first forward pass
+        *_wrong_module_tensors(case, "module_tensors"),  # before the optimizer step
+        *_wrong_buffers(case),  # after the optimizer step
     ]
 
     names_in_model = []
@@ -190,7 +189,7 @@ def _kept_tensors_that_differ(case: Divergence) -> list[str]:
 
 
 def _wrong_buffers(case: Divergence) -> list[str]:
-    """Returns the names of buffers that have the shape of one process but other values.
+    """Returns the names of buffers with the same shape as on one process, but other values.
 
     A buffer of another shape may rightly hold something for the samples of its rank.
     """
@@ -211,7 +210,7 @@ def _wrong_buffers(case: Divergence) -> list[str]:
 
 
 def _wrong_module_tensors(case: Divergence, field_name: str) -> list[str]:
-    """Returns the names of wrong tensors among the attributes of modules that are no buffers.
+    """Returns the names of module attributes that are tensors, but not buffers, and are wrong.
 
     Example: a module keeps `self.memory`, which has 8 values on one process.
 
@@ -230,10 +229,12 @@ def _wrong_module_tensors(case: Divergence, field_name: str) -> list[str]:
     for name, expected in expected_tensors.items():
         # An array has three numbers: the sum of a tensor, its largest value and its size.
         actual = _arrays_of_ranks(case, field_name, name)
-        are_copies = all(array[SIZE] == expected[SIZE] for array in actual)
-        if are_copies:
+        each_rank_has_all = all(array[SIZE] == expected[SIZE] for array in actual)
+        if each_rank_has_all:
             is_wrong = any(case.tolerance.differ(expected, array, scale) for array in actual)
         else:
+            # Each rank has a part, and the ranks have different samples. So the same part on every
+            # rank is wrong.
             is_wrong = _are_equal_parts(expected, actual, case.num_ranks)
 
         if is_wrong:
@@ -256,8 +257,8 @@ def _are_equal_parts(expected: Array, arrays: Sequence[Array], num_ranks: int) -
     """True if each of N ranks has 1/N of a tensor's values, and all ranks have the same values.
 
     For example, a cache has 8 values on one process, and the same 4 values on each of 2 ranks. The
-    ranks have different samples, so they should not have the same values for them. Zeros are no
-    proof, since a tensor may not have been filled yet.
+    tensors themselves are not known: they are compared by their sum, largest value and size. Zeros
+    are no proof, since a tensor may not have been filled yet.
 
     Args:
         expected: three numbers that stand for the tensor on one process: a sum, the largest
@@ -269,10 +270,6 @@ def _are_equal_parts(expected: Array, arrays: Sequence[Array], num_ranks: int) -
         return False
 
     each_rank_has_a_part = all(array[SIZE] * num_ranks == expected[SIZE] for array in arrays)
-    if not each_rank_has_a_part:
-        return False
-
-    first = arrays[0]
-    are_equal = all(np.array_equal(array, first) for array in arrays)
-    are_zeros = are_equal and first[LARGEST] == 0
-    return are_equal and not are_zeros
+    are_equal = all(np.array_equal(array, arrays[0]) for array in arrays)
+    all_are_zero = all(array[LARGEST] == 0 for array in arrays)
+    return each_rank_has_a_part and are_equal and not all_are_zero

@@ -92,7 +92,7 @@ def other_learning_rates(case: Divergence) -> Cause:
         _format_by_place(rates, places),
         how,
         *_lines_that_set_rates(case),
-        *_metrics_of_schedulers(case),
+        *_describe_differing_metrics(case),
     )
     return Cause(code, evidence, ratio=ratio)
 
@@ -153,12 +153,14 @@ def _lines_that_set_rates(case: Divergence) -> list[str]:
     """Names the first lines that set learning rates which are not the same on all processes."""
     lines: dict[str, None] = {}  # an ordered set
 
-    # All pairs of processes are compared. Only the first lines are named, so the ranks come before
-    # the one process: a rank is more likely to have set a wrong rate.
-    for process in (*case.actual, *case.expected):
-        # A rank is first compared with one process, and then with other ranks.
-        for other_process in (*case.expected, *case.actual):
-            # One tuple for each parameter group.
+    # All pairs of processes are compared. Only the first lines are named, so the order matters:
+    # lines of the ranks, which are more likely to have set a wrong rate, come before those of one
+    # process, and lines that differ from one process before those that differ from other ranks.
+    ranks_first = (*case.actual, *case.expected)
+    one_process_first = (*case.expected, *case.actual)
+    for process in ranks_first:
+        for other_process in one_process_first:
+            # One tuple for each parameter group that both have.
             rates = zip(
                 process.learning_rates,
                 other_process.learning_rates,
@@ -173,7 +175,7 @@ def _lines_that_set_rates(case: Divergence) -> list[str]:
     return [f"it was set by {line}" for line in lines][:MAX_LINES_THAT_SET_RATES]
 
 
-def _metrics_of_schedulers(case: Divergence) -> list[str]:
+def _describe_differing_metrics(case: Divergence) -> list[str]:
     """Says that ReduceLROnPlateau got different metrics on different processes.
 
     The last call on each process is used. The result is one sentence in a list; the list is empty
@@ -225,33 +227,33 @@ def _optimizer_differences(case: Divergence) -> list[str]:
     Each sentence is about one option: "momentum of parameter group 1: 0.9 on one process, 0 on rank
     0 and rank 1".
     """
+    # Options are not known for ranks that have not stepped, as under `Join`.
+    ranks_that_stepped = [rank for rank, record in enumerate(case.actual) if record.stepped]
+
     # All records to be compared, and the name of each record for the sentences. One process has
     # several records if it trains several replicas of the model.
-    ranks = [*case.expected]
-    processes = name_reference(num_replicas=len(case.expected))
-    for number, rank in enumerate(case.actual):
-        if rank.stepped:  # options are not known for ranks that have not stepped, as under `Join`
-            ranks.append(rank)
-            processes += name_ranks([number])
+    records = [*case.expected, *(case.actual[rank] for rank in ranks_that_stepped)]
+    names_of_reference = name_reference(num_replicas=len(case.expected))
+    names_of_records = [*names_of_reference, *name_ranks(ranks_that_stepped)]
 
     sentences = []
-    num_groups = [len(rank.group_options) for rank in ranks]
+    num_groups = [len(record.group_options) for record in records]
     if len(set(num_groups)) > 1:
-        by_process = format_by_process(num_groups, processes)
+        by_process = format_by_process(num_groups, names_of_records)
         sentences.append(f"parameter groups of the optimizer: {by_process}")
 
     for group in range(min(num_groups)):
-        options_of_ranks = [rank.group_options[group] for rank in ranks]
+        options_of_records = [record.group_options[group] for record in records]
         keys: dict[str, None] = {}  # an ordered set
-        for options in options_of_ranks:
+        for options in options_of_records:
             keys.update(dict.fromkeys(options))
 
         for key in keys:
-            values = [options.get(key) for options in options_of_ranks]
+            values = [options.get(key) for options in options_of_records]
             if any(value != values[0] for value in values):
                 # The entry "parameters" is the size of the group, and not an option of torch's.
                 option = "number of parameters" if key == "parameters" else key
-                by_process = format_by_process(values, processes)
+                by_process = format_by_process(values, names_of_records)
                 sentences.append(f"{option} of parameter group {group + 1}: {by_process}")
 
     if sentences:
@@ -263,15 +265,14 @@ def _optimizer_differences(case: Divergence) -> list[str]:
 def _state_difference(case: Divergence) -> list[str]:
     """Names tensors of the optimizer's state that differ, on the first rank where some do.
 
-    The result is one sentence in a list, or an empty list if no state differs.
+    The state, such as the momentum of each parameter, is recorded before the step. The result is
+    one sentence in a list, or an empty list if no state differs.
     """
     expected = case.expected.merged("optimizer_state")
-    scale = largest_of_all(
-        expected
-    )  # the largest value in all tensors, on which the tolerance depends
+    scale = largest_of_all(expected)  # the tolerance depends on it
 
-    for number, rank in enumerate(case.actual):
-        actual = rank.optimizer_state
+    for rank, record in enumerate(case.actual):
+        actual = record.optimizer_state
         names = []
         for name in sorted(expected.keys() | actual.keys()):
             is_in_both = name in expected and name in actual
@@ -280,11 +281,9 @@ def _state_difference(case: Divergence) -> list[str]:
 
         if names:
             listed = format_items(sorted(script_names(names)))
-            # Before the step, the optimizer's state differs, such as the momentum of each
-            # parameter.
             return [
                 "what the optimizer kept before the step is not that of one process "
-                f"on rank {number}: {listed}"
+                f"on rank {rank}: {listed}"
             ]
 
     return []
@@ -357,13 +356,11 @@ def parameters_changed_between_steps(case: Divergence) -> Cause:
     if not parameters_after_last_step:
         return Cause("LS210", (text, *writes))
 
-    # After the last step, the ranks still had the parameters of one process. Otherwise, a
-    # difference after that step would have been reported. So they were changed since then.
+    # A difference right after the last step would have been reported, so there was none.
     if not writes:
         writes = ["something changes them between the steps, or in a forward pass"]
 
-    # That is, the last step left the parameters of one process.
-    return Cause("LS210", (f"{text}; the last step left the same", *writes))
+    return Cause("LS210", (f"{text}; the last step left those of one process", *writes))
 
 
 def other_number_of_steps(case: Divergence) -> Cause:
@@ -374,15 +371,14 @@ def other_number_of_steps(case: Divergence) -> Cause:
     False positives: a script that stops after a certain time.
     Evidence: the numbers of steps.
     """
-    # The list of the ranks' steps ends with the rank that took the fewest. So it is empty if some
-    # rank took none.
     num_expected = len(case.reference_run)
-    num_actual = len(case.parallel_run)
+    num_actual = len(case.parallel_run)  # it only has the steps that all ranks took
 
     if num_actual == 0:
         text = f"one process took {num_expected} steps, and some rank took none"
     else:
-        # "one process took 4 steps, 2 took 3": 2 processes.
-        text = f"one process took {num_expected} steps, {case.num_ranks} took {num_actual}"
+        text = (
+            f"one process took {num_expected} steps, {case.num_ranks} processes took {num_actual}"
+        )
 
     return Cause("LS405", (text,))

@@ -60,7 +60,7 @@ def parameters_apart(case: Divergence) -> Cause:
     False positives: none known.
     Evidence: which ranks, whether the last step made them differ, and the lines that wrote to them.
     """
-    # By parameter, the ranks whose values differ from rank 0: {"fc.weight": [1, 3]}.
+    # By parameter, the ranks whose values before the step differ: {"fc.weight": [1, 3]}.
     ranks_by_name = case.actual.replicas_that_differ()
     step = case.actual[0].step + 1  # records count steps from 0, texts from 1
     sentence = (
@@ -78,11 +78,11 @@ def parameters_apart(case: Divergence) -> Cause:
     previous_update = case.parallel_run[case.update_index - 1]
     ranks_apart_by_name = previous_update.ranks_that_differ("parameters", case.tolerance)
     if ranks_apart_by_name:
-        after = "the last step has left them so"
+        sentence_on_last_step = "the last step has left them so"
     else:
-        after = "the last step itself left all ranks with the same"
+        sentence_on_last_step = "the last step itself left all ranks with the same"
 
-    return Cause("LS304", (sentence, after, *writes))
+    return Cause("LS304", (sentence, sentence_on_last_step, *writes))
 
 
 @dataclass(frozen=True)
@@ -111,10 +111,10 @@ def parameters_of_unstepped_optimizer(case: Divergence) -> Cause | None:
     if not names_by_rank:
         return None
 
-    # The difference must be new in this step.
-    for earlier_update_index in range(case.update_index):
-        if _names_differing_from_owner(case, earlier_update_index):
-            return None
+    earlier_updates = range(case.update_index)
+    is_new = not any(_names_differing_from_owner(case, index) for index in earlier_updates)
+    if not is_new:
+        return None
 
     names: set[str] = set()
     for names_of_rank in names_by_rank.values():
@@ -162,12 +162,12 @@ def _names_differing_from_owner(case: Divergence, update_index: int) -> dict[int
     update = case.parallel_run[update_index]
     names_by_rank: dict[int, list[str]] = defaultdict(list)
 
-    for rank_number, rank in enumerate(update):
+    for rank, record in enumerate(update):
         # A rank that has not stepped does not know the names of these parameters. It has recorded
-        # the sums under a pair of indices, such as (1, 0) for the first parameter of the second
+        # the sums under a pair of numbers, such as (1, 0) for the first parameter of the second
         # optimizer that the rank has constructed.
-        for (optimizer_index, parameter_index), sums in rank.unstepped_sums.items():
-            owner = owners.get(optimizer_index)
+        for (optimizer_number, parameter_index), sums in record.unstepped_sums.items():
+            owner = owners.get(optimizer_number)
             if owner is None:
                 continue
 
@@ -180,31 +180,32 @@ def _names_differing_from_owner(case: Divergence, update_index: int) -> dict[int
             name = owner.parameter_names[parameter_index]
             owner_sums = update[owner.rank].parameter_sums.get(name)
             if owner_sums is not None and not np.array_equal(owner_sums, sums):
-                names_by_rank[rank_number].append(name)
+                names_by_rank[rank].append(name)
 
     return names_by_rank
 
 
 def _owners_of_optimizers(updates: Sequence[Update]) -> dict[int, _OptimizerOwner]:
-    """Returns, for each optimizer, the first rank that stepped with it in an update.
+    """Returns the owner of each optimizer that not all ranks step with: the first rank that does.
 
-    Only updates in which some rank made no step are looked at. Keys are the numbers of the
-    optimizers, in the order in which a rank constructs them.
+    If all ranks step with an optimizer, it needs no owner, so updates in which all ranks stepped
+    are skipped. Keys are the numbers of the optimizers, in the order in which a rank constructs
+    them.
     """
     owners: dict[int, _OptimizerOwner] = {}
     for update in updates:
-        all_ranks_stepped = all(rank.stepped for rank in update)
+        all_ranks_stepped = all(record.stepped for record in update)
         if all_ranks_stepped:
             continue
 
-        for rank_number, rank in enumerate(update):
+        for rank, record in enumerate(update):
             # The number of the optimizer that this rank stepped with. It is -1 if the rank did not
             # step, or if the number is not known.
-            optimizer_index = rank.construction_index
-            stepped_with_known_optimizer = optimizer_index >= 0
-            if stepped_with_known_optimizer and optimizer_index not in owners:
-                owner = _OptimizerOwner(rank_number, rank.optimizer_parameters)
-                owners[optimizer_index] = owner
+            optimizer_number = record.construction_index
+            number_is_known = optimizer_number >= 0
+            if number_is_known and optimizer_number not in owners:
+                owner = _OptimizerOwner(rank, record.optimizer_parameters)
+                owners[optimizer_number] = owner
 
     return owners
 
@@ -227,13 +228,13 @@ def changed_between_passes(case: Divergence) -> Cause | None:
 
     ranks = format_ranks_that_differ(ranks_by_name)
     sentence = (
-        f"between the backward passes of this step {ranks} changed parameters to others than rank 0"
+        f"between the backward passes of this step {ranks} gave parameters other values than rank 0"
     )
     # For each backward pass, `local_passes` is True if its gradients stayed local.
     some_earlier_pass_was_local = False
-    for rank in case.actual:
-        all_but_last_pass = rank.local_passes[:-1]
-        if any(all_but_last_pass):
+    for record in case.actual:
+        all_passes_but_the_last = record.local_passes[:-1]
+        if any(all_passes_but_the_last):
             some_earlier_pass_was_local = True
 
     if not some_earlier_pass_was_local:
@@ -258,17 +259,17 @@ def factors_of_ranks(case: Divergence) -> Cause | None:
         clipping.
     Evidence: the number of each rank, and the line that clips.
     """
-    # NaN means that the gradients of a rank were not all multiplied by the same number.
-    factors = [rank.gradient_factor for rank in case.actual]
-    if any(math.isnan(factor) for factor in factors):
-        return None
-    if all(near(factors[0], factor) for factor in factors):
+    factors = [record.gradient_factor for record in case.actual]
+    each_rank_has_one_factor = not any(math.isnan(factor) for factor in factors)
+    factors_are_equal = all(near(factors[0], factor) for factor in factors)
+    if not each_rank_has_one_factor or factors_are_equal:
         return None
 
-    # For example "0.5 on rank 0, 0.7 on rank 1": each rank multiplied by a number of its own.
+    # "0.5 on rank 0, 0.7 on rank 1"
     by_rank = ", ".join(f"{factor:.4g} on rank {rank}" for rank, factor in enumerate(factors))
     text = (
-        f"after the last backward pass gradients were multiplied by numbers of each rank: {by_rank}"
+        "after the last backward pass each rank multiplied its gradients by another number: "
+        f"{by_rank}"
     )
     likely_reason = (
         "as by clipping with the norm of a rank's own shards instead of that of all shards"

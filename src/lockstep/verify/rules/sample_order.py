@@ -10,11 +10,15 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any
 
 from lockstep.verify.cause import Cause, format_items
 from lockstep.verify.compare import Divergence, indices_with_other_contents, same_samples
 from lockstep.verify.training_record import RankUpdate, Sample, Update
+
+# For each rank, or each replica on one process, the samples that it trained in one step.
+SamplesOfStep = Sequence[Iterable[Any]]
 
 
 def _contents_of_samples_are_known(case: Divergence) -> bool:
@@ -41,7 +45,9 @@ def _list_samples(
     return update.samples_by_contents() if identify_by_contents else update.samples_by_index()
 
 
-def _count_samples(case: Divergence) -> tuple[Counter[Sample], Counter[Sample]]:
+def _count_samples_of_this_step(
+    case: Divergence,
+) -> tuple[Counter[Sample], Counter[Sample]]:
     """Returns how often each sample occurs in this step, on one process and on the ranks."""
     identify_by_contents = _contents_of_samples_are_known(case)
     expected = _list_samples(case.expected, identify_by_contents=identify_by_contents)
@@ -51,7 +57,7 @@ def _count_samples(case: Divergence) -> tuple[Counter[Sample], Counter[Sample]]:
 
 def _format_numbers_of_samples(case: Divergence) -> str:
     """Says how many samples were trained in this step, on one process and on the ranks."""
-    expected, actual = _count_samples(case)
+    expected, actual = _count_samples_of_this_step(case)
     return (
         f"one process trained {expected.total()} samples in this step, "
         f"{case.num_ranks} trained {actual.total()}"
@@ -68,22 +74,18 @@ def skipped_steps(case: Divergence) -> Cause | None:
     Evidence: the numbers of backward passes.
     """
     # There is one loss for each backward pass. One process has several records if it trains several
-    # replicas of the model; the first one is shown to the user. Ranks whose losses do not count are
-    # left out.
-    passes_of_one = [len(replica.losses) for replica in case.expected]
+    # replicas of the model.
+    passes_of_replicas = [len(replica.losses) for replica in case.expected]
     passes_by_rank = {}
-    for number, rank in enumerate(case.actual):
-        if rank.contributes:
-            passes_by_rank[number] = len(rank.losses)
+    for rank, record in enumerate(case.actual):
+        if record.contributes:  # its losses count
+            passes_by_rank[rank] = len(record.losses)
 
-    all_numbers = {*passes_of_one, *passes_by_rank.values()}
-    all_made_the_same = len(all_numbers) == 1
-    if all_made_the_same:
-        return None
-
-    # A process has recorded no backward pass for this step, so it has nothing to be compared with.
-    some_made_none = 0 in all_numbers
-    if some_made_none:
+    # If a process has recorded no backward pass for this step, it cannot be compared.
+    distinct_numbers = {*passes_of_replicas, *passes_by_rank.values()}
+    all_made_the_same = len(distinct_numbers) == 1
+    some_made_none = 0 in distinct_numbers
+    if all_made_the_same or some_made_none:
         return None
 
     # A script may rightly make 4 passes in every step on one process, and 2 on each of two ranks.
@@ -93,14 +95,10 @@ def skipped_steps(case: Divergence) -> Cause | None:
     if not varies_on_one_process and not varies_on_ranks:
         return None
 
+    passes_of_one = passes_of_replicas[0]
     on_ranks = ", ".join(f"{count} on rank {rank}" for rank, count in passes_by_rank.items())
-    return Cause(
-        "LS405",
-        (
-            _format_numbers_of_samples(case),
-            f"backward passes since the step before: {passes_of_one[0]} on one process, {on_ranks}",
-        ),
-    )
+    text = f"backward passes since the step before: {passes_of_one} on one process, {on_ranks}"
+    return Cause("LS405", (_format_numbers_of_samples(case), text))
 
 
 def _num_passes_varies(run: Sequence[Update]) -> bool:
@@ -121,14 +119,14 @@ def repeated_samples(case: Divergence) -> Cause | None:
         is reported for this too, and its entry in the catalogue mentions it.
     Evidence: which samples are repeated, or that every rank trained the same ones.
     """
-    expected, actual = _count_samples(case)
-    repeated = _repeated_samples(case)
+    repeated = _samples_trained_by_several_ranks_or_before(case)
 
     # Samples that the ranks trained more often in this step than one process. (The difference of
-    # two counters has only positive counts.) One that one process does not train in this step is
-    # not repeated, but new, if the ranks train it for the first time. Then another rule applies.
-    trained_too_often = set(actual - expected)
-    all_are_repeated = trained_too_often <= set(repeated)
+    # two counters has only positive counts.) They may also be surplus because they are new. If any
+    # is new, another rule applies.
+    expected, actual = _count_samples_of_this_step(case)
+    surplus = set(actual - expected)
+    all_are_repeated = surplus <= set(repeated)
     if not repeated or not all_are_repeated:
         return None
 
@@ -147,20 +145,23 @@ def repeated_samples(case: Divergence) -> Cause | None:
     )
 
 
-def _repeated_samples(case: Divergence) -> list[Sample]:
+def _samples_trained_by_several_ranks_or_before(case: Divergence) -> list[Sample]:
     """Returns the samples that the ranks repeat in this step, although one process does not.
 
     If one process trains a sample in this step, it is repeated if the ranks train it more often.
-    Any other sample is repeated unless the ranks train it now for the first time, and only once.
+    Any other sample is repeated if the ranks train it twice in this step, or have trained it in an
+    earlier one.
     """
-    expected, actual = _count_samples(case)
+    expected, actual = _count_samples_of_this_step(case)
     identify_by_contents = _contents_of_samples_are_known(case)
     earlier_steps = case.parallel_run[: case.update_index]
-    samples_of_earlier_steps = _count_all(earlier_steps, identify_by_contents=identify_by_contents)
+    samples_of_earlier_steps = _count_samples_of_steps(
+        earlier_steps, identify_by_contents=identify_by_contents
+    )
 
     repeated = []
     for sample, count in actual.items():
-        count_of_one_process = expected[sample]
+        count_of_one_process = expected[sample]  # 0 if it does not train the sample
         if count_of_one_process > 0:
             is_repeated = count > count_of_one_process
         else:
@@ -192,7 +193,7 @@ def larger_global_batch(case: Divergence) -> Cause | None:
     False positives: a script that enlarges its batch on purpose.
     Evidence: how many times as large it is.
     """
-    expected, actual = _count_samples(case)
+    expected, actual = _count_samples_of_this_step(case)
     num_expected = expected.total()
     num_actual = actual.total()
     if num_expected == 0 or num_actual <= num_expected:
@@ -202,9 +203,10 @@ def larger_global_batch(case: Divergence) -> Cause | None:
     if not is_multiple:
         return None
 
-    # The ranks do not make fewer steps for it: each of their steps trains more samples than on one
-    # process.
-    text = f"the global batch is {num_actual // num_expected} times as large, in as few steps"
+    text = (
+        f"the global batch is {num_actual // num_expected} times as large, with the same number of "
+        "steps"
+    )
     return Cause("LS110", (_format_numbers_of_samples(case), text))
 
 
@@ -216,9 +218,10 @@ def left_out_samples(case: Divergence) -> Cause | None:
     False positives: none known.
     Evidence: which samples are left out.
     """
-    expected, actual = _count_samples(case)
-    added = actual - expected  # samples that occur more often on the ranks
-    if actual.total() >= expected.total() or added:
+    expected, actual = _count_samples_of_this_step(case)
+    are_fewer = actual.total() < expected.total()
+    none_are_added = not (actual - expected)  # no sample occurs more often on the ranks
+    if not (are_fewer and none_are_added):
         return None
 
     left_out = _format_samples(expected - actual, case)
@@ -229,26 +232,17 @@ def samples_of_several_ranks(case: Divergence) -> Cause | None:
     """LS105: over all compared steps, several ranks trained the same samples.
 
     Needs: `batches` with indices or contents, also in the steps before.
-    Applies: if one process trains these samples only once.
+    Applies: if one process trains these samples only once. Only the steps before it trains any
+        sample for the second time are examined.
     False positives: none known.
     Evidence: how many samples were trained by several ranks.
     """
     identify_by_contents = _contents_of_samples_are_known(case)
-    samples_of_one_process = []
-    for update in case.reference_run:
-        samples_of_one_process.append(
-            _samples_of_each_rank(update, identify_by_contents=identify_by_contents)
-        )
-
-    samples_of_ranks = []
-    for update in case.parallel_run:
-        samples_of_ranks.append(
-            _samples_of_each_rank(update, identify_by_contents=identify_by_contents)
-        )
-
-    # Only the steps before one process trains a sample for the second time are examined. The list
-    # is empty if no sample was trained by several ranks in these steps.
-    sentences = trained_by_several_ranks(samples_of_one_process, samples_of_ranks)
+    samples_of = partial(_samples_of_each_rank, identify_by_contents=identify_by_contents)
+    sentences = trained_by_several_ranks(
+        samples_of_one_process=[samples_of(update) for update in case.reference_run],
+        samples_of_ranks=[samples_of(update) for update in case.parallel_run],
+    )
     if not sentences:
         return None
 
@@ -273,22 +267,26 @@ def other_order(case: Divergence) -> Cause:
     Evidence: whether all steps together have the same samples.
     """
     identify_by_contents = _contents_of_samples_are_known(case)
-    counts_of_one_process = _count_all(
+    counts_of_one_process = _count_samples_of_steps(
         case.reference_run, identify_by_contents=identify_by_contents
     )
-    counts_of_ranks = _count_all(case.parallel_run, identify_by_contents=identify_by_contents)
+    counts_of_ranks = _count_samples_of_steps(
+        case.parallel_run, identify_by_contents=identify_by_contents
+    )
     if counts_of_one_process == counts_of_ranks:
         text = "over all steps compared they are the same samples"
     else:
-        expected, actual = _count_samples(case)
-        # Of the samples of this step, this many are not in the same step of one process.
+        # The difference of two counters: what this step has more often on the ranks.
+        expected, actual = _count_samples_of_this_step(case)
         num_other = (actual - expected).total()
         text = f"{num_other} of them are in another step of one process, or in none"
 
     return Cause("LS109", (_format_numbers_of_samples(case), text))
 
 
-def _count_all(updates: Sequence[Update], *, identify_by_contents: bool) -> Counter[Sample]:
+def _count_samples_of_steps(
+    updates: Sequence[Update], *, identify_by_contents: bool
+) -> Counter[Sample]:
     """Returns how often each sample occurs in several steps; unknown samples are not counted."""
     counts: Counter[Sample] = Counter()
     for update in updates:
@@ -318,8 +316,7 @@ def _format_samples(samples: Iterable[Sample], case: Divergence) -> str:
 
 
 def trained_by_several_ranks(
-    samples_of_one_process: Sequence[Sequence[Iterable[Any]]],
-    samples_of_ranks: Sequence[Sequence[Iterable[Any]]],
+    samples_of_one_process: Sequence[SamplesOfStep], samples_of_ranks: Sequence[SamplesOfStep]
 ) -> list[str]:
     """Says how many samples several ranks trained, although one process trains each once.
 
@@ -333,25 +330,9 @@ def trained_by_several_ranks(
         samples_of_ranks: for each step, the samples of each rank; empty if they are not known. For
             two ranks, for example, `[[[0, 2], [1, 3]], [[4, 6], [5, 7]]]`.
     """
-    counts_of_one_process: Counter[Any] = Counter()  # how often it has trained each sample
-    trained_by_rank: dict[int, set[Any]] = defaultdict(set)
-
-    for expected, actual in zip(samples_of_one_process, samples_of_ranks, strict=False):
-        for samples in expected:
-            counts_of_one_process.update(samples)
-
-        # In this step, one process begins its second pass over the samples. So this step and the
-        # following ones are not examined.
-        one_process_repeats_samples = max(counts_of_one_process.values(), default=0) > 1
-        if one_process_repeats_samples:
-            break
-
-        for rank, samples in enumerate(actual):
-            trained_by_rank[rank] |= set(samples)
-
     num_ranks_of_sample: Counter[Any] = Counter()
-    for trained in trained_by_rank.values():
-        num_ranks_of_sample.update(trained)
+    for samples in _samples_in_first_pass(samples_of_one_process, samples_of_ranks).values():
+        num_ranks_of_sample.update(samples)
 
     num_repeated = len([count for count in num_ranks_of_sample.values() if count > 1])
     if not num_repeated:
@@ -361,6 +342,30 @@ def trained_by_several_ranks(
         f"in the steps compared {num_repeated} samples were trained by several ranks, "
         "and none twice by one process"
     ]
+
+
+def _samples_in_first_pass(
+    samples_of_one_process: Sequence[SamplesOfStep], samples_of_ranks: Sequence[SamplesOfStep]
+) -> dict[int, set[Any]]:
+    """Returns the samples that each rank trained before one process began its second pass.
+
+    See `trained_by_several_ranks` for the arguments.
+    """
+    counts_of_one_process: Counter[Any] = Counter()  # how often it has trained each sample
+    samples_by_rank: dict[int, set[Any]] = defaultdict(set)
+
+    for expected, actual in zip(samples_of_one_process, samples_of_ranks, strict=False):
+        for samples in expected:
+            counts_of_one_process.update(samples)
+
+        second_pass_begins = max(counts_of_one_process.values(), default=0) > 1
+        if second_pass_begins:
+            break
+
+        for rank, samples in enumerate(actual):
+            samples_by_rank[rank] |= set(samples)
+
+    return samples_by_rank
 
 
 # Samples with the same index but other contents
@@ -398,7 +403,7 @@ def shuffled_datasets(case: Divergence) -> Cause | None:
         for batch in rank.batches:
             if batch.ids is None:  # the indices are not known
                 continue
-            # Without a DataLoader, a batch has contents but an empty list of indices.
+            # (`strict=False`: without a DataLoader, a batch has contents but no indices.)
             for index, digest in zip(batch.ids, batch.contents, strict=False):
                 if index in indices:
                     digests.append(digest)
@@ -427,7 +432,8 @@ def other_dataset_on_some_ranks(case: Divergence) -> Cause | None:
     """LS104: rank 0 has the dataset of one process, and other ranks have another one.
 
     Needs: `batches` with contents, and `random_draws` made while they were read.
-    Applies: if nothing was drawn at random, and rank 0 has the contents of one process.
+    Applies: if nothing was drawn at random, and rank 0 has the contents of one process. That some
+        rank has other contents is known, since the rule is only tried then.
     False positives: a generator in the dataset that is seeded by the rank, so that rank 0 gets the
         same numbers as one process.
     Evidence: that only rank 0 is right.
@@ -440,12 +446,10 @@ def other_dataset_on_some_ranks(case: Divergence) -> Cause | None:
     if some_rank_drew:
         return None
 
-    # This rule is only tried if some rank has other contents than one process, so it applies if
-    # rank 0 has the same. Rank 0 has only some of the samples; each of them is compared with the
-    # sample of one process under the same index.
+    # Each sample of rank 0 is compared with the sample of one process under the same index.
     only_rank_0 = case.actual[:1]
-    rank_0_differs = bool(indices_with_other_contents(case.expected, only_rank_0))
-    if rank_0_differs:
+    rank_0_agrees = not indices_with_other_contents(case.expected, only_rank_0)
+    if not rank_0_agrees:
         return None
 
     text = "rank 0 has the same content as one process, other ranks have not"
@@ -453,9 +457,10 @@ def other_dataset_on_some_ranks(case: Divergence) -> Cause | None:
 
 
 def random_contents(case: Divergence) -> Cause:
-    """LS106: all ranks drew the same random numbers to read their samples. LS107: other numbers.
+    """Names the cause of contents that differ because samples are read with random numbers.
 
-    LS107 is also the code if no draw was seen.
+    LS106: all ranks drew the same random numbers to read their samples. LS107: every rank drew
+    numbers of its own, which differ from those of one process, or no draw was seen.
 
     Needs: `random_draws` of the batches. Worker processes do not record theirs.
     Applies: always.
@@ -481,9 +486,9 @@ def random_contents(case: Divergence) -> Cause:
     # With equal digests, the streams of all ranks were in the same state.
     streams = "; ".join(ranks_with_draws[0])  # the names of the streams
     digests_of_ranks = [list(draws.values()) for draws in draws_of_ranks]
-    all_ranks_drew_the_same = all(digests == digests_of_ranks[0] for digests in digests_of_ranks)
-    if len(draws_of_ranks) > 1 and all_ranks_drew_the_same:
-        # Each rank drew these numbers to read its samples.
+    all_are_equal = all(digests == digests_of_ranks[0] for digests in digests_of_ranks)
+    ranks_drew_the_same = all_are_equal and len(digests_of_ranks) > 1  # one alone proves nothing
+    if ranks_drew_the_same:
         text = f"all ranks drew the same random numbers to read theirs: {streams}"
         return Cause("LS106", (contents_text, text))
 
