@@ -69,9 +69,10 @@ def wrap(
     lines: list[str] = []
     line = ""
     for piece in _unbreakable_pieces(text):
-        # A piece that does not fit begins a new line. If the line is still empty, a new one would
-        # be no longer, so the piece exceeds it.
-        if line.strip() and width_of(line + piece.rstrip()) > width:
+        # A piece that does not fit begins a new line. An empty line has as much room as a new one,
+        # so a piece that is too long for it stays there.
+        line_has_text = bool(line.strip())
+        if line_has_text and width_of(line + piece.rstrip()) > width:
             lines.append(line.rstrip())
             line = subsequent_indent
             piece = piece.lstrip()

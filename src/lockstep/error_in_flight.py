@@ -82,7 +82,7 @@ def find_error_that_led_here(error: BaseException) -> BaseException | None:
 
 
 def find_handled_error(error: BaseException) -> BaseException | None:
-    """Finds what is to be reported of an exception in flight and those that were before it.
+    """Finds the exception to report, of one in flight and those in whose handling it was raised.
 
     Args:
         error: the exception that a thread handles.
@@ -91,11 +91,11 @@ def find_handled_error(error: BaseException) -> BaseException | None:
         The exception that will be raised again, the earliest if there are several; otherwise the
         last one that the user's own code handles, or None.
     """
-    errors = [error, *errors_before(error)]
-    uncaught = _first_to_be_raised_again(errors)
-    if uncaught is not None:
-        return uncaught
-    for handled in errors:
+    errors_latest_first = [error, *errors_before(error)]
+    raised_again = _first_to_be_raised_again(errors_latest_first)
+    if raised_again is not None:
+        return raised_again
+    for handled in errors_latest_first:
         if is_handled_by_user(handled):
             return handled
     return None
@@ -150,9 +150,10 @@ def _first_to_be_raised_again(
     """
     for index in reversed(range(begin, len(errors))):
         error = errors[index]
+        later_errors = errors[:index]
         if isinstance(error, _CONTROL_FLOW) or training_went_on(error):
             continue
-        if _will_be_raised_again(error, errors[:index]):
+        if _will_be_raised_again(error, later_errors):
             return error
     return None
 
@@ -168,23 +169,26 @@ def _will_be_raised_again(error: BaseException, later_errors: Sequence[BaseExcep
     if tree is None:
         return False
 
+    raising_line = trace.tb_lineno
     handling_line = _present_line(trace.tb_frame, later_errors)
     for node in ast.walk(tree):
         if isinstance(node, ast.Try | ast.TryStar):
-            if _try_raises_again(node, trace.tb_lineno, handling_line):
+            if _try_raises_again(node, raising_line, handling_line):
                 return True
         elif isinstance(node, ast.With | ast.AsyncWith):
             # `__exit__` is called at the line of `with`.
             first_line_of_body = node.body[0].lineno
             is_at_with = node.lineno <= handling_line < first_line_of_body
-            if is_at_with and _contains(node.body, trace.tb_lineno):
+            if is_at_with and _contains(node.body, raising_line):
                 return True
     return False
 
 
 def _present_line(frame: FrameType, later_errors: Sequence[BaseException]) -> int:
-    """Returns the line that a frame has come to: the one that a later exception passed through or,
-    if none has, the one that runs now.
+    """Returns the line that a frame has come to.
+
+    If a later exception has passed through the frame, this line is in the exception's traceback.
+    Otherwise it is the line that runs now.
     """
     for later in later_errors:
         trace = later.__traceback__
@@ -203,22 +207,24 @@ def _try_raises_again(node: ast.Try | ast.TryStar, raising_line: int, handling_l
         raising_line: the line that has raised the exception.
         handling_line: the line that runs while the exception is handled.
     """
+    # A `finally` block handles it: Python raises it again at the end of the block.
     before_finally: list[ast.stmt | ast.ExceptHandler] = [*node.body, *node.handlers, *node.orelse]
     if _contains(node.finalbody, handling_line) and _contains(before_finally, raising_line):
         return True
 
+    # An `except` block handles it: a later line of this block may be `raise`, or `raise error`.
     if not _contains(node.body, raising_line):
         return False
     for handler in node.handlers:
         if not _contains(handler.body, handling_line):
             continue
         for statement in handler.body:
-            if statement.lineno <= handling_line or not isinstance(statement, ast.Raise):
-                continue
-            raised = statement.exc
-            raises_by_name = isinstance(raised, ast.Name) and raised.id == handler.name
-            if raised is None or raises_by_name:
-                return True
+            is_still_to_come = statement.lineno > handling_line
+            if is_still_to_come and isinstance(statement, ast.Raise):
+                raised = statement.exc
+                raises_by_name = isinstance(raised, ast.Name) and raised.id == handler.name
+                if raised is None or raises_by_name:
+                    return True
     return False
 
 

@@ -288,23 +288,22 @@ class RankFailedError(LockstepError, RuntimeError):
         found_for_people: str = "",
     ) -> None:
         self.remote_traceback = remote_traceback
-        self._found_for_people = found_for_people
+        self._translated_found = found_for_people
         self._is_told = is_told
         super().__init__(was_set, found, do)
         self.rank = rank
 
     @property
     def translated_message(self) -> str:
-        """The message for people, without the rank and the line at its end."""
-        # `found` may quote the script's output, which must not be translated. Then the launcher has
-        # translated the rest of it, and has passed the result as `found_for_people`.
+        """The message in the user's language, without the rank and the line at its end."""
+        # If `found` quotes the script's output, the launcher has translated all but the quotes.
         return _format_message(
             self.was_set,
             self.found,
             self.do,
             self.code,
-            translate,
-            found_in_language=self._found_for_people,
+            in_language=translate,
+            translated_found=self._translated_found,
         )
 
     def _place(self, in_language: InLanguage) -> str:
@@ -359,12 +358,13 @@ def install_excepthook() -> None:
             previous_hook(kind, error, trace)
             return
 
-        # In a process that the launcher has started, this function returns True if the launcher
-        # will print the error for all ranks.
-        if leave_to_launcher is not None and leave_to_launcher(error):
+        # `leave_to_launcher` is a variable of this module: None, or in a process that the launcher
+        # has started a function that returns True if the launcher will print the error.
+        launcher_prints_it = leave_to_launcher is not None and leave_to_launcher(error)
+        if launcher_prints_it:
             return
 
-        # Python's own hook prints `error.__traceback__`, and ignores its argument `trace`.
+        # Passed twice, as Python's own hook prints `error.__traceback__` and other hooks `trace`.
         user_trace = user_traceback(trace)
         previous_hook(kind, error.with_traceback(user_trace), user_trace)
 
@@ -407,12 +407,12 @@ def warn(
 
     # In a command of Lockstep no line of the user's is running, so there is no file to name.
     file, line = at or user_location() or ("lockstep", 0)
-    text = _format_message(was_set, found, do, code, in_english)
+    english_text = _format_message(was_set, found, do, code, in_language=in_english)
     for function in on_warning:
-        function(text)
+        function(english_text)
 
-    shown = _format_message(was_set, found, do, code, translate)
-    warnings.warn_explicit(shown, LockstepWarning, file, line)
+    translated_text = _format_message(was_set, found, do, code, in_language=translate)
+    warnings.warn_explicit(translated_text, LockstepWarning, file, line)
 
 
 def warn_about(error: LockstepError) -> None:
@@ -449,7 +449,7 @@ def unknown_choice_error(
     word: object,
     what: str,
     known_words: Collection[str],
-    familiar_words: Mapping[str, str] = MappingProxyType({}),
+    known_word_of_synonym: Mapping[str, str] = MappingProxyType({}),
 ) -> SettingError:
     """Returns the error for a word that is not one of the known words.
 
@@ -458,10 +458,10 @@ def unknown_choice_error(
         word: the unknown word.
         what: plural noun for the known words, e.g. "strategies".
         known_words: the words that could have been meant.
-        familiar_words: known words by other words for the same thing, which are in lower case and
-            without spaces, hyphens and underscores: {"distributeddataparallel": "ddp"}.
+        known_word_of_synonym: for example {"distributeddataparallel": "ddp"}. The synonyms are in
+            lower case, without spaces, hyphens and underscores.
     """
-    meant = familiar_words.get(re.sub(r"[ _-]", "", str(word).lower()))
+    meant = known_word_of_synonym.get(re.sub(r"[ _-]", "", str(word).lower()))
     if meant is not None:
         do = f"did you mean {meant!r}?"
     else:
@@ -474,12 +474,13 @@ def check_language(environ: Mapping[str, str]) -> None:
     """Raises SettingError if LOCKSTEP_LANG names a language that messages are not written in."""
     if language_of(environ) is None:
         name = environ[LANGUAGE_VARIABLE]
+        first_part = re.split(r"[-_.@ ]", name)[0]  # "cn" of "cn.UTF-8"
         raise unknown_choice_error(
             f"{LANGUAGE_VARIABLE}={name}",
-            re.split(r"[-_.@ ]", name)[0],  # "cn" of "cn.UTF-8"
-            "languages",
-            LANGUAGES,
-            LANGUAGE_OF_WORD,
+            word=first_part,
+            what="languages",
+            known_words=LANGUAGES,
+            known_word_of_synonym=LANGUAGE_OF_WORD,
         )
 
 
@@ -490,7 +491,7 @@ def _format_message(
     code: str | None,
     in_language: InLanguage,
     *,
-    found_in_language: str = "",
+    translated_found: str = "",
 ) -> str:
     """Returns a message in a language, without the rank and the line at its end.
 
@@ -499,13 +500,14 @@ def _format_message(
         found: what is wrong with it.
         do: what to change.
         code: code of the entry in the catalogue, if there is one.
-        in_language: function that translates a text, or leaves it in English.
-        found_in_language: `found` if it is translated already; otherwise an empty text.
+        in_language: `translate`, or `in_english`, which returns a text as it is.
+        translated_found: `found` if it is translated already; otherwise an empty text.
     """
+    # A heading quotes what the user has typed, so it is translated by a function of its own.
     heading = was_set if in_language is in_english else translate_heading(was_set)
     lines = [
         heading,
-        _labelled(in_language("found:"), found_in_language or in_language(found)),
+        _labelled(in_language("found:"), translated_found or in_language(found)),
         _labelled(in_language("do:"), in_language(do)),
     ]
     if code is not None:

@@ -226,22 +226,18 @@ def error_of_world_name(name: str) -> UnknownNameError | None:
 
 def error_of_module_name(name: str) -> UnknownNameError | None:
     """Returns the error for a name that the module does not have; None: nothing is known of it."""
-    # The name of a class or function of another library: `Accelerator` is `lockstep.init()`.
-    code = CODE_OF_MODULE_NAME.get(name)
-
-    # An attribute of a World, which the module does not have: `rank` is `world.rank`.
-    if code is None and name in NAMES_OF_WORLD:
-        code = f"world.{name}"
-
-    # What another library has, and a World has under another name: `all_reduce` is `world.sum(x)`.
-    if code is None:
-        code = CODE_OF_WORLD_NAME.get(name)
-    if code is None:
+    if name in CODE_OF_MODULE_NAME:  # of another library: `Accelerator` is `lockstep.init()`
+        replacement = CODE_OF_MODULE_NAME[name]
+    elif name in NAMES_OF_WORLD:  # an attribute of a World: `rank` is `world.rank`
+        replacement = f"world.{name}"
+    elif name in CODE_OF_WORLD_NAME:  # `all_reduce` of torch is `world.sum(x)`
+        replacement = CODE_OF_WORLD_NAME[name]
+    else:
         return None
 
-    do = f"use {code} instead"
-    if "world." in code:
-        do = f"use {code} instead, where world = lockstep.init()"
+    do = f"use {replacement} instead"
+    if "world." in replacement:
+        do = f"use {replacement} instead, where world = lockstep.init()"
     return UnknownNameError(
         f"lockstep.{name}", f"the module lockstep has no attribute {name!r}", do
     )

@@ -333,14 +333,15 @@ def read_po(text: str) -> dict[str, str]:
 
     Returns:
         The translations by their messages, without the header. A translation may be empty. The
-        first lines of errors begin with `HEADING`.
+        messages that have a context in the file, which are the first lines of errors, begin with
+        `HEADING`.
     """
     translations: dict[str, str] = {}
     context = ""
     message = ""
     is_translation = False
     for line in text.splitlines():
-        if line.startswith("msgctxt "):
+        if line.startswith("msgctxt "):  # there is only one context, that of first lines of errors
             context = HEADING
         elif line.startswith("msgid "):
             message = context + _unquote(line.removeprefix("msgid "))
@@ -385,18 +386,27 @@ def are_within(spans: Sequence[Span], outer_spans: Sequence[Span]) -> bool:
 
     Outer spans that touch, as those of two fields without a text between them, count as one.
     """
-    joined: list[Span] = []
-    for begin, end in sorted(outer_spans):
-        if joined and begin <= joined[-1][1]:
-            last_begin, last_end = joined[-1]
-            joined[-1] = (last_begin, max(end, last_end))
-        else:
-            joined.append((begin, end))
-
+    joined = _join_touching(outer_spans)
     for begin, end in spans:
-        if begin < end and not any(low <= begin and end <= high for low, high in joined):
+        is_empty = begin >= end
+        is_within = any(low <= begin and end <= high for low, high in joined)
+        if not (is_empty or is_within):
             return False
     return True
+
+
+def _join_touching(spans: Sequence[Span]) -> list[Span]:
+    """Joins spans that touch or overlap: (0, 2), (2, 5) and (7, 8) become (0, 5) and (7, 8)."""
+    joined: list[Span] = []
+    last_end = -1
+    for begin, end in sorted(spans):
+        touches_last = begin <= last_end
+        if touches_last:
+            last_begin, _ = joined.pop()
+            begin, end = last_begin, max(end, last_end)
+        joined.append((begin, end))
+        last_end = end
+    return joined
 
 
 @dataclass(frozen=True, eq=False)
@@ -446,28 +456,29 @@ class Template:
         if (field_number, begin) in dead_ends:
             return
 
-        literal_behind = self.literals[field_number + 1]
+        # Literal 0 stands before field 0, literal 1 behind it, and so on.
+        literal_after_field = self.literals[field_number + 1]
         was_found = False
 
         if field_number == len(self.fields) - 1:
             # The last value extends to the literal at the end of the text.
-            end = len(text) - len(literal_behind)
+            end = len(text) - len(literal_after_field)
             if begin <= end and self._fits(field_number, text, begin, end):
                 was_found = True
                 yield ((begin, end),)
         else:
             # Any other value may end wherever the literal behind it stands. `find` returns -1 if it
             # does not occur again.
-            end = text.find(literal_behind, begin)
+            end = text.find(literal_after_field, begin)
             while end != -1:
                 if self._fits(field_number, text, begin, end):
-                    next_begin = end + len(literal_behind)
+                    next_begin = end + len(literal_after_field)
                     for later_spans in self._match_fields_from(
                         text, field_number + 1, next_begin, dead_ends
                     ):
                         was_found = True
                         yield ((begin, end), *later_spans)
-                end = text.find(literal_behind, end + 1)
+                end = text.find(literal_after_field, end + 1)
 
         # All ends were tried, and none fits. The same field is not tried again from this place.
         if not was_found:
@@ -576,26 +587,18 @@ class Catalogue:
         if _stays_english(stripped, may_be_word=may_be_word):
             return _leave_in_english(text)
 
-        # 1. As one message, with the spaces at its ends. A message can begin or end with a space if
-        # a value at its end is empty: "{note} steps" with an empty note is " steps".
-        if text != stripped:
+        # A message can begin or end with a space if a value at its end is empty: "{note} steps"
+        # with an empty note is " steps".
+        has_spaces_at_ends = text != stripped
+        if has_spaces_at_ends:
             translation = self._translate_message(text, cache)
             if translation is not None:
                 return translation
 
-        # 2. As one message without these spaces. 3. As several parts.
         translation = self._translate_message(stripped, cache)
         if translation is None:
             translation = self._translate_parts(stripped, cache, may_be_word=may_be_word)
-
-        # Put the spaces back around the translation.
-        num_spaces_before = len(text) - len(text.lstrip())
-        before = text[:num_spaces_before]
-        after = text[num_spaces_before + len(stripped) :]
-        return Translation(
-            before + translation.text + after,
-            _shift_spans(translation.untranslated, num_spaces_before),
-        )
+        return _with_spaces_of(text, translation)
 
     def _translate_message(self, text: str, cache: Cache) -> Translation | None:
         """Translates a text that is one message; returns None if it is none.
@@ -606,13 +609,12 @@ class Catalogue:
         if text in self._texts:  # a message without fields
             return Translation(self._texts[text], ())
         if text in cache.translations:
-            return cache.translations[text]
+            return cache.translations[text]  # None: no message, or the text is being translated
         if cache.is_full:
             return _leave_in_english(text)
 
-        # Prevent endless recursion. With the template "{name}{note}" and an empty note, the value
-        # of `name` is the whole text, so this method is called with the same text again. The second
-        # call then finds None in the cache: no message.
+        # With the template "{name}{note}" and an empty note, the value of `name` is the whole text,
+        # so this method is called with the same text again. This None ends the recursion.
         cache.translations[text] = None
 
         translation = self._translate_by_templates(text, cache)
@@ -640,23 +642,23 @@ class Catalogue:
             return _leave_in_english(text)
 
         # Several templates may match, and only the best of them count.
-        chosen = _choose_readings(readings)
-        if not chosen:
+        best_readings = _best_readings(readings)
+        if not best_readings:
             return None
 
-        # Nothing shows which reading with a chosen template was meant, as in the example above. So
-        # all of them must say the same in Chinese.
-        chosen_templates = [reading.template for reading in chosen]
+        # The example above has two readings with one template, and nothing shows which was meant.
+        # So all readings with a best template must say the same in Chinese.
+        best_templates = [reading.template for reading in best_readings]
         chinese_texts: set[str] = set()
         for reading in readings:
-            if reading.template in chosen_templates:
+            if reading.template in best_templates:
                 # Spaces depend on where the values begin, and say nothing.
                 chinese_texts.add(reading.translation.text.replace(" ", ""))
 
         is_ambiguous = len(chinese_texts) > 1
         if is_ambiguous:
             return _leave_in_english(text)
-        return chosen[0].translation
+        return best_readings[0].translation
 
     def _translate_reading(
         self, text: str, template: Template, spans: tuple[Span, ...], cache: Cache
@@ -664,7 +666,7 @@ class Catalogue:
         """Translates the values of a template's fields and fills them into its translation.
 
         For the template "{who} {have} ended" and the text "rank 1 has ended", the values are
-        "rank 1" and "has".
+        "rank 1" and "has". The result also says where in the text a value stayed English.
 
         Args:
             text: text that was made from the template.
@@ -683,15 +685,14 @@ class Catalogue:
             may_be_word = name in FIELDS_OF_CATALOGUED_WORDS and not cache.single_words_stay_english
             value_text = text[begin:end]
             if name in FIELDS_WITH_ARTICLE:
-                # Chinese has no articles: "a Linear" is "Linear".
-                value_text = ARTICLE.sub("", value_text)
+                value_text = ARTICLE.sub("", value_text)  # "a Linear": Chinese has no articles
                 begin = end - len(value_text)
             value = self._translate_text(value_text, cache, may_be_word=may_be_word)
             values[field_name] = value.text
 
-            # The Chinese text has no word for "has" or "have". Such a value is simply left out, so
-            # nothing of it stays English.
-            if name not in GRAMMATICAL_FIELDS:
+            # The Chinese text has no word for "has" or "have", so nothing of it stays English.
+            is_left_out = name in GRAMMATICAL_FIELDS
+            if not is_left_out:
                 untranslated += _shift_spans(value.untranslated, begin)
 
         return Translation(fill_in(template.translation, values), tuple(untranslated))
@@ -701,8 +702,8 @@ class Catalogue:
 
         The text is split at the first of `SEPARATORS` that it has. A part that is no message either
         is split in turn, by `_translate_text`. For example, "step 3: rank 1 waits; rank 2 has
-        ended" is first split into "step 3: rank 1 waits" and "rank 2 has ended", and the first part
-        then into "step 3" and "rank 1 waits".
+        ended" is first split at "; ", which separates messages, and the first part then at ": ",
+        which separates parts of a message.
 
         Args:
             text: text that is no message as a whole.
@@ -715,23 +716,18 @@ class Catalogue:
             return _leave_in_english(text)
 
         parts = _split_outside_quotes(text, separator)
-
-        # A message may itself contain a separator of messages: "a; b" may be one.
         separates_messages = separator in SEPARATORS_OF_MESSAGES
         if separates_messages:
             parts = self._rejoin_messages(parts, separator)
+            caches = self._new_caches(cache, len(parts))
+        else:
+            caches = [cache] * len(parts)
 
+        # The separator stands behind each part but the last.
+        mark = separator.strip()
+        marks_behind = [mark] * (len(parts) - 1) + [""]
         translations: list[Translation] = []
-        for number, part in enumerate(parts, 1):
-            # The separator stands behind each part but the last. If the catalogue has the message
-            # "step {step}:", the mark ":" belongs to the part before it.
-            mark_behind = separator.strip() if number < len(parts) else ""
-
-            # A cache takes a limited number of translations. So each message of a list gets a new
-            # one, with the same rule for single words. The parts of one message share a cache.
-            cache_of_part = cache
-            if separates_messages:
-                cache_of_part = Cache(cache.single_words_stay_english)
+        for part, mark_behind, cache_of_part in zip(parts, marks_behind, caches, strict=True):
             translation = self._translate_part(
                 part, mark_behind, cache_of_part, may_be_word=may_be_word
             )
@@ -741,11 +737,19 @@ class Catalogue:
         translations = _keep_doubtful_parts_english(parts, translations)
         return _join_parts(parts, translations, separator)
 
+    @staticmethod
+    def _new_caches(cache: Cache, number: int) -> list[Cache]:
+        """Returns a cache for each message of a list, with the rule of a cache for single words.
+
+        A cache takes a limited number of translations, so a long list needs several.
+        """
+        return [Cache(cache.single_words_stay_english) for _ in range(number)]
+
     def _rejoin_messages(self, parts: Sequence[str], separator: str) -> list[str]:
         """Joins parts again that are one message, because the message itself has the separator.
 
         "a", "b" and "c" become "a; b" and "c" if "a; b" is a message. The longest message that
-        begins with a part is taken. A part that begins no longer message stays by itself.
+        begins with a part is taken. A part with which no longer message begins stays alone.
 
         Args:
             parts: all parts of a text. All of them together are no message.
@@ -765,35 +769,30 @@ class Catalogue:
         For the parts "a", "b" and "c" and `begin` 0, it is 2 if "a; b" is a message. If no two or
         more parts are a message, it is `begin + 1`, so that "a" stays by itself.
         """
-        # Try the longest message first, and two parts last.
+        end_of_part = begin + 1
+        end_of_two_parts = begin + 2
         largest_end = min(begin + MAX_PARTS_OF_MESSAGE, len(parts))
-        for end in range(largest_end, begin + 1, -1):
-            # The text was only split into parts because the whole text is no message.
+        for end in reversed(range(end_of_two_parts, largest_end + 1)):  # the longest first
             is_whole_text = end - begin == len(parts)
-            if is_whole_text:
+            if is_whole_text:  # it is no message, or it would not have been split
                 continue
 
-            # Only whether there is a translation matters here. So single words in it are not looked
-            # up.
+            # Only whether there is a translation matters, so single words need not be looked up.
             candidate = separator.join(parts[begin:end])
             translation = self._translate_message(candidate, Cache(single_words_stay_english=True))
             if translation is not None:
                 return end
 
-        return begin + 1
+        return end_of_part
 
     def _translate_part(
         self, part: str, mark_behind: str, cache: Cache, *, may_be_word: bool
     ) -> Translation:
         """Translates a part of a text that was split at a separator.
 
-        The mark behind the part may belong to its message. "step 3: done" has the parts "step 3"
-        and "done". If the catalogue has "step {step}:", but no "step {step}", then "step 3:" is
-        translated to "第 3 步：", and the Chinese mark at its end is removed again.
-
-        The part is also translated with its mark if the mark does not belong to the message. For
-        the message "see {file}", "see a.py:" would name the file "a.py:". This translation ends
-        with the English mark, by which it is recognized. Then the part is translated without it.
+        The mark behind the part may belong to its message: "step 3: done" was split into "step 3"
+        and "done", and the catalogue has "step {step}:", but no "step {step}". So the part is first
+        translated with its mark.
 
         Args:
             part: the part, without the separator behind it.
@@ -807,9 +806,12 @@ class Catalogue:
             translation = self._translate_message(part + mark_behind, cache)
             chinese_mark = SEPARATORS[f"{mark_behind} "]
             if translation is not None and translation.text.endswith(chinese_mark):
+                # "step 3:" is "第 3 步：". The caller adds the mark.
                 without_mark = translation.text.removesuffix(chinese_mark)
                 return Translation(without_mark, translation.untranslated)
 
+        # The mark does not belong to the message. With the message "see {file}", for example, "see
+        # a.py:" was taken to name a file "a.py:", and the translation ends with the English mark.
         return self._translate_text(part, cache, may_be_word=may_be_word)
 
 
@@ -831,8 +833,8 @@ def _stays_english(text: str, *, may_be_word: bool) -> bool:
     return is_single_word and not may_be_word
 
 
-def _choose_readings(readings: Sequence[Reading]) -> list[Reading]:
-    """Chooses between the readings of a text with different templates.
+def _best_readings(readings: Sequence[Reading]) -> list[Reading]:
+    """Returns the best of the readings of a text with different templates.
 
     "rank 1 waits for 3 s" can be read with "{who} waits for {waited_s} s", where `who` is "rank 1",
     and with "{subject} for {waited_s} s", where `subject` is "rank 1 waits".
@@ -843,20 +845,17 @@ def _choose_readings(readings: Sequence[Reading]) -> list[Reading]:
 
     Args:
         readings: all readings of the text, first those whose templates have more words.
-
-    Returns:
-        Each reading than which no other is better.
     """
     most_translated: list[Reading] = []
     for reading in readings:
         if not any(other.translates_more_than(reading) for other in readings):
             most_translated.append(reading)
 
-    chosen: list[Reading] = []
-    for reading in most_translated:
-        if not any(other.is_more_specific_than(reading) for other in chosen):
-            chosen.append(reading)
-    return chosen
+    best: list[Reading] = []
+    for reading in most_translated:  # the more specific ones come first
+        if not any(other.is_more_specific_than(reading) for other in best):
+            best.append(reading)
+    return best
 
 
 def _first_separator(text: str) -> str | None:
@@ -896,10 +895,13 @@ def _keep_doubtful_parts_english(
 ) -> list[Translation]:
     """Leaves a part in English if the text may have been split within a value of that part.
 
-    For example, "give a number from 1 to x; y" may end with the value "x; y". It was split at "; ",
-    so the first part is translated and ends with "x" in English, and the second part "y" is not
-    translated. As "x" and "y" may belong together, the first part is left in English too. The same
-    goes for "x; y is no number", where the second part begins with a value.
+    For example, "give a number from 1 to x; y" may end with the value "x; y":
+
+        parts                       translated to       kept
+        "give a number from 1 to x" "给出 1 到 x 的数"     in English, as "x; y" may be its value
+        "y"                         nothing             in English
+
+    The same goes for "x; y is no number", where the second part begins with a value.
 
     Returns:
         The translation of each part.
@@ -910,37 +912,37 @@ def _keep_doubtful_parts_english(
     # A part that is left in English may make its neighbour doubtful in turn. The first loop passes
     # this on to all parts on the right, the second one to all parts on the left.
     for index in range(num_separators):
-        _check_beside_separator(parts, checked, index)
+        _keep_english_beside_separator(parts, checked, index)
     for index in reversed(range(num_separators)):
-        _check_beside_separator(parts, checked, index)
+        _keep_english_beside_separator(parts, checked, index)
 
     return checked
 
 
-def _check_beside_separator(
-    parts: Sequence[str], translations: list[Translation], index: int
+def _keep_english_beside_separator(
+    parts: Sequence[str], translations: list[Translation], left: int
 ) -> None:
-    """Leaves a part in English if English words stand on both sides of a separator.
+    """Leaves a translated part in English if English words stand on both sides of a separator.
 
-    It does so if one of the two parts is translated except for a value beside the separator, and
-    the other part is not translated at all.
+    For example, "see x; y" has the parts "see x" and "y". If they are translated to "见 x" and not
+    at all, "x" and "y" stand on both sides and may belong together, so "see x" stays English.
 
     Args:
         parts: all parts of the text.
         translations: their translations. One of them may be replaced.
-        index: index of the part on the left of the separator.
+        left: index of the part on the left of the separator.
     """
-    left = index
-    right = index + 1
+    right = left + 1
     left_is_translated = _is_translated(parts[left], translations[left])
     right_is_translated = _is_translated(parts[right], translations[right])
 
-    if left_is_translated and not right_is_translated:
-        if _ends_with_english(parts[left], translations[left]):
-            translations[left] = _leave_in_english(parts[left])
-    elif right_is_translated and not left_is_translated:
-        if _begins_with_english(translations[right]):
-            translations[right] = _leave_in_english(parts[right])
+    only_left_is_translated = left_is_translated and not right_is_translated
+    if only_left_is_translated and _ends_with_english(parts[left], translations[left]):
+        translations[left] = _leave_in_english(parts[left])
+
+    only_right_is_translated = right_is_translated and not left_is_translated
+    if only_right_is_translated and _begins_with_english(translations[right]):
+        translations[right] = _leave_in_english(parts[right])
 
 
 def _begins_with_english(translation: Translation) -> bool:
@@ -967,6 +969,26 @@ def _join_parts(
     "step 3: done" was split at ": " and is joined with "：". Neighbours that are both left in
     English may be one name with punctuation in it, so the English separator stays between them.
     """
+    joined = _join_english_neighbours(parts, translations, separator)
+
+    # Spans are places in English texts. Those of a part become those of the whole text.
+    untranslated: list[Span] = []
+    begin_of_part = 0
+    for part, translation in joined:
+        untranslated += _shift_spans(translation.untranslated, begin_of_part)
+        begin_of_part += len(part) + len(separator)
+
+    chinese_separator = SEPARATORS[separator]
+    text = chinese_separator.join(translation.text for _, translation in joined)
+    return Translation(text, tuple(untranslated))
+
+
+def _join_english_neighbours(
+    parts: Sequence[str], translations: Sequence[Translation], separator: str
+) -> list[tuple[str, Translation]]:
+    """Returns the parts with their translations, after parts that are all left in English are
+    joined: "step 3", "x" and "y" become "step 3" and "x: y".
+    """
     joined: list[tuple[str, Translation]] = []
     for part, translation in zip(parts, translations, strict=True):
         if joined:
@@ -979,18 +1001,7 @@ def _join_parts(
                 continue
 
         joined.append((part, translation))
-
-    # The untranslated spans of a part are counted from the beginning of its English text. They
-    # become spans of the whole English text, in which the English separator stands.
-    untranslated: list[Span] = []
-    begin_of_part = 0
-    for part, translation in joined:
-        untranslated += _shift_spans(translation.untranslated, begin_of_part)
-        begin_of_part += len(part) + len(separator)
-
-    chinese_separator = SEPARATORS[separator]
-    text = chinese_separator.join(translation.text for _, translation in joined)
-    return Translation(text, tuple(untranslated))
+    return joined
 
 
 def _leave_in_english(text: str) -> Translation:
@@ -998,6 +1009,18 @@ def _leave_in_english(text: str) -> Translation:
     words = RANKS_AND_AMOUNTS.sub("", text)
     has_words = any(char.isalpha() for char in words)
     return Translation(text, ((0, len(text)),) if has_words else ())
+
+
+def _with_spaces_of(text: str, translation: Translation) -> Translation:
+    """Returns a translation, of a text without the spaces at its ends, with these spaces."""
+    stripped = text.strip()
+    num_spaces_before = len(text) - len(text.lstrip())
+    before = text[:num_spaces_before]
+    after = text[num_spaces_before + len(stripped) :]
+    return Translation(
+        before + translation.text + after,
+        _shift_spans(translation.untranslated, num_spaces_before),
+    )
 
 
 def _shift_spans(spans: Iterable[Span], offset: int) -> tuple[Span, ...]:
@@ -1048,18 +1071,19 @@ def _join_with_chinese_spacing(left: str, right: str) -> str:
     if not left.strip() or not right.strip():
         return left + right
 
-    char_before = left.rstrip()[-1]
-    char_after = right.lstrip()[0]
+    before = left.rstrip()[-1]
+    after = right.lstrip()[0]
+    before_is_chinese = _is_chinese(before)
+    after_is_chinese = _is_chinese(after)
 
-    meets_punctuation = char_before in CHINESE_PUNCTUATION or char_after in CHINESE_PUNCTUATION
-    if meets_punctuation or (_is_chinese(char_before) and _is_chinese(char_after)):
+    has_punctuation = before in CHINESE_PUNCTUATION or after in CHINESE_PUNCTUATION
+    if has_punctuation or (before_is_chinese and after_is_chinese):
         return left.rstrip(" ") + right.lstrip(" ")
 
-    chinese_meets_latin = (_is_chinese(char_before) and _is_latin(char_after)) or (
-        _is_latin(char_before) and _is_chinese(char_after)
-    )
+    chinese_before_latin = before_is_chinese and _is_latin(after)
+    latin_before_chinese = _is_latin(before) and after_is_chinese
     has_space = left[-1] == " " or right[0] == " "
-    if chinese_meets_latin and not has_space:
+    if (chinese_before_latin or latin_before_chinese) and not has_space:
         return f"{left} {right}"
     return left + right
 

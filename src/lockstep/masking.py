@@ -59,15 +59,16 @@ def mask_secrets(arguments: Sequence[str]) -> list[str]:
         arguments: the words of the command line.
     """
     masked = []
-    name_before = ""  # the previous argument, if it is an option that may take a value
+    next_option_before = ""
     for argument in arguments:
-        # `--token VALUE`. A value may begin with one dash, as a random text or `-1` may. A value
-        # that is no secret as a whole may still contain one, such as a password in an address. Then
-        # `_mask_value` replaces only this part.
-        if name_before and not argument.startswith("--"):
-            hidden = _is_secret(name_before, argument)
-            name_before = ""
-            masked.append(MASK if hidden else _mask_value(argument))
+        option_before = next_option_before  # the previous argument, if it may take a value
+        next_option_before = ""
+
+        # `--token VALUE`. A value may begin with one dash, as a random text or `-1` may.
+        if option_before and not argument.startswith("--"):
+            is_secret = _is_secret(option_before, argument)
+            # A value that is no secret as a whole may still contain one, such as a password.
+            masked.append(MASK if is_secret else _mask_value(argument))
             continue
 
         # `--token=VALUE`
@@ -78,7 +79,8 @@ def mask_secrets(arguments: Sequence[str]) -> list[str]:
 
         # Only an option, which begins with a dash, may have a value in the next argument.
         is_option = argument.startswith("-") and not equals_sign
-        name_before = argument if is_option else ""
+        if is_option:
+            next_option_before = argument
         masked.append(_mask_value(argument))
 
     return masked
@@ -112,16 +114,14 @@ def _is_secret(name: str, value: str) -> bool:
     if not is_named_like_secret or not value:
         return False
 
-    looks_random = _RANDOM.fullmatch(value) is not None  # such as 9f86d081884c7d659a2feaa0c55ad015
-    is_number_or_switch = _PLAIN_VALUE.fullmatch(value) is not None  # such as 8 or true
-
-    # In --sort-key, the word "sort" gives "key" another meaning: `--sort-key length` is no secret.
-    # But a value that looks random is one all the same.
+    # In --sort-key, the word "sort" gives "key" another meaning: `--sort-key length` is no secret,
+    # but `--sort-key 9f86d081884c7d659a2feaa0c55ad015` may be one all the same.
     is_named_like_field = len(words) > 1 and words[-2] in WORDS_OF_FIELDS
     if is_named_like_field:
-        return looks_random
+        return _RANDOM.fullmatch(value) is not None
 
     # `--use-auth-token true` has no secret either.
+    is_number_or_switch = _PLAIN_VALUE.fullmatch(value) is not None
     return not is_number_or_switch
 
 
@@ -173,14 +173,14 @@ def _end_of_user(rest: str) -> int | None:
     Args:
         rest: the address without its scheme: `user:password@host/path`.
     """
-    # `ann:p@ss@host/path`: the last `@` before the path.
-    before_path = re.split(r"[/?#]", rest, maxsplit=1)[0]
-    if "@" in before_path:
-        return before_path.rindex("@")
+    # `ann:p@ss@host/path`: the last `@` before the first slash.
+    before_slash = re.split(r"[/?#]", rest, maxsplit=1)[0]
+    if "@" in before_slash:
+        return before_slash.rindex("@")
 
-    # `ann:p/ss@host`: what follows the colon is a password with a slash. In `host:8080/page@2` and
-    # `host:/page@2` it is a port, which may be left out, and there is no user.
-    _, colon, port_or_password = before_path.partition(":")
+    # `host:8080/page@2` and `host:/page@2`: a port, which may be left out, stands before the slash,
+    # so there is no user. `ann:p/ss@host`: `p` is no port, but the beginning of a password.
+    _, colon, port_or_password = before_slash.partition(":")
     is_port = re.fullmatch(r"[0-9]*", port_or_password) is not None
     if colon and not is_port and "@" in rest:
         return rest.rindex("@")

@@ -220,11 +220,12 @@ def check_shares(shares: Any) -> None:
         return
 
     numbers = _whole_numbers(shares)
-    do = _advice_on_shares(size=None, of="rank")  # the number of ranks is not known yet
+    advice = _advice_on_shares(num_parts=None, part="rank")
     if numbers is None:
-        raise SettingError(f"shares={shares!r}", "these are not whole numbers", do)
+        raise SettingError(f"shares={shares!r}", "these are not whole numbers", advice)
     if not numbers or min(numbers) < 0 or max(numbers) == 0:
-        raise SettingError(f"shares={shares!r}", "shares are at least 0, and one is above 0", do)
+        found = "shares are at least 0, and one is above 0"
+        raise SettingError(f"shares={shares!r}", found, advice)
 
 
 def parse_shares(
@@ -244,9 +245,9 @@ def parse_shares(
         return (1,) * size
 
     numbers = _whole_numbers(shares)
-    do = _advice_on_shares(size, of)
+    advice = _advice_on_shares(size, of)
     if numbers is None:
-        raise SettingError(f"shares={shares!r}", "these are not whole numbers", do)
+        raise SettingError(f"shares={shares!r}", "these are not whole numbers", advice)
 
     if len(numbers) != size:
         given = count_noun(len(numbers), "share")
@@ -254,29 +255,29 @@ def parse_shares(
             found = f"{given} for a world size of {size}"
         else:
             found = f"{given} for {count_noun(size, of)}"
-        raise SettingError(f"shares={shares!r}", found, do)
+        raise SettingError(f"shares={shares!r}", found, advice)
 
-    check_shares(shares)
+    check_shares(shares)  # that none is below 0, and one is above 0
     divisor = math.gcd(*numbers)
     return tuple(number // divisor for number in numbers)
 
 
-def _advice_on_shares(size: int | None, of: str) -> str:
+def _advice_on_shares(num_parts: int | None, part: str) -> str:
     """Returns the advice in errors about shares, if possible with an example of the right length.
 
     Args:
-        size: number of ranks or devices; None if it is not known.
-        of: what has a share each, as a word of the advice: "rank" or "device".
+        num_parts: number of ranks or devices; None if it is not known.
+        part: what has a share each, as a word of the advice: "rank" or "device".
     """
-    if size == 1:
-        return f"leave shares out: there is one {of}, which gets the whole batch"
-    if size is None:
-        return f"give one whole number for each {of}; 1:2 gives the second of two twice as much"
-    if size > MAX_SHARES_IN_EXAMPLE:
-        return f"give {size} whole numbers, one for each {of}"
+    if num_parts == 1:
+        return f"leave shares out: there is one {part}, which gets the whole batch"
+    if num_parts is None:
+        return f"give one whole number for each {part}; 1:2 gives the second of two twice as much"
+    if num_parts > MAX_SHARES_IN_EXAMPLE:
+        return f"give {num_parts} whole numbers, one for each {part}"
 
-    example = ":".join(["1"] * (size - 1) + ["2"])
-    return f"give {size} whole numbers, one for each {of}, for example {example}"
+    example = ":".join(["1"] * (num_parts - 1) + ["2"])
+    return f"give {num_parts} whole numbers, one for each {part}, for example {example}"
 
 
 def _whole_numbers(shares: str | Sequence[int]) -> tuple[int, ...] | None:
@@ -529,7 +530,7 @@ def settings_of_ranks(settings: Settings) -> dict[str, object]:
     for field_name, declaration in DECLARATIONS.items():
         value = getattr(settings, field_name)
         if declaration.agreement is Agreement.VALUE:
-            # A strategy may be an object, which is compared by its name.
+            # Only a strategy may be an object with a name, by which it is compared.
             compared[declaration.name] = getattr(value, "name", value)
         elif declaration.agreement is Agreement.PRESENCE:
             compared[declaration.name] = value is not None
@@ -602,6 +603,12 @@ def _override_by_verify(values: dict[str, Any], settings_of_verify: Mapping[str,
         to compare within a tolerance:     {"uncompressed": True}
         on one process, as its reference:  {"uncompressed": True, "reference_of_verify": True}
 
+    The run then has these virtual ranks, if the user has set virtual_ranks=8, or has not set it:
+
+        to compare bits:                   8, or 4
+        to compare within a tolerance:     8, or none
+        on one process, as its reference:  8 (none if BatchNorm is synchronised), or none
+
     Args:
         values: the settings of the run, by the names of the arguments; they are changed.
         settings_of_verify: the settings that `lockstep verify` makes.
@@ -613,23 +620,19 @@ def _override_by_verify(values: dict[str, Any], settings_of_verify: Mapping[str,
     values.pop("check_devices", None)
     values.pop("trace_step", None)
 
-    # The user has chosen virtual ranks: they are kept in runs of all kinds. In those that compare
-    # bits they take the place of the ones that `verify` has chosen.
-    if values.get("virtual_ranks") is not None:
+    chosen_by_user = values.get("virtual_ranks")
+    chosen_by_verify = values.get("virtual_ranks_of_verify")
+    if chosen_by_user is not None:
         values["virtual_ranks_of_verify"] = None
-
-    # The bits are compared with the virtual ranks that `verify` has chosen.
-    elif values.get("virtual_ranks_of_verify") is not None:
-        values["virtual_ranks"] = values["virtual_ranks_of_verify"]
-
+    elif chosen_by_verify is not None:
+        values["virtual_ranks"] = chosen_by_verify
         # With one process for several virtual ranks, BatchNorm cannot compute the statistics of the
         # global batch. `verify` compares them within a tolerance.
         values["sync_batchnorm"] = False
 
-    # In the reference, synchronised BatchNorm must get the whole batch at once. So virtual ranks
-    # that the user has chosen are left out of it.
-    if values.get("reference_of_verify") and values.get("sync_batchnorm"):
-        values["virtual_ranks"] = None
+    is_reference = values.get("reference_of_verify")
+    if is_reference and values.get("sync_batchnorm"):
+        values["virtual_ranks"] = None  # synchronised BatchNorm must get the whole batch at once
 
 
 def _read_variable(declaration: Declaration, environ: Mapping[str, str]) -> Any:
@@ -738,8 +741,10 @@ def check_names_of_variables(environ: Mapping[str, str]) -> None:
             name_in_script[declaration.name.upper()] = declaration.name
 
     for variable, value in environ.items():
+        if not variable.startswith(VARIABLE_PREFIX):
+            continue
         name = variable.removeprefix(VARIABLE_PREFIX)
-        if name == variable or name in known_names:
+        if name in known_names:
             continue
 
         option = OPTION_OF_LAUNCHER_VARIABLE.get(name)
@@ -897,9 +902,10 @@ def _mean_the_same(in_script: Any, outside: Any) -> bool:
 
 
 def _as_comparable_text(value: Any) -> str:
-    """Returns the value as it is written on the command line, with whole numbers as floats.
+    """Returns the value as it is written on the command line, in one spelling for each value.
 
-    Values that mean the same give the same text: `(1, 2)` gives `"1:2"`, and 30 gives `"30.0"`.
+    30 and 30.0 mean the same, so both give "30.0". The parts of a list are always whole numbers, so
+    `(1, 2)` gives "1:2".
     """
     if isinstance(value, list | tuple):
         return ":".join(str(part) for part in value)

@@ -74,8 +74,11 @@ def did_you_mean(
         return otherwise
 
     if len(similar) == 2:
+        # `get_close_matches` does not return how similar the words are, from 0 to 1. A `cutoff` may
+        # be low, so the second word must also be similar in itself.
         best, second = [difflib.SequenceMatcher(None, known, text).ratio() for known in similar]
-        if second >= SIMILARITY_OF_SECOND and best - second <= MAX_BEHIND_BEST:
+        is_nearly_as_similar = best - second <= MAX_BEHIND_BEST
+        if is_nearly_as_similar and second >= SIMILARITY_OF_SECOND:
             return f"did you mean {similar[0]!r} or {similar[1]!r}?"
     return f"did you mean {similar[0]!r}?"
 

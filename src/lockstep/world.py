@@ -37,7 +37,8 @@ from lockstep.extensions import add_extensions
 from lockstep.extensions.report.closing import print_closing
 from lockstep.extensions.report.console import print_choices, print_line, title_of
 from lockstep.extensions.report.logged import log, means_over_ranks
-from lockstep.extensions.report.progress import check_loader, progress
+from lockstep.extensions.report.progress import check_loader
+from lockstep.extensions.report.progress import progress as show_progress
 from lockstep.familiar_names import error_of_world_name
 from lockstep.language import translate
 from lockstep.session.extension import Place
@@ -235,6 +236,7 @@ class World:
         if not objects:
             raise UsageError("world.prepare()", "nothing was given", "pass the model, ...")
 
+        # Reads in the caller's code to which variables the results are assigned.
         check_unpacking(objects, sys._getframe(1))
         prepared = self._preparer.prepare(objects)
 
@@ -285,12 +287,12 @@ class World:
             shares: how the batch is divided, `"1:2"` or `"auto"`; None: as set by `init`.
             weight: returns a batch's weight in the mean, such as its number of tokens; the loss is
                 then the mean over the tokens. Called with the batch on the CPU.
-            sample_rng: give every sample random streams of its own; False for datasets that draw
-                nothing, which are then read in whole batches.
+            sample_rng: True to give every sample random numbers of its own, the same on any number
+                of devices; False for datasets that draw none, which are then read in whole batches.
             collate_fn: joins samples into a batch.
             transform: for a stream: applied to each sample of this rank.
-            shard: for a stream: how a rank comes by its part. If it is left out, every rank reads
-                the whole stream and keeps its part; a function `shard(start, step)` returns the
+            shard: for a stream: how a rank gets its part. If it is left out, every rank reads the
+                whole stream and keeps its part; a function `shard(start, step)` returns the
                 samples start, start + step, ...; False: the stream splits itself over the ranks.
             **options: of `torch.utils.data.DataLoader`: `num_workers`, `prefetch_factor`, ...
 
@@ -496,12 +498,12 @@ class World:
         """Iterates the loader. Rank 0 shows its progress, its speed, and what is logged."""
         check_loader(loader)
         text = f"epoch {self.epoch}" if description is None else description
-        return progress(
+        return show_progress(
             loader,
             self._run.collectives,
             self._run.step,
             text,
-            done=loader.start,
+            done=loader.start,  # global batches that a resumed epoch leaves out
         )
 
     def memory(
@@ -560,7 +562,6 @@ class World:
         self._run.checkpoint_folders.append(str(folder))
         self._warn_of_unsaved_schedulers(folder, state)
 
-        # If virtual ranks train one model, all ranks share a random stream, which `streams` has.
         return Checkpoint(
             folder,
             self._run,
@@ -568,7 +569,7 @@ class World:
             state,
             world=self,
             virtual_ranks=self._preparer.virtual_ranks,
-            common_stream=self._preparer.streams,
+            common_stream=self._preparer.streams,  # with virtual ranks, all ranks draw from one
             memory=memory,
             unsettled_world_state=self._state_dict_without_checks,
         )
@@ -614,8 +615,8 @@ class World:
             "scaler": self._preparer.precision.state_dict(),
         }
 
-        # Compression keeps a part of the gradients for later, which differs between the ranks. So
-        # it is stored by rank: `{2: ...}` on rank 2. A checkpoint then has that of every rank.
+        # Compression keeps a part of the gradients for later, which differs between the ranks. Each
+        # rank stores its part under the key "state", and a checkpoint joins them: {0: ..., 1: ...}.
         unsent = self._preparer.unsent_gradients()
         if unsent:
             state["state"] = {self.rank: unsent}
@@ -642,6 +643,7 @@ class World:
         if self._closed:
             return
 
+        # First what concerns this rank alone, then the run is left, then what may raise an error.
         self._closed = True
         _steps_at_close = self.step  # the launcher asks for it when the script has ended
         _open_worlds.discard(self)
@@ -650,8 +652,8 @@ class World:
         self._run.step.close_passes()  # the script may still hold the iterator of a loop
         process_group.leave(self._run, failed=failed)
 
-        # This may raise an error that an extension has deferred. It comes after the run was left,
-        # so that the other ranks do not wait for this one.
+        # An extension may have deferred an error, which is raised here. The other ranks do not wait
+        # for this one any more.
         if not failed:
             self._run.extensions.settle()
         if self.is_main and not failed:

@@ -243,7 +243,7 @@ def test_how_a_value_is_written_in_messages(tmp_path: Path) -> None:
     path = tmp_path / "lockstep.toml"
     path.write_text("a.b = 1\n")  # its line is not found
     file = launch_file.read_launch_file(path)
-    assert file.written("a") == f"a = {{'b': 1}} ({path})"
+    assert file.entry_and_place("a") == f"a = {{'b': 1}} ({path})"
 
 
 def test_the_block_of_choices_and_a_contradiction_name_the_file(folder: Path) -> None:

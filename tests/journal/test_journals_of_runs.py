@@ -181,7 +181,7 @@ def test_a_flipped_bit_is_named(size: int, on_one_process: Path, tmp_path: Path)
     comparison = compare(on_one_process, run(tmp_path, size, flip=(4, 2)))
     found = comparison.first_difference
     assert found is not None
-    assert (found.step, found.step_before) == (4, 3)
+    assert (found.step, found.last_equal_step) == (4, 3)
     assert found.differed_first == "gradient"
     assert found.gradients == {2: ["head.bias"]}
     assert found.state == ["head.bias"]
@@ -268,7 +268,7 @@ def test_journals_of_optimizers_that_step_rarely(tmp_path: Path) -> None:
                 tmp_path / "alone" / f"{name}, {steps_of}", tmp_path / "two" / f"{name}, {steps_of}"
             )
             assert not together.differs, together.lines()
-            assert together.num_compared == num_steps
+            assert together.num_with_hashes == num_steps
         # The third global batch has another gradient. If the optimizers step after the fourth one,
         # it is found in the gradients that belong to their step, whose last losses are equal.
         changed = compare(

@@ -280,7 +280,7 @@ def repair_command(ctx: click.Context, folder: Path, yes: bool) -> None:
         for label, text in (("found:", repair.why), ("do:", REPAIR_TEXTS[repair.what])):
             _print(f"  {pad_label(translate(label), translate(text))}")
 
-    # Some problems cannot be repaired; the plan leaves their files as they are.
+    # A problem that cannot be repaired is in the plan, too: as a "repair" that leaves the files.
     repairs = [repair for repair in plan if repair.what != "leave"]
     if yes:
         carry_out(repairs)
@@ -288,9 +288,8 @@ def repair_command(ctx: click.Context, folder: Path, yes: bool) -> None:
     elif repairs:
         _say("nothing was changed; add --yes to do it")
 
-    # All problems are solved only if every repair was made and nothing had to be left as it is.
-    is_in_order = yes and len(repairs) == len(plan)
-    ctx.exit(0 if is_in_order else 1)
+    all_problems_are_solved = yes and len(repairs) == len(plan)
+    ctx.exit(0 if all_problems_are_solved else 1)
 
 
 def _inspection_as_json(inspection: Inspection) -> dict[str, Any]:
@@ -380,19 +379,14 @@ def _print_health(inspection: Inspection) -> None:
         _say("no complete checkpoint is there; lockstep checkpoint repair says what can be done")
         return
 
-    # The caller prints the contents next. An empty line separates them from the lines above. A file
-    # of weights has contents, but no checkpoints, so nothing was printed for it.
     if inspection.checkpoints:
-        _print()
+        _print()  # an empty line before the contents, which the caller prints next
 
 
 def _print_contents(contents: Contents, sort: str, limit: int) -> None:
     """Prints the facts, the files, the table of tensors, and the totals.
 
-    Args:
-        contents: the contents of a checkpoint or file.
-        sort: `size` for the largest tensors first, `file` for the order in the file.
-        limit: the largest number of tensors to show; 0 for all.
+    The arguments `sort` and `limit` are those of `_print_tensors`.
     """
     _say(f"{contents.source.path}: {contents.source.kind}")
     for key, value in contents.facts.items():
@@ -403,7 +397,25 @@ def _print_contents(contents: Contents, sort: str, limit: int) -> None:
         _print_labelled("file", f"{name}, {_format_size(num_bytes)}")
     _print()
 
-    tensors = _describe_tensors(contents.tensors)
+    _print_tensors(contents.tensors, sort, limit)
+    _print()
+
+    _print_totals("total", contents.tensors)  # of the weights
+    if contents.training:  # tensors of the training state, such as the optimizer's
+        _print_totals("besides, of the training", contents.training)
+    if contents.extra:
+        _say(f"no tensors: {', '.join(contents.extra)}")
+
+
+def _print_tensors(all_tensors: Mapping[str, LazyTensor], sort: str, limit: int) -> None:
+    """Prints the table of tensors.
+
+    Args:
+        all_tensors: the tensors of a checkpoint or file.
+        sort: `size` for the largest tensors first, `file` for the order in the file.
+        limit: the largest number of tensors to show; 0 for all.
+    """
+    tensors = _describe_tensors(all_tensors)
     if sort == "size":
         tensors.sort(key=lambda tensor: tensor["bytes"], reverse=True)
     shown = tensors[:limit] if limit else tensors
@@ -418,15 +430,6 @@ def _print_contents(contents: Contents, sort: str, limit: int) -> None:
     _print_table(("name", "shape", "dtype", "size"), rows, right_aligned=(3,))
     if len(shown) < len(tensors):
         _say(f"... and {len(tensors) - len(shown)} more (--limit 0 shows all)")
-    _print()
-
-    # The weights, the tensors of the training state (such as the optimizer's), and all other saved
-    # values.
-    _print_totals("total", contents.tensors)
-    if contents.training:
-        _print_totals("besides, of the training", contents.training)
-    if contents.extra:
-        _say(f"no tensors: {', '.join(contents.extra)}")
 
 
 def _print_labelled(label: str, value: object) -> None:
@@ -472,10 +475,11 @@ def _pair_row(pair: Pair) -> tuple[str, ...]:
     if values is None:  # the shapes differ, so the values cannot be compared
         return (pair.name, "shape", _dtype_and_shape(a), _dtype_and_shape(b), "", "", "")
 
+    num_differing = values.count
     differing = []
     if a.dtype is not b.dtype:
         differing.append("dtype")
-    if values.count > 0:
+    if num_differing > 0:
         differing.append("values")
 
     num_nans_in_a, num_nans_in_b = values.nans
@@ -485,15 +489,15 @@ def _pair_row(pair: Pair) -> tuple[str, ...]:
     what = ", ".join(differing) or "equal"
     cells = (pair.name, what, _dtype_and_shape(a), _dtype_and_shape(b))
 
-    # For example, with --atol 0.1:
-    #   A = [1.0], B = [1.0]:  no value differs, and the largest difference is 0
-    #   A = [1.0], B = [1.01]: no value differs by more than is allowed, but 0.01 is shown
-    #   A = [1.0], B = [nan]:  one value differs, although no difference can be computed for it
-    if values.count == 0 and values.absolute == 0:
+    # With --atol 0.1, no value differs in A = [1.0] and B = [1.01], but their largest difference,
+    # 0.01, is shown. In A = [1.0] and B = [nan] one value differs, and the largest difference is 0.
+    max_absolute = values.absolute
+    all_are_equal = num_differing == 0 and max_absolute == 0
+    if all_are_equal:
         return (*cells, "0", "", "")
 
-    num_values = f"{values.count}/{a.num_elements}"
-    return (*cells, num_values, f"{values.absolute:.3g}", f"{values.relative:.3g}")
+    differing_of_all = f"{num_differing}/{a.num_elements}"
+    return (*cells, differing_of_all, f"{max_absolute:.3g}", f"{values.relative:.3g}")
 
 
 def _dtype_and_shape(tensor: LazyTensor | None) -> str:

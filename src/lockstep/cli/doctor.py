@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 BETWEEN_MACHINES = "between the machines"
 """The section on their differences."""
+REACHED_CHECK = "reached"
+"""The name under which the failure of a machine stands among its checks."""
 
 
 @click.command(
@@ -73,17 +75,17 @@ def command(
     if data is not None:
         files["data"] = data
 
-    if hosts is not None:
-        exit_code = _examine_hosts(hosts, folder, ssh, files, fix, json_file)
-        ctx.exit(exit_code)  # raises click's exception, so nothing below is run
-
-    if files:
+    if hosts is None and files:
         first_option = next(iter(files))
         raise SettingError(
             f"--{first_option}", "there is nothing to compare it with", "add --hosts"
         )
 
-    ctx.exit(_examine_this_machine(folder, fix, json_file))
+    if hosts is None:
+        exit_code = _examine_this_machine(folder, fix, json_file)
+    else:
+        exit_code = _examine_hosts(hosts, folder, ssh, files, fix, json_file)
+    ctx.exit(exit_code)
 
 
 def _examine_this_machine(folder: Path, fix: bool, json_file: str | None) -> int:
@@ -131,16 +133,14 @@ def _examine_hosts(
     sections = _findings_by_section(facts_of_machine, failures)
     report = []
     for section, findings in sections.items():
-        # A section is named after the machine that it is about. Only the last one is about the
-        # links between the machines, and has a title in words.
-        title = section
         if section == BETWEEN_MACHINES:
-            title = translate(section)
-
-        # A machine that did not answer has no facts, and so no repairs.
-        facts = facts_of_machine.get(section, {})
-        repairs = facts.get("fixed", ())
-        report.append(f"{title}:")
+            report.append(f"{translate(section)}:")
+            repairs = ()
+        else:
+            machine = section
+            report.append(f"{machine}:")
+            # A machine that did not answer has no facts, and so no repairs.
+            repairs = facts_of_machine.get(machine, {}).get("fixed", ())
         report += [f"  {line}" for line in _report_lines(findings, repairs)]
     print_for_people(report, json_file)
 
@@ -168,20 +168,19 @@ def _findings_by_section(
     Returns:
         The findings of each section, by the name of the check.
     """
-    from lockstep import doctor
-    from lockstep.doctor import comparison
+    from lockstep.doctor import judge as judge_machine
+    from lockstep.doctor.comparison import judge as judge_differences
 
     sections: dict[str, dict[str, Finding]] = {}
     for machine, facts in facts_of_machine.items():
-        sections[machine] = doctor.judge(facts["checks"])
+        sections[machine] = judge_machine(facts["checks"])
 
-    # The failure comes first, as a check called "reached". The findings that the machine has sent
-    # before it failed follow.
+    # The failure comes first. The findings that the machine has sent before it failed follow.
     for machine, failure in failures.items():
-        sections[machine] = {"reached": failure, **sections.get(machine, {})}
+        sections[machine] = {REACHED_CHECK: failure, **sections.get(machine, {})}
 
     if facts_of_machine:
-        sections[BETWEEN_MACHINES] = comparison.judge(facts_of_machine)
+        sections[BETWEEN_MACHINES] = judge_differences(facts_of_machine)
 
     return sections
 

@@ -39,8 +39,8 @@ def command(words: tuple[str, ...], markdown: str | None) -> None:
     if not entries:
         raise click.UsageError(f"Nothing in the catalogue is about {query!r}: see lockstep explain")
 
-    # Without a terminal, the width is MAX_WIDTH. The number of lines, 24, is not used.
-    width = min(shutil.get_terminal_size((MAX_WIDTH, 24)).columns, MAX_WIDTH)
+    size_without_terminal = (MAX_WIDTH, 24)  # columns, and lines, which are not used
+    width = min(shutil.get_terminal_size(size_without_terminal).columns, MAX_WIDTH)
     if len(entries) > 1:
         click.echo(_format_list(entries, width))
         text = translate(f"To read one of them: lockstep explain {entries[0].code}")
@@ -48,12 +48,9 @@ def command(words: tuple[str, ...], markdown: str | None) -> None:
         return
 
     entry = entries[0]
-
-    # The user may write LS303, ls303 or 303. If there is no such code, `find` returns the entry
-    # with the most similar code.
-    code_without_letters = entry.code.removeprefix("LS")
-    is_this_code = query.upper() in (entry.code, code_without_letters)
-    if _is_code(query) and not is_this_code:
+    spellings_of_code = (entry.code, entry.code.removeprefix("LS"))  # LS303 and 303
+    if _is_code(query) and query.upper() not in spellings_of_code:
+        # There is no such code, so `find` has returned the entry with the most similar code.
         click.echo(translate(f"There is no {query}; the nearest is:"))
 
     click.echo(_format_entry(entry, width))
@@ -98,9 +95,8 @@ def _wrap_paragraphs(text: str, width: int) -> str:
     """
     paragraphs = []
     for paragraph in catalogue.paragraphs_of(text):
-        is_code = catalogue.is_code(paragraph)
-        paragraph = catalogue.translate_paragraph(paragraph, translate)
-        if not is_code:
-            paragraph = "\n".join(wrap(paragraph, width - len(INDENT)))
-        paragraphs.append(textwrap.indent(paragraph, INDENT))
+        translated = catalogue.translate_paragraph(paragraph, translate)
+        if not catalogue.is_code(paragraph):
+            translated = "\n".join(wrap(translated, width - len(INDENT)))
+        paragraphs.append(textwrap.indent(translated, INDENT))
     return "\n\n".join(paragraphs)

@@ -18,10 +18,10 @@ from lockstep.language import ENGLISH, language, translate
 
 MAX_WIDTH = 78
 """The width of help texts on wide terminals, as click has it: longer lines are hard to read."""
-NOTE_OF_OPTION = re.compile(r"(.*?)  \[([^\[\]]*)\]", re.DOTALL)
+NOTE_PATTERN = re.compile(r"(.*?)  \[([^\[\]]*)\]", re.DOTALL)
 """The help of an option with the last note behind it, such as "[default: 1]", which click adds
 unless the help has one itself."""
-DEFAULT = re.compile(r"default: (.*?)((?:; .*)?)", re.DOTALL)
+DEFAULT_PATTERN = re.compile(r"default: (.*?)((?:; .*)?)", re.DOTALL)
 
 
 class TranslatedHelp(click.HelpFormatter):
@@ -67,14 +67,14 @@ class TranslatedHelp(click.HelpFormatter):
         text_width = max(self._text_width() - self.current_indent - first_column, 10)
 
         for term, text in rows:
-            lines = wrap(_translate_help(text), text_width)
-            if width_of(term) > term_width:
-                self.write(f"{indent}{term}\n")
-            else:
-                first_line = lines.pop(0) if lines else ""
-                self.write(f"{indent}{pad(term, first_column)}{first_line}".rstrip() + "\n")
+            text_lines = wrap(_translate_help(text), text_width)
+            term_is_too_wide = width_of(term) > term_width
+            if term_is_too_wide or not text_lines:
+                text_lines.insert(0, "")  # nothing stands beside the term
 
-            for line in lines:
+            first_line, *next_lines = text_lines
+            self.write(f"{indent}{pad(term, first_column)}{first_line}".rstrip() + "\n")
+            for line in next_lines:
                 self.write(f"{indent}{' ' * first_column}{line}\n")
 
     def _text_width(self) -> int:
@@ -126,18 +126,23 @@ def _translate_help(text: str) -> str:
     rest has a translation or no note is left.
     """
     help_text = text
-    notes = ""
+    notes: list[str] = []
     while True:
         translated = translate(help_text)
         is_translated = translated != help_text
-        note_at_end = NOTE_OF_OPTION.fullmatch(help_text)
-        if is_translated or note_at_end is None:
-            return translated + notes
+        last_note = NOTE_PATTERN.fullmatch(help_text)
+        if is_translated or last_note is None:
+            return "".join([translated, *notes])
 
         # "Stop after N steps.  [default: 3]" gives "Stop after N steps." and "default: 3".
-        help_text, note = note_at_end.groups()
-        default = DEFAULT.fullmatch(note)
-        if default is not None:
-            value, rest_of_note = default.groups()
-            note = f"{translate('default:')}{translate(value)}{rest_of_note}"
-        notes = f"  [{note}]{notes}"
+        help_text, note = last_note.groups()
+        notes.insert(0, f"  [{_translate_note(note)}]")
+
+
+def _translate_note(note: str) -> str:
+    """Translates what click writes in brackets: "default: 3", but not "env var: LOCKSTEP_STEPS"."""
+    default = DEFAULT_PATTERN.fullmatch(note)
+    if default is None:
+        return note
+    value, rest_of_note = default.groups()
+    return f"{translate('default:')}{translate(value)}{rest_of_note}"

@@ -26,9 +26,9 @@ def command() -> None:
 )
 @click.argument("a", type=FOLDER)
 @click.argument("b", type=FOLDER)
-@click.option("--json", "as_json", metavar="FILE", help="Write the result to FILE; - is stdout.")
+@click.option("--json", "json_file", metavar="FILE", help="Write the result to FILE; - is stdout.")
 @click.pass_context
-def diff_command(ctx: click.Context, /, a: Path, b: Path, as_json: str | None) -> None:
+def diff_command(ctx: click.Context, /, a: Path, b: Path, json_file: str | None) -> None:
     """Finds the first step, virtual rank and parameter in which runs A and B differ.
 
     It also lists the lines of their manifests that differ: code, settings, versions, devices.
@@ -42,8 +42,9 @@ def diff_command(ctx: click.Context, /, a: Path, b: Path, as_json: str | None) -
         error.exit_code = 2  # 1 would mean that they differ
         raise
 
-    print_for_people([translate(line) for line in comparison.lines()], as_json)
-    write_json(as_json, comparison.as_json())
+    # If the JSON goes to stdout, the lines go to stderr.
+    print_for_people([translate(line) for line in comparison.lines()], json_file)
+    write_json(json_file, comparison.as_json())
     ctx.exit(1 if comparison.differs else 0)
 
 
@@ -70,6 +71,8 @@ def show_command(run: Path, last: int) -> None:
         raise
 
     for line in lines:
-        # Lines of the manifest are indented, and have the user's own values.
-        is_of_manifest = line.startswith("  ") and not line.startswith("  note: ")
+        # Indented are the lines of the manifest, such as "  python 3.12", which have the user's own
+        # values and are not translated; and the notes on them, which are.
+        is_note = line.startswith("  note: ")
+        is_of_manifest = line.startswith("  ") and not is_note
         click.echo(line if is_of_manifest else translate(line))

@@ -45,7 +45,7 @@ class LaunchFile:
         line = self.line_of_key.get(key)
         return self.name if line is None else f"{self.name}, line {line}"
 
-    def written(self, key: str) -> str:
+    def entry_and_place(self, key: str) -> str:
         """Returns a key with its value and where it is, for messages: `nproc = 4 (lockstep.toml,
         line 3)`.
         """
@@ -74,13 +74,13 @@ def find_launch_file(folder: Path) -> LaunchFile | None:
     working_folder = folder.absolute()
     for place in (working_folder, *working_folder.parents):
         is_writable_by_all = bool(place.stat().st_mode & stat.S_IWOTH)
-        if is_writable_by_all and place != working_folder:
+        may_be_searched = place == working_folder or not is_writable_by_all
+        if not may_be_searched:
             return None
 
         path = place / FILE_NAME
         if path.is_file():
-            may_be_trusted = not is_writable_by_all or _is_own(path)
-            if not may_be_trusted:
+            if is_writable_by_all and not _is_own(path):
                 raise SettingError(
                     f"the launch file {path}",
                     "another user may have written it: every user may write in its folder",
@@ -88,10 +88,10 @@ def find_launch_file(folder: Path) -> LaunchFile | None:
                 )
             return read_launch_file(path)
 
-        # Most files called pyproject.toml have nothing to do with Lockstep. So one that may not be
-        # trusted is skipped, without an error.
         path = place / PYPROJECT
         if path.is_file():
+            # Most files called pyproject.toml have nothing to do with Lockstep, so another user's
+            # is skipped, without an error.
             may_be_trusted = not is_writable_by_all or _is_own(path)
             file = _read_table(path) if may_be_trusted else None
             if file is not None:
@@ -116,18 +116,22 @@ def _read_table(path: Path) -> LaunchFile | None:
             not valid is ignored.
     """
     try:
-        file = read_launch_file(path)
+        launch_file = read_launch_file(path)
     except SettingError:
-        try:
-            names_lockstep = b"lockstep" in path.read_bytes()
-        except OSError:
-            names_lockstep = False
-        if names_lockstep:
+        if _mentions_lockstep(path):
             raise
         return None
 
-    has_table = bool(file.values)
-    return file if has_table else None
+    has_table = bool(launch_file.values)
+    return launch_file if has_table else None
+
+
+def _mentions_lockstep(path: Path) -> bool:
+    """Returns True if the file contains the word "lockstep", False also if it cannot be read."""
+    try:
+        return b"lockstep" in path.read_bytes()
+    except OSError:
+        return False
 
 
 def read_launch_file(path: Path) -> LaunchFile:
@@ -169,7 +173,7 @@ def read_launch_file(path: Path) -> LaunchFile:
         values[key.replace("_", "-")] = value
 
     # Errors name the line of a wrong value.
-    lines = _lines_of_keys(text, in_table=is_table_of_pyproject)
+    lines = _lines_of_keys(text, is_pyproject=is_table_of_pyproject)
     return LaunchFile(name, values, lines)
 
 
@@ -181,28 +185,29 @@ def _name_for_messages(path: Path) -> str:
         return str(path)
 
 
-def _lines_of_keys(text: str, *, in_table: bool) -> dict[str, int]:
+def _lines_of_keys(text: str, *, is_pyproject: bool) -> dict[str, int]:
     """Finds the line number of each key, which the TOML parser does not provide.
+
+    The numbers are only used in messages, so a line that merely looks like a key does no harm.
 
     Args:
         text: the text of the file.
-        in_table: whether to look only at keys of the table `[tool.lockstep]`.
+        is_pyproject: True for `pyproject.toml`, in which only the keys of the table
+            `[tool.lockstep]` count. Those of `lockstep.toml` stand before its first table.
     """
-    lines: dict[str, int] = {}
-    is_inside = not in_table
-    for number, line in enumerate(text.splitlines(), start=1):
+    line_of_key: dict[str, int] = {}
+    is_among_options = not is_pyproject
+    for line_number, line in enumerate(text.splitlines(), start=1):
         stripped = line.strip()
-
-        # The options stand before the first table of lockstep.toml, or in the table [tool.lockstep]
-        # of pyproject.toml. Any other table ends them.
-        if stripped.startswith("["):
+        begins_table = stripped.startswith("[")
+        if begins_table:
             # TOML also allows `[ tool . lockstep ]`, and a comment after the bracket.
-            is_inside = stripped.replace(" ", "").startswith(f"[{TABLE}]")
+            is_among_options = stripped.replace(" ", "").startswith(f"[{TABLE}]")
 
-        # `max_restarts` in the file is the option --max-restarts.
+        # `max_restarts = 3` or `"max_restarts" = 3`, which is the option --max-restarts.
         match = re.match(r"""["']?([\w-]+)["']?\s*=""", stripped)
-        if is_inside and match is not None:
+        if is_among_options and match is not None:
             key = match[1].replace("_", "-")
-            lines.setdefault(key, number)
+            line_of_key.setdefault(key, line_number)
 
-    return lines
+    return line_of_key

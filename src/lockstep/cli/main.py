@@ -82,11 +82,11 @@ class LazyGroup(click.Group):
             check_language(os.environ)
             return super().invoke(ctx)
         except LockstepError as error:
-            # `str(error)` would add the line of code that called Lockstep. Here that is a line of
-            # the command itself.
+            # Not `str(error)`: that also names the line of the user's script that called Lockstep,
+            # and here no script is running.
             click.echo(f"lockstep: {error.translated_message}", err=True)
             ctx.exit(error.exit_code)
-        except click.UsageError as error:  # of the subcommand
+        except click.UsageError as error:
             raise TranslatedUsageError(error) from None
         except KeyboardInterrupt:
             ctx.exit(EXIT_SIGNAL + signal.SIGINT)

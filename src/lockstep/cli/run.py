@@ -112,20 +112,21 @@ class RunCommand(click.Command):
         try:
             return self._parse(ctx, args)
         except click.NoSuchOption:
-            # It may be a flag of torchrun, so these flags are read now, and parsed below.
-            own_flags = _flags_of(self)
-            options = []
-            for option in torchrun_options():
-                if own_flags.isdisjoint(option.opts):  # otherwise this command has the flag itself
-                    options.append(option)
-
-            # From now on, `get_params` above returns them too.
-            ctx.meta[TORCHRUN_OPTIONS] = options
+            self._add_torchrun_options(ctx)  # the unknown flag may be one of these
 
         try:
             return self._parse(ctx, args)
         except click.NoSuchOption as error:
             raise _unknown_flag_error(self, ctx, error.option_name) from None
+
+    def _add_torchrun_options(self, ctx: click.Context) -> None:
+        """Reads torchrun's flags, which `get_params` also returns from now on."""
+        own_flags = _flags_of(self)
+        options = []
+        for option in torchrun_options():
+            if own_flags.isdisjoint(option.opts):  # otherwise this command has the flag itself
+                options.append(option)
+        ctx.meta[TORCHRUN_OPTIONS] = options
 
     def _parse(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Parses the command line with the options that are known so far.
@@ -139,8 +140,7 @@ class RunCommand(click.Command):
             param = error.param
             if param is None or not comes_from_file(ctx, str(param.name)):
                 raise
-            # The value comes from the launch file, so no value from the command line is needed.
-            was_set = as_user_wrote_it(ctx, param, value="")
+            was_set = as_user_wrote_it(ctx, param)
             raise SettingError(was_set, error.message, "correct it, or leave it out") from None
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -159,10 +159,12 @@ def _flags_of(command: click.Command) -> set[str]:
 def _unknown_flag_error(command: click.Command, ctx: click.Context, flag: str) -> SettingError:
     """Returns the error for a flag that neither this command nor torchrun has."""
     found = "neither Lockstep nor torchrun has this flag"
-    familiar = ADVICE_FOR_FLAG.get(flag.lstrip("-").replace("_", "-"))
-    if familiar is not None:
-        do = f"use {familiar} instead" if familiar.startswith("--") else familiar
-        return SettingError(flag, found, do)
+    our_flag_or_advice = ADVICE_FOR_FLAG.get(flag.lstrip("-").replace("_", "-"))
+    if our_flag_or_advice is not None:
+        if our_flag_or_advice.startswith("--"):
+            our_flag = our_flag_or_advice
+            return SettingError(flag, found, f"use {our_flag} instead")
+        return SettingError(flag, found, our_flag_or_advice)
 
     # "--nproc＝2" with a full-width equals sign, which Chinese input methods write.
     ascii_flag = unicodedata.normalize("NFKC", flag)
@@ -212,7 +214,7 @@ def _read_launch_file(ctx: click.Context, param: click.Parameter, value: str | N
             command line again, which calls this function a second time.
     """
     # With --hosts, for example, the user's command reads the launch file and starts this command on
-    # each machine, with all options and with --from-file, which sets this key of `ctx.meta`.
+    # each machine, with all options and with --from-file, whose callback has set OPTIONS_FROM_FILE.
     is_started_by_another_launcher = OPTIONS_FROM_FILE in ctx.meta
     if is_started_by_another_launcher:
         return
@@ -232,22 +234,23 @@ def _defaults_from_file(
 ) -> dict[str, Any]:
     """Returns the values of a launch file, by the names of click's parameters.
 
-    Values that are also set by environment variables are left out, as the variables override the
-    file.
+    Values that are also set by environment variables (`environ`) are left out, as the variables
+    override the file.
 
     Raises:
         SettingError: a key of the file is an option neither of this command nor of torchrun.
         click.NoSuchOption: a key is not an option of this command, and torchrun's options have not
-            been read yet. `RunCommand.parse_args` catches this error, reads them and parses again.
+            been read yet. `RunCommand.parse_args` catches this error, reads torchrun's options and
+            parses again.
     """
     option_of_key = _options_by_key(ctx)  # with torchrun's options, once they have been read
     torchrun_options_are_read = TORCHRUN_OPTIONS in ctx.meta
     defaults = {}
     for key in file.values:
-        if key not in option_of_key and not torchrun_options_are_read:
-            raise click.NoSuchOption(key)  # it may be an option of torchrun
         if key not in option_of_key:
-            raise _unknown_key_error(file, key, option_of_key)
+            if torchrun_options_are_read:
+                raise _unknown_key_error(file, key, option_of_key)
+            raise click.NoSuchOption(key)  # to have torchrun's options read
 
         option = option_of_key[key]
         is_set_by_variable = any(environ.get(name) for name in _variables_of_option(option))
@@ -321,7 +324,9 @@ def _default_from_file(option: click.Option, file: LaunchFile, key: str) -> Any:
         if isinstance(value, bool):
             return value
 
-        raise SettingError(file.written(key), "it is switched on or off", "write true or false")
+        raise SettingError(
+            file.entry_and_place(key), "it is switched on or off", "write true or false"
+        )
 
     if option.multiple:
         texts = value if isinstance(value, list) else [value]
@@ -329,13 +334,16 @@ def _default_from_file(option: click.Option, file: LaunchFile, key: str) -> Any:
             return tuple(texts)
 
         raise SettingError(
-            file.written(key), "it takes texts", f'write {key} = ["first", "second"]'
+            file.entry_and_place(key), "it takes texts", f'write {key} = ["first", "second"]'
         )
 
-    if isinstance(value, str | int | float) and not isinstance(value, bool):
+    is_switch = isinstance(value, bool)  # for Python, True is also an int
+    if isinstance(value, str | int | float) and not is_switch:
         return str(value)
 
-    raise SettingError(file.written(key), "it takes a number or a text", f'write {key} = "..."')
+    raise SettingError(
+        file.entry_and_place(key), "it takes a number or a text", f'write {key} = "..."'
+    )
 
 
 def torchrun_options() -> list[click.Option]:
@@ -349,14 +357,15 @@ def torchrun_options() -> list[click.Option]:
         if is_positional or action.dest == "help":
             continue
 
+        # For click, `is_flag=False` would mean an option whose value may be left out. With None it
+        # is an option with a value.
         takes_no_value = action.nargs == 0
+        is_flag = True if takes_no_value else None
         options.append(
             click.Option(
                 # The name comes first, followed by the flags, such as --nnodes.
                 [f"{TORCHRUN_NAME_PREFIX}{action.dest}", *action.option_strings],
-                # For click, `is_flag=False` would mean an option whose value may be left out. With
-                # None it is an option with a value.
-                is_flag=True if takes_no_value else None,
+                is_flag=is_flag,
                 expose_value=False,  # the callback handles the value
                 callback=_collect_torchrun_flag,
                 # `--print-completion` needs no script. As an eager option it is handled before
@@ -387,12 +396,11 @@ def _collect_torchrun_flag(
         return
 
     flag = max(option.opts, key=len)  # the longest spelling: --module rather than -m
+    is_print_completion = option.is_eager  # the only eager option
     if value is True:
         ctx.meta[TORCHRUN_FLAGS].append(flag)
-    elif option.is_eager and value != "":
-        # --print-completion, the only eager option: torchrun's parser prints and exits. An empty
-        # value is passed on like that of any other flag.
-        parse_flags([flag, value])
+    elif is_print_completion and value:
+        parse_flags([flag, value])  # torchrun's parser prints and exits
     else:
         ctx.meta[TORCHRUN_FLAGS] += [flag, value]
 
@@ -573,7 +581,7 @@ def command(
         torchrun_flags += placement.meeting_flags
 
     check_nproc(ctx, nproc)
-    check_settings(ctx, os.environ, _num_processes_here(nproc, torchrun_flags, os.environ))
+    check_settings(ctx, os.environ, _world_size_if_known(nproc, torchrun_flags, os.environ))
     quiet = quiet or is_quiet(os.environ)
     spec = LaunchSpec(
         script=Script(path=script, arguments=args, module=module),
@@ -584,7 +592,7 @@ def command(
         keep_in_memory=keep_in_memory,
         hang=HangRules(on_hang, parse_seconds("--hang-after", hang_after)),
         local_rank_argument=local_rank_argument,
-        from_file=_source(ctx),
+        from_file=_file_and_its_options(ctx),
         quiet=quiet,
     )
     _run_here(ctx, spec)
@@ -599,7 +607,7 @@ def _run_on_hosts(ctx: click.Context, script: str, args: tuple[str, ...]) -> Non
         click.echo(spec.describe())
     else:
         exit_code = run_on_hosts(spec, _say)
-        _exit(ctx, exit_code, script, args)
+        _exit_with_hint(ctx, exit_code, script, args)
 
 
 def _run_on_ray(ctx: click.Context, script: str, args: tuple[str, ...]) -> None:
@@ -615,7 +623,7 @@ def _run_on_ray(ctx: click.Context, script: str, args: tuple[str, ...]) -> None:
         click.echo(ray_run.describe(address, spec))
     else:
         exit_code = ray_run.run_on_ray(address, spec, _say)
-        _exit(ctx, exit_code, script, args)
+        _exit_with_hint(ctx, exit_code, script, args)
 
 
 def _submit_to_slurm(ctx: click.Context, script: str, args: tuple[str, ...]) -> None:
@@ -671,12 +679,12 @@ def _settings_of_ranks(
     if quiet:
         given["quiet"] = 1
 
-    # The ranks print this text, which they get in an environment variable. This process may have
-    # inherited the variable from another launcher, with a text about another launch file. Then the
-    # text must be replaced, even by an empty one.
-    source = _source(ctx)
-    if source or FROM_FILE_VARIABLE in os.environ:
-        given["from_file"] = source
+    # The ranks print this text, which they get in an environment variable. A text that was
+    # inherited from another launcher, about another file, is replaced, even by an empty one.
+    file_and_options = _file_and_its_options(ctx)
+    has_inherited_text = FROM_FILE_VARIABLE in os.environ
+    if file_and_options or has_inherited_text:
+        given["from_file"] = file_and_options
     return given
 
 
@@ -689,10 +697,10 @@ def _run_here(ctx: click.Context, spec: LaunchSpec) -> None:
     else:
         script = spec.script
         exit_code = run_script(spec, _print)
-        _exit(ctx, exit_code, script.path, script.arguments)
+        _exit_with_hint(ctx, exit_code, script.path, script.arguments)
 
 
-def _source(ctx: click.Context) -> str:
+def _file_and_its_options(ctx: click.Context) -> str:
     """Returns the launch file and the options that come from it: "lockstep.toml: nproc, precision".
 
     The result is empty if no option comes from a launch file.
@@ -708,7 +716,7 @@ def _source(ctx: click.Context) -> str:
         return ""
 
     # `copy = true` in the file has no effect in a run without --hosts, for example.
-    options_without_effect = set(_missing_main_options(ctx))
+    options_without_effect = _missing_main_options(ctx).keys()
     option_of_key = _options_by_key(ctx)
     used = []
     for key in file.values:
@@ -721,7 +729,7 @@ def _source(ctx: click.Context) -> str:
     return f"{file.name}: {', '.join(used)}"
 
 
-def _num_processes_here(
+def _world_size_if_known(
     nproc: str | None, torchrun_flags: Sequence[str], environ: Mapping[str, str]
 ) -> int | None:
     """Returns the world size of a run that is started on this machine.
@@ -731,13 +739,14 @@ def _num_processes_here(
 
     Args:
         nproc: the value of --nproc.
-        torchrun_flags: torchrun's flags and their values.
+        torchrun_flags: torchrun's flags and their values, as words: `["--nnodes", "2"]`.
         environ: environment variables of this process.
     """
     # Torchrun's flags can also be set by variables that begin with PET_.
     num_nodes = environ.get("PET_NNODES", "1")
     if "--nnodes" in torchrun_flags:
-        num_nodes = torchrun_flags[torchrun_flags.index("--nnodes") + 1]
+        place_of_value = torchrun_flags.index("--nnodes") + 1
+        num_nodes = torchrun_flags[place_of_value]
 
     if nproc is None:
         nproc = environ.get("PET_NPROC_PER_NODE", "1")
@@ -789,22 +798,38 @@ def _check_no_hosts_after_spaces(ctx: click.Context, script: str, args: Sequence
     Raises:
         SettingError: the words behind --hosts are hosts, with a script behind them.
     """
-    words = [script, *args]
     if ctx.params["module"] or Path(script).exists():
         return
 
+    words = [script, *args]
+    num_hosts = _num_hosts_before_script(words)
+    if num_hosts is None:
+        return
+
+    first_hosts = ctx.params["hosts"]  # node1
+    more_hosts = words[:num_hosts]  # node2
+    actual_script = words[num_hosts]  # train.py
+    joined = ",".join(host.rstrip(",") for host in (first_hosts, *more_hosts))
+    corrected = " ".join(["--hosts", joined, actual_script])
+    raise SettingError(
+        f"--hosts {first_hosts} {' '.join(more_hosts)}",
+        "a space ends the list of hosts",
+        f"separate them by commas: {corrected}",
+    )
+
+
+def _num_hosts_before_script(words: Sequence[str]) -> int | None:
+    """Returns 1 for `["node2", "train.py", "--lr", "1"]`: one host stands before the script.
+
+    It is None if no script follows, or if another word than a host stands before the script.
+    """
     for position, word in enumerate(words):
-        if word.startswith("-") or HOST_WORD_PATTERN.fullmatch(word) is None:
-            return
+        may_be_host_or_script = HOST_WORD_PATTERN.fullmatch(word) and not word.startswith("-")
+        if not may_be_host_or_script:
+            return None
         if word.endswith(".py") and Path(word).is_file():
-            separate = words[:position]
-            hosts = [ctx.params["hosts"].rstrip(","), *(host.rstrip(",") for host in separate)]
-            corrected = " ".join(["--hosts", ",".join(hosts), word])
-            raise SettingError(
-                f"--hosts {ctx.params['hosts']} {' '.join(separate)}",
-                "a space ends the list of hosts",
-                f"separate them by commas: {corrected}",
-            )
+            return position
+    return None
 
 
 def _hosts_spec(ctx: click.Context, script: str, args: tuple[str, ...]) -> HostsSpec:
@@ -820,9 +845,7 @@ def _hosts_spec(ctx: click.Context, script: str, args: tuple[str, ...]) -> Hosts
             or --copy would send too much.
     """
     _check_no_hosts_after_spaces(ctx, script, args)
-
-    # What does not depend on the machines; they are added below.
-    spec = _spec_for_unknown_machines(ctx, script, args, "--hosts")
+    spec_without_machines = _spec_for_unknown_machines(ctx, script, args, "--hosts")
 
     folder = Path(current_folder())
     if ctx.params["copy"] and folder in (Path("/"), Path.home().resolve()):
@@ -832,16 +855,16 @@ def _hosts_spec(ctx: click.Context, script: str, args: tuple[str, ...]) -> Hosts
             "start the run in the project's own folder",
         )
 
-    spec = replace(
-        spec,
+    goes_on_if_connection_is_lost = ctx.params["on_lost"] == "keep"
+    spec_without_machines = replace(
+        spec_without_machines,
         ssh=ssh_command(ctx.params["ssh"]),
         copy=ctx.params["copy"],
-        # Whether the run goes on when the connection to a machine is lost.
-        keep=ctx.params["on_lost"] == "keep",
+        keep=goes_on_if_connection_is_lost,
     )
 
     machines = parse_hosts(ctx.params["hosts"])
-    return spec.on_machines(machines)
+    return spec_without_machines.on_machines(machines)
 
 
 def _spec_for_unknown_machines(
@@ -891,9 +914,10 @@ def _sbatch_options(ctx: click.Context, script: str) -> list[str]:
     from lockstep.run.start.script import check_script
 
     # Whether --keep-in-memory is possible depends on torchrun's flags, such as --max-restarts.
-    # Torchrun's parser accepts them only together with a script.
+    torchrun_flags = ctx.meta[TORCHRUN_FLAGS]
     if ctx.params["keep_in_memory"]:
-        check_keep_in_memory(parse_flags([*ctx.meta[TORCHRUN_FLAGS], script]))
+        # Torchrun's parser accepts the flags only together with a script.
+        check_keep_in_memory(parse_flags([*torchrun_flags, script]))
 
     request = slurm_batch.JobRequest(
         nodes=ctx.params["nodes"] or 1,
@@ -901,9 +925,9 @@ def _sbatch_options(ctx: click.Context, script: str) -> list[str]:
         time=ctx.params["time"],
         options=ctx.params["sbatch"],
     )
-    sbatch_options = slurm_batch.sbatch_options(request, script)
+    sbatch_options = slurm_batch.sbatch_options(request, script)  # also checks the request
 
-    check_flags_usable_with("--slurm", ctx.meta[TORCHRUN_FLAGS])
+    check_flags_usable_with("--slurm", torchrun_flags)
     check_script(Script(path=script, arguments=ctx.params["args"], module=ctx.params["module"]))
     return sbatch_options
 
@@ -956,13 +980,7 @@ def _check_combinations(ctx: click.Context) -> None:
                 flag_of[option], f"there is no {flag_of[main_option]}", "add it, or leave this out"
             )
 
-    # --report takes a folder for the record of the run. Whoever writes `--report tensorboard`
-    # probably took it for the name of a service, which is `--to tensorboard` of `lockstep report`.
-    # But if there is a folder of this name with the record of a run, the user means this folder.
-    report = ctx.params["report"]
-    if report in ("tensorboard", "wandb", "mlflow") and not _has_record(Path(report)):
-        do = f"name one, and afterwards: lockstep report FOLDER --to {report}"
-        raise SettingError(f"--report {report}", "it takes a folder for the record", do)
+    _check_report_is_no_service(ctx.params["report"])
 
     # Each of --hosts, --slurm and --ray says where the processes run.
     if ctx.params["hosts"] is not None and ctx.params["slurm"]:
@@ -970,9 +988,24 @@ def _check_combinations(ctx: click.Context) -> None:
 
     if ctx.params["ray"] is not None:
         for option in ("hosts", "slurm"):
-            if ctx.params[option] not in (None, False):
+            is_option_given = ctx.params[option] not in (None, False)
+            if is_option_given:
                 found = "a Ray cluster has machines of its own"
                 raise SettingError(f"{flag_of[option]} with --ray", found, "take one")
+
+
+def _check_report_is_no_service(report: str | None) -> None:
+    """Checks that --report, which takes a folder, was not given the name of a tracking service.
+
+    The service is named by `lockstep report FOLDER --to tensorboard`, after the run.
+    """
+    is_service = report in ("tensorboard", "wandb", "mlflow")
+    if report is None or not is_service:
+        return
+    is_folder_of_earlier_run = _has_record(Path(report))
+    if not is_folder_of_earlier_run:
+        do = f"name one, and afterwards: lockstep report FOLDER --to {report}"
+        raise SettingError(f"--report {report}", "it takes a folder for the record", do)
 
 
 def _has_record(folder: Path) -> bool:
@@ -1000,10 +1033,11 @@ def _given_options(ctx: click.Context) -> list[str]:
     left_out = {*OPTIONS_OF_HOSTS, *OPTIONS_OF_RAY, *OPTIONS_OF_SLURM}
     left_out |= {"nproc", "module"}  # the caller passes them on
     left_out |= {"dry_run", "launch_file"}  # they are for this command only
-    left_out.add("from_file")  # added below, with this command's own options from the file
 
-    # --from-file says which of the options come from a launch file, for messages.
-    words = [f"--from-file={_source(ctx)}"]
+    # --from-file says which of the options come from a launch file, for messages. Its text is
+    # that of this command, not the one that the user may have given.
+    left_out.add("from_file")
+    words = [f"--from-file={_file_and_its_options(ctx)}"]
     for param in ctx.command.params:
         name = str(param.name)
         if not isinstance(param, click.Option):  # the script and its arguments
@@ -1056,17 +1090,19 @@ def misplaced_option_hint(ctx: click.Context, script: str, args: tuple[str, ...]
 
 
 def _say_if_options_are_not_read(ctx: click.Context, script: str, args: tuple[str, ...]) -> None:
-    """Says so if options of this command stand after a script that never reads its arguments.
+    """Warns if options of this command stand after a script that never reads its arguments.
 
-    Such options have no effect, and the run would not fail because of them.
+    In `lockstep run train.py --nproc 2` the option --nproc has no effect if `train.py` reads no
+    arguments, and nothing would fail.
     """
-    if OPTIONS_FROM_FILE in ctx.meta:  # another launcher has started this one, and has said so
+    if OPTIONS_FROM_FILE in ctx.meta:  # another launcher has started this one, and has warned
         return
 
-    takes_value: dict[str, bool] = {}
+    takes_value: dict[str, bool] = {}  # for each flag, such as --nproc
     for param in ctx.command.params:
         if isinstance(param, click.Option):
-            takes_value |= dict.fromkeys(param.opts, not param.is_flag)
+            for flag in param.opts:
+                takes_value[flag] = not param.is_flag
     words = words_of_options(args, takes_value)
     if not words or not never_reads_arguments(Script(path=script, module=ctx.params["module"])):
         return
@@ -1077,8 +1113,8 @@ def _say_if_options_are_not_read(ctx: click.Context, script: str, args: tuple[st
     )
 
 
-def _exit(ctx: click.Context, exit_code: int, script: str, args: tuple[str, ...]) -> None:
-    """Exits with the exit code of the run.
+def _exit_with_hint(ctx: click.Context, exit_code: int, script: str, args: tuple[str, ...]) -> None:
+    """Exits with the exit code of the run, after a hint if the script has refused its arguments.
 
     In `lockstep run train.py --nproc 2`, the option `--nproc` stands after the script, so it is
     passed to the script. If the script ended because it does not know this argument, a hint about

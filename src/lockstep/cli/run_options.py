@@ -98,7 +98,7 @@ def comes_from_file(ctx: click.Context, param_name: str) -> bool:
     return ctx.get_parameter_source(param_name) is ParameterSource.DEFAULT_MAP
 
 
-def as_user_wrote_it(ctx: click.Context, param: click.Parameter, value: object) -> str:
+def as_user_wrote_it(ctx: click.Context, param: click.Parameter, value: object = "") -> str:
     """Returns the text of an option and its value, for messages.
 
     This is `--nproc 4`, or `nproc = 4 (lockstep.toml, line 2)`.
@@ -106,7 +106,7 @@ def as_user_wrote_it(ctx: click.Context, param: click.Parameter, value: object) 
     Args:
         ctx: the context of the command.
         param: the option.
-        value: its value on the command line; not used if the option comes from a launch file.
+        value: its value on the command line; not needed if the option comes from a launch file.
     """
     file: LaunchFile | None = ctx.meta.get(LAUNCH_FILE)
     if file is not None and comes_from_file(ctx, str(param.name)):
@@ -114,7 +114,7 @@ def as_user_wrote_it(ctx: click.Context, param: click.Parameter, value: object) 
         for spelling in param.opts:
             key = spelling.lstrip("-").replace("_", "-")
             if key in file.values:
-                return file.written(key)
+                return file.entry_and_place(key)
     return f"{param.opts[0]} {value}"
 
 

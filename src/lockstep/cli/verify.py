@@ -215,7 +215,7 @@ def _check_reference(
 
     check_reference(
         reference,
-        was_set=f"lockstep verify {script}",
+        was_set=f"lockstep verify {script}",  # the heading of the error
         lockstep_options=lockstep_options,
         command=command_without_verify,
         subject="script",
@@ -325,19 +325,19 @@ def _runs_to_compare(several: RunConfig, options: dict[str, Any]) -> list[RunCon
 
 
 def _check_options_with_bits(options: dict[str, Any]) -> None:
-    """Checks that no option is given with which runs cannot have the same bits, as --bits demands.
+    """Checks that --bits is not given together with an option that changes the rounding of runs.
 
     Raises:
         SettingError: such an option is given.
     """
-    excluded = []
+    options_that_change_rounding = []
     for name in OPTIONS_WITHOUT_BITS:
         if options[name]:
-            excluded.append(f"--{name.replace('_', '-')}")
+            options_that_change_rounding.append(f"--{name.replace('_', '-')}")
 
-    if excluded:
+    if options_that_change_rounding:
         raise SettingError(
-            f"lockstep verify --bits {' '.join(excluded)}",
+            f"lockstep verify --bits {' '.join(options_that_change_rounding)}",
             "such runs are rounded in another way, so they cannot have the same bits",
             "leave one of them out",
         )

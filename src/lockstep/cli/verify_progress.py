@@ -43,8 +43,8 @@ class VerifyProgress:
         # The present run:
         self._run_number = 0  # counted from 1
         self._run_begin_s = 0.0
-        self._num_steps = -1  # nothing is known about the run yet
-        self._first_step_end_s = 0.0  # counted from the beginning of the run
+        self._num_steps: int | None = None  # None: the run has not reported anything yet
+        self._first_step_took_s = 0.0  # counted from the beginning of the run
         self._next_print_s = 0.0  # without a terminal
 
     def expect_more_runs(self, number: int) -> None:
@@ -65,7 +65,7 @@ class VerifyProgress:
 
         self._run_number += 1
         self._run_begin_s = time.monotonic()
-        self._num_steps = -1  # below 0, so that `_update` notes a run that has made 0 steps
+        self._num_steps = None
         try:
             return run_by_command(folder, config, partial(self._update, config))
         finally:
@@ -85,7 +85,7 @@ class VerifyProgress:
 
         # The script may make more steps than are compared. The line never says "step 51 of 50".
         num_steps = min(num_steps, config.steps)
-        if num_steps > self._num_steps:
+        if self._num_steps is None or num_steps > self._num_steps:
             self._note_steps(config, num_steps, now)
 
         if self._on_terminal:
@@ -107,7 +107,7 @@ class VerifyProgress:
             now: the present time.
         """
         elapsed_s = now - self._run_begin_s
-        had_made_a_step = self._num_steps >= 1  # at the last call
+        had_made_a_step = bool(self._num_steps)  # at the last call
         self._num_steps = num_steps
 
         # The run has just begun: print a line at once. There is no step to estimate from.
@@ -119,7 +119,7 @@ class VerifyProgress:
         # the last call, the time at which the first of them ended is not known, so it is taken to
         # be now.
         if not had_made_a_step:
-            self._first_step_end_s = elapsed_s
+            self._first_step_took_s = elapsed_s
             self._next_print_s = now
 
         self._expected_run_s = elapsed_s + self._remaining_s(config, num_steps, elapsed_s)
@@ -135,7 +135,7 @@ class VerifyProgress:
             num_steps: the number of steps that it has made, at least one.
             elapsed_s: the seconds that it has taken so far.
         """
-        seconds_per_step = (elapsed_s - self._first_step_end_s) / max(1, num_steps - 1)
+        seconds_per_step = (elapsed_s - self._first_step_took_s) / max(1, num_steps - 1)
         remaining_s = seconds_per_step * (config.steps - num_steps)
         if config.seconds:  # the time limit, after which the run makes no further step
             remaining_s = min(remaining_s, config.seconds)

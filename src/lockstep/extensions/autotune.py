@@ -89,11 +89,16 @@ class Autotune(Extension):
             SettingError: if a value is `"auto"` and the strategy does not support that, or if the
                 loader has shares of its own and the strategy needs the same shares for all loaders.
         """
-        loader_has_own_shares = shares is not None and not is_auto(shares)
+        if shares is None:
+            shares_in_effect = self.run.settings.shares
+            loader_has_own_numbers = False
+        else:
+            shares_in_effect = shares
+            loader_has_own_numbers = not is_auto(shares)
 
         # With several devices in a process, the model divides a batch over them, not the loader.
         model_divides_batches = len(self.plan.local_devices) > 1
-        if loader_has_own_shares and model_divides_batches:
+        if loader_has_own_numbers and model_divides_batches:
             raise SettingError(
                 f"world.loader(shares={shares!r})",
                 f"strategy {self.strategy.name!r} divides a batch over the devices of this "
@@ -102,7 +107,7 @@ class Autotune(Extension):
                 "later",
             )
 
-        wants_shares = is_auto(self.run.settings.shares if shares is None else shares)
+        wants_shares = is_auto(shares_in_effect)
         wants_size = is_auto(micro_batch_size)
         if (wants_shares or wants_size) and not self.plan.can_autotune:
             raise SettingError(
@@ -111,13 +116,10 @@ class Autotune(Extension):
                 "give numbers, or use strategy='ddp'",
             )
 
-        # The loader computes its first micro-batch inside the context `profile`, in which this
-        # class records the forward calls. For this, the loader splits off a small micro-batch from
-        # its first global batch, unless `must_keep_plan()` returns True.
+        has_several_devices = self.plan.num_devices > 1  # otherwise one device gets all samples
         return AutotuneRequest(
             result=self.found,
-            # A single device computes the whole batch, so it has no shares to be found.
-            wants_shares=wants_shares and self.plan.num_devices > 1,
+            wants_shares=wants_shares and has_several_devices,
             wants_micro_batch_size=wants_size,
             profile=self._record,
             must_keep_plan=self._must_keep_plan,
@@ -148,45 +150,40 @@ class Autotune(Extension):
         # First the shares: the size depends on how many samples each process has.
         shares_of_processes = plan_of_loader.shares
         if must_find_shares:
-            shares_of_processes = self._find_shares(search, shares_of_processes)
-
-        # Then the micro-batch size.
+            shares_of_processes = self._find_and_apply_shares(search, shares_of_processes)
         if must_find_size:
             size = search.find_micro_batch_size(shares_of_processes)
-            self.found.micro_batch_size = size
             largest_part = max(part_sizes(plan_of_loader.batch_size, shares_of_processes))
             self._print_translated(_describe_micro_batch_size(size, largest_part))
-            self.found.micro_batch_size_is_known = True
 
-        # An error of either search names the settings that are still open. As long as the shares
-        # are not in `self.found`, they count as open. So they are put there last.
+        # Not before both are known: an error of either search names all settings that are open.
+        if must_find_size:
+            self.found.micro_batch_size = size
+            self.found.micro_batch_size_is_known = True
         if must_find_shares:
             self.found.shares = shares_of_processes
 
-    def _find_shares(
+    def _find_and_apply_shares(
         self, search: AutotuneSearch, shares_of_processes: tuple[int, ...]
     ) -> tuple[int, ...]:
         """Finds shares of the devices, and returns the shares that processes have from now on.
 
-        If each process has one device, the shares that were found are returned. If a process has
-        several devices, its modules divide its part of the batch over them, so the modules get the
-        shares that were found, and `shares_of_processes` is returned unchanged.
+        If each process has one device, these are the shares that were found. If a process has
+        several devices, its modules divide its part of the batch over them. Then the modules get
+        the shares that were found, and the processes keep theirs (`shares_of_processes`).
         """
         result = search.find_shares()
         process_has_one_device = len(self.plan.local_devices) == 1
-        if process_has_one_device:
-            self._print_translated(
-                _describe_shares(result.before, result.after, result.times, "rank")
-            )
-            return result.after
+        if not process_has_one_device:
+            for module in self.modules:
+                if isinstance(module, DataParallel):
+                    module.set_shares(result.after)
 
-        for module in self.modules:
-            if isinstance(module, DataParallel):
-                module.set_shares(result.after)
+        device_name = "rank" if process_has_one_device else "device"
         self._print_translated(
-            _describe_shares(result.before, result.after, result.times, "device")
+            _describe_shares(result.before, result.after, result.times, device_name)
         )
-        return shares_of_processes
+        return result.after if process_has_one_device else shares_of_processes
 
     def _print_translated(self, text: str) -> None:
         """Prints a text in the user's language, on the main rank only."""
@@ -198,8 +195,8 @@ class Autotune(Extension):
         """Records the forward calls of the first micro-batch, which runs inside this context.
 
         They are kept in `self._recorded_micro_batch`. Inside the context, the user's loop calls
-        `world.backward`, which calls `after_backward`. There the calls are used, the recording is
-        stopped, and `self._recorded_micro_batch` is set to None.
+        `world.backward`, which calls `after_backward`. This uses the calls, and takes them out of
+        `self._recorded_micro_batch`.
 
         Args:
             division: how the loader of the micro-batch divides global batches.
@@ -215,12 +212,11 @@ class Autotune(Extension):
         try:
             yield
 
-            # Without a call of `world.backward`, the recorded micro-batch is still there. That is
-            # an error if an optimizer has stepped: the user's loop has called `loss.backward()`. If
-            # none has, the loop was an evaluation or has skipped the batch.
-            has_called_world_backward = self._recorded_micro_batch is not recorded
+            # If the calls were not used but an optimizer has stepped, the user's loop has called
+            # `loss.backward()`. If none has stepped, it was an evaluation or has skipped the batch.
+            was_used = self._recorded_micro_batch is not recorded
             has_stepped = self.run.step.training_pass.stepped
-            if has_stepped and not has_called_world_backward:
+            if has_stepped and not was_used:
                 raise UsageError(
                     "loss.backward() where shares or micro_batch_size are 'auto'",
                     "they are found in world.backward",
@@ -283,22 +279,20 @@ def _describe_shares(
         shortest.append(f"{device_name} {number} {_format_seconds(min(times_of_device))}")
     measured = join_first(shortest)
 
-    # Each case is a whole sentence, as other languages have another order of words. That no other
-    # shares make a step at least 8 % faster: see MIN_SPEEDUP in batch.shares.
     old_shares = _format_shares(before)
     new_shares = _format_shares(after)
-    change = f"changed from {old_shares} to {new_shares}"
-    if old_shares == new_shares:
-        change = f"kept {old_shares}"
+    are_kept = old_shares == new_shares
+    change = f"kept {old_shares}" if are_kept else f"changed from {old_shares} to {new_shares}"
 
+    # Each case is a whole sentence, as other languages have another order of words.
     if are_equally_fast(times):
         return (
             f"shares auto: {change}: the {device_name}s are equally fast "
             f"(time per sample: {measured}, within noise)"
         )
-    if old_shares == new_shares:
+    if are_kept:
         return (
-            f"shares auto: {change}: no others make a step at least 8 % faster "
+            f"shares auto: {change}: no others make a step at least 8 % faster "  # MIN_SPEEDUP
             f"(time per sample: {measured})"
         )
     return f"shares auto: {change} (time per sample: {measured})"

@@ -31,6 +31,8 @@ from lockstep.errors import LockstepError, UsageError
 from lockstep.extensions.profiling import ForwardCall, ProfilingRun
 from lockstep.strategies.base import StrategyPlan
 
+ALL_DEVICES = None
+"""Stands in place of a device's number for all devices of this process together."""
 MAX_DIVISIONS = 3
 """The maximum number of different shares that are measured."""
 
@@ -142,15 +144,15 @@ class AutotuneSearch:
         """
         # If a process has several devices, they are tried together, as in the training. Each by
         # itself would not show the limit: they do not have the same free memory, because one of
-        # them holds the parameters and the optimizer's state. The number None stands for all.
+        # them holds the parameters and the optimizer's state.
         devices: Sequence[int | None] = self._local_devices
         if len(devices) > 1:
-            devices = (None,)
-        limits = self._call_for_all_devices(self._find_limit, devices, shares)
+            devices = (ALL_DEVICES,)
+        limits_of_processes = self._call_for_all_devices(self._find_limit, devices, shares)
 
         sizes_of_parts = part_sizes(self._division.batch_size, shares)
         limits_below_part: list[int] = []
-        for limit, size in zip(limits, sizes_of_parts, strict=True):
+        for limit, size in zip(limits_of_processes, sizes_of_parts, strict=True):
             if limit is not None and limit < size:
                 limits_below_part.append(limit)
         return min(limits_below_part, default=None)
@@ -184,28 +186,30 @@ class AutotuneSearch:
         return size
 
     def _find_limit(self, device: int | None, shares: tuple[int, ...]) -> int | None:
-        """Finds how many samples fit in the memory of a device; None if its whole part fits.
+        """Finds how many samples fit in the memory of a device.
 
         The result is remembered, so that calls with other shares try as little as possible.
 
         Args:
-            device: the number of the device; None for all devices of this process together.
+            device: the number of the device; ALL_DEVICES for those of this process together.
             shares: the shares that give the device its part of the global batch.
+
+        Returns:
+            The limit; None if the whole part fits, or if nothing can be tried. A limit that is
+            known from a call with other shares may be above the present part; callers compare the
+            two.
         """
-        # The limit is known from a call with other shares. The part may be smaller now, with which
-        # callers compare the limit.
         if device in self._known_limits:
             return self._known_limits[device]
 
-        # This rank has recorded no calls that it could repeat.
-        if self._num_samples == 0:
+        has_recorded_calls = self._num_samples > 0
+        if not has_recorded_calls:
             return None
 
-        # The part is no larger than what has fitted before: with earlier shares, or in the recorded
-        # micro-batch.
         num_samples_of_part = self._size_of_part(device, shares)
         largest_so_far = self._known_to_fit.get(device, self._num_samples)
-        if num_samples_of_part <= largest_so_far:
+        is_known_to_fit = num_samples_of_part <= largest_so_far
+        if is_known_to_fit:
             return None
 
         # Try numbers between the two.
@@ -255,8 +259,8 @@ class AutotuneSearch:
         Args:
             function: function that is called with the number of a device and the shares, for
                 example one that measures the seconds per sample.
-            devices: numbers of the devices of this process. `[None]` calls the function only once,
-                for all devices of the process together.
+            devices: numbers of the devices of this process, or `[ALL_DEVICES]` to call the function
+                only once.
             shares: shares that are passed to the function.
 
         Returns:
@@ -266,34 +270,34 @@ class AutotuneSearch:
             UsageError: on all ranks, if the function failed on one of them.
         """
         collectives = self._run.collectives
-
-        # If the function fails on a rank, the error names this setting on all ranks.
         shares_are_searched = self._division.request.shares_are_open
         setting = "shares='auto'" if shares_are_searched else "micro_batch_size='auto'"
 
         def call_for_local_devices() -> list[Any]:
-            """Calls `function` for the devices of this process; the error names the setting."""
             try:
                 return [function(device, shares) for device in devices]
             except Exception as error:
-                text = str(error)
-                if isinstance(error, LockstepError):
-                    # Such an error has three parts: what the user has set (`was_set`), what was
-                    # found, and advice. The advice is left out, as the one below fits better.
-                    text = f"{error.was_set}: {error.found}"
-                raise UsageError(
-                    setting,
-                    "the model could not be tried at other sizes on "
-                    f"rank {collectives.topology.rank}: {type(error).__name__}: {text}",
-                    "give numbers instead, such as shares='2:3' and micro_batch_size=16",
-                ) from error
+                raise _not_tried_error(setting, error, collectives.topology.rank) from error
 
         # The ranks wait for each other here, so that all of them begin at the same time.
         collectives.exchange("begin")
 
-        # If it fails on one rank, all ranks raise a `UsageError`.
+        # If a call fails on one rank, all ranks raise a `UsageError`.
         results_of_ranks = gather_answers(collectives, setting, call_for_local_devices, UsageError)
         results: list[Any] = []
         for results_of_rank in results_of_ranks:
             results += results_of_rank
         return results
+
+
+def _not_tried_error(setting: str, error: Exception, rank: int) -> UsageError:
+    """Returns the error for a setting whose value could not be found because a call has failed."""
+    text = str(error)
+    if isinstance(error, LockstepError):
+        text = f"{error.was_set}: {error.found}"  # without its advice, as the one below fits better
+    return UsageError(
+        setting,
+        "the model could not be tried at other sizes on "
+        f"rank {rank}: {type(error).__name__}: {text}",
+        "give numbers instead, such as shares='2:3' and micro_batch_size=16",
+    )

@@ -152,8 +152,8 @@ class ProfilingRun:
         Args:
             samples: how many samples to compute.
             device: the number of a device among those of this process. None for all of them.
-            reserved_memory: a tensor that nothing reads. Its memory stays allocated until this
-                function ends, and is free again as soon as it does, as no caller refers to it.
+            reserved_memory: a tensor that nothing reads. It only takes memory away from the passes:
+                its memory is free again as soon as this function ends, as no caller refers to it.
 
         Raises:
             UsageError: there are no calls, or no output or input has a gradient.
@@ -167,9 +167,9 @@ class ProfilingRun:
 
         outputs: list[Tensor] = []
 
-        # Arguments and parameters, whose gradients the backward pass computes; by id, because
-        # several calls may share a parameter.
-        inputs: dict[int, Tensor] = {}
+        # The arguments and parameters whose gradients the backward pass computes. They are kept by
+        # id, because several calls may share a parameter.
+        tensors_with_gradient: dict[int, Tensor] = {}
         with ExitStack() as stack:
             for call in self._calls:
                 module = call.module
@@ -179,13 +179,13 @@ class ProfilingRun:
                 args, kwargs = self._resize(call, samples)
                 for tensor in [*tensors((args, kwargs)), *module.parameters()]:
                     if tensor.requires_grad:
-                        inputs[id(tensor)] = tensor
+                        tensors_with_gradient[id(tensor)] = tensor
                 outputs += tensors(module(*args, **kwargs))
 
         # The user's loss function is not known here. Its replacement needs as much memory for its
         # backward pass as a cross entropy.
         losses = [_replacement_loss(output) for output in outputs if output.requires_grad]
-        if not losses or not inputs:
+        if not losses or not tensors_with_gradient:
             raise UsageError(
                 "the output of the model",
                 "no tensor with a gradient is seen in it",
@@ -193,16 +193,16 @@ class ProfilingRun:
             )
 
         # Unlike `backward()`, this adds nothing to the `grad` of the parameters.
-        torch.autograd.grad(losses, list(inputs.values()), allow_unused=True)
+        torch.autograd.grad(losses, list(tensors_with_gradient.values()), allow_unused=True)
 
     def _resize(self, call: ForwardCall, samples: int) -> Any:
-        """Returns the arguments of a call with another number of samples, by repeating them.
+        """Returns the arguments of a call, with tensors that are repeated up to `samples` samples.
 
         A tensor holds samples if its first dimension (of `nn.DataParallel`: its dimension `dim`)
         has the length of the number of samples that the call was made with.
 
         Returns:
-            The positional arguments and the keyword arguments.
+            A list of the positional arguments and the keyword arguments.
 
         Raises:
             UsageError: no tensor holds samples.
@@ -343,7 +343,8 @@ def restored(
     """
     # The copies are on the CPU, so that they do not add to the memory of a GPU that is measured.
     copies = [(tensor, to_local(tensor).to("cpu", copy=True)) for tensor in values]
-    with preserve_rng_state(), torch.random.fork_rng(gpus, enabled=bool(gpus)):
+    restored_streams_of_gpus = torch.random.fork_rng(gpus, enabled=bool(gpus))
+    with preserve_rng_state(), restored_streams_of_gpus:
         try:
             yield
         finally:

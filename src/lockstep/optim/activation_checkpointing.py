@@ -87,7 +87,8 @@ def checkpoint_activations(
     """
     _check_policy(every, budget, example)
     blocks = _select_blocks(module, submodules)
-    if budget is not None and example is not None:  # either both are given or none
+    if budget is not None:
+        assert example is not None  # `_check_policy` demands both or none
         chosen = _choose_by_budget(module, blocks, budget, example)
     else:
         chosen = blocks[::every]
@@ -139,21 +140,20 @@ def _select_blocks(module: nn.Module, submodules: ModuleFilter | None) -> list[n
     Raises:
         SettingError: there are none.
     """
-    # The user's choice, without which the repeated blocks are found.
     if submodules is not None:
-        # If nothing matches, the error shows this text with the choice in place of the braces.
+        # If nothing matches, this raises an error which shows the text with the user's choice in
+        # place of the braces.
         selected = select_modules(module, submodules, "checkpoint_activations(..., {})")
-    else:
-        selected = repeated_blocks(module)
+        return [block for _, block in selected]
 
-    if not selected:
+    repeated = repeated_blocks(module)
+    if not repeated:
         raise SettingError(
             "checkpoint_activations(model)",
             "no block repeats in it",
             f"choose among: {candidates(module)}",
         )
-
-    return [block for _, block in selected]
+    return [block for _, block in repeated]
 
 
 def _choose_by_budget(

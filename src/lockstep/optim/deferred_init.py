@@ -252,17 +252,13 @@ class Recording:
         # before it calls the function.
         self._record_seeding()
 
-        # Does the replay need the earlier content of the tensor's memory? Usually not: the function
-        # overwrites all of it. But if the tensor is a part of its memory, e.g. a slice, the rest
-        # keeps its content. The call then counts as reading the memory, so that the calls that have
-        # written it are replayed too.
+        # Usually the function overwrites all of the tensor's memory. But if the tensor is a part of
+        # its memory, e.g. a slice, the rest keeps its content. The call then counts as reading the
+        # memory, so that the calls that have written it are replayed too.
         key = storage_key(tensor)
-        if View.of(tensor).fills_memory():
-            reads: frozenset[int] = frozenset()
-            overwrites = frozenset([key])
-        else:
-            reads = frozenset([key])
-            overwrites = frozenset()
+        overwrites_all_memory = View.of(tensor).fills_memory()
+        overwrites = frozenset([key]) if overwrites_all_memory else frozenset()
+        reads = frozenset() if overwrites_all_memory else frozenset([key])
 
         arguments = ((tensor, *args), kwargs)
         recorded_args, recorded_kwargs = pytree.tree_map(self._recorded_argument, arguments)
@@ -286,12 +282,13 @@ class Recording:
             return View.of(leaf)
         if isinstance(leaf, Tensor):  # a constant, which the script may change later
             return leaf.detach().clone()
-        if leaf == META and isinstance(leaf, torch.device):  # it will be replayed on the CPU
+        if isinstance(leaf, torch.device) and leaf == META:  # the call is replayed on the CPU
             return CPU
 
         if isinstance(leaf, torch.Generator):
-            # A replay begins with a copy of the state that the generator has now, at its first use.
-            # The generator itself is kept too: while it lives, no other object gets its `id`.
+            # A replay begins with the state that the generator has at its first use, so this is
+            # copied. The generator itself is kept, too: while it lives, no other object gets its
+            # `id`.
             if id(leaf) not in self._copies_of_generators:
                 self._copies_of_generators[id(leaf)] = (leaf, leaf.clone_state())
             return _GeneratorOfUser(id(leaf))
@@ -390,12 +387,11 @@ class Recording:
                 needed.append(False)
                 continue
 
-            # The call writes to memory that matters. Before the call, the content of memory that it
-            # creates, or overwrites as a whole, does not matter, but that of memory that it reads
-            # does.
+            # The call writes to memory that matters. What matters before the call?
             needed.append(True)
-            keys_that_matter -= call.overwrites
-            keys_that_matter -= {view.key for view in call.outputs}
+            keys_of_new_memory = {view.key for view in call.outputs}
+            keys_that_matter -= keys_of_new_memory  # it does not exist before the call
+            keys_that_matter -= call.overwrites  # its earlier content is lost
             keys_that_matter |= call.reads
 
         needed.reverse()
@@ -447,8 +443,8 @@ class _Replay:
     ) -> None:
         self._recording = recording
         self._keys = keys
-        self._needed = needed
-        self._runs = runs
+        self._result_is_needed = needed
+        self._must_run = runs
         self._deliver = deliver
         self._states = iter(states)
         self._generators = recording.copies_of_generators()
@@ -461,18 +457,21 @@ class _Replay:
         That memory can be freed after the call. The number of a call is its index in the recording.
         """
         last_use: dict[int, list[int]] = {}
-        used_later: set[int] = set()
+        keys_used_later: set[int] = set()
         calls = self._recording.calls
         for number in reversed(range(len(calls))):
-            # A call whose result is not needed does not use this memory: if it runs at all, to
-            # advance the random stream, it gets memory of its own.
             call = calls[number]
-            if not self._needed[number] or not isinstance(call, _Call):
+            if isinstance(call, _StreamBegins):  # it sets the random stream and uses no memory
+                continue
+
+            # A call whose result is not needed uses no memory of the replay: if it runs at all, to
+            # advance the random stream, it gets memory of its own.
+            if not self._result_is_needed[number]:
                 continue
 
             used = call.reads | call.writes
-            last_use[number] = [key for key in used if key not in used_later]
-            used_later |= used
+            last_use[number] = [key for key in used if key not in keys_used_later]
+            keys_used_later |= used
 
         return last_use
 
@@ -481,13 +480,11 @@ class _Replay:
         state_before = torch.get_rng_state()
         try:
             with torch.no_grad():
-                # `_runs` says which calls are run, and `_needed` which of their results are needed.
                 for number, call in enumerate(self._recording.calls):
                     if isinstance(call, _StreamBegins):
-                        self._set_stream(is_used=self._runs[number])
-                    elif self._runs[number]:
-                        # If its result is not needed, the call only advances the random stream.
-                        self._call(call, is_needed=self._needed[number])
+                        self._set_stream(is_used=self._must_run[number])
+                    elif self._must_run[number]:
+                        self._call(call, result_is_needed=self._result_is_needed[number])
                         self._free(number)
         finally:
             torch.set_rng_state(state_before)
@@ -511,21 +508,19 @@ class _Replay:
             if key in self._keys:
                 self._deliver(key, content)
 
-    def _call(self, call: _Call, *, is_needed: bool) -> None:
+    def _call(self, call: _Call, *, result_is_needed: bool) -> None:
         """Runs an operation on real tensors.
 
         Args:
             call: the recorded call.
-            is_needed: False if the call only advances the random stream. It then runs on memory of
-                its own, which is dropped afterwards.
+            result_is_needed: False if the call only advances the random stream. It then gets zeros
+                as arguments, in memory of its own, which is dropped afterwards.
         """
-        if is_needed:
+        if result_is_needed:
             memory = self._memory
             keys_to_zero: frozenset[int] = frozenset()
         else:
-            # Nothing has computed the arguments of such a call. Their values do not matter, but the
-            # operation may refuse some: `torch.bernoulli` wants probabilities. So
-            # `_real_argument` fills the memory that the call reads with zeros.
+            # Any values would do that the operation accepts: `torch.bernoulli` wants probabilities.
             memory = {}
             keys_to_zero = call.reads
 
@@ -536,7 +531,7 @@ class _Replay:
 
         args, kwargs = pytree.tree_map(make_real, (call.args, call.kwargs), is_leaf=_is_view)
         result = call.operation(*args, **kwargs)
-        if is_needed:
+        if result_is_needed:
             self._keep_outputs(call, result, args, kwargs)
 
     def _real_argument(
@@ -547,9 +542,8 @@ class _Replay:
         Args:
             recorded: the recorded argument. A `View` stands for a tensor: it says which memory the
                 tensor has (by a key), and its shape, strides and dtype.
-            memory: the real memory by key. Memory that is missing is allocated and added: it was
-                created by `torch.empty`, for example, which is not recorded.
-            keys_to_zero: keys of the memory that is filled with 0 when it is allocated.
+            memory: the real memory by key. Missing memory is added to it.
+            keys_to_zero: keys of the memory that is filled with 0 when it is added.
         """
         if isinstance(recorded, _GeneratorOfUser):
             return self._generators[recorded.identifier]
@@ -558,6 +552,7 @@ class _Replay:
 
         view = recorded
         if view.key not in memory:
+            # No call that was run has created it: `torch.empty`, for example, is not recorded.
             allocated = torch.empty(view.num_bytes, dtype=torch.uint8, device=CPU)
             if view.key in keys_to_zero:
                 allocated.zero_()
@@ -565,7 +560,10 @@ class _Replay:
         return view.in_memory(memory[view.key])
 
     def _keep_outputs(self, call: _Call, result: Any, args: Any, kwargs: Any) -> None:
-        """Keeps the memory of the tensors that an operation has created.
+        """Keeps the memory of the tensors that an operation has created, for later calls.
+
+        `call.outputs` has a `View` for each of them: the layout that the tensor had on the meta
+        device (shape, strides, size), and the key under which later calls look for its memory.
 
         Args:
             call: the recorded call.
@@ -580,17 +578,16 @@ class _Replay:
         returned = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
         created = _without_arguments(returned, args, kwargs)
         for view, tensor in zip(call.outputs, created, strict=True):
-            same_strides = tuple(tensor.stride()) == view.stride
-            same_size = tensor.untyped_storage().nbytes() == view.num_bytes
-            if same_strides and same_size:
-                self._memory[view.key] = tensor.untyped_storage()  # the key stands for this memory
-                continue
-
-            # On the CPU the operation has chosen another layout than on the meta device. Later
-            # calls refer to the recorded one, so the values are copied to memory with that layout.
-            allocated = torch.empty(view.num_bytes, dtype=torch.uint8, device=CPU)
-            self._memory[view.key] = allocated.untyped_storage()
-            view.in_memory(self._memory[view.key]).copy_(tensor)
+            has_same_strides = tuple(tensor.stride()) == view.stride
+            has_same_size = tensor.untyped_storage().nbytes() == view.num_bytes
+            if has_same_strides and has_same_size:
+                self._memory[view.key] = tensor.untyped_storage()
+            else:
+                # On the CPU the operation has chosen another layout than on the meta device. Later
+                # calls expect the recorded one, so the values are copied to memory of that layout.
+                allocated = torch.empty(view.num_bytes, dtype=torch.uint8, device=CPU)
+                self._memory[view.key] = allocated.untyped_storage()
+                view.in_memory(self._memory[view.key]).copy_(tensor)
 
 
 def _is_view(leaf: Any) -> bool:
@@ -811,12 +808,11 @@ def _note_sources(module: nn.Module, recording: Recording) -> None:
         # part of this memory the tensor is.
         recorded = RecordedSource(recording, View.of(tensor))
 
-        # If `lockstep.load_weights` was called inside the context, the tensor already has a file as
-        # its source, and keeps it. The recording is added as a second source: a replay for other
-        # tensors must know that the random numbers of this one need not be drawn.
         sources = sources_of(module)
         existing = sources.get(name)
         if isinstance(existing, FileSource):
+            # `lockstep.load_weights` was called inside the context: the values come from the file.
+            # The recording is added, so that a replay for other tensors leaves this one out.
             sources[name] = FileSource(existing.value, recorded)
         else:
             sources[name] = recorded

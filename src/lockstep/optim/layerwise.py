@@ -93,11 +93,7 @@ class _LayerwiseOptimizer(Optimizer, ABC):
             for parameters in _group_by_sharding(with_ratio):
                 self._update(group, parameters, use_ratio=True, weight_decay=decay)
 
-            # Tensors without a ratio, such as biases, usually get no weight decay either. The
-            # exception is a group whose option `adapt`, which chooses the tensors with a ratio, is
-            # False: no tensor gets a ratio, and all of them get weight decay.
-            no_tensor_gets_ratio = group["adapt"] is False
-            decay_without_ratio = decay if no_tensor_gets_ratio else 0.0
+            decay_without_ratio = _weight_decay_without_ratio(group)
             for parameters in _group_by_sharding(without_ratio):
                 self._update(group, parameters, use_ratio=False, weight_decay=decay_without_ratio)
 
@@ -403,8 +399,8 @@ def _check_options(group: dict[str, Any], name: str) -> None:
         for beta in betas:
             _check_number(name, "beta", beta, _FRACTION)
 
-    # `in` would also accept 0 and 1, which are equal to False and True.
-    if not any(group["adapt"] is value for value in (None, True, False)):
+    adapt_is_allowed = group["adapt"] is None or isinstance(group["adapt"], bool)
+    if not adapt_is_allowed:
         raise SettingError(
             f"{name}(adapt={group['adapt']!r})",
             "it says which tensors get a trust ratio",
@@ -435,6 +431,17 @@ def _gets_trust_ratio(group: dict[str, Any], parameter: Tensor) -> bool:
     return bool(group["adapt"])
 
 
+def _weight_decay_without_ratio(group: dict[str, Any]) -> float:
+    """Returns the weight decay of the tensors that get no trust ratio, such as biases.
+
+    Usually this is 0. But in a group with `adapt=False` no tensor gets a ratio, and all of them get
+    the weight decay of the group.
+    """
+    no_tensor_gets_ratio = group["adapt"] is False
+    weight_decay: float = group["weight_decay"]
+    return weight_decay if no_tensor_gets_ratio else 0.0
+
+
 def _group_by_sharding(parameters: Sequence[Tensor]) -> list[list[Tensor]]:
     """Groups parameters so that the norms of a group can be added up in one all-reduce.
 
@@ -443,13 +450,13 @@ def _group_by_sharding(parameters: Sequence[Tensor]) -> list[list[Tensor]]:
     """
     groups: dict[Any, list[Tensor]] = {}
     for parameter in parameters:
-        mesh: Any = getattr(parameter, "device_mesh", None)  # None: it is not sharded
-        key: Any = id(parameter)
-        if mesh is not None:
-            key = (mesh, _sharded_dimensions(parameter), parameter.device)
-        if key not in groups:
-            groups[key] = []
-        groups[key].append(parameter)
+        mesh: Any = getattr(parameter, "device_mesh", None)
+        is_sharded = mesh is not None
+        if is_sharded:
+            key: Any = (mesh, _sharded_dimensions(parameter), parameter.device)
+        else:
+            key = id(parameter)
+        groups.setdefault(key, []).append(parameter)
 
     return list(groups.values())
 
@@ -495,7 +502,7 @@ def _norms_of_whole(
 
     Args:
         parameters: the parameters, which all have the same sharding.
-        weights: each parameter, or this rank's shard of it.
+        weights: `to_local()` of each parameter: the parameter itself, or this rank's shard of it.
         steps: for each parameter the change of its weights in this optimizer step, or of this
             rank's shard of them.
 
@@ -504,16 +511,15 @@ def _norms_of_whole(
         a tensor of shape `()` on the device of the parameter.
     """
     # First case: the user, or a run with virtual ranks, wants results whose bits do not depend on
-    # the sharding. `norms_of_tensors` always adds in the same order. It needs the parameters
-    # themselves instead of `weights`, because they say how the shards are combined.
+    # the sharding. This takes the parameters, which say how the shards are combined.
     if torch.are_deterministic_algorithms_enabled():
         return _norms_in_fixed_order(parameters, steps)
 
     # Second case: the parameters are not sharded.
-    first = parameters[0]
     weight_norms = [_norm(weight) for weight in weights]
     step_norms = [_norm(step) for step in steps]
-    mesh = getattr(first, "device_mesh", None)
+    any_parameter = parameters[0]  # all have the same sharding
+    mesh = getattr(any_parameter, "device_mesh", None)
     if mesh is None:
         return weight_norms, step_norms
 
@@ -525,10 +531,10 @@ def _norms_of_whole(
 
     # Parameters may be offloaded to the CPU, but the ranks communicate on the device of the mesh.
     squares = squares.to(mesh.device_type)
-    for dimension in _sharded_dimensions(first):
+    for dimension in _sharded_dimensions(any_parameter):
         dist.all_reduce(squares, group=mesh.get_group(dimension))
 
-    norms_of_whole = squares.to(first.device).sqrt()
+    norms_of_whole = squares.to(any_parameter.device).sqrt()
     return list(norms_of_whole[0]), list(norms_of_whole[1])
 
 

@@ -23,7 +23,7 @@ SCALING_RULES: dict[str, Callable[[float], float]] = {"linear": lambda k: k, "sq
 
 # Schedulers that cannot begin after a warm-up. The text gives the reason, and mostly what to do
 # instead.
-_CANNOT_FOLLOW: dict[type, str] = {
+_ADVICE_IF_CANNOT_FOLLOW: dict[type, str] = {
     lr_scheduler.ReduceLROnPlateau: "it steps on a metric: warm up the optimizer, step it by hand",
     lr_scheduler.OneCycleLR: "it warms up by itself: use its pct_start",
     lr_scheduler.CyclicLR: "it moves between rates of its own",
@@ -111,16 +111,15 @@ def warmup(
 ) -> lr_scheduler.LRScheduler:
     """Lets the learning rate grow linearly for `steps` steps, before the schedule begins.
 
-    The first step uses `start` times the optimizer's learning rate, and step `steps` (counted from
-    0) uses the full rate. A given scheduler begins with its own step 0 at that point, so if it
-    needs to know its length, it should be built for `total - steps` steps. After every optimizer
+    With 100 steps of warm-up, step 0 uses `start` times the optimizer's learning rate, and step 100
+    the full rate. A given scheduler begins with its own step 0 at that point, so if it needs to
+    know its length, it should be built for 100 steps less than the training. After every optimizer
     step, call `step()` of the result, and no longer that of the given scheduler.
 
     See Goyal et al., "Accurate, Large Minibatch SGD" (arXiv 1706.02677, section 2.2), who start at
     1/k of the rate if the batch is k times as large.
 
-    The result is a `torch.optim.lr_scheduler.SequentialLR` (for an optimizer: a `LinearLR`). Its
-    `state_dict` contains only numbers and lists, if that of the given scheduler does.
+    The result is a `torch.optim.lr_scheduler.SequentialLR` (for an optimizer: a `LinearLR`).
 
     Args:
         scheduler_or_optimizer: the schedule that follows the warm-up, newly built; or an optimizer,
@@ -152,9 +151,8 @@ def warmup(
             "pass an optimizer or a scheduler of torch.optim.lr_scheduler",
         )
 
-    # Some schedulers cannot begin after a warm-up. The table has the advice of the error for each.
     was_set = f"warm-up followed by {type(scheduler).__name__}"
-    for kind, advice in _CANNOT_FOLLOW.items():
+    for kind, advice in _ADVICE_IF_CANNOT_FOLLOW.items():
         if isinstance(scheduler, kind):
             raise SettingError(was_set, "it cannot begin after a warm-up", advice)
 

@@ -67,17 +67,16 @@ def select_modules(
 def candidates(module: nn.Module) -> str:
     """Returns a text that lists the classes of submodules that a user may choose, by frequency.
 
-    For example: "Block (12, such as 'layers.0'), Mlp (12, such as 'layers.0.mlp')". Listed are
-    submodules that contain others; if there are none, the children of the model.
+    For example: "Block (12, such as 'layers.0'), Mlp (12, such as 'layers.0.mlp')". These are
+    submodules that contain others. If there are none, the text lists the classes of the model's
+    children: "Linear, ReLU".
     """
     names_of_class: dict[str, list[str]] = {}
     for name, submodule in module.named_modules():
         has_children = next(submodule.children(), None) is not None
         if name and has_children and _has_forward(submodule):
             class_name = type(submodule).__name__
-            if class_name not in names_of_class:
-                names_of_class[class_name] = []
-            names_of_class[class_name].append(name)
+            names_of_class.setdefault(class_name, []).append(name)
 
     by_frequency = sorted(
         names_of_class.items(), key=lambda class_and_names: len(class_and_names[1]), reverse=True
@@ -115,16 +114,15 @@ def _make_matcher(submodules: ModuleFilter, setting: str) -> Callable[[str, nn.M
     if classes and are_module_classes:
         return lambda _, module: isinstance(module, classes)
 
-    # What remains must be a function. A module, or a class that is no module class, can be called
-    # too, but does not choose anything.
-    if isinstance(submodules, type | tuple | nn.Module) or not callable(submodules):
-        raise SettingError(
-            setting.format(repr(submodules)),
-            f"{describe_type(submodules)} does not choose submodules",
-            "pass a class of modules, a tuple of such, a name pattern, or a function of a module",
-        )
+    # A function. A module, or another class, can be called too, but does not choose anything.
+    if callable(submodules) and not isinstance(submodules, type | tuple | nn.Module):
+        return lambda _, module: submodules(module)
 
-    return lambda _, module: submodules(module)
+    raise SettingError(
+        setting.format(repr(submodules)),
+        f"{describe_type(submodules)} does not choose submodules",
+        "pass a class of modules, a tuple of such, a name pattern, or a function of a module",
+    )
 
 
 def _has_forward(module: nn.Module) -> bool:

@@ -181,10 +181,9 @@ class Precision:
                 "use precision='bf16' or 'fp32'",
             )
 
-        # Torch does not tell whether the step was skipped, so this must be found out. There are two
-        # cases. Usually the scaler does not call the optimizer if gradients are not finite. But a
-        # fused optimizer is always called, and skips the step itself, on the GPU: the scaler has
-        # set its attribute `found_inf` to 1.0 then.
+        # Torch does not tell whether the step was skipped. If gradients are not finite, the scaler
+        # does not call the optimizer. Only a fused optimizer is always called: it skips the step
+        # itself, on the GPU, if the scaler has set its attribute `found_inf` to 1.0.
         was_called = False
         found_inf: Tensor | None = None
 
@@ -198,11 +197,9 @@ class Precision:
             result = self.scaler.step(optimizer)
 
         self._used = True
-        if not was_called:
-            return result, True
-        if found_inf is None:  # not a fused optimizer
-            return result, False
-        return result, bool(found_inf.item())
+        scaler_has_skipped = not was_called
+        fused_optimizer_has_skipped = found_inf is not None and bool(found_inf.item())
+        return result, scaler_has_skipped or fused_optimizer_has_skipped
 
     def update_scale(self) -> None:
         """Updates the scale for the next backward pass, if gradients of the last one were used."""
@@ -334,8 +331,8 @@ def _in_fp32(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 def _change_tensors(nest: Any, change: Callable[[Tensor], Tensor]) -> Any:
     """Returns a copy of nested containers in which each tensor is replaced by `change(tensor)`.
 
-    The result is always that of `map_tensors`. There are several ways to it, because the function
-    may be called while `torch.compile` traces a model.
+    The result is always that of `map_tensors`. The way to it depends on `torch.compile`, which
+    cannot trace `map_tensors`, and once it was used intercepts the calls of Python functions.
 
     Args:
         nest: a tensor, or containers of tensors and other values, in any depth.
@@ -344,18 +341,10 @@ def _change_tensors(nest: Any, change: Callable[[Tensor], Tensor]) -> Any:
     if isinstance(nest, Tensor):  # a fast path for the usual case
         return change(nest)
 
-    # First case: the compiler is tracing the model, and this call becomes a part of the graph. The
-    # compiler can trace torch's own pytree functions, but not `map_tensors`.
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling():  # this call becomes a part of the graph
         return pytree.tree_map(partial(_change_leaf_in_graph, change=change), nest)
-
-    # Second case: the model runs uncompiled, but something else was compiled before. The compiler
-    # has then been loaded, and intercepts calls of Python functions to compile them. Keep it away
-    # from the functions that `map_tensors` calls.
-    if compiler_is_loaded():
+    if compiler_is_loaded():  # something else was compiled before
         return _map_tensors_uncompiled(nest, change)
-
-    # Third case: nothing was compiled.
     return _map_all_tensors(nest, change)
 
 

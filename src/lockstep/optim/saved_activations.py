@@ -63,7 +63,8 @@ class Activations:
         for block, kept_inside in self.inside.items():
             inputs = self.inputs[block]
             if block in recomputed:
-                # The inputs may be in memory only for this block's recomputation.
+                # The inputs are counted, too: an earlier block that recomputes does not keep its
+                # output, which is the input of this block.
                 in_recomputation = inputs | kept_inside
                 peak = max(peak, num_bytes_kept + _added_bytes(in_recomputation, present=kept))
                 kept_by_block = inputs
@@ -118,6 +119,7 @@ def measure(
         UsageError: the forward pass computes gradients itself.
     """
     counter = _Counter(module)
+    # A backward pass, which must not come, would call the second hook.
     hooks = saved_tensors_hooks(counter.count_saved, _refuse_backward)
     with hooks, torch.enable_grad(), ExitStack() as stack:
         for number, block in enumerate(blocks):

@@ -114,7 +114,7 @@ class TrainingPass:
         self.num_delivered_global_batches = 0
         self.being_trained: Delivery | None = None
         """The delivery whose micro-batch is `micro_batch`, the one that is being trained."""
-        self.last_used: Delivery | None = None
+        self.batch_in_use: Delivery | None = None
         """The delivery that the loop computes on: the last one for which a forward or a backward
         pass was seen. In a loop that fetches nothing ahead, it is the last one handed out."""
         self.untrained: list[Delivery] = []
@@ -126,6 +126,15 @@ class TrainingPass:
         """True if the next loss comes from `being_trained`; False if it may come from any of
         `untrained`."""
 
+    @property
+    def has_stepped_for_current_batch(self) -> bool:
+        """True if an optimizer has stepped for the current micro-batch, the last of its step.
+
+        In an earlier micro-batch `stepped` may still be True from the previous global batch: it is
+        reset in the first one, which the loop may have skipped.
+        """
+        return self.micro_batch.last and self.stepped
+
     def begin_micro_batch(self, micro_batch: MicroBatch) -> None:
         """Updates the state of the pass when training on a micro-batch begins.
 
@@ -133,27 +142,24 @@ class TrainingPass:
             micro_batch: the micro-batch. `micro_batch.first` is True if it is the first of its
                 global batch, `micro_batch.opens_step` if it is the first of its optimizer step.
         """
-        previous = self.micro_batch
         previous_was_trained = self.num_backwards > 0
+        previous_was_last = self.micro_batch.last
 
-        # This is no error by itself: within a global batch, the optimizer does not step before the
-        # last micro-batch. It only explains an error of a later call of `optimizer.step()`.
+        # Only used to explain an error of a later `optimizer.step()`: within a global batch, no
+        # step comes after most micro-batches.
         self.step_left_out = previous_was_trained and not self.stepped
 
-        # A new global batch begins. `self.loss` is the sum over the micro-batches of the previous
-        # one. If its last micro-batch was not trained, this sum is incomplete, so it is dropped.
-        if micro_batch.first:
+        begins_global_batch = micro_batch.first
+        if begins_global_batch:
             if previous_was_trained:
-                has_all_losses = previous.last
-                self.loss_of_previous_global_batch = self.loss if has_all_losses else None
+                # `self.loss` is the sum over the micro-batches of the previous global batch. It is
+                # incomplete if the last one was not trained.
+                loss_is_complete = previous_was_last
+                self.loss_of_previous_global_batch = self.loss if loss_is_complete else None
             self._begin_global_batch()
-
-        # The same global batch goes on. The new gradients are added to those of the previous
-        # micro-batch.
         elif previous_was_trained:
-            self.accumulated = True
+            self.accumulated = True  # new gradients are added to those of the previous micro-batch
 
-        # A global batch has one optimizer step, or one for each virtual rank (`opens_step`).
         if micro_batch.opens_step:
             self.num_steps += 1
 
@@ -191,25 +197,17 @@ def still_referenced(deliveries: Iterable[Delivery]) -> list[Delivery]:
     return [delivery for delivery in deliveries if delivery.is_referenced]
 
 
-def next_trained(training_pass: TrainingPass) -> list[Delivery]:
+def next_trained(training_pass: TrainingPass) -> Delivery | None:
     """Returns the delivery that the next loss of this pass is taken to come from.
 
-    Called if no forward pass has shown which delivery it is.
-
-    Returns:
-        A list with that delivery; empty if nothing was handed out yet.
+    Called if no call of a module since the last loss has shown which delivery it is. It is None if
+    nothing was handed out yet.
     """
-    # The usual case: the loop has fetched nothing ahead, so the loss comes from the delivery that
-    # is being trained. This is also assumed if every delivery was trained already.
-    if training_pass.source_of_loss_is_known or not training_pass.untrained:
-        if training_pass.being_trained is None:
-            return []
-        return [training_pass.being_trained]
-
-    # The loop holds several deliveries that it has fetched ahead. It is taken to train on them in
-    # their order.
-    first_untrained = training_pass.untrained[0]
-    return [first_untrained]
+    untrained = training_pass.untrained
+    was_fetched_ahead = not training_pass.source_of_loss_is_known and len(untrained) > 0
+    if was_fetched_ahead:
+        return untrained[0]  # the loop is taken to train on the deliveries in their order
+    return training_pass.being_trained
 
 
 def check_order(delivery: Delivery) -> None:
@@ -224,13 +222,11 @@ def check_order(delivery: Delivery) -> None:
         return
 
     if delivery.micro_batch.first:
-        # A new global batch may begin after the last micro-batch of another one. It may also begin
-        # in the middle of another one if the previous micro-batch was not trained, for example
-        # because the loop has skipped the rest of that global batch. The pass still has the
-        # micro-batch of `previous`, and how many backward passes it had.
-        previous_is_last = training_pass.micro_batch.last
-        previous_is_untrained = training_pass.num_backwards == 0
-        in_order = previous_is_last or previous_is_untrained
+        # A new global batch begins after the last micro-batch of another one. It may also begin in
+        # the middle of another one, if the loop has skipped the rest of that.
+        previous_is_last = previous.micro_batch.last
+        num_backwards_of_previous = training_pass.num_backwards
+        in_order = previous_is_last or num_backwards_of_previous == 0
     else:
         # A further micro-batch must follow an earlier one of the same global batch.
         is_later = delivery.number_in_pass > previous.number_in_pass
@@ -280,28 +276,30 @@ def cleared_gradients_error() -> UsageError:
 
 
 def unknown_source_error(
-    possible: Sequence[Delivery], which: str, instead: str = FETCH_LATER
+    possible: Sequence[Delivery], which_batches: str, advice: str = FETCH_LATER
 ) -> UsageError:
     """Returns the error for a loss that may come from any of several batches.
 
     The batches have different numbers of samples, so the factor of the loss depends on which of
-    them it comes from. The message contains, for example: "the loop holds several batches of a
-    loader that has ended, of which this rank has 3 of 8 and 2 of 8 samples".
+    them it comes from. For example: "it is not known which batch the loss comes from: the loop
+    holds several batches of a loader that has ended, of which this rank has 3 of 8 and 2 of 8
+    samples, so its loss counts differently for each. ..."
 
     Args:
-        possible: the batches that the loss may come from.
-        which: what follows "several batches" in the message, for example "of a loader that has
-            ended".
-        instead: the beginning of the advice.
+        possible: the batches that the loss may come from. A single one has another factor than a
+            loss of no batch.
+        which_batches: the words after "several batches", here "of a loader that has ended".
+        advice: the beginning of the advice.
     """
     batches = "several batches" if len(possible) > 1 else "a batch"
     return UsageError(
         "world.backward(loss) in a loop that holds batches which it fetched before",
-        f"it is not known which batch the loss comes from: the loop holds {batches} {which}, of "
-        f"which this rank has {describe_parts(possible)} samples, so its loss counts differently "
-        "for each. No call of the prepared model was seen with a tensor that the loader gave, or a "
-        "view of one (calls inside of compiled code are not seen)",
-        f"{instead}; or call the model with the tensors that the loader gave and convert them "
+        "it is not known which batch the loss comes from: the loop holds "
+        f"{batches} {which_batches}, of which this rank has {describe_parts(possible)} samples, so "
+        "its loss counts differently for each. No call of the prepared model was seen with a "
+        "tensor that the loader gave, or a view of one (calls inside of compiled code are not "
+        "seen)",
+        f"{advice}; or call the model with the tensors that the loader gave and convert them "
         "inside of it",
     )
 

@@ -132,31 +132,32 @@ class OpenPass:
     @property
     def micro_batch(self) -> MicroBatch:
         """The micro-batch that the loop is computing on."""
-        if self.training_pass is None or self.training_pass.last_used is None:
+        if self.training_pass is None or self.training_pass.batch_in_use is None:
             return self.handed_out
-        return self.training_pass.last_used.micro_batch
+        return self.training_pass.batch_in_use.micro_batch
 
     def includes_logged_value(self, name: str) -> bool:
         """Returns True if a value that the script logs now belongs to this pass.
 
+        After `for batch in list(loader): world.log(loss=train_on(batch))`, a second "loss" for the
+        last batch does not: a loop logs a name once for each batch, so the loop is over.
+
         Args:
             name: name of the value, for example "loss".
         """
-        # As long as the loader has more batches, the loop is going on.
-        if not self.only_held_batches_remain:
+        loader_has_more_batches = not self.only_held_batches_remain
+        if loader_has_more_batches:
             return True
 
-        # The loader is exhausted. The loop may still train on batches that it holds, or it may be
-        # over, and nothing tells which. If this is the first value with its name, the loop is taken
-        # to go on as long as there are untrained batches.
+        # The loader is exhausted. Nothing tells whether the loop still trains on batches that it
+        # holds, or is over.
         assert self.training_pass is not None  # only training leaves batches to train on
-        if name not in self.delivery_of_name:
-            return bool(self.training_pass.untrained)
+        is_first_value_with_name = name not in self.delivery_of_name
+        if is_first_value_with_name:
+            return bool(self.training_pass.untrained)  # as long as there are any, it goes on
 
-        # A loop logs a name once for each batch. If "loss" is logged a second time for the same
-        # batch, the script does it after the loop.
         batch_of_last_value = self.delivery_of_name[name]
-        present_batch = self.training_pass.last_used
+        present_batch = self.training_pass.batch_in_use
         return batch_of_last_value is not present_batch
 
 
@@ -213,7 +214,7 @@ class Step:
         """The number of global batches, over all loaders, that were begun to be trained on."""
         self._delivery_by_storage: dict[StorageReference, Delivery | None] = {}
         """The delivery that a storage belongs to; None if it belongs to several."""
-        self._prune_at = 64
+        self._prune_at_size = 64
         """When the table above has this many entries, those of freed storages are removed."""
         self._seen_in_forward: list[Delivery] = []
         """Deliveries with which modules were called since the last backward pass."""
@@ -251,36 +252,34 @@ class Step:
     def is_still_due(self, key: StepKey) -> bool:
         """Returns True if a loop still has to make an optimizer step that it has begun.
 
-        Args:
-            key: the optimizer step: its pass, the number of its global batch, and the number of
-                the optimizer step within the pass.
-        """
-        training_pass, number_of_global_batch, number_of_step = key
-        is_latest_global_batch = number_of_global_batch == training_pass.number
-        is_latest_step = number_of_step == training_pass.num_steps
-        if not (is_latest_global_batch and is_latest_step):
-            return False  # the pass has gone on to a later optimizer step
+        An optimizer step of several micro-batches, which is the latest of its pass, is due
+        - as long as the pass is the one being trained,
+        - and, if its loader has ended and the script uses no other, as long as the loop holds
+          micro-batches of the step that it has fetched ahead.
 
-        # A step of a single micro-batch is never left half-way.
+        Args:
+            key: the optimizer step.
+        """
+        training_pass, _, _ = key
+        latest_key = (training_pass, training_pass.number, training_pass.num_steps)
+        pass_has_gone_on = key != latest_key
+        if pass_has_gone_on:
+            return False
+
         micro_batch = training_pass.micro_batch
         if micro_batch.is_only_of_step:
             return False
 
-        # The pass is being trained, so its latest step is due. This is so even in the last
-        # micro-batch of the step: the optimizer steps after it.
-        if training_pass is self.training_pass:
+        is_being_trained = training_pass is self.training_pass
+        if is_being_trained:
             return True
 
-        # The script has gone over to another loader, so the step does not come any more.
-        # (`_pass_without_loader` is not a loader: it is the current pass outside of all loops.)
-        another_loader_is_used = self.training_pass is not self._pass_without_loader
-        if another_loader_is_used:
+        script_uses_another_loader = self.training_pass is not self._pass_without_loader
+        if script_uses_another_loader:
             return False
 
-        # The loader has ended, and no other is used. If the last micro-batch of the step was
-        # trained, the loop has left the step out. Otherwise the step is still due if the loop has
-        # fetched the missing micro-batches ahead and still holds one.
-        if micro_batch.closes_step:
+        step_was_left_out = micro_batch.closes_step  # the last micro-batch of the step was trained
+        if step_was_left_out:
             return False
         return any(delivery.is_referenced for delivery in training_pass.untrained)
 
@@ -314,55 +313,61 @@ class Step:
         Raises:
             UsageError: two loaders are trained on, and the optimizer steps at different times.
         """
-        # After a loader has ended, a loop may train on batches that it holds. Their pass is among
-        # the open passes again then. Now the loop fetches a batch of another pass, so it is done
-        # with the batches that it holds.
-        for other in list(self._passes):
-            if other.loader_ended:
-                self.end_pass(other)
-
+        self._end_passes_of_ended_loaders()
         training_pass = delivery.training_pass
         self._remember(delivery)
         training_pass.untrained.append(delivery)
 
-        # The loop fetches ahead: it has not trained on an earlier delivery yet.
-        fetches_ahead = len(training_pass.untrained) > 1
-        if fetches_ahead:
+        earlier_ones_are_trained = len(training_pass.untrained) == 1
+        if earlier_ones_are_trained:
+            # The usual case: the next loss, and the next logged value, are of this delivery.
+            training_pass.source_of_loss_is_known = True
+            training_pass.batch_in_use = delivery
+            self._begin_delivery(delivery)
+        else:
             self._hand_out_ahead(delivery)
-            return
 
-        # The usual case: every earlier delivery has been trained, so the next loss is of this one,
-        # and the values that the script logs belong to it (`last_used`).
-        training_pass.source_of_loss_is_known = True
-        training_pass.last_used = delivery
-        self._begin_delivery(delivery)
+    def _end_passes_of_ended_loaders(self) -> None:
+        """Ends the passes whose loaders have ended. Called when a loop fetches another batch.
+
+        In `for batch in list(loader): ...`, the loader has ended before the loop trains on the
+        batches, so their pass is open again while it does. When the script fetches a batch of
+        another pass, it is done with them.
+        """
+        for training_pass in list(self._passes):
+            if training_pass.loader_ended:
+                self.end_pass(training_pass)
 
     def _hand_out_ahead(self, delivery: Delivery) -> None:
         """Records a delivery that a loop fetches before it has trained on the previous ones.
 
         For example, the loop has fetched batch 1, has not trained on it, and fetches batch 2. The
         next loss may come from either, so from now on the forward passes show which one is trained.
+        Three attributes of the pass tell what is known:
+        - `untrained`: batches 1 and 2;
+        - `being_trained`, the batch whose factor the next loss gets: batch 1, until a forward pass
+          shows another one;
+        - `batch_in_use`, the batch that the next logged values belong to: the same as a rule.
         """
         training_pass = delivery.training_pass
         training_pass.source_of_loss_is_known = False
         self._watch_forward_passes()
 
-        # The values that the script logs belong to the batch that it computes on, `last_used`. A
-        # training loop shows this batch by its backward passes. But before the first optimizer
-        # step, the loop may also be an evaluation with gradients enabled, which makes none. So the
-        # values are taken to belong to the latest batch, here batch 2.
+        # An evaluation with gradients enabled makes no backward passes that would show the batch in
+        # use. So as long as the loop may be one, its values are taken to be of the latest batch.
         may_be_evaluation = not training_pass.ever_stepped
         if may_be_evaluation:
-            training_pass.last_used = delivery
+            training_pass.batch_in_use = delivery
 
-        # The batch that is taken to be trained, `being_trained`, gives the factor of the next loss.
-        # Here this is batch 1, until a forward pass shows another one. If each batch has its own
-        # optimizer step and all have the same factor, the order makes no difference. Then batch 2
-        # takes the place of batch 1 at once, and no forward pass is needed.
+        # If each batch has its own optimizer step and all have the same factor, batch 2 takes the
+        # place of batch 1 at once.
         being_trained = training_pass.being_trained
-        if being_trained is None or not delivery.micro_batch.is_only_of_step:
-            return
-        if weigh_the_same([being_trained, *training_pass.untrained]):
+        order_makes_no_difference = (
+            being_trained is not None
+            and delivery.micro_batch.is_only_of_step
+            and weigh_the_same([being_trained, *training_pass.untrained])
+        )
+        if order_makes_no_difference:
             self._begin_delivery(delivery)
 
     def note_empty_part(self, sample: Any) -> None:
@@ -386,8 +391,8 @@ class Step:
 
         Args:
             storages: references to the storages of the tensors that the module is called with.
-            has_gradient: True if one of the tensors requires a gradient, because it was computed in
-                another forward pass.
+            has_gradient: True if one of the tensors requires a gradient. It is taken to be the
+                output of another prepared module, whose call has shown the delivery.
 
         Raises:
             UsageError: micro-batches are trained in a different order than they were handed out.
@@ -403,17 +408,11 @@ class Step:
             if delivery not in self._seen_in_forward:
                 self._seen_in_forward.append(delivery)
             self._train_on(delivery)
-        if deliveries:
-            return
 
-        # No tensor comes from a loader, but one is the output of another prepared module. The call
-        # of that module has shown the delivery.
-        if has_gradient:
-            return
-
-        # The script may have made the tensors from any batch. `source_of_loss` warns of this if the
-        # batches have different factors.
-        self._called_without_delivery = True
+        # Otherwise the script may have made the tensors from any batch. `source_of_loss` warns of
+        # this if the batches have different factors.
+        if not deliveries and not has_gradient:
+            self._called_without_delivery = True
 
     def _train_on(self, delivery: Delivery) -> None:
         """Makes a delivery the one being trained, because a module was called with its tensors.
@@ -422,22 +421,18 @@ class Step:
             UsageError: it is trained in a different order than it was handed out.
         """
         pass_of_delivery = delivery.training_pass
-        pass_of_delivery.last_used = delivery
+        pass_of_delivery.batch_in_use = delivery
 
-        # There are three cases:
-        #
-        # 1. The loop had fetched the delivery ahead, and training on it begins now.
-        # 2. Training on it has begun, and then its loader has ended, so that no pass is current.
-        #    The pass of the delivery becomes the current one again.
-        # 3. Training on it has begun, in a loop that goes on. There is nothing to do: this is
-        #    another call of a module in the same forward pass, for example.
         has_begun = delivery is pass_of_delivery.being_trained
         no_pass_is_current = self.training_pass is self._pass_without_loader
         if not has_begun:
+            # The loop had fetched the delivery ahead, and training on it begins now.
             check_order(delivery)
             self._begin_delivery(delivery)
         elif no_pass_is_current:
+            # The loader has ended since training on its last delivery began.
             self.training_pass = pass_of_delivery
+        # Otherwise this is another call of a module in the same forward pass.
 
         # The forward pass has shown that the next loss comes from `being_trained`.
         pass_of_delivery.source_of_loss_is_known = True
@@ -448,29 +443,31 @@ class Step:
         Raises:
             UsageError: the loss may come from several micro-batches of different weight.
         """
-        # Deliveries with which the prepared modules were called since the last backward pass. As
-        # long as the loop fetches nothing ahead, modules do not report their calls, so that the
-        # list is empty.
+        # As long as the loop fetches nothing ahead, modules do not report their calls, so that no
+        # delivery is seen.
         seen_in_forward = self._seen_in_forward
         deliveries_of_loss = self._find_deliveries_of_loss(seen_in_forward)
         for delivery in deliveries_of_loss:
             self._mark_trained(delivery, seen_in_forward=bool(seen_in_forward))
+        self.micro_batch_of_loss = self._micro_batch_giving_factor(seen_in_forward)
 
-        # The calls of modules before this backward pass say nothing about the next loss.
+        # The calls of modules before this backward pass say nothing about the next loss. If an
+        # error was raised above, they are kept, so that a second call raises it again.
         self._seen_in_forward = []
         self._called_without_delivery = False
-
-        # One micro-batch gives the factor of the loss. Usually this is the one that is being
-        # trained. If two loaders are trained on, it may be of one loader, and the loss of the other
-        # one. Then the first delivery of the loss gives the factor; all of them have the same.
-        current_pass = self.training_pass
-        self.micro_batch_of_loss = current_pass.micro_batch
-        if seen_in_forward:
-            first_delivery = seen_in_forward[0]
-            is_of_other_loader = first_delivery.training_pass is not current_pass
-            if is_of_other_loader:
-                self.micro_batch_of_loss = first_delivery.micro_batch
         return self.micro_batch_of_loss
+
+    def _micro_batch_giving_factor(self, seen_in_forward: list[Delivery]) -> MicroBatch:
+        """Returns the micro-batch whose factor a loss gets: usually the one being trained.
+
+        In a loop over two loaders, the micro-batch being trained may be of one loader and the loss
+        of the other. Then any delivery with which modules were called gives the factor, as all of
+        them have the same.
+        """
+        current_pass = self.training_pass
+        if not seen_in_forward or seen_in_forward[0].training_pass is current_pass:
+            return current_pass.micro_batch
+        return seen_in_forward[0].micro_batch
 
     def _find_deliveries_of_loss(self, seen_in_forward: list[Delivery]) -> list[Delivery]:
         """Returns the deliveries that a loss comes from.
@@ -481,23 +478,17 @@ class Step:
         Raises:
             UsageError: the loss may come from several deliveries of different weight.
         """
-        # 1. No module was seen to be called with a delivery. If all deliveries from which the loss
-        # may come have the same weight, it is taken to come from the next one of each open pass.
         if not seen_in_forward:
-            self._check_possible_sources()
-            deliveries: list[Delivery] = []
-            for training_pass in self._passes:
-                deliveries += next_trained(training_pass)
-            return deliveries
+            # If all deliveries from which the loss may come have the same weight, it is taken to
+            # come from the next one of each open pass.
+            self._raise_if_possible_sources_differ()
+            next_deliveries = [next_trained(training_pass) for training_pass in self._passes]
+            return [delivery for delivery in next_deliveries if delivery is not None]
 
-        # 2. Modules were called with deliveries of different weight. The caller clears its list of
-        # deliveries only if this function returns. So if the script catches this error and calls
-        # `World.backward` again, the same error is raised again.
         if not weigh_the_same(seen_in_forward):
             raise mixed_sources_error(seen_in_forward)
 
-        # 3. They have the same weight. But a module was also called with tensors that no loader
-        # handed out.
+        # True if a module was also called with tensors that no loader handed out.
         if self._called_without_delivery and not self._warned_of_other_batches:
             self._warn_of_other_batches(seen_in_forward[0])
         return seen_in_forward
@@ -510,15 +501,15 @@ class Step:
             seen_in_forward: True if a module was called with its tensors.
         """
         training_pass = delivery.training_pass
-        training_pass.last_used = delivery
+        training_pass.batch_in_use = delivery
         if delivery in training_pass.untrained:
             training_pass.untrained.remove(delivery)
         if not seen_in_forward:
             return
 
-        # Every forward pass is seen now. So if an earlier delivery is still in the list, no module
-        # was called with it. If the script does not hold its tensors any more, the loop has skipped
-        # it.
+        # Once one call of a module is seen, all are. So no module was called with an earlier
+        # delivery that is still in the list. If the script does not hold its tensors any more, the
+        # loop has skipped it.
         still_untrained = []
         for other in training_pass.untrained:
             is_earlier = other.number_in_pass < delivery.number_in_pass
@@ -528,7 +519,7 @@ class Step:
 
         training_pass.untrained = still_untrained
 
-    def _check_possible_sources(self) -> None:
+    def _raise_if_possible_sources_differ(self) -> None:
         """Raises UsageError if a loss may come from deliveries of different weight.
 
         Called if no forward pass has shown which delivery the loss comes from.
@@ -594,15 +585,8 @@ class Step:
         Args:
             recognised: the batch with which a forward pass was called.
         """
-        # The batches that the script holds: those that it has not trained yet, and those of ended
-        # passes, which it may train again.
-        others: list[Delivery] = []
-        for training_pass in self._passes:
-            others += training_pass.untrained
-        others += still_referenced(self._trainable_of_ended_passes)
-
         different = []
-        for other in others:
+        for other in self._batches_held_by_script():
             is_of_other_pass = other.training_pass is not recognised.training_pass
             if is_of_other_pass and not weigh_the_same([recognised, other]):
                 different.append(other)
@@ -621,22 +605,28 @@ class Step:
             TRAIN_APART,
         )
 
+    def _batches_held_by_script(self) -> list[Delivery]:
+        """Returns the batches that the script has not trained yet, or may train again."""
+        held: list[Delivery] = []
+        for training_pass in self._passes:
+            held += training_pass.untrained
+        return held + still_referenced(self._trainable_of_ended_passes)
+
     def _remember(self, delivery: Delivery) -> None:
         """Remembers the storages of a delivery, and forgets freed storages from time to time."""
         table = self._delivery_by_storage
         for storage in delivery.storages:
-            # A storage that several deliveries share is marked with None, and keeps this mark.
-            is_shared = storage in table and table[storage] is not delivery
-            table[storage] = None if is_shared else delivery
+            known = table.get(storage, delivery)
+            table[storage] = delivery if known is delivery else None  # None: several share it
 
-        if len(table) >= self._prune_at:
+        if len(table) >= self._prune_at_size:
             alive: dict[StorageReference, Delivery | None] = {}
             for storage, known_delivery in table.items():
                 if not storage.expired():
                     alive[storage] = known_delivery
             self._delivery_by_storage = alive
             # Pruning again only when the table has doubled keeps its cost per entry constant.
-            self._prune_at = max(64, 2 * len(self._delivery_by_storage))
+            self._prune_at_size = max(64, 2 * len(self._delivery_by_storage))
 
     def _watch_forward_passes(self) -> None:
         """Makes the prepared modules report their calls to `module_called` from now on."""
@@ -662,27 +652,36 @@ class Step:
             UsageError: two loaders are trained on, and the optimizer steps at different times.
         """
         self.virtual_rank = micro_batch.virtual_rank
-
-        # `self.virtual_rank` still says to which virtual rank the micro-batch belongs.
         if self.number < self.num_common_steps:
             micro_batch = micro_batch.without_virtual_rank()
         self._check_fits_other_passes(training_pass, micro_batch)
 
-        # The pass that is trained on last stands at the end.
-        if training_pass in self._passes:
-            self._passes.remove(training_pass)
-        self._passes.append(training_pass)
-        self.training_pass = training_pass
         if self._first_batch_at_s is None:
             self._first_batch_at_s = time.perf_counter()
+        self._make_current(training_pass)
         if micro_batch.first:
-            self._num_begun += 1
-            training_pass.previous_begun_at = training_pass.begun_at
-            training_pass.begun_at = self._num_begun
+            self._note_order_of_global_batches(training_pass)
         training_pass.begin_micro_batch(micro_batch)
         self.micro_batch_in_use = micro_batch
         self.extensions.begin(micro_batch)
         return micro_batch
+
+    def _make_current(self, training_pass: TrainingPass) -> None:
+        """Makes a pass the one that is being trained, and puts it at the end of the open passes."""
+        if training_pass in self._passes:
+            self._passes.remove(training_pass)
+        self._passes.append(training_pass)
+        self.training_pass = training_pass
+
+    def _note_order_of_global_batches(self, training_pass: TrainingPass) -> None:
+        """Notes that a pass begins a global batch, for `_are_fetched_together`.
+
+        With passes A and B and the global batches A1, B1, A2, the pass A has begun its present one
+        at 3, and its previous one at 1.
+        """
+        self._num_begun += 1
+        training_pass.previous_begun_at = training_pass.begun_at
+        training_pass.begun_at = self._num_begun
 
     def _check_fits_other_passes(
         self, training_pass: TrainingPass, micro_batch: MicroBatch
@@ -701,7 +700,7 @@ class Step:
             if optimizer_steps_at(other.micro_batch) != optimizer_steps_at(micro_batch):
                 raise two_loaders_error()
             if weight_in_backward(other.micro_batch) != weight_in_backward(micro_batch):
-                self._watch_forward_passes()
+                self._watch_forward_passes()  # to know which of the factors a loss gets
 
     def end_pass(self, training_pass: TrainingPass, *, exhausted: bool = False) -> None:
         """Ends a pass. If it ended in the middle of a global batch, gradients are cleared.
@@ -727,28 +726,32 @@ class Step:
         if training_pass.leaves_gradients(exhausted=exhausted):
             self.extensions.clear_gradients()
 
-        # The script may go on to train on batches of this pass. They are kept in two lists, for two
-        # situations. First: no other pass goes on. Then a loss may come from the pass that ended
-        # last, which is this one.
-        trainable = self._still_trainable(training_pass)
+        self._remember_trainable(training_pass)
+        self.extensions.pass_ended()
+
+    def _remember_trainable(self, ended_pass: TrainingPass) -> None:
+        """Remembers the batches of an ended pass on which the script may still train.
+
+        `_trainable_of_last_pass` is used while no pass is open: a loss may then come from the pass
+        that ended last. `_trainable_of_ended_passes` is used while another pass is open: in a loop
+        over `zip(itertools.cycle(one), other)`, the pass over `one` ends, and the loop trains on
+        its batches again. So a loss may come from any pass that has ended since this loop began.
+        """
+        trainable = self._still_trainable(ended_pass)
         self._trainable_of_last_pass = trainable
 
-        # Second: other passes go on. In a loop over `zip(itertools.cycle(one), other)`, the pass
-        # over `one` ends while that over `other` goes on, and the loop trains on the batches of
-        # `one` again. So a loss may come from any pass that has ended since this loop began.
-        another_pass_goes_on = bool(self._passes)
-        if another_pass_goes_on:
+        another_pass_is_open = bool(self._passes)
+        if another_pass_is_open:
             all_trainable = [*self._trainable_of_ended_passes, *trainable]
             self._trainable_of_ended_passes = still_referenced(all_trainable)
         else:
             self._trainable_of_ended_passes = []
 
-        # It matters which of these batches a loss comes from, unless none of their losses has to be
-        # weighted (`plain`). The forward passes show it.
-        if not all(delivery.micro_batch.plain for delivery in trainable):
+        # The forward passes show which batch a loss comes from. Nobody has to know this if no loss
+        # has to be weighted.
+        losses_are_unweighted = all(delivery.micro_batch.plain for delivery in trainable)
+        if not losses_are_unweighted:
             self._watch_forward_passes()
-
-        self.extensions.pass_ended()
 
     def _still_trainable(self, training_pass: TrainingPass) -> list[Delivery]:
         """Returns the batches of an ended pass on which the script may still train.
@@ -765,7 +768,8 @@ class Step:
             if delivery.training_pass is training_pass and delivery.is_referenced:
                 referenced.append(delivery)
 
-        if len(referenced) > 1:
+        holds_several = len(referenced) > 1
+        if holds_several:
             return referenced
         return [delivery for delivery in referenced if delivery in training_pass.untrained]
 
@@ -780,36 +784,44 @@ class Step:
             The weighted loss, for the backward pass. It is NaN if the loss is NaN, even if the
             factor is 0, for example because the micro-batch has no samples.
         """
-        training_pass = self.training_pass
-        micro_batch = training_pass.micro_batch
-        virtual_rank = micro_batch.virtual_rank
-
+        # In a loop over two loaders, the loss may be of another micro-batch than the current one.
         scale = self.micro_batch_of_loss.scale
         weighted_loss = loss if scale == 1.0 else loss * scale
 
-        # In the sum, a micro-batch without samples counts as 0 (its loss may be NaN), as does a
-        # virtual rank that is only repeated to check a device.
-        is_counted = scale != 0.0 and not micro_batch.is_repeat
-        loss_to_add = weighted_loss.detach() if is_counted else weighted_loss.new_zeros(())
+        current_micro_batch = self.training_pass.micro_batch
+        is_counted = scale != 0.0 and not current_micro_batch.is_repeat
+        if is_counted:
+            loss_to_add = weighted_loss.detach()
+        else:
+            # A micro-batch without samples, whose loss may be NaN, or a virtual rank that is only
+            # repeated to check a device.
+            loss_to_add = weighted_loss.new_zeros(())
 
+        self._add_loss(loss_to_add)
+        return weighted_loss
+
+    def _add_loss(self, loss_to_add: Tensor) -> None:
+        """Adds a weighted loss to the sums of the global batch that is being trained.
+
+        With virtual ranks, the factor of a loss is chosen for the mean over the virtual ranks, and
+        the sums must be right for the mean over the processes. Example: of 4 virtual ranks, this
+        process computes 2, with weighted losses 1.0 and 3.0, and another process 2, with 5.0 and
+        7.0. The mean is 4.0. Divided by 2, they are 0.5 + 1.5 = 2.0 here and 2.5 + 3.5 = 6.0 there,
+        and the mean of 2.0 and 6.0 is 4.0 too. The loss for the backward pass is not divided, as
+        gradients are averaged over the virtual ranks.
+        """
+        training_pass = self.training_pass
+        virtual_rank = training_pass.micro_batch.virtual_rank
         self._forget_loss_of_last_step(training_pass)
 
         # If all virtual ranks train one model, the loss of each of them is also kept by itself.
         if virtual_rank is not None and not virtual_rank.has_own_step:
             self._add_loss_of_virtual_rank(training_pass, virtual_rank, loss_to_add)
 
-        # With virtual ranks, the factor is chosen for the mean over the virtual ranks, and the sums
-        # must be chosen for the mean over the processes. Example: of 4 virtual ranks, this process
-        # computes 2, with weighted losses 1.0 and 3.0, and another process 2, with 5.0 and 7.0.
-        # The mean is 4.0. Divided by 2, they are 0.5 + 1.5 = 2.0 here and 2.5 + 3.5 = 6.0 there,
-        # and the mean of 2.0 and 6.0 is 4.0 too. The loss for the backward pass is not divided, as
-        # gradients are averaged over the virtual ranks.
         if virtual_rank is not None and virtual_rank.virtual_ranks_per_process != 1:
             loss_to_add = loss_to_add / virtual_rank.virtual_ranks_per_process
-
         training_pass.loss = loss_to_add + training_pass.loss
         self.pass_of_loss = training_pass
-        return weighted_loss
 
     def _forget_loss_of_last_step(self, training_pass: TrainingPass) -> None:
         """Resets the sum of losses after an optimizer step outside of any loader.
@@ -854,6 +866,7 @@ class Step:
         training_pass.stepped = True
         training_pass.ever_stepped = True
         for other in self._passes:
+            # A loop over `zip(one, other)` makes one step for the batches of both.
             if _are_fetched_together(other, training_pass):
                 other.ever_stepped = True
 
@@ -863,16 +876,13 @@ class Step:
         A loop over `zip(one, other)` trains on a batch of each, and then the optimizer steps. The
         step is recorded for the batch of `other`, which was fetched last, but is one for both.
         """
-        # `stepped` counts only if the current micro-batch is the last of its global batch. In an
-        # earlier one it may still be True from the previous global batch: it is reset in the first
-        # micro-batch of each global batch, which the loop may have skipped.
         if not training_pass.micro_batch.last:
             return False
-        if training_pass.stepped:
+        if training_pass.has_stepped_for_current_batch:
             return True
 
         for other in self._passes:
-            has_stepped = other.stepped and other.micro_batch.last
+            has_stepped = other.has_stepped_for_current_batch
             if has_stepped and _are_fetched_together(training_pass, other):
                 return True
         return False
@@ -882,6 +892,9 @@ class Step:
         self, loader: Any, training_pass: TrainingPass | None = None
     ) -> Iterator[OpenPass]:
         """Returns a context in which a pass over a loader is open.
+
+        The pass may outlive the context: if the loop still holds batches of the exhausted loader on
+        which it has not trained, the pass stays open until the script begins another pass.
 
         Args:
             loader: the loader.
@@ -898,15 +911,13 @@ class Step:
             self.assign_number(open_pass)
             self.just_ended = open_pass
 
-            # A loop that has fetched ahead still has to train on the batches that it holds, which
-            # are those of whose tensors there still is a reference.
             if training_pass is not None:
                 held_batches = still_referenced(training_pass.untrained)
                 open_pass.only_held_batches_remain = len(held_batches) > 0
         finally:
-            # With such batches, the pass stays open until the script begins another pass. In all
-            # other cases it ends here, also if the loop was left early.
-            if not open_pass.only_held_batches_remain:
+            # The pass also ends here if the loop was left early.
+            stays_open = open_pass.only_held_batches_remain
+            if not stays_open:
                 self._close_pass(open_pass)
 
     def pass_hands_out(self, open_pass: OpenPass, micro_batch: MicroBatch) -> None:
@@ -937,7 +948,7 @@ class Step:
     def close_exhausted_passes(self) -> None:
         """Closes the passes whose loader is exhausted, and of which the loop held some batches.
 
-        Called when the script goes on to another pass, so it is done with these batches.
+        Called when another pass begins or ends, so the loops are taken to be done with them.
         """
         for open_pass in list(self.open_passes):
             if open_pass.only_held_batches_remain:
@@ -945,35 +956,32 @@ class Step:
 
     def _close_pass(self, open_pass: OpenPass) -> None:
         """Closes a pass that is over, or that the loop has left."""
-        if open_pass not in self.open_passes:  # it was closed when the run ended
+        was_closed_at_end_of_run = open_pass not in self.open_passes
+        if was_closed_at_end_of_run:
             return
 
         self.open_passes.remove(open_pass)
 
-        # A pass gets a number when the script logs something in it, or when its loader is
-        # exhausted. One without a number was left early without a trace, and perhaps made on this
-        # rank only, so it does not count.
+        # A pass without a number was left early, without a trace, and perhaps made on this rank
+        # only, so it does not count.
         has_number = open_pass.number > 0
         if has_number:
             self.last_pass = open_pass
             self.just_ended = open_pass
 
-        # The values that the script has logged in the pass are complete now.
-        if open_pass.sums is not None:
+        if open_pass.sums is not None:  # the values that the script has logged are complete now
             self.extensions.values_logged(open_pass.sums, open_pass)
 
-        # Passes over exhausted loaders may have stayed open because their loops still held batches.
-        # This pass was open at the same time and is over now, so those loops are taken to be over,
-        # too.
         self.close_exhausted_passes()
-
-        # Passes are numbered among those that began at the same step. While no pass is open, no
-        # number is needed any more for passes that began at earlier steps.
         if not self.open_passes:
             self._forget_passes_of_earlier_steps()
 
     def _forget_passes_of_earlier_steps(self) -> None:
-        """Drops the counts of passes that began at earlier steps than the current one."""
+        """Drops the counts of passes that began at earlier steps than the current one.
+
+        Passes are numbered among those that began at the same step, so the next one needs no
+        earlier count.
+        """
         counts = self._num_passes
         self._num_passes = Counter({key: n for key, n in counts.items() if key[2] == self.number})
 

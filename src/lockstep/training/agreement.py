@@ -40,9 +40,10 @@ def check_equal_on_ranks(call: str, objects: Sequence[Any], run: Run) -> None:
         ranks = []
         for rank, descriptions in enumerate(descriptions_by_rank):
             ranks.append(f"rank {rank}: {'; '.join(descriptions)}")
-        code = _code_if_only_data_differs(descriptions_by_rank)
         advice = "build the same on every rank: same code, arguments, seed and data"
-        if code is not None:
+        code = _code_if_only_data_differs(descriptions_by_rank)
+        only_data_differs = code is not None
+        if only_data_differs:
             # A split that was drawn without a seed is the usual reason for different data.
             advice += f"; {DRAW_BEFORE_PREPARE}"
         raise RanksDifferError(call, "; ".join(ranks), advice, code=code)
@@ -88,21 +89,22 @@ def _code_if_only_data_differs(descriptions_by_rank: Sequence[Sequence[str]]) ->
         LS104 if more of a loader's description differs. None if another object differs, or their
         number.
     """
-    counts = {len(descriptions) for descriptions in descriptions_by_rank}
-    if len(counts) > 1:
+    numbers_of_objects = {len(descriptions) for descriptions in descriptions_by_rank}
+    if len(numbers_of_objects) > 1:
         return None
 
     only_checksums_differ = True
-    for description_by_rank in zip(*descriptions_by_rank, strict=True):  # of one object
-        if len(set(description_by_rank)) == 1:
+    for descriptions_of_object in zip(*descriptions_by_rank, strict=True):  # one for each rank
+        if len(set(descriptions_of_object)) == 1:
             continue
 
-        for description in description_by_rank:
-            if not description.startswith(LOADER_PREFIX):
-                return None
+        all_are_loaders = all(text.startswith(LOADER_PREFIX) for text in descriptions_of_object)
+        if not all_are_loaders:
+            return None
 
-        without_checksum = {text.partition(CHECKSUM_PREFIX)[0] for text in description_by_rank}
-        if len(without_checksum) > 1:
+        # The checksum stands at the end of a description.
+        rests = {text.partition(CHECKSUM_PREFIX)[0] for text in descriptions_of_object}
+        if len(rests) > 1:
             only_checksums_differ = False
 
     return "LS105" if only_checksums_differ else "LS104"

@@ -30,18 +30,18 @@ class BatchNormNotes:
         self._run = run
         self._plan = plan
         self._add_choice = add_choice
-        self._is_synchronised = False
+        self._has_synchronised_batchnorm = False
         """True if a module has BatchNorm layers that take their statistics over ranks."""
-        self._dividing_size: int | str | None = None
+        self._micro_batch_size: int | str | None = None
         """The first `micro_batch_size=` that divides a global batch into micro-batches; None if
         there is none."""
         self._num_micro_batches = 1
         """The number of micro-batches into which that size divides a global batch."""
         self._has_warned = False
 
-    def module_is_synchronised(self) -> None:
+    def note_synchronised_module(self) -> None:
         """Records that a module has BatchNorm layers that take their statistics over ranks."""
-        self._is_synchronised = True
+        self._has_synchronised_batchnorm = True
         self._warn_if_needed()
 
     def loader_divides_batches(
@@ -55,15 +55,14 @@ class BatchNormNotes:
             micro_batch_size: the setting `micro_batch_size=` from which this number follows; None
                 if the user has set the number of micro-batches instead.
         """
-        # The warning names the size of the first such loader.
-        is_first_with_size = micro_batch_size is not None and self._dividing_size is None
-        if is_first_with_size:
-            self._dividing_size = micro_batch_size
+        # The warning names the size of the first loader that has one.
+        if self._micro_batch_size is None and micro_batch_size is not None:
+            self._micro_batch_size = micro_batch_size
             self._num_micro_batches = num_micro_batches
 
         # The startup summary tells the user of which samples the statistics are. With
         # sync_batchnorm=False the user has already been told that they differ.
-        if self._is_synchronised:
+        if self._has_synchronised_batchnorm:
             ranks = "ranks" if self._run.settings.virtual_ranks is None else "virtual ranks"
             reason = (
                 f"of each micro-batch of loader {number}, over all {ranks}; not of the global batch"
@@ -74,21 +73,17 @@ class BatchNormNotes:
 
     def _warn_if_needed(self) -> None:
         """Warns once if a model has BatchNorm and a micro_batch_size divides global batches."""
-        size = self._dividing_size
-        if self._has_warned or size is None or not self._is_synchronised:
+        size = self._micro_batch_size
+        if self._has_warned or size is None or not self._has_synchronised_batchnorm:
             return
-
-        # With virtual ranks, the number of micro-batches does not depend on the number of
-        # processes.
         if self._run.settings.virtual_ranks is not None:
-            return
+            return  # the number of micro-batches does not depend on the number of processes
 
-        # In a pipeline, all processes work on the same samples, so the number of micro-batches does
-        # not depend on the number of processes either. As far as the data is concerned they are a
-        # single rank, by which a pipeline is recognised.
-        num_data_parallel_ranks = self._plan.rank.size
+        # In a pipeline all processes work on the same samples, so the number of micro-batches does
+        # not depend on the number of processes either.
         has_several_processes = not self._run.collectives.single_process
-        is_pipeline = num_data_parallel_ranks == 1 and has_several_processes
+        all_have_same_samples = self._plan.rank.size == 1
+        is_pipeline = has_several_processes and all_have_same_samples
         if is_pipeline:
             return
 

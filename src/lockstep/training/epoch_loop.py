@@ -23,14 +23,14 @@ SIMPLE_STATEMENTS = (ast.Assign, ast.AnnAssign, ast.AugAssign, ast.Return, ast.E
 def epochs_of_loop() -> int | None:
     """Returns how many epochs the script's loop makes in total; None if that is not certain.
 
-    It is called at the end of a loop over a loader. The number is certain if exactly one other loop
-    is running in the script, of the form `for ... in range(n)`, possibly with a progress bar around
-    it, or `for ... in world.epochs(n)`.
+    It is called when a loop over a loader has just ended, so that the script's present line is the
+    head of this loop. The number is certain if exactly one loop is around that line, of the form
+    `for ... in range(n)`, possibly with a progress bar around it, or `for ... in world.epochs(n)`.
     """
     loops = []
     for frame in user_frames():
         loops_of_frame = _loops_around(frame)
-        if loops_of_frame is None:
+        if loops_of_frame is None:  # the source is unknown
             return None
         loops += [(loop, frame) for loop in loops_of_frame]
 
@@ -76,7 +76,7 @@ def may_pass_value_on(line: Location) -> bool:
         return True
 
     # `schedule = build(3 * len(loader))`
-    if _calls_more_than_len(statement):
+    if _contains_other_call_than_len(statement):
         return True
 
     # `steps = 3 * len(loader)`: True if another statement passes on `steps`.
@@ -92,7 +92,7 @@ def _statement_at(line_number: int, statements: Sequence[ast.stmt]) -> ast.stmt 
     return None
 
 
-def _calls_more_than_len(statement: ast.stmt) -> bool:
+def _contains_other_call_than_len(statement: ast.stmt) -> bool:
     """Returns True for `schedule = build(3 * len(loader))`, False for `steps = 3 * len(loader)`."""
     for node in ast.walk(statement):
         if isinstance(node, ast.Call) and getattr(node.func, "id", "") != "len":
@@ -107,12 +107,14 @@ def _reaches_call(assignment: ast.stmt, statements: Sequence[ast.stmt]) -> bool:
         assignment: the statement that assigns the value.
         statements: all simple statements of the script.
     """
-    names = _names(assignment, stored=True)
+    # `steps = 3 * len(loader)` followed by `total = 2 * steps`: the names are `steps` and `total`.
+    # The search is repeated until no further name is found.
+    names_with_value = _names_assigned(assignment)
     is_growing = True
     while is_growing:
-        size_before = len(names)
+        size_before = len(names_with_value)
         for statement in statements:
-            reads_value = not names.isdisjoint(_names(statement, stored=False))
+            reads_value = not names_with_value.isdisjoint(_names_read(statement))
             if not reads_value:
                 continue
 
@@ -123,26 +125,29 @@ def _reaches_call(assignment: ast.stmt, statements: Sequence[ast.stmt]) -> bool:
             if any(isinstance(node, ast.Call) for node in ast.walk(statement)):
                 return True
 
-            # `total = 2 * steps`: look for statements that read `total` as well.
-            names |= _names(statement, stored=True)
+            names_with_value |= _names_assigned(statement)
 
-        is_growing = len(names) > size_before
+        is_growing = len(names_with_value) > size_before
 
     return False
 
 
-def _names(statement: ast.stmt, *, stored: bool) -> set[str]:
-    """Returns the names of the variables and attributes that a statement assigns to, or reads.
+def _names_assigned(statement: ast.stmt) -> set[str]:
+    """Returns the names of the variables and attributes that a statement assigns to."""
+    return _names(statement, are_assigned=True)
 
-    Args:
-        statement: the statement.
-        stored: True for the names that it assigns to, False for those that it reads.
-    """
+
+def _names_read(statement: ast.stmt) -> set[str]:
+    """Returns the names of the variables and attributes that a statement reads."""
+    return _names(statement, are_assigned=False)
+
+
+def _names(statement: ast.stmt, *, are_assigned: bool) -> set[str]:
     names = set()
     for node in ast.walk(statement):
         if not isinstance(node, ast.Name | ast.Attribute):
             continue
-        if isinstance(node.ctx, ast.Store) == stored:
+        if isinstance(node.ctx, ast.Store) == are_assigned:
             names.add(node.attr if isinstance(node, ast.Attribute) else node.id)
     return names
 
@@ -168,7 +173,10 @@ def _name_of_called(call: ast.Call) -> str:
 
 
 def _loops_around(frame: FrameType) -> list[ast.For | ast.AsyncFor | ast.While] | None:
-    """Returns the loops of a function whose body contains its present line; None without source."""
+    """Returns the loops of a function whose body contains its present line.
+
+    It is None if the source of the function is not known.
+    """
     lines = linecache.getlines(frame.f_code.co_filename, frame.f_globals)
     tree = parse_source("".join(lines))
     if tree is None or not lines:
@@ -178,15 +186,14 @@ def _loops_around(frame: FrameType) -> list[ast.For | ast.AsyncFor | ast.While] 
     for node in ast.walk(tree):
         if not isinstance(node, ast.For | ast.AsyncFor | ast.While):
             continue
-        # The tree is that of the whole file. A loop around the definition of the function also has
-        # the present line in its body, but is none of the function's own loops.
-        is_around_function = node.lineno < frame.f_code.co_firstlineno
-        if is_around_function:
-            continue
-
-        last_line = node.body[-1].end_lineno or 0
-        body_contains_line = node.body[0].lineno <= frame.f_lineno <= last_line
-        if body_contains_line:
+        # The tree is that of the whole file. A loop before the function may be around its
+        # definition, and then also contains the present line.
+        begins_in_function = node.lineno >= frame.f_code.co_firstlineno
+        first_line = node.body[0].lineno
+        last_line = node.body[-1].end_lineno
+        assert last_line is not None  # it is known for what was parsed from a source
+        body_contains_line = first_line <= frame.f_lineno <= last_line
+        if begins_in_function and body_contains_line:
             loops.append(node)
 
     return loops
@@ -218,16 +225,15 @@ def _count(iterated: ast.expr, frame: FrameType) -> int | None:
     if name not in NAMES_OF_RANGE or len(numbers) > 2:
         return None
 
-    # `range(stop)` or `range(start, stop)`.
     stop = numbers[-1]
     starts_at_constant = len(numbers) == 2 and isinstance(iterated.args[0], ast.Constant)
     if not starts_at_constant:
-        return stop
+        return stop  # 20 for `range(20)` and `range(start, 20)`
 
     start = numbers[0]
     if start is None or stop is None:
         return None
-    return stop - start
+    return stop - start  # 20 for `range(1, 21)`
 
 
 def _evaluate(node: ast.expr, frame: FrameType) -> int | None:

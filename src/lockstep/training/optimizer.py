@@ -81,8 +81,9 @@ def refuse_optimizer_wrong_on_shards(optimizer: Optimizer) -> None:
     for shards; in torch 2.9 the results differ from those of whole parameters.
     """
     # `torch.__version__` compares itself as a version, so 2.9 is less than 2.11.
-    torch_refuses_it = torch.__version__ >= "2.11"
-    if torch_refuses_it or not isinstance(optimizer, torch.optim.Adafactor):
+    torch_computes_it_wrongly = torch.__version__ < "2.11"
+    is_adafactor = isinstance(optimizer, torch.optim.Adafactor)
+    if not (is_adafactor and torch_computes_it_wrongly):
         return
 
     if any(is_sharded(parameter) for parameter in parameters_of(optimizer)):
@@ -169,12 +170,12 @@ class PreparedOptimizer(_DelegatesToInner, Optimizer):
         self._steps_missed_in_a_row = 0
         """For how many global batches in a row the optimizer has not stepped, although `step()` was
         called."""
-        self._latest_batch_called_in_part: int | None = None
+        self._latest_batch_with_missed_step: int | None = None
         """The number of the latest global batch with a missed step in which `step()` was called in
         some of the micro-batches before the last one, but not in all of them."""
         self._line_of_missed_call: Location | None = None
         """The line of the user's script that called `step()` in the latest such global batch."""
-        self._missed_calls = (0, 0)
+        self._early_calls_of_missed_step = (0, 0)
         """In how many of its micro-batches `step()` was called in the latest global batch with a
         missed step, and how many micro-batches it had."""
 
@@ -186,7 +187,7 @@ class PreparedOptimizer(_DelegatesToInner, Optimizer):
         self._num_incomplete_steps_in_a_row = 0
         """How many times in a row the optimizer has made such a step."""
         self._warned_of_incomplete_steps = False
-        self._key_of_postponed_clearing: StepKey | None = None
+        self._step_with_postponed_clearing: StepKey | None = None
         """The optimizer step in which a call of `zero_grad()` was postponed last."""
         self._learning_rates: list[Any] = []
         """The learning rates at the latest call of `step()`."""
@@ -211,19 +212,17 @@ class PreparedOptimizer(_DelegatesToInner, Optimizer):
             UsageError: `loss.backward()` was called although the loss must be weighted, or learning
                 rates changed within a global batch.
         """
-        # If the user has called `loss.backward()` and not `World.backward`, `self._step` does not
-        # know yet which micro-batch the loss came from. `source_of_loss` finds this out, and sets
-        # `self._step.micro_batch`.
-        called_world_backward = self._step.training_pass.num_backwards > 0
-        if closure is None and not called_world_backward:
-            self._step.source_of_loss()
+        if closure is not None:
+            _check_closure_sees_whole_batch(self._step.micro_batch)
+        else:
+            called_world_backward = self._step.training_pass.num_backwards > 0
+            if not called_world_backward:
+                # After the user's own `loss.backward()`, `self._step` does not know yet which
+                # micro-batch the loss came from. This finds it out, and sets `micro_batch`.
+                self._step.source_of_loss()
+            self._check_backward()
 
         micro_batch = self._step.micro_batch
-        if closure is None:
-            self._check_backward()
-        else:
-            _check_closure_sees_whole_batch(micro_batch)
-
         self._check_learning_rates()
         self._key_of_latest_call = self._step.key
 
@@ -235,8 +234,7 @@ class PreparedOptimizer(_DelegatesToInner, Optimizer):
             self._num_early_calls += 1
             return None
 
-        # A virtual rank that trains its own copy of the model steps with its own state. Once all
-        # virtual ranks of this process have one, the state they began with is no longer needed.
+        # A virtual rank that trains its own copy of the model steps with its own state.
         if micro_batch.virtual_rank is not None and micro_batch.has_own_step:
             self._activate_state_of(micro_batch.virtual_rank.number)
             self._drop_common_state_if_unused(micro_batch.virtual_rank.num_on_process)
@@ -333,7 +331,8 @@ class PreparedOptimizer(_DelegatesToInner, Optimizer):
             self._check_backward()
             self._step.extensions.before_step(self.inner, self.modules)
         except Exception as error:
-            self._error_of_closure = error  # lets `_explain_shard_error` recognise it
+            # It is the user's error, which is not to be explained as one of the optimizer.
+            self._error_of_closure = error
             raise
 
         return self._mean_over_global_batch(loss)
@@ -341,9 +340,10 @@ class PreparedOptimizer(_DelegatesToInner, Optimizer):
     def _mean_over_global_batch(self, loss: Any) -> Any:
         """Returns the mean loss over the global batch, for the mean loss over this rank's samples.
 
-        Each rank's loss is weighted by the number of its samples. For example, two ranks with 3
-        samples and 1 sample multiply their losses by 1.5 and 0.5, the scales of their
-        micro-batches. Then the mean over the ranks is the mean over all 4 samples.
+        The scale of a micro-batch is the number of this rank's samples, divided by that of all
+        samples, times the number of ranks. For example, two ranks with 3 samples and 1 sample have
+        the scales 1.5 and 0.5: the mean over the ranks of the scaled losses is the mean over all 4
+        samples.
         """
         if self._collectives is None or self._collectives.single_process:
             return loss
@@ -352,20 +352,23 @@ class PreparedOptimizer(_DelegatesToInner, Optimizer):
 
         scale = self._step.micro_batch_of_loss.scale
         has_samples = scale != 0.0
-        scaled_loss = loss * scale if has_samples else 0.0  # without samples, it may be NaN
+        if has_samples:
+            scaled_loss = loss * scale
+        else:
+            scaled_loss = 0.0  # even if the loss is NaN
         return self._collectives.mean(scaled_loss)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clears the gradients, unless a global batch is accumulating them.
+        """Clears the gradients; does nothing while a global batch is accumulating them.
 
-        Then they are kept for the optimizer step at the end of the global batch. If the loop leaves
-        this step out, `clear_if_postponed` clears them before the next one.
+        The accumulated gradients are kept for the optimizer step at the end of the global batch. If
+        the loop leaves this step out, `clear_if_postponed` clears them before the next one.
         """
         if self._is_accumulating():
-            self._key_of_postponed_clearing = self._key_of_latest_call
+            self._step_with_postponed_clearing = self._key_of_latest_call
             return
 
-        self._note_incomplete_step()
+        self._note_step_loses_gradients()
         if set_to_none and self._has_plain_zero_grad:
             # The same as in torch, without its profiling, which takes ten times as long.
             for group in self.inner.param_groups:
@@ -374,12 +377,12 @@ class PreparedOptimizer(_DelegatesToInner, Optimizer):
         else:
             self.inner.zero_grad(set_to_none)
 
-    def _note_incomplete_step(self) -> None:
+    def _note_step_loses_gradients(self) -> None:
         """Notes the present optimizer step if it still needs the gradients that are to be cleared.
 
-        These are the gradients of its earlier micro-batches. If the step is made without them,
-        `_take_step` counts it as incomplete. The loop may also leave the step out on purpose, for
-        example because a loss was not finite. Then the note has no effect.
+        These are the gradients of its earlier micro-batches. If the step is made without them, it
+        is incomplete, and `_take_step` counts it. The loop may also leave the step out on purpose,
+        for example because a loss was not finite. Then the note has no effect.
         """
         present_step = self._step.key
         was_made = self._key_of_latest_step == present_step
@@ -416,12 +419,13 @@ class PreparedOptimizer(_DelegatesToInner, Optimizer):
             return
 
         self._num_incomplete_steps_in_a_row += 1
-        is_repeated = self._num_incomplete_steps_in_a_row >= INCOMPLETE_STEPS_UNTIL_WARNING
-        if not is_repeated or self._warned_of_incomplete_steps:
+        if self._num_incomplete_steps_in_a_row < INCOMPLETE_STEPS_UNTIL_WARNING:
             return
-        # The warning about missed steps has the same cause: calls under a condition. Following its
-        # advice removes this problem too.
-        if self._warned_of_missed_step:
+
+        # Missed steps have the same cause, calls under a condition, and their warning has the same
+        # advice.
+        was_warned = self._warned_of_incomplete_steps or self._warned_of_missed_step
+        if was_warned:
             return
 
         self._warned_of_incomplete_steps = True
@@ -438,10 +442,10 @@ class PreparedOptimizer(_DelegatesToInner, Optimizer):
 
         It does so if `zero_grad()` was postponed and the optimizer has not stepped since.
         """
-        postponed_in = self._key_of_postponed_clearing
+        postponed_in = self._step_with_postponed_clearing
         if postponed_in is not None and postponed_in != self._key_of_latest_step:
             self.inner.zero_grad()
-        self._key_of_postponed_clearing = None
+        self._step_with_postponed_clearing = None
 
     def begin_global_batch(self) -> None:
         """Resets what is recorded about the calls of a global batch."""
@@ -457,8 +461,9 @@ class PreparedOptimizer(_DelegatesToInner, Optimizer):
     def count_missed_step(self, num_micro_batches: int) -> None:
         """Counts a global batch after its last micro-batch, and warns if steps are missed.
 
-        A step is missed if the loop has called `step()` in some micro-batch, but not in the last
-        one, after which the optimizer steps. Two kinds are told apart, here with 4 micro-batches:
+        A step is missed if the loop has called `step()` early, before the last micro-batch, but not
+        in the last one, after which the optimizer steps. Two kinds are told apart, here with 4
+        micro-batches:
 
         - The loop has called `step()` in the micro-batches 0, 1 and 2. It may have left out the
           last call on purpose, because the loss was not finite. A warning is given after many such
@@ -475,21 +480,21 @@ class PreparedOptimizer(_DelegatesToInner, Optimizer):
             self._steps_missed_in_a_row = 0
             return
 
-        was_called = self._num_early_calls > 0
-        if not was_called:  # the loop has no step for this global batch
+        num_early_calls = self._num_early_calls
+        if num_early_calls == 0:  # the loop has no step for this global batch
             return
         if self._is_clipped:  # the loop may have left the step out because of the gradient's norm
             return
 
         self._steps_missed_in_a_row += 1
         self._line_of_missed_call = self._line_of_early_call
-        self._missed_calls = (self._num_early_calls, num_micro_batches)
+        self._early_calls_of_missed_step = (num_early_calls, num_micro_batches)
 
-        was_called_in_all_before_last = self._num_early_calls == num_micro_batches - 1
-        if was_called_in_all_before_last:
+        only_last_call_is_missing = num_early_calls == num_micro_batches - 1
+        if only_last_call_is_missing:
             self._warn_if_missed_many_in_a_row()
         else:
-            self._count_batch_called_in_part()
+            self._warn_if_missed_a_second_time()
 
     def _has_made_requested_step(self) -> bool:
         """Returns True if the optimizer has made the step that the loop has last called for.
@@ -505,22 +510,21 @@ class PreparedOptimizer(_DelegatesToInner, Optimizer):
         if self._steps_missed_in_a_row >= MAX_STEPS_MISSED_IN_A_ROW:
             self._warn_of_missed_step()
 
-    def _count_batch_called_in_part(self) -> None:
-        """Counts a missed step in a loop that counts batches itself; warns of the second one.
+    def _warn_if_missed_a_second_time(self) -> None:
+        """Warns if a loop that counts batches itself has missed two steps within a few batches.
 
-        It is called after a global batch in which `step()` was called in some of the micro-batches
-        before the last one, but not in all of them, nor in the last one. Example: 4 micro-batches
-        make up a global batch, and the loop calls `step()` if `i % 3 == 0`:
+        It is called after each missed step of such a loop. Example: 4 micro-batches make up a
+        global batch, and the loop calls `step()` if `i % 3 == 0`:
 
             i = 0, 1, 2, 3: called at 0 and 3, the last one, so the optimizer steps
-            i = 4, 5, 6, 7: called only at 6: this function is called
-            i = 8, 9, 10, 11: called only at 9: this function is called again, and warns
+            i = 4, 5, 6, 7: called only at 6: the first missed step
+            i = 8, 9, 10, 11: called only at 9: the second missed step, one batch later
         """
-        previous_batch = self._latest_batch_called_in_part
+        previous_batch = self._latest_batch_with_missed_step
         present_batch = self._num_batches_seen
-        self._latest_batch_called_in_part = present_batch
+        self._latest_batch_with_missed_step = present_batch
 
-        if previous_batch is None:  # it is the first one
+        if previous_batch is None:  # this is the first missed step
             return
         if present_batch - previous_batch <= MAX_BATCHES_BETWEEN_MISSED_STEPS:
             self._warn_of_missed_step()
@@ -539,7 +543,7 @@ class PreparedOptimizer(_DelegatesToInner, Optimizer):
             return
 
         self._warned_of_missed_step = True
-        early_calls, num_micro_batches = self._missed_calls
+        early_calls, num_micro_batches = self._early_calls_of_missed_step
         warn(
             "optimizer.step() in some micro-batches of a global batch",
             f"it was called in {early_calls} of {num_micro_batches} micro-batches, but not "
@@ -567,26 +571,30 @@ class PreparedOptimizer(_DelegatesToInner, Optimizer):
         this rank have entries. With virtual ranks it is the state of the first virtual rank on this
         process.
         """
-        # Before the first step, the inner optimizer holds the common state, with which all virtual
-        # ranks begin. Afterwards it holds the state of one virtual rank, the active one: make the
-        # first one active.
-        if self._active_virtual_rank is not _COMMON_STATE:
-            others = [number for number in self._states if number is not _COMMON_STATE]
-            first_virtual_rank = min([self._active_virtual_rank, *others])
-            self._activate_state_of(first_virtual_rank)
-
+        self._activate_first_virtual_rank()
         state: dict[str, Any] = self.inner.state_dict()
         if self.numbers_on_one_device is None:  # this rank has all parameters
             return state
 
         # Other ranks have some of the parameters. The inner optimizer numbers only the parameters
         # on this rank, from 0; in the result they get the numbers that they have on one device.
-        number_on_one_device = list(chain(*self.numbers_on_one_device))
+        global_numbers = list(chain(*self.numbers_on_one_device))
         entries = {}
         for number_here, entry in state["state"].items():
-            entries[number_on_one_device[number_here]] = entry
+            entries[global_numbers[number_here]] = entry
 
         return _replace_entries(state, entries, self.num_parameters_of_groups)
+
+    def _activate_first_virtual_rank(self) -> None:
+        """Gives the inner optimizer the state of the first virtual rank on this process.
+
+        Before the first step, and without virtual ranks, it holds the only state that there is.
+        """
+        if self._active_virtual_rank is _COMMON_STATE:
+            return
+        others = [number for number in self._states if number is not _COMMON_STATE]
+        first_virtual_rank = min([self._active_virtual_rank, *others])
+        self._activate_state_of(first_virtual_rank)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads a state that `state_dict` returned, on this rank or on one device.
@@ -616,6 +624,9 @@ class PreparedOptimizer(_DelegatesToInner, Optimizer):
     def _select_parameters_here(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Returns a state for the parameters on this rank only, numbered from 0.
 
+        If this rank has parameter 1 of the first parameter group and parameters 3 and 4 of the
+        second, `numbers_on_one_device` is `[[1], [3, 4]]`, and they get the numbers 0, 1 and 2.
+
         Args:
             state_dict: the state for all parameters, numbered as on one device. If this rank has
                 all parameters, it is returned unchanged.
@@ -623,14 +634,12 @@ class PreparedOptimizer(_DelegatesToInner, Optimizer):
         if self.numbers_on_one_device is None:  # this rank has all parameters
             return state_dict
 
-        # `numbers_on_one_device` has a list for each parameter group. If this rank has parameter 1
-        # of the first group and parameters 3 and 4 of the second, it is `[[1], [3, 4]]`, and the
-        # parameters get the numbers 0, 1 and 2 here.
         saved_entries = state_dict["state"]
+        global_numbers = list(chain(*self.numbers_on_one_device))
         entries = {}
-        for number_here, number_on_one_device in enumerate(chain(*self.numbers_on_one_device)):
-            if number_on_one_device in saved_entries:
-                entries[number_here] = saved_entries[number_on_one_device]
+        for number_here, global_number in enumerate(global_numbers):
+            if global_number in saved_entries:
+                entries[number_here] = saved_entries[global_number]
 
         num_parameters_here = [len(numbers) for numbers in self.numbers_on_one_device]
         return _replace_entries(state_dict, entries, num_parameters_here)
@@ -650,27 +659,28 @@ class PreparedOptimizer(_DelegatesToInner, Optimizer):
             self._states.pop(_COMMON_STATE, None)
             load_saved_state(self.inner, {**self.inner.state_dict(), "state": state}, {})
 
-    def _activate_state_of(self, number: int) -> None:
+    def _activate_state_of(self, virtual_rank: int) -> None:
         """Gives the inner optimizer the state of a virtual rank.
 
         The first time, this is a copy of the state with which all virtual ranks begin.
         """
-        if number == self._active_virtual_rank:
+        if virtual_rank == self._active_virtual_rank:
             return
 
-        # Put the present state of the inner optimizer away, with the virtual rank that it belongs
-        # to as the key. At first it belongs to none, and this is the key `_COMMON_STATE`.
+        # Put the present state of the inner optimizer away: that of another virtual rank or, the
+        # first time, the one with which all begin, under the key `_COMMON_STATE`.
         self._states[self._active_virtual_rank] = self.inner.state
 
-        if number not in self._states:
+        is_first_time = virtual_rank not in self._states
+        if is_first_time:
             common_state = self._states.get(_COMMON_STATE, {})
             state: dict[Any, Any] = defaultdict(dict)
             for parameter, entry in common_state.items():
                 state[parameter] = copy.deepcopy(entry)
-            self._states[number] = state
+            self._states[virtual_rank] = state
 
-        self.inner.state = self._states.pop(number)
-        self._active_virtual_rank = number
+        self.inner.state = self._states.pop(virtual_rank)
+        self._active_virtual_rank = virtual_rank
 
     def _drop_common_state_if_unused(self, num_virtual_ranks: int) -> None:
         """Drops the common state once all virtual ranks of this process have their own state.
@@ -894,8 +904,8 @@ class PreparedScheduler(_DelegatesToInner, LRScheduler):
         Raises:
             RanksDifferError: ReduceLROnPlateau was given a metric that differs between ranks.
         """
-        # After the loop no micro-batch is in progress, and `last` is True.
-        if not self._step.micro_batch.last:
+        is_within_global_batch = not self._step.micro_batch.last  # never so after the loop
+        if is_within_global_batch:
             return
 
         # A call in the loop is for the present global batch. A call after the loop is for the whole
@@ -942,9 +952,10 @@ def _check_closure_sees_whole_batch(micro_batch: MicroBatch) -> None:
             "leave virtual_ranks out, or use an optimizer without closures",
         )
 
-    # `micro_batch_size` divides global batches. So do shares "auto", but only the first one, whose
-    # first samples they are measured on.
-    if not (micro_batch.first and micro_batch.last):
+    # `micro_batch_size` divides global batches. With shares "auto" the first global batch is
+    # divided, too: its first samples serve to measure the speeds.
+    is_whole_global_batch = micro_batch.first and micro_batch.last
+    if not is_whole_global_batch:
         raise UsageError(
             "optimizer.step(closure) with micro-batches",
             "the closure would be evaluated on a part of the global batch",
@@ -954,7 +965,9 @@ def _check_closure_sees_whole_batch(micro_batch: MicroBatch) -> None:
 
 
 def choose_foreach(optimizer: Optimizer, device: torch.device) -> str | None:
-    """Switches an optimizer to torch's faster implementation with the same bits, if there is one.
+    """Switches an optimizer to `foreach` if this is faster and gives the same bits.
+
+    `foreach` is torch's implementation that works on lists of tensors.
 
     Returns:
         The reason to print; None if nothing was changed.
@@ -962,18 +975,15 @@ def choose_foreach(optimizer: Optimizer, device: torch.device) -> str | None:
     if device.type != "cpu" or type(optimizer) not in OPTIMIZERS_WITH_SAME_BITS:
         return None
 
-    # If any of these flags is set, the optimizer stays as it is: "foreach" and "fused" are
-    # implementations that the user has chosen, and with the others it is not tested that both
-    # implementations give the same bits.
-    flags = ("foreach", "fused", "differentiable", "capturable", "maximize")
+    # With `fused` the user has chosen another implementation. With the others it is not tested
+    # that `foreach` gives the same bits.
+    flags_against_foreach = ("fused", "differentiable", "capturable", "maximize")
     for group in optimizer.param_groups:
-        if any(group.get(flag) for flag in flags):
-            return None
-        if group.get("foreach") is False:  # set by the user, as the default is None
+        user_has_chosen = group.get("foreach") is not None
+        if user_has_chosen or any(group.get(flag) for flag in flags_against_foreach):
             return None
 
-        # `foreach` makes torch work on lists of tensors, which it cannot do with a learning rate or
-        # beta that is a tensor itself.
+        # `foreach` does not accept a learning rate or beta that is a tensor itself.
         settings = [group.get("lr"), *group.get("betas", ())]
         if any(isinstance(setting, torch.Tensor) for setting in settings):
             return None

@@ -235,13 +235,17 @@ class Preparer:
     def backward(self, loss: Tensor, **options: Any) -> None:
         """Runs the backward pass of a loss, weighted by its micro-batch's part of the global batch.
 
+        The extensions are told in this order: `before_backward` with the user's loss, which a check
+        may refuse; `backward_begins` with the weighted loss, for which strategies prepare;
+        `backward_ended`, when strategies release memory; `after_backward`, for observers.
+
         Raises:
             UsageError: the loss cannot be trained on, or no optimizer was prepared under fp16.
         """
         step = self.run.step
         extensions = self.run.extensions
         micro_batch = step.source_of_loss()
-        extensions.before_backward(loss, micro_batch)  # may refuse the loss
+        extensions.before_backward(loss, micro_batch)
         self._check_accumulation()
 
         has_only_modules = bool(self.wrapped) and not self.optimizers
@@ -254,8 +258,6 @@ class Preparer:
         phase_before = step.enter_phase("backward")
         weighted_loss = step.weigh_loss(loss)
         try:
-            # These two events enclose the backward pass itself: strategies prepare for it, and
-            # release the memory that it needed.
             extensions.backward_begins(weighted_loss, micro_batch)
 
             # A rank without samples computes a placeholder. Activation checkpointing, which runs
@@ -273,9 +275,8 @@ class Preparer:
         finally:
             step.enter_phase(phase_before)
 
-        # The backward pass has succeeded. It is counted after its observers have been told: for
-        # them, `num_backwards` is the number of earlier backward passes.
         extensions.after_backward(loss, micro_batch)
+        # Counted last: for the extensions, `num_backwards` is the number of earlier passes.
         step.training_pass.num_backwards += 1
 
     def clip(self, module: nn.Module, max_norm: float, norm_type: float) -> Tensor:
@@ -296,7 +297,8 @@ class Preparer:
         for optimizer in self.optimizers:
             updates_module = not parameters_of_module.isdisjoint(parameters_of(optimizer))
             if updates_module:
-                # Under fp16 the gradients are multiplied by the scale of the loss.
+                # Under fp16 the gradients are multiplied by the scale of the loss. The norm is to
+                # be that of the gradients themselves, so they are divided by it now.
                 self.precision.unscale([optimizer.inner])
                 optimizer.note_clipping()
 
@@ -319,21 +321,7 @@ class Preparer:
         Raises:
             UsageError: the loss is not known, or only a part of it.
         """
-        step = self.run.step
-        local_loss: Tensor | float | None = None  # this rank's loss of the global batch
-        if not step.in_training_loop and step.pass_of_loss is not None:
-            # The loop has ended, so its pass is no longer the current one (`step.training_pass`).
-            # Take the pass to which the latest loss belonged, and the loss of its last complete
-            # global batch.
-            training_pass = step.pass_of_loss
-            local_loss = _last_loss(training_pass)
-        else:
-            # In the loop: the sum so far of the current global batch. It is known only if
-            # `World.backward` was called for this micro-batch.
-            training_pass = step.training_pass
-            if training_pass.num_backwards:
-                local_loss = training_pass.loss
-
+        training_pass, local_loss = self._pass_and_local_loss()
         if local_loss is None:
             raise UsageError(
                 "world.loss()",
@@ -341,30 +329,44 @@ class Preparer:
                 "call it after world.backward(loss)",
             )
 
-        # With virtual ranks the pass also has the loss of each of them, from which the loss of the
-        # global batch is computed with the same bits on any number of processes.
         num_virtual_ranks = self.run.settings.virtual_ranks
         if num_virtual_ranks is not None:
             return self._loss_over_virtual_ranks(training_pass, num_virtual_ranks)
 
+        # The losses are weighted so that their mean over the ranks is that of the global batch.
         mean: float = self.run.collectives.mean(float(local_loss))
         return mean
+
+    def _pass_and_local_loss(self) -> tuple[TrainingPass, Tensor | float | None]:
+        """Returns a pass, and this rank's loss of its latest global batch; None if not known.
+
+        In a loop it is the pass of this loop, and the loss so far of the present global batch.
+        After the loop it is the pass to which the latest loss belonged.
+        """
+        step = self.run.step
+        loop_has_ended = not step.in_training_loop
+        if loop_has_ended and step.pass_of_loss is not None:
+            return step.pass_of_loss, _last_loss(step.pass_of_loss)
+
+        present_pass = step.training_pass
+        called_world_backward = present_pass.num_backwards > 0
+        return present_pass, present_pass.loss if called_world_backward else None
 
     def _loss_over_virtual_ranks(
         self, training_pass: TrainingPass, num_virtual_ranks: int
     ) -> float:
         """Returns the loss of the global batch, with the same bits on any number of processes."""
         # The losses of the virtual ranks on this process; 0 for all others.
-        losses = torch.zeros(num_virtual_ranks, dtype=torch.float64)
+        losses_here = torch.zeros(num_virtual_ranks, dtype=torch.float64)
         for number, loss in training_pass.loss_of_virtual_rank.items():
-            losses[number] = float(loss)
+            losses_here[number] = float(loss)
 
-        # Each virtual rank is computed by one process. So this sum adds one loss and zeros for each
-        # of them, which is exact: `losses_of_all` has the loss of every virtual rank.
-        losses_of_all = self.run.collectives.sum(losses)
+        # Each virtual rank is computed by one process, so for each virtual rank this adds one loss
+        # and zeros, which is exact.
+        losses = self.run.collectives.sum(losses_here)
 
-        # They are added in the order of the virtual ranks, so the bits are always the same.
-        total: float = sum(losses_of_all.tolist())
+        # The losses are added in the order of the virtual ranks, so the bits are always the same.
+        total: float = sum(losses.tolist())
         return total / num_virtual_ranks
 
     def _check_accumulation(self) -> None:
@@ -513,10 +515,10 @@ class Preparer:
         autocast = not self.strategy.computes_in_half(module, self.run)
         self.precision.attach(module, autocast=autocast)
         if self.precision.name == "fp64":
-            self._choose("precision", "fp64", "the model is in float64, and so are its inputs")
+            self._note_choice("precision", "fp64", "the model is in float64, and so are its inputs")
         elif self.precision.dtype is not None and autocast:
             name = type(without_compile(module)).__name__
-            self._choose("autocast", name, "outputs come back in fp32")
+            self._note_choice("autocast", name, "outputs come back in fp32")
 
         let_compile_again(module)
         parameters_before = list(module.parameters())
@@ -566,6 +568,10 @@ class Preparer:
     def _allocate_deferred(self, module: nn.Module) -> DeferredModel | None:
         """Allocates the tensors of a module that are on the meta device, or leaves it to `wrap`.
 
+        A tensor on the meta device has a shape, but neither memory nor values. It gets memory here,
+        or in `strategy.wrap`, and its values here if `wrap` needs them; otherwise the caller of
+        `wrap` reads and computes them.
+
         Returns:
             The object that knows their values; None if nothing is on the meta device.
         """
@@ -580,13 +586,10 @@ class Preparer:
         if not self.strategy.spreads_model(self.run):
             deferred.give_memory(self.run.device)
 
-        # The parameters have memory, but no values yet. Some values are read from weight files, and
-        # the others are computed. Usually the caller does both after `strategy.wrap`. But DiLoCo,
-        # for example, copies the values in `wrap`, so it needs them before.
-        if self.strategy.needs_values:
+        if self.strategy.needs_values:  # as DiLoCo does, which copies them in `wrap`
             lines_to_print = deferred.read_files_and_defer(PreparedModule(module=module))
             self.choices += lines_to_print
-            deferred.fill()  # computes the rest now
+            deferred.fill()  # computes the values that are not in weight files
 
         return deferred
 
@@ -603,6 +606,7 @@ class Preparer:
             self._module_of_parameter[parameter] = wrapped.module
         for old, new in wrapped.replaced_parameters:
             self._replacement[old] = new
+            # Also here, as a strategy may replace a parameter that had replaced another one.
             self._module_of_parameter[old] = wrapped.module
             if new is not None:  # otherwise the parameter is on other ranks, e.g. in another stage
                 self._module_of_parameter[new] = wrapped.module
@@ -616,13 +620,14 @@ class Preparer:
         return shared
 
     def _is_prepared(self, parameter: nn.Parameter) -> bool:
-        """Returns True if a parameter belongs to a prepared module, and was not removed from it."""
+        """Returns True if a prepared module has a parameter, or has its replacement.
+
+        The strategy may have replaced the parameter, e.g. by its shard.
+        """
         module = self._module_of_parameter.get(parameter)
         if module is None:
             return False
 
-        # The strategy may have replaced the parameter, e.g. by its shard. Then the module has the
-        # new parameter instead of this one. `_replacement` has the new parameter for each old one.
         was_replaced = parameter in self._replacement
         if was_replaced:
             return True
@@ -644,7 +649,7 @@ class Preparer:
         # First case: no virtual ranks.
         if self.run.settings.virtual_ranks is None:
             if self.run.settings.synchronises_batchnorm:
-                self._batchnorm_notes.module_is_synchronised()
+                self._batchnorm_notes.note_synchronised_module()
             if self.run.collectives.data_parallel.size > 1:
                 self._synchronize_batchnorm(module)
             return
@@ -652,11 +657,11 @@ class Preparer:
         # Second case: virtual ranks that each have their own batch statistics.
         if not virtual_rank_batchnorm.is_synchronised(module, self.run):
             reason = "of each virtual rank, as DDP has them; running ones: their mean"
-            self._choose("batchnorm", "statistics", reason)
+            self._note_choice("batchnorm", "statistics", reason)
             return
 
         # Third case: virtual ranks that share statistics.
-        self._batchnorm_notes.module_is_synchronised()
+        self._batchnorm_notes.note_synchronised_module()
         samples_text = "the global batch, as on one device"
         if self._may_use_micro_batches():
             samples_text = "each micro-batch over all virtual ranks, not of the global batch"
@@ -671,7 +676,7 @@ class Preparer:
         """Makes BatchNorm layers take their statistics over all ranks, if that is switched on."""
         if not self.run.settings.synchronises_batchnorm:
             reason = "sync_batchnorm=False; differs from one device (LS306)"
-            self._choose("batchnorm", "per rank", reason)
+            self._note_choice("batchnorm", "per rank", reason)
             return
 
         group = self.run.groups.get(self._plan.statistics_group)
@@ -679,32 +684,30 @@ class Preparer:
 
         # Virtual ranks of a strategy are replicas that train copies of the model (DiLoCo).
         if self._plan.virtual_ranks is not None:
-            statistics_of = "the replica's part of the global batch"
+            samples_text = "the replica's part of the global batch"
         elif self._may_use_micro_batches():
-            statistics_of = "each micro-batch over all ranks, not of the global batch"
+            samples_text = "each micro-batch over all ranks, not of the global batch"
         else:
-            statistics_of = "the global batch, as on one device"
+            samples_text = "the global batch, as on one device"
 
-        self.choices += converted.choices(computed_by="rank", samples=statistics_of)
+        # Lines to print, such as "statistics of the global batch, as on one device".
+        self.choices += converted.choices(computed_by="rank", samples=samples_text)
 
     def _may_use_micro_batches(self) -> bool:
         """Returns True if some loader computes, or may later compute, several micro-batches.
 
-        This is not known of every loader yet.
+        The number of micro-batches of a loader is unknown if the user prepares the loader later, or
+        if the micro-batch size is yet to be measured. Then the answer is True if it may be several.
         """
         settings = self.run.settings
         loaders = [*self.loaders, *self._loaders_of_this_call]
-
-        # Without loaders, which the user may prepare later, only the settings can tell. Whether a
-        # `micro_batch_size=` divides a global batch depends on the batch size of the loader.
         if not loaders:
+            # A `micro_batch_size=` divides the global batches of a loader if they are larger.
             return settings.micro_batch_size is not None or self._plan.num_micro_batches > 1
 
-        # A loader knows its number of micro-batches, unless its micro-batch size has yet to be
-        # measured ("auto").
         if any(loader.micro_batches > 1 for loader in loaders):
             return True
-        return is_auto(settings.micro_batch_size)
+        return is_auto(settings.micro_batch_size)  # it is yet to be measured
 
     # Optimizers and schedulers
 
@@ -717,18 +720,16 @@ class Preparer:
         """
         modules = self._modules_of(optimizer)
 
-        # Count the parameters of each group, before those that are on other ranks are removed.
+        # Looked up before `_replace_parameters` removes the parameters that are on other ranks.
         num_parameters_of_groups = [len(group["params"]) for group in optimizer.param_groups]
         origins_of_groups = self._origins_of_parameters(optimizer)
 
-        # The optimizer gets the parameters that the strategy has made of its present ones.
         parameter_numbers_here = self._replace_parameters(optimizer)
         refuse_optimizer_wrong_on_shards(optimizer)
 
-        # This may switch the optimizer to a faster implementation. Then the reason is printed.
-        reason = choose_foreach(optimizer, self.run.device)
+        reason = choose_foreach(optimizer, self.run.device)  # None if it stays as it is
         if reason:
-            self._choose("optimizer", f"{type(optimizer).__name__}, foreach", reason)
+            self._note_choice("optimizer", f"{type(optimizer).__name__}, foreach", reason)
 
         prepared = PreparedOptimizer(
             optimizer, self.run.step, self.precision, modules, self.run.collectives
@@ -736,8 +737,7 @@ class Preparer:
 
         # A saved state numbers the parameters as on one device, e.g. 0 to 9. To save and load it,
         # the optimizer must know which of these numbers the parameters on this rank have, e.g. 5
-        # to 9 in the second stage of a pipeline. (`_replacement` has the new parameter for each one
-        # that the strategy has replaced, or None if it is on another rank.)
+        # to 9 in the second stage of a pipeline.
         some_are_on_other_ranks = any(new is None for new in self._replacement.values())
         if some_are_on_other_ranks:
             prepared.numbers_on_one_device = parameter_numbers_here
@@ -776,16 +776,18 @@ class Preparer:
         return modules
 
     def _origins_of_parameters(self, optimizer: Optimizer) -> list[list[tuple[nn.Module, str]]]:
-        """Returns for each group the prepared modules of its parameters, with their names there.
+        """Returns, for each group, the prepared module of each parameter and its name in it.
 
-        It is called before the parameters that are on other ranks are removed.
+        The name is "" if it is not known. This is called before the parameters that are on other
+        ranks are removed.
         """
         origins_of_groups = []
         for group in optimizer.param_groups:
             origins = []
             for parameter in group["params"]:
                 module = self._module_of_parameter[parameter]
-                origins.append((module, self._name_of_parameter.get(parameter, "")))
+                name_in_module = self._name_of_parameter.get(parameter, "")
+                origins.append((module, name_in_module))
             origins_of_groups.append(origins)
         return origins_of_groups
 
@@ -796,32 +798,36 @@ class Preparer:
             For each group, which of its parameters are on this rank. They are numbered over all
             groups, as on one device.
         """
-        numbers_of_groups: list[list[int]] = []
-        numbers = itertools.count()
+        numbers_here_of_groups: list[list[int]] = []
+        global_numbers = itertools.count()
         for group in optimizer.param_groups:
             parameters_here: list[nn.Parameter] = []
             numbers_here: list[int] = []
             for old in group["params"]:
-                number = next(numbers)
-                new = self._replacement.get(old, old)  # None if the parameter is on other ranks
-                if new is not old and optimizer.state.get(old):
-                    # The state goes to the new parameter, or is removed if there is none here.
-                    self._replace_state(optimizer, old, new)
-                if new is not None:
+                global_number = next(global_numbers)
+                new = self._replacement.get(old, old)
+                is_on_other_ranks = new is None
+                is_replaced = new is not old
+                has_state = bool(optimizer.state.get(old))
+                if is_replaced and has_state:
+                    self._move_state(optimizer, old, new)
+                if not is_on_other_ranks:
                     parameters_here.append(new)
-                    numbers_here.append(number)
+                    numbers_here.append(global_number)
 
-            numbers_of_groups.append(numbers_here)
+            numbers_here_of_groups.append(numbers_here)
 
             # The list is changed in place, because LBFGS keeps a reference to it.
             group["params"][:] = parameters_here
 
-        return numbers_of_groups
+        return numbers_here_of_groups
 
-    def _replace_state(
+    def _move_state(
         self, optimizer: Optimizer, old: nn.Parameter, new: nn.Parameter | None
     ) -> None:
         """Moves the optimizer state of a parameter to the parameter that replaces it.
+
+        If that is on other ranks (None), the state is not needed here and is removed.
 
         Raises:
             UsageError: the optimizer has stepped already.
@@ -836,7 +842,6 @@ class Preparer:
                 "world.checkpoint takes up a training",
             )
 
-        # If the parameter is on other ranks (`new` is None), its state is not needed here.
         del optimizer.state[old]
         if new is not None:
             optimizer.state[new] = map_leaves(partial(reshard, like=new), state)
@@ -882,20 +887,14 @@ class Preparer:
         """
         everything_fits = True
         for number, compressed in enumerate(self._compressed_means()):
-            prefix = f"{number}."  # `unsent_gradients` begins the names of this module with it
-            state_by_rank: dict[int, dict[str, Tensor]] = {}
-            for rank, unsent in unsent_by_rank.items():
-                state_by_rank[rank] = {}
-                for name, tensor in unsent.items():
-                    if name.startswith(prefix):
-                        state_by_rank[rank][name.removeprefix(prefix)] = tensor
+            state_by_rank = _unsent_of_module(unsent_by_rank, number)
 
             # A rank continues with its own state. If the number of ranks has changed, some kinds of
             # compression can divide the states of all ranks anew; for the others,
             # `load_state_dict` loads nothing and returns False.
             own_state = state_by_rank.get(self.run.topology.rank, {})
-            states_of_ranks = list(state_by_rank.values())
-            was_loaded = compressed.load_state_dict(own_state, states_of_ranks)
+            states_of_all_ranks = list(state_by_rank.values())
+            was_loaded = compressed.load_state_dict(own_state, states_of_all_ranks)
             if not was_loaded:
                 everything_fits = False
 
@@ -945,7 +944,7 @@ class Preparer:
         if isinstance(thing, nn.Module):
             check_model(thing, self.run.topology.size)
 
-    def _choose(self, name: str, value: str, reason: str) -> None:
+    def _note_choice(self, name: str, value: str, reason: str) -> None:
         self.choices.append(Choice(name, value, reason))
 
 
@@ -996,10 +995,24 @@ def _last_loss(training_pass: TrainingPass) -> Tensor | float | None:
     return training_pass.loss if training_pass.micro_batch.last else None
 
 
+def _unsent_of_module(
+    unsent_by_rank: dict[int, dict[str, Tensor]], module_number: int
+) -> dict[int, dict[str, Tensor]]:
+    """Returns what each rank had not sent of one module, whose names begin with its number."""
+    prefix = f"{module_number}."
+    unsent_of_module: dict[int, dict[str, Tensor]] = {}
+    for rank, unsent in unsent_by_rank.items():
+        unsent_of_module[rank] = {}
+        for name, tensor in unsent.items():
+            if name.startswith(prefix):
+                unsent_of_module[rank][name.removeprefix(prefix)] = tensor
+    return unsent_of_module
+
+
 def _check_loader_of_virtual_ranks(shares: Any, micro_batch_size: Any) -> None:
     """Raises SettingError for settings that a loader cannot have with virtual ranks."""
-    # Shares decide which virtual ranks a process computes. This must be the same for all loaders of
-    # a run, so shares are a setting of the run.
+    # Shares decide which virtual ranks a process computes, and a process computes the same virtual
+    # ranks for all loaders.
     if shares is not None:
         raise SettingError(
             f"shares={shares!r} of a loader with virtual_ranks",
@@ -1007,8 +1020,8 @@ def _check_loader_of_virtual_ranks(shares: Any, micro_batch_size: Any) -> None:
             "set them for the run: lockstep.init(shares=...)",
         )
 
-    # The size decides the order of sums, and so the bits of results. It would be measured, and
-    # might be another one in the next run.
+    # The size decides the order of sums, and so the bits of results. A measured size may be another
+    # one in the next run.
     if is_auto(micro_batch_size):
         raise SettingError(
             "micro_batch_size='auto' with virtual_ranks",

@@ -103,19 +103,15 @@ class ScheduleLengths(Extension):
             # In any case, the ends of the first two passes over the loader are compared. They show
             # how often the schedulers step, and the length of the training if it is not known.
             steps_of_scheduler = {scheduler: scheduler.num_steps for scheduler in self._schedulers}
-            end = _EndOfPass(user_stack(), steps_of_scheduler)
-            if loader not in self._first_ends:
-                self._first_ends[loader] = end
-                continue
+            present_end = _EndOfPass(user_stack(), steps_of_scheduler)
+            first_end = self._first_ends.setdefault(loader, present_end)
 
-            # This method is also called when a pass over another loader ends. In that case this
-            # loader has still made one pass, and its second one has yet to end.
-            if loader.num_training_passes == 1:
-                continue
-
-            first_end = self._first_ends.pop(loader)
-            self._compared.add(loader)
-            self._compare(loader, first_end, end)
+            # False if this is its first pass, or a pass over another loader.
+            second_pass_has_ended = first_end is not present_end and loader.num_training_passes > 1
+            if second_pass_has_ended:
+                del self._first_ends[loader]
+                self._compared.add(loader)
+                self._compare(loader, first_end, present_end)
 
     def _compare(self, loader: Loader, first: _EndOfPass, second: _EndOfPass) -> None:
         """Checks the schedulers that stepped once for each global batch of an epoch.
@@ -125,12 +121,13 @@ class ScheduleLengths(Extension):
             first: the end of an earlier pass over it.
             second: the end of the next pass.
         """
-        # If the two passes did not end in the same loop of the script, the number of iterations of
-        # a loop does not tell how many passes there will be.
-        if first.stack != second.stack:
+        # Only if both passes end at the same line of the script, the loop around this line makes
+        # one pass in each of its iterations.
+        end_at_same_line = first.stack == second.stack
+        if not end_at_same_line:
             return
 
-        num_epochs = epochs_of_loop()
+        num_epochs = epochs_of_loop()  # of the loop in which the script is now
         if num_epochs is None:
             return
 
@@ -155,30 +152,31 @@ class ScheduleLengths(Extension):
         if line_of_length is None or loader.steps is None or scheduler in self._warned_of:
             return
 
-        length_of_epoch = loader.num_micro_batches_of_epoch()
-        if length_of_epoch == loader.steps:
+        micro_batches_of_epoch = loader.num_micro_batches_of_epoch()
+        global_batches_of_epoch = loader.steps
+        if micro_batches_of_epoch == global_batches_of_epoch:
             return
 
         # The schedule may be meant for another loader. It is right if the other loader has as many
         # global batches as this loader has micro-batches.
-        length = num_epochs * length_of_epoch
+        micro_batches = num_epochs * micro_batches_of_epoch
         for other in self._loaders:
-            if other.steps is not None and num_epochs * other.steps == length:
+            if other.steps is not None and num_epochs * other.steps == micro_batches:
                 return
 
         state = scheduler.state_dict()
         for name in LENGTH_ATTRIBUTES:
-            if state.get(name) != length:
+            if state.get(name) != micro_batches:
                 continue
 
             self._warned_of.add(scheduler)
-            steps = num_epochs * loader.steps
+            global_batches = num_epochs * global_batches_of_epoch
             warn(
-                f"{type(scheduler.inner).__name__} with {name}={length} in a training of "
+                f"{type(scheduler.inner).__name__} with {name}={micro_batches} in a training of "
                 f"{num_epochs} epochs",
-                f"len(loader) is {length_of_epoch}, the micro-batches of an epoch, but the "
+                f"len(loader) is {micro_batches_of_epoch}, the micro-batches of an epoch, but the "
                 "scheduler steps once for each global batch: it makes at most "
-                f"{steps} of its {length} steps",
+                f"{global_batches} of its {micro_batches} steps",
                 "compute its length before world.prepare, where len(loader) counts global "
                 "batches, or from loader.steps",
                 at=line_of_length,

@@ -47,27 +47,31 @@ def check_unpacking(objects: Sequence[Any], frame: FrameType | None) -> None:
     if len(targets) != len(objects):
         return
 
-    held_objects = [_value_of(target, frame) for target in targets]
-
-    names_by_id = {}
-    for target, held in zip(targets, held_objects, strict=True):
-        names_by_id[id(held)] = ast.unparse(target)
-
     # In `test, train = world.prepare(train, test)` the first variable, `test`, would get the result
-    # for `train`. It still holds `test`, which is another one of the given objects.
-    given_ids = {id(given_object) for given_object in objects}
-    for given_object, held in zip(objects, held_objects, strict=True):
-        is_mixed_up = held is not given_object and id(held) in given_ids
-        if is_mixed_up:
-            # An object that is held by no variable of the statement is shown by its class.
-            given = [names_by_id.get(id(other), type(other).__name__) for other in objects]
-            unpacked = ", ".join(ast.unparse(target) for target in targets)
+    # for the first argument, `train`. At present it holds another argument.
+    held_objects = [_value_of(target, frame) for target in targets]
+    ids_of_arguments = {id(argument) for argument in objects}
+    for argument, held_object in zip(objects, held_objects, strict=True):
+        holds_other_argument = held_object is not argument and id(held_object) in ids_of_arguments
+        if holds_other_argument:
+            variables = [ast.unparse(target) for target in targets]
+            arguments = _names_of_arguments(objects, variables, held_objects)
             raise UsageError(
-                f"{unpacked} = world.prepare({', '.join(given)})",
-                f"the result for {describe_type(given_object)} would go to the variable that holds "
-                f"{describe_type(held)}",
+                f"{', '.join(variables)} = world.prepare({', '.join(arguments)})",
+                f"the result for {describe_type(argument)} would go to the variable that holds "
+                f"{describe_type(held_object)}",
                 "unpack the results in the order in which the objects are given",
             )
+
+
+def _names_of_arguments(
+    arguments: Sequence[Any], variables: Sequence[str], held_objects: Sequence[Any]
+) -> list[str]:
+    """Returns the variable that holds each argument; if there is none, the argument's class."""
+    variable_by_id = {}
+    for variable, held_object in zip(variables, held_objects, strict=True):
+        variable_by_id[id(held_object)] = variable
+    return [variable_by_id.get(id(argument), type(argument).__name__) for argument in arguments]
 
 
 def note_order(error: BaseException | None, returned: Sequence[Sequence[Any]]) -> None:
@@ -94,14 +98,15 @@ def _find_targets(frame: FrameType) -> list[ast.expr]:
     if tree is None:
         return []
 
-    # At most one assignment is running, unless several stand in one line: then the last one counts.
     targets: list[ast.expr] = []
     for node in ast.walk(tree):
         if not isinstance(node, ast.Assign) or len(node.targets) != 1:
             continue
-        is_running = node.lineno <= frame.f_lineno <= (node.end_lineno or node.lineno)
-        if is_running and _calls_prepare(node.value) and isinstance(node.targets[0], ast.Tuple):
-            targets = node.targets[0].elts
+        target = node.targets[0]
+        last_line = node.end_lineno or node.lineno
+        is_running = node.lineno <= frame.f_lineno <= last_line
+        if is_running and _calls_prepare(node.value) and isinstance(target, ast.Tuple):
+            targets = target.elts  # if several stand in one line, the last one counts
 
     return targets
 

@@ -51,7 +51,17 @@ class VirtualRankStates:
     def state_dict(self, shared: bool | None = None) -> dict[str, Any]:
         """Returns the states of this process's virtual ranks, and the state that all of them share.
 
-        The shared state is that of DiLoCo's outer optimizer, which is the same on all ranks.
+        The shared state is that of DiLoCo's outer optimizer, which is the same on all ranks. For
+        a run of 4 virtual ranks, of which this process computes the numbers 2 and 3, the result is
+
+            {
+                "replicas": 4,
+                "shared": [one state for each module],
+                "state": {
+                    2: {"modules": [one state each], "optimizers": [one state each]},
+                    3: ...
+                },
+            }
 
         Args:
             shared: True to include the shared state, False to leave it out. None to include it only
@@ -59,6 +69,7 @@ class VirtualRankStates:
         """
         modules = self._modules()
         includes_shared = self._stores_shared if shared is None else shared
+        # On every rank, also where it is not included: this waits for what is being sent.
         shared_states = [module.shared_state() for module in modules]
 
         state_by_virtual_rank = {}
@@ -73,7 +84,7 @@ class VirtualRankStates:
             }
 
         return {
-            "replicas": self.count,  # the number of virtual ranks in the run
+            "replicas": self.count,
             "shared": shared_states if includes_shared else None,
             "state": state_by_virtual_rank,
         }
@@ -81,8 +92,8 @@ class VirtualRankStates:
     def check(self, state: Mapping[str, Any]) -> None:
         """Raises CheckpointError if a saved state does not fit this run.
 
-        It must have as many virtual ranks as the run (which DiLoCo calls replicas). Each module
-        also has a state that all virtual ranks share, and checks this part of the saved state.
+        It must have as many virtual ranks as the run (which DiLoCo calls replicas). The state that
+        all virtual ranks share must fit the modules that they train.
         """
         if state["replicas"] != self.count:
             raise CheckpointError(
@@ -93,11 +104,11 @@ class VirtualRankStates:
                 "weights: lockstep.load_weights(model, folder)",
             )
 
-        for module, shared in zip(self._modules(), state["shared"], strict=True):
-            module.check(shared)
+        for diloco_module, shared_state in zip(self._modules(), state["shared"], strict=True):
+            diloco_module.check(shared_state)
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
-        """Loads this rank's part of a state that `state_dict` returned.
+        """Loads this rank's part of a state of the form that `state_dict` returns.
 
         Args:
             state: the state; None to load nothing, so that all virtual ranks begin with the weights
@@ -107,10 +118,10 @@ class VirtualRankStates:
             return
 
         # The saved tensors may lie in the checkpoint's files. Only those of this process are read.
-        saved = state["state"]
+        state_by_virtual_rank = state["state"]
         own_states = {}
         for number in self.own_virtual_ranks:
-            own_states[number] = copy_to_memory(saved[number])
+            own_states[number] = copy_to_memory(state_by_virtual_rank[number])
 
         for index, module in enumerate(self._modules()):
             states_of_module = {}  # by virtual rank

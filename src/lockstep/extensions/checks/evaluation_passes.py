@@ -32,6 +32,9 @@ class LoaderPasses(NamedTuple):
     """The line of the script that began the latest of these."""
 
 
+NO_PASSES = LoaderPasses(begun=0, evaluated=0, evaluated_at=None)
+
+
 class EvaluationPassesCheck(Check):
     """Compares how often the ranks have gone through each prepared loader.
 
@@ -57,18 +60,14 @@ class EvaluationPassesCheck(Check):
         if self._has_warned:
             return []  # the same on all ranks, so that nothing is compared any more
 
-        passes_since: list[tuple[int, int]] = []
-        for index, passes in enumerate(self._passes()):
-            begun = passes.begun
-            evaluated = passes.evaluated
-
-            # A loader that was prepared after the comparison had no passes then.
-            was_compared = index < len(self._passes_at_comparison)
-            if was_compared:
-                begun -= self._passes_at_comparison[index].begun
-                evaluated -= self._passes_at_comparison[index].evaluated
-            passes_since.append((begun, evaluated))
-        return passes_since
+        # A loader that was prepared after the comparison had no passes then.
+        passes_now = self._passes()
+        passes_then = [*self._passes_at_comparison]
+        passes_then += [NO_PASSES] * (len(passes_now) - len(passes_then))
+        return [
+            (now.begun - then.begun, now.evaluated - then.evaluated)
+            for now, then in zip(passes_now, passes_then, strict=True)
+        ]
 
     def history_details(self) -> list[LoaderPasses]:
         """Returns what this rank has done with each loader since the run began."""
@@ -133,42 +132,39 @@ class EvaluationPassesCheck(Check):
 
         # A rank that is late may not have prepared its last loaders yet.
         num_loaders = min(len(loaders_of_rank) for loaders_of_rank in passes_of_ranks)
-        for index in range(num_loaders):
-            # What each rank has done with this loader: element 2 is that of rank 2.
-            by_rank = [LoaderPasses(*loaders_of_rank[index]) for loaders_of_rank in passes_of_ranks]
+        for loader_number in range(num_loaders):
+            passes_of_rank = []
+            for loaders_of_rank in passes_of_ranks:
+                passes_of_rank.append(LoaderPasses(*loaders_of_rank[loader_number]))
 
             evaluating_ranks: list[int] = []
-            for rank, passes in enumerate(by_rank):
-                if _has_evaluated_more(passes, by_rank):
+            for rank, passes in enumerate(passes_of_rank):
+                if _has_evaluated_more(passes, passes_of_rank):
                     evaluating_ranks.append(rank)
 
             if evaluating_ranks:
                 self._has_warned = True
-                evaluated_at = by_rank[evaluating_ranks[0]].evaluated_at
+                first_rank = evaluating_ranks[0]
+                evaluated_at = _as_location(passes_of_rank[first_rank].evaluated_at)
                 self._warn(evaluating_ranks, evaluated_at, on_this_rank)
                 return
 
-    def _warn(self, ranks: list[int], evaluated_at: Any, on_this_rank: bool) -> None:
+    def _warn(self, ranks: list[int], evaluated_at: Location | None, on_this_rank: bool) -> None:
         """Warns that only these ranks have evaluated.
 
         Args:
             ranks: the ranks that have evaluated.
-            evaluated_at: the file and line of the script that began the evaluation, in a list
-                because it was read from JSON; None if not known.
+            evaluated_at: the line of the script that began the evaluation; None if not known.
             on_this_rank: True to warn on this rank instead of rank 0.
         """
-        location: Location | None = None
-        line = ""
-        if evaluated_at is not None:
-            location = (str(evaluated_at[0]), int(evaluated_at[1]))
-            line = f" ({format_source_line(*location)})"
+        line = "" if evaluated_at is None else f" ({format_source_line(*evaluated_at)})"
         warn(
             "evaluating over a prepared loader on some ranks only",
             f"only {format_ranks(ranks)} iterated it{line}; a rank gets no more than its part of "
             "the samples, so the result covers a part",
             "evaluate on all ranks with world.sum, or on one rank with an unprepared DataLoader",
             code="LS501",
-            at=location,
+            at=evaluated_at,
             on_this_rank=on_this_rank,
         )
 
@@ -187,3 +183,11 @@ def _has_evaluated_more(passes: LoaderPasses, passes_of_ranks: Sequence[LoaderPa
         if passes.evaluated > other.evaluated and passes.begun > other.begun:
             return True
     return False
+
+
+def _as_location(value: Any) -> Location | None:
+    """Returns a file and line, which may be in a list because they were read from JSON."""
+    if value is None:
+        return None
+    file, line = value
+    return str(file), int(line)

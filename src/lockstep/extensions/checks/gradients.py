@@ -58,10 +58,9 @@ class GradientVersionCheck(Check):
 
         They are not if later micro-batches will add to them, or if they are still scaled (fp16).
         """
+        del loss, micro_batch  # they may be of one loader, and the optimizer step of another
         self._num_backwards_of_micro_batch += 1
 
-        # If two loaders are trained on, the loss of `micro_batch` may be of one, and the loop may
-        # have reached a micro-batch of the other. The optimizer steps after the latter.
         are_complete = self.run.step.micro_batch.closes_step
         are_scaled = self.precision.scaler is not None
         if are_complete and not are_scaled:
@@ -96,17 +95,10 @@ class GradientVersionCheck(Check):
         Gradients are compared once for each micro-batch, before its first backward pass. Nothing is
         compared for the first micro-batch of a global batch, which finds no earlier gradients.
         """
-        # As in `after_backward`, the micro-batch that the training loop has reached counts, which
-        # may be another than that of the loss.
-        current_micro_batch = self.run.step.micro_batch
-
-        # No earlier micro-batch has left gradients for this optimizer step.
-        if current_micro_batch.opens_step:
-            return
-
-        # The gradients were already compared, before the first backward pass of this micro-batch.
+        del loss, micro_batch  # as in `after_backward`
+        has_earlier_micro_batch = not self.run.step.micro_batch.opens_step
         is_first_backward_of_micro_batch = self._num_backwards_of_micro_batch == 0
-        if not is_first_backward_of_micro_batch:
+        if not (has_earlier_micro_batch and is_first_backward_of_micro_batch):
             return
 
         if any(_was_written_to(record) for record in self._records):
@@ -120,13 +112,15 @@ class GradientVersionCheck(Check):
             )
 
     def before_step(self, optimizer: Optimizer, modules: Sequence[nn.Module]) -> None:
-        """Raises UsageError if gradients of this optimizer are still scaled and were written to."""
-        # The gradients have their true size, because there is no loss scaler for them.
-        if not self.precision.scales(optimizer):
+        """Raises UsageError if gradients of this optimizer are still scaled and were written to.
+
+        Under fp16, gradients are multiplied by a large scale until the optimizer steps. If they are
+        clipped to a norm of 1 before, they are far too small afterwards.
+        """
+        are_scaled = self.precision.scales(optimizer)
+        if not are_scaled:
             return
 
-        # Under fp16, gradients are multiplied by a large scale until the optimizer steps. If they
-        # are clipped to a norm of 1 before, they are far too small afterwards.
         # The records describe the gradients as the latest backward pass has left them.
         stepped_ids = {id(parameter) for parameter in parameters_of(optimizer)}
         for record in self._records:

@@ -94,32 +94,31 @@ class LossCheck(Check):
         - It has rows, but none that counts, such as tokens that are all masked: the script divides
           by 0.
         """
-        # Any other NaN loss has been reported before the backward pass, or will be soon.
-        has_weight_0 = micro_batch.scale == 0.0
-        if not has_weight_0:
+        if not self._may_do_harm(micro_batch):
             return
-
-        # A rank that does not contribute, such as an earlier stage of a pipeline, has a loss that
-        # is not used.
-        if not self.run.collectives.contributes:
-            return
-
-        # Under fp16, the loss scaler skips a step in which gradients of any rank are not finite. So
-        # a rank without rows does no harm. A division by 0 in the script is reported all the same.
-        has_no_rows = not micro_batch.local_rows
-        skips_steps = self.precision.scaler is not None
-        if has_no_rows and skips_steps:
-            return
-
-        # Only a loss that is not finite can have made the gradients NaN. Looking at the loss first
-        # saves looking at all gradients.
-        if loss.isfinite().item():
+        if loss.isfinite().item():  # then no gradient need be looked at
             return
 
         # A NaN loss need not make gradients NaN: in `loss + penalty.detach()`, the NaN may be in
         # the penalty, which has no gradient.
         if self._has_nan_gradient():
             raise _nan_gradients_error(micro_batch)
+
+    def _may_do_harm(self, micro_batch: MicroBatch) -> bool:
+        """Returns False if a NaN loss of a micro-batch does no harm, or is reported elsewhere."""
+        is_reported_elsewhere = micro_batch.scale != 0.0
+        if is_reported_elsewhere:
+            return False
+
+        loss_is_used = self.run.collectives.contributes  # not so in an earlier stage of a pipeline
+        if not loss_is_used:
+            return False
+
+        # Under fp16, the loss scaler skips a step in which gradients of any rank are not finite. So
+        # a rank without rows does no harm. A division by 0 in the script is reported all the same.
+        has_rows = bool(micro_batch.local_rows)
+        skips_steps = self.precision.scaler is not None
+        return has_rows or not skips_steps
 
     def _has_nan_gradient(self) -> bool:
         """Returns True if a gradient on this rank has a NaN; waits for each device once."""
@@ -159,7 +158,8 @@ class LossCheck(Check):
             UsageError: the pending loss is NaN.
         """
         pending = self._pending
-        if pending is not None and not pending.copy_event.query():  # type: ignore[no-untyped-call]
+        has_arrived = pending is None or pending.copy_event.query()  # type: ignore[no-untyped-call]
+        if not has_arrived:
             return
 
         self.settle()  # raises if the pending loss is NaN
@@ -178,8 +178,14 @@ class LossCheck(Check):
 
 def _nan_gradients_error(micro_batch: MicroBatch) -> UsageError:
     """Returns the error of a micro-batch of weight 0 whose NaN loss has made gradients NaN."""
-    has_no_rows = not micro_batch.local_rows
-    if has_no_rows and micro_batch.left_out:
+    has_rows = bool(micro_batch.local_rows)
+    if has_rows:  # but none that count, such as tokens that are all masked
+        return UsageError(
+            "world.backward(loss) of a micro-batch whose weight is 0",
+            "the loss is NaN, a division by that 0, and so are its gradients",
+            "divide by the number that counts, at least 1: .sum().clamp(min=1)",
+        )
+    if micro_batch.left_out:
         return UsageError(
             "world.backward(loss) of a batch without rows",
             f"the collate function left out all {micro_batch.left_out} samples of this rank's "
@@ -187,26 +193,18 @@ def _nan_gradients_error(micro_batch: MicroBatch) -> UsageError:
             "it is multiplied with",
             "divide a sum by the number of rows, at least 1: .sum() / max(1, len(x))",
         )
-    if has_no_rows and micro_batch.num_micro_batches > 1:  # it may have samples in other ones
+    if micro_batch.num_micro_batches > 1:  # this rank may have samples in others of them
         return UsageError(
             "world.backward(loss) on a rank without samples",
             "it has no samples in this micro-batch: the mean over nothing is NaN, and so are the "
             "gradients of parameters that it is multiplied with",
             "divide a sum by the number of samples, at least 1: .sum() / max(1, len(x))",
         )
-    if has_no_rows:
-        return UsageError(
-            "world.backward(loss) on a rank without samples",
-            f"it has none of the {micro_batch.global_samples} samples of this batch: the mean "
-            "over nothing is NaN, and so are the gradients of parameters that it is multiplied "
-            "with",
-            "divide a sum by the number of samples, at least 1: .sum() / max(1, len(x)); or "
-            "leave short batches out with drop_last=True",
-        )
-
-    # It has rows, but none that count, such as tokens that are all masked.
     return UsageError(
-        "world.backward(loss) of a micro-batch whose weight is 0",
-        "the loss is NaN, a division by that 0, and so are its gradients",
-        "divide by the number that counts, at least 1: .sum().clamp(min=1)",
+        "world.backward(loss) on a rank without samples",
+        f"it has none of the {micro_batch.global_samples} samples of this batch: the mean "
+        "over nothing is NaN, and so are the gradients of parameters that it is multiplied "
+        "with",
+        "divide a sum by the number of samples, at least 1: .sum() / max(1, len(x)); or "
+        "leave short batches out with drop_last=True",
     )

@@ -58,11 +58,13 @@ class LossScaleCheck(Check):
         if not self.run.collectives.contributes:  # the loss of an earlier stage of a pipeline
             return
 
-        # If one micro-batch is the whole global batch, a sum gives the gradients that plain PyTorch
-        # gives, too. With one sample, a sum is a mean. A replica with a step of its own may compute
-        # its part at once, so that the part is whole for it.
-        is_part = 1 < micro_batch.local_rows < micro_batch.global_samples
-        if not is_part or micro_batch.has_own_step:
+        # Of a single sample a sum is a mean, and of a whole global batch a sum gives the gradients
+        # that plain PyTorch gives, too. A replica with a step of its own (DiLoCo) may compute its
+        # whole part at once.
+        is_single_sample = micro_batch.local_rows <= 1
+        is_whole = micro_batch.local_rows >= micro_batch.global_samples
+        may_be_whole_for_replica = micro_batch.has_own_step
+        if is_single_sample or is_whole or may_be_whole_for_replica:
             return
 
         self._num_backwards += 1
@@ -85,8 +87,8 @@ class LossScaleCheck(Check):
         num_rows = micro_batch.local_rows
         num_samples = micro_batch.global_samples
 
-        # A loss over tokens has more rows than samples, and the number of tokens may happen to be
-        # that of the samples of the global batch.
+        # Only if the rows are samples, the divisor can be recognised: in a loss over tokens, the
+        # number of tokens may happen to be that of the samples of the global batch.
         sums_over_samples = rows_summed_by_loss_function(summing) == num_rows
 
         if _is_equal(divisor, 1):
@@ -115,7 +117,9 @@ class LossScaleCheck(Check):
     def _check_mean(self, divisor: float, micro_batch: MicroBatch) -> None:
         """Warns if a mean over the samples is divided by the number of micro-batches."""
         num_micro_batches = micro_batch.num_micro_batches
-        if num_micro_batches <= MAX_USUAL_DIVISOR or not _is_equal(divisor, num_micro_batches):
+        is_divided = _is_equal(divisor, num_micro_batches)
+        may_have_other_reason = num_micro_batches <= MAX_USUAL_DIVISOR  # such as `loss / 2`
+        if not is_divided or may_have_other_reason:
             return
 
         self._has_warned = True
@@ -130,7 +134,7 @@ class LossScaleCheck(Check):
 
 
 def split_divisor(node: Any) -> tuple[float, Any]:
-    """Separates the numbers by which a loss was divided or multiplied at last from the rest.
+    """Separates the numbers by which a loss was divided or multiplied last from the rest.
 
     Of `F.mse_loss(x, y) / 4 * 2` these are the divisor 2, and the node of `mse_loss`.
 
@@ -148,7 +152,7 @@ def split_divisor(node: Any) -> tuple[float, Any]:
 
         divisor /= factor
         inputs = [next_node for next_node, _ in node.next_functions if next_node is not None]
-        if len(inputs) != 1:  # the number has a gradient itself
+        if len(inputs) != 1:  # the factor has a gradient, too: either input may be the loss
             break
         node = inputs[0]
     return divisor, node
@@ -164,7 +168,7 @@ def find_sum(node: Any, num_rows: int) -> Any:
             over tokens has a multiple of this number.
     """
     nodes_to_visit: list[Any] = [node]
-    for _ in range(MAX_TERMS):
+    for _ in range(MAX_TERMS):  # a loss of more terms is not searched to the end
         if not nodes_to_visit:
             return None
 
@@ -173,7 +177,8 @@ def find_sum(node: Any, num_rows: int) -> Any:
             continue
 
         num_summed = rows_summed_by_loss_function(visited)
-        if num_summed and num_summed % num_rows == 0:
+        sums_over_samples = num_summed and num_summed % num_rows == 0
+        if sums_over_samples:
             return visited
 
         if visited.name() in NODES_THAT_KEEP_A_SUM:

@@ -87,22 +87,19 @@ def _divides_then_sums(length_statement: ast.stmt, sum_statement: ast.stmt) -> b
 def _simple_statement_at(tree: ast.Module, line: int) -> ast.stmt | None:
     """Returns the statement that a line belongs to. Statements with a block are skipped.
 
-    In `with open(name) as file:`, followed by an indented line `x = file.read()`, the second line
-    belongs to the statement `x = file.read()`. The first line belongs to no statement but the one
-    with the block, so None is returned for it. Of several statements on a line, `a = 1; b = 2`, the
-    last is returned.
+    with open(name) as file:        None
+        x = file.read()             x = file.read()
+        a = 1; b = 2                b = 2, the last statement of the line
     """
-    statements_at_line = []
+    simple_statements = []
     for node in ast.walk(tree):
         has_block = hasattr(node, "body")
-        if not isinstance(node, ast.stmt) or has_block:
-            continue
-
-        if node.lineno <= line <= (node.end_lineno or 0):
-            statements_at_line.append(node)
+        if isinstance(node, ast.stmt) and not has_block:
+            simple_statements.append(node)
 
     # `ast.walk` yields the statements of a line from left to right.
-    return statements_at_line[-1] if statements_at_line else None
+    at_line = [node for node in simple_statements if node.lineno <= line <= (node.end_lineno or 0)]
+    return at_line[-1] if at_line else None
 
 
 def _names_divided_by_length(statement: ast.stmt) -> set[str]:

@@ -38,9 +38,9 @@ class NothingPreparedCheck(Check):
         self._num_steps = 0
         self._location: Location | None = None
         """The line of the script that has made the first step."""
-        self._calls_at_first_step = 0
+        self._num_collectives_at_first_step = 0
         """The number of collectives so far, of this rank, when the first step was made."""
-        self._calls_at_last_step = 0
+        self._num_collectives_at_last_step = 0
         self._is_active = run.joined is not None and run.collectives.data_parallel.size > 1
         if self._is_active:
             self._unhook = register_optimizer_step_post_hook(self._after_any_step).remove
@@ -59,13 +59,14 @@ class NothingPreparedCheck(Check):
         The last rank that closes its run knows of all of them, and warns.
         """
         joined = self.run.joined
-        is_active = self._is_active
+        was_watched = self._is_active
         self._stop()
-        if not is_active or failed or joined is None:
+        if not was_watched or failed or joined is None:
             return
 
-        has_exchanged = self._calls_at_last_step != self._calls_at_first_step
-        if self._num_steps < MIN_STEPS or has_exchanged:
+        has_exchanged = self._num_collectives_at_last_step != self._num_collectives_at_first_step
+        has_trained_alone = self._num_steps >= MIN_STEPS and not has_exchanged
+        if not has_trained_alone:
             return
 
         with store_at_end(joined) as store:
@@ -75,16 +76,20 @@ class NothingPreparedCheck(Check):
 
     @never_compiled
     def _after_any_step(self, optimizer: Optimizer, *_: Any) -> None:
-        """Called by torch after any optimizer has stepped."""
+        """Called by torch after any optimizer has stepped: counts the collectives so far.
+
+        If there are no more at the last step than at the first one, this rank has exchanged nothing
+        between its steps.
+        """
         calls_of_backend = num_collectives()
         if calls_of_backend is None:  # the backend does not count them
             self._stop()
             return
 
         self._num_steps += 1
-        self._calls_at_last_step = calls_of_backend + num_calls_in_shared_memory()
+        self._num_collectives_at_last_step = calls_of_backend + num_calls_in_shared_memory()
         if self._num_steps == 1:
-            self._calls_at_first_step = self._calls_at_last_step
+            self._num_collectives_at_first_step = self._num_collectives_at_last_step
             self._location = user_location()
 
     def _stop(self) -> None:

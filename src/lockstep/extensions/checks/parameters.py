@@ -30,6 +30,7 @@ class ParameterState(NamedTuple):
     """The properties of a parameter that must not change after its module is prepared."""
 
     may_be_trained: bool
+    """True if the parameter required a gradient, or may do so later."""
     dtype: torch.dtype
     device: torch.device
 
@@ -39,8 +40,8 @@ class PreparedParameters(NamedTuple):
 
     names: set[str]
     """Their names, without the parts that wrappers add (see `checkpoint.modules`)."""
-    states: MutableMapping[Tensor, ParameterState]
-    """The state of each parameter. The references to the parameters are weak."""
+    state_of_parameter: MutableMapping[Tensor, ParameterState]
+    """The keys are the parameters themselves, by weak references."""
 
 
 class ParameterCheck(Check):
@@ -55,14 +56,16 @@ class ParameterCheck(Check):
     def module_prepared(self, wrapped: PreparedModule) -> None:
         """Records the parameters of a module as they are now."""
         module = wrapped.module
-        to_plain_name = plain_names(module)
+        to_plain_name = plain_names(module)  # a function: `module.fc.weight` is `fc.weight`
         names: set[str] = set()
-        states: MutableMapping[Tensor, ParameterState] = WeakTensorKeyDictionary()
+        state_of_parameter: MutableMapping[Tensor, ParameterState] = WeakTensorKeyDictionary()
         for name, parameter in module.named_parameters():
             names.add(to_plain_name(name))
             may_be_trained = parameter.requires_grad or wrapped.may_unfreeze
-            states[parameter] = ParameterState(may_be_trained, parameter.dtype, parameter.device)
-        self._prepared[id(module)] = PreparedParameters(names, states)
+            state_of_parameter[parameter] = ParameterState(
+                may_be_trained, parameter.dtype, parameter.device
+            )
+        self._prepared[id(module)] = PreparedParameters(names, state_of_parameter)
 
     def before_step(self, optimizer: Optimizer, modules: Sequence[nn.Module]) -> None:
         """Raises an error if trained parameters have changed since `World.prepare`.
@@ -78,8 +81,9 @@ class ParameterCheck(Check):
         # Scripts often unfreeze or replace layers between two epochs, so the first global batch of
         # every pass over a loader is always checked.
         step = self.run.step
-        is_first_of_pass = step.training_pass.number == 1
-        is_checked = is_first_of_pass or check_due(step.number + 1)
+        num_begun_in_pass = step.training_pass.number  # including the present global batch
+        number_of_present_step = step.number + 1  # `number` counts the steps that are finished
+        is_checked = num_begun_in_pass == 1 or check_due(number_of_present_step)
         if not is_checked:
             return
 
@@ -100,13 +104,13 @@ class ParameterCheck(Check):
     def _changes(self, module: nn.Module) -> list[str]:
         """Describes each trained parameter that has changed, for example "fc.weight unfrozen"."""
         prepared = self._prepared[id(module)]
-        to_plain_name = plain_names(module)
+        to_plain_name = plain_names(module)  # a function
         changes: list[str] = []
         for full_name, parameter in module.named_parameters():
             if not parameter.requires_grad:
                 continue
             name = to_plain_name(full_name)
-            before = prepared.states.get(parameter)
+            before = prepared.state_of_parameter.get(parameter)
             if before is None:  # the parameter is an object that did not exist in `prepare`
                 change = "replaced" if name in prepared.names else "added"
                 changes.append(f"{name} {change}")

@@ -89,7 +89,7 @@ class PreparationCheck(Check):
 
         # The first case.
         prepared_ids = {id(parameter) for parameter in self._prepared_parameters()}
-        leaves = unprepared_leaves(loss, prepared_ids)  # None: it reaches a prepared parameter
+        leaves = leaves_if_unprepared(loss, prepared_ids)
         if leaves is None or self._may_be_right(leaves):
             self._num_right_losses[location] = self._num_right_losses.get(location, 0) + 1
             self._unprepared_models.pop(location, None)
@@ -126,32 +126,27 @@ class PreparationCheck(Check):
         if not is_beginning_of_run and not self._unprepared_models:
             return None
 
-        # The loss of an earlier stage of a pipeline is not used.
-        if not self.run.collectives.contributes:
-            return None
-
-        # A loss without a graph reaches no parameters.
-        if not loss.requires_grad:
+        loss_is_used = self.run.collectives.contributes  # not so in an earlier stage of a pipeline
+        has_graph = loss.requires_grad
+        if not (loss_is_used and has_graph):
             return None
 
         location = user_location()
-        if location is None:
-            return None
-
-        # Enough losses of this line were right.
-        if self._num_right_losses.get(location, 0) >= MAX_RIGHT_LOSSES_PER_LINE:
-            return None
-
-        # It is not known yet that the line trains an unprepared model.
-        model = self._unprepared_models.get(location)
-        if model is None:
-            return location
-
-        # The line is looked at until the checksums of its model are compared between the ranks. A
-        # model without checksums cannot be compared, so more losses would show nothing.
-        if model.first_checksum is None or model.checksums_were_sent:
+        if location is None or not self._is_undecided(location):
             return None
         return location
+
+    def _is_undecided(self, location: Location) -> bool:
+        """Returns True if more losses of a line can show whether they are right."""
+        is_known_to_be_right = self._num_right_losses.get(location, 0) >= MAX_RIGHT_LOSSES_PER_LINE
+        if is_known_to_be_right:
+            return False
+
+        model = self._unprepared_models.get(location)
+        if model is None:  # no loss of the line was wrong yet
+            return True
+        can_be_compared = model.first_checksum is not None
+        return can_be_compared and not model.checksums_were_sent
 
     def _prepared_parameters(self) -> list[Tensor]:
         """Returns all parameters of prepared modules, and those that a strategy has replaced.
@@ -198,7 +193,9 @@ class PreparationCheck(Check):
         with equal parameters and have different ones now.
         """
         joined = self.run.joined
-        if joined is None or model.checksums_were_sent or model.first_checksum is None:
+        if joined is None:  # this process has joined no others
+            return
+        if model.first_checksum is None or model.checksums_were_sent:  # None: it has none
             return
 
         model.checksums_were_sent = True
@@ -227,13 +224,15 @@ class PreparationCheck(Check):
 
     def _warn_of_model(self, model: UnpreparedModel) -> None:
         """Warns, on this rank, of an unprepared model that each rank trains in its own way."""
-        # The message says "... belong to no prepared module; they were equal ...". If the script
-        # has prepared no module at all, it says this instead.
-        prepared = "no prepared module" if self.wrapped else "no module: none was prepared"
+        prepared_modules = self.wrapped
+        if prepared_modules:
+            owner = "no prepared module"
+        else:
+            owner = "no module: none was prepared"
         warn(
             "world.backward of a loss that reaches no prepared model",
             f"the {len(model.shapes)} parameters that it reaches (of shapes "
-            f"{join_first(model.shapes)}) belong to {prepared}; they were equal on all ranks, and "
+            f"{join_first(model.shapes)}) belong to {owner}; they were equal on all ranks, and "
             "are not any more: each rank trains a model of its own",
             "give the model to world.prepare with its optimizer, and use what it returns: model, "
             "optimizer = world.prepare(model, optimizer)",
@@ -253,15 +252,15 @@ class PreparationCheck(Check):
         if any(prepared.stepping for prepared in self._prepared_optimizers):
             return  # a prepared optimizer is stepping the optimizer that it wraps
 
-        found = self._why_step_is_wrong(optimizer)
-        if found is None:
+        reason = self._why_step_is_wrong(optimizer)
+        if reason is None:
             return
 
         self._unhook()  # from now on torch does not call this function any more
         name = type(optimizer).__name__
         warn(
             f"{name}.step() of an optimizer that is not prepared",
-            f"{found}: with micro-batches "
+            f"{reason}: with micro-batches "
             "it steps in each of them, world.step does not count, and the checks of gradients and "
             "replicas do not run",
             "step what world.prepare returns: model, optimizer = world.prepare(model, optimizer)",
@@ -308,7 +307,7 @@ class PreparationCheck(Check):
         if failed or self.run.joined is None:
             return
 
-        # The store may be gone by now. Inside this context that is no error, and nobody waits long.
+        # The store may be gone by now. This context shortens its timeout, and ignores its errors.
         with store_at_end(self.run.joined):
             for model in list(self._unprepared_models.values()):
                 self._send_checksums(model)
@@ -358,7 +357,9 @@ class UnpreparedModel:
             parameter = reference()
             if parameter is None:
                 return None
-            if type(parameter) is not nn.Parameter or parameter.layout is not torch.strided:
+            # The memory of a subclass, such as a DTensor, may not be that of plain numbers.
+            is_plain = type(parameter) is nn.Parameter and parameter.layout is torch.strided
+            if not is_plain:
                 return None
 
             numbers = parameter.detach().flatten()
@@ -370,7 +371,7 @@ class UnpreparedModel:
         return checksum
 
 
-def unprepared_leaves(loss: Tensor, prepared_ids: Collection[int]) -> list[Tensor] | None:
+def leaves_if_unprepared(loss: Tensor, prepared_ids: Collection[int]) -> list[Tensor] | None:
     """Returns the leaves of the graph of a loss, if it reaches no parameter of a prepared module.
 
     Args:

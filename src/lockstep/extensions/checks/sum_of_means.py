@@ -42,12 +42,12 @@ class SumOfMeansCheck(Check):
     def before_backward(self, loss: Any, micro_batch: MicroBatch) -> None:
         """Parses the script if a sum was recorded before this step."""
         if self._sum_location is not None:
-            self._check_recorded_sum()
+            self._warn_if_sum_is_divided_by_length()
 
     def close(self, failed: bool) -> None:
         """Parses the script if a sum was recorded before the end of the run."""
         if not self.run.collectives.single_process and not failed and self.run.joined is not None:
-            self._check_recorded_sum()
+            self._warn_if_sum_is_divided_by_length()
 
     def _look_at_sum(self, local_leaves: Sequence[Any], summed_leaves: Sequence[Any]) -> None:
         """Records the line of a sum if it may be a sum of means of batches.
@@ -61,10 +61,9 @@ class SumOfMeansCheck(Check):
         if self._has_warned:
             return
 
-        # After each evaluation, only the first sum of means is recorded. `evaluated` is the number
-        # of evaluations over a loader that have ended.
-        num_evaluations = sum(loader.evaluated for loader in self.run.loaders)
-        is_after_new_evaluation = num_evaluations != self._evaluations_at_last_sum
+        # After each evaluation, only the first sum of means is recorded.
+        num_evaluations_ended = sum(loader.evaluated for loader in self.run.loaders)
+        is_after_new_evaluation = num_evaluations_ended != self._evaluations_at_last_sum
         if not is_after_new_evaluation:
             return
 
@@ -74,19 +73,20 @@ class SumOfMeansCheck(Check):
             return
 
         # Lockstep itself also sums, inside other functions that the script calls.
-        if user_call() != "world.sum()":
+        is_sum_of_script = user_call() == "world.sum()"
+        if not is_sum_of_script:
             return
 
-        # This sum replaces the one that was recorded before. So warn now if the script divides the
-        # earlier sum by the length of a loader.
-        self._check_recorded_sum()
-        self._evaluations_at_last_sum = num_evaluations
+        # The new line replaces the one that was recorded before, which is examined now.
+        self._warn_if_sum_is_divided_by_length()
+        self._evaluations_at_last_sum = num_evaluations_ended
         self._sum_location = user_location()
 
-    def _check_recorded_sum(self) -> None:
-        """Warns if the script divides the recorded sum by the length of a prepared loader.
+    def _warn_if_sum_is_divided_by_length(self) -> None:
+        """Warns if the script divides a sum of means by the length of a prepared loader.
 
-        To find that out, the source of the script is parsed. The record of the sum is removed.
+        `_sum_location` is the line with the latest such sum. To find out what is done with the sum,
+        the source of the script is parsed. Each sum is examined once.
         """
         location = self._sum_location
         self._sum_location = None

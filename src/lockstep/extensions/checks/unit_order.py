@@ -154,8 +154,9 @@ class _ModuleUsage:
         else:
             work.wait(timeout)
 
-        # Each rank has sent its numbers and their negatives. If two ranks have counted 2 and 3, the
-        # largest number is 3, and the largest negative is -2: the smallest number is 2.
+        # Each rank has sent its counts, of units and gradients, and the negatives of these. If two
+        # ranks have counted 2 and 3, the largest count is 3, and the largest negative is -2: the
+        # smallest count is 2.
         largest, negative_smallest = maxima.chunk(2)
         differs = (largest != -negative_smallest).tolist()
         if any(differs):

@@ -129,16 +129,17 @@ class UnpreparedSumCheck(Check):
     def _forget_pass_and_warn(self) -> None:
         """Forgets the latest pass over an unprepared loader, and what was summed after it.
 
-        If one of these sums was doubtful, this warns of it: it seems to count every sample once per
-        rank. There is one such warning in a run.
+        If one of these sums was doubtful, this warns of it, once in a run.
         """
         doubtful_sum = self._doubtful_sum
         self._latest_pass = None
         self._doubtful_sum = None
         self._has_summed_sample_counts = False
-        if doubtful_sum is None or self._has_warned:
-            return
+        if doubtful_sum is not None and not self._has_warned:
+            self._warn_of(doubtful_sum)
 
+    def _warn_of(self, doubtful_sum: DoubtfulSum) -> None:
+        """Warns that a sum seems to count every sample once per rank."""
         self._has_warned = True
         size = self.run.collectives.data_parallel.size
         warn(
@@ -166,36 +167,32 @@ class UnpreparedSumCheck(Check):
             local_leaves: the tensors and numbers that this rank has given to the sum.
             summed_leaves: the sums, in the same order.
         """
-        # All ranks have read the same samples in this pass. If they had not, the comparison at the
-        # beginning of `world.sum` would have set it to None (`compare_histories`).
-        read_pass = self._latest_pass
+        # All ranks have read the same samples in this pass: otherwise `compare_histories`, at the
+        # beginning of `world.sum`, would have set `_latest_pass` to None.
+        latest_pass = self._latest_pass
         size = self.run.collectives.data_parallel.size
-        if read_pass is None or size == 1 or self._has_warned:
+        if latest_pass is None or size == 1 or self._has_warned:
             return
         if user_call() != "world.sum()":
             return  # Lockstep itself sums, inside another function that the script has called
 
+        # Each rank has given the number of all its samples (100), or a part of it (50 and 50).
         numbers = list(zip(numbers_in(local_leaves), numbers_in(summed_leaves), strict=True))
-        num_samples = read_pass.samples
+        num_samples = latest_pass.samples
+        if any(num_samples in (local_value, total) for local_value, total in numbers):
+            self._has_summed_sample_counts = True
+            self._doubtful_sum = None
+
+        one_is_enough = self._doubtful_sum is not None
+        if one_is_enough or self._has_summed_sample_counts:
+            return
+
         for local_value, total in numbers:
-            # Each rank has given the number of all its samples (100), or a part of it (50 and 50).
-            is_number_of_samples = local_value == num_samples or total == num_samples
-            if is_number_of_samples:
-                self._has_summed_sample_counts = True
-                self._doubtful_sum = None
-                return
-
-            # A doubtful sum was found already, and one is enough for a warning. Or the script also
-            # sums the number of samples, and no sum is doubtful.
-            if self._doubtful_sum is not None or self._has_summed_sample_counts:
-                continue
-
-            if not counts_repeatedly(local_value, total, size, num_samples):
-                continue
-
-            location = user_location()
-            if not _mentions_number_of_ranks(location):
-                self._doubtful_sum = DoubtfulSum(num_samples, local_value, total, location)
+            if counts_repeatedly(local_value, total, size, num_samples):
+                location = user_location()
+                if not _mentions_number_of_ranks(location):
+                    self._doubtful_sum = DoubtfulSum(num_samples, local_value, total, location)
+                    return
 
 
 def counts_repeatedly(local_value: float, total: float, size: int, samples: int) -> bool:

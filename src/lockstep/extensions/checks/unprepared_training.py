@@ -30,21 +30,21 @@ class UnpreparedTrainingCheck(Check):
 
     def before_backward(self, loss: Any, micro_batch: MicroBatch) -> None:
         """Warns once if the loss is of an unprepared loader over the dataset of a prepared one."""
-        # On one process, unprepared loaders are not watched.
-        if self._unprepared_loaders is None or self._has_warned:
+        if self._unprepared_loaders is None or self._has_warned:  # None on one process
             return
 
-        # No unprepared loader is being read, or the loss is that of a prepared one.
         dataset = self._unprepared_loaders.dataset_in_use
-        if dataset is None or self.run.step.in_training_loop:
+        loss_is_of_prepared_loader = self.run.step.in_training_loop
+        if dataset is None or loss_is_of_prepared_loader:  # None: no unprepared one is being read
             return
 
         # In a pipeline without data parallelism, all ranks need the same samples.
-        if self.run.collectives.data_parallel.size == 1:
-            return
-
+        all_need_same_samples = self.run.collectives.data_parallel.size == 1
         # The script may have divided another dataset between the ranks by itself.
-        if not any(loader.dataset is dataset for loader in self.run.loaders):
+        is_dataset_of_prepared_loader = any(
+            loader.dataset is dataset for loader in self.run.loaders
+        )
+        if all_need_same_samples or not is_dataset_of_prepared_loader:
             return
 
         self._has_warned = True

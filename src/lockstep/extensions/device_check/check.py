@@ -93,6 +93,15 @@ class _DigestOfRank(NamedTuple):
     digest: str
 
 
+class _GroupDigests(NamedTuple):
+    """What a rank sends of a group of tensors that must be equal on several ranks."""
+
+    names: str
+    """A digest of the tensors' names."""
+    bits: str
+    """A digest of their names and the sums of their bits."""
+
+
 class _DisputeOfRanks(NamedTuple):
     """A virtual rank for which its owner and another rank have computed different gradients."""
 
@@ -119,7 +128,7 @@ class DeviceCheck(Extension):
         """What this process has computed for the virtual rank of another process."""
         self._disputed_result: Computed | None = None
         """What this process has computed for the virtual rank about which there is a dispute."""
-        self._scales: list[float] = []
+        self._recorded_scales: list[float] = []
         """The factors of the loss in the micro-batches of the latest repeated virtual rank."""
         self._dispute: _DisputeOfRanks | None = None
         self._is_compared = True
@@ -147,9 +156,8 @@ class DeviceCheck(Extension):
             UsageError: in the previous checked global batch, the loop skipped micro-batches whose
                 results were to be compared.
         """
-        # Results are compared just before the optimizer steps. A result that is not compared when
-        # the next global batch begins means that the optimizer has not stepped, because the loop
-        # has skipped micro-batches.
+        # Results are compared just before the optimizer steps. If one is not compared when the next
+        # global batch begins, the optimizer has not stepped: the loop has skipped micro-batches.
         has_uncompared_result = self._own_result is not None and not self._is_compared
         if micro_batch.first and has_uncompared_result:
             raise self._skipped_error()
@@ -162,15 +170,19 @@ class DeviceCheck(Extension):
             self._is_compared = False
             self._compare_states()
 
-        # If this process repeats what another one computes for a virtual rank, both results are
-        # compared. Should they differ, all processes compute this virtual rank again, with the same
-        # factor of the loss in each of its micro-batches. So the factors are recorded here.
+        self._record_scale_if_repeated(micro_batch)
+
+    def _record_scale_if_repeated(self, micro_batch: MicroBatch) -> None:
+        """Records the factor of the loss if this process repeats the virtual rank of another one.
+
+        If the results differ, all processes compute this virtual rank again, with these factors.
+        """
         virtual_rank = micro_batch.virtual_rank
-        if virtual_rank is not None and virtual_rank.is_compared and virtual_rank.is_repeat:
-            is_first_of_virtual_rank = virtual_rank.begins
-            if is_first_of_virtual_rank:
-                self._scales = []
-            self._scales.append(micro_batch.scale)
+        if virtual_rank is None or not (virtual_rank.is_compared and virtual_rank.is_repeat):
+            return
+        if virtual_rank.begins:
+            self._recorded_scales = []
+        self._recorded_scales.append(micro_batch.scale)
 
     def backward_ended(self, micro_batch: MicroBatch) -> None:
         """Sums up the bits of the gradient of a virtual rank that is compared."""
@@ -184,12 +196,11 @@ class DeviceCheck(Extension):
         if not self._step.micro_batch.checks_devices:
             return
 
-        # Usually the loader has compared the results before the last micro-batch. If the loop had
-        # fetched this micro-batch ahead, there were no results yet, so they are compared now. (It
-        # is too late then to compute something again.)
+        # Usually the loader has called `find_dispute` before the last micro-batch. If the loop had
+        # fetched this micro-batch ahead, there were no results yet. It is too late now to compute
+        # something again, but not to raise an error.
         if not self._is_compared:
-            self.find_dispute()  # if there is a dispute, this sets `_dispute` to it
-
+            self.find_dispute()
         if self._dispute is not None:
             self._raise_dispute(self._dispute)
         self._last_good_step = self._step.number
@@ -240,7 +251,7 @@ class DeviceCheck(Extension):
         virtual ranks on 2 processes. Rank 0 owns the virtual ranks 0 and 1, and rank 1 owns 2 and
         3. Rank 0 repeats the virtual rank 2, and rank 1 repeats the virtual rank 0.
 
-        All ranks call this together. The dispute is also kept in `_dispute`.
+        All ranks call this together. It sets `_dispute`, to the first difference that it finds.
 
         Returns:
             The virtual rank that all processes must compute again, with the factors (`scales`) of
@@ -266,10 +277,10 @@ class DeviceCheck(Extension):
             if result.digest == owners_result.digest:
                 continue
 
-            # Only the first difference is resolved. All ranks have found the same one, so all of
-            # them take part in this exchange. The checker has recorded the factors of the loss.
+            # All ranks have found the same first difference, so all of them take part in this
+            # exchange. The checker of the virtual rank has recorded the factors of its loss.
             self._dispute = _DisputeOfRanks(number, owner=owners_result.rank, checker=result.rank)
-            scales_of_ranks = self._run.collectives.exchange(self._scales)
+            scales_of_ranks = self._run.collectives.exchange(self._recorded_scales)
             return Dispute(number, scales_of_ranks[result.rank])
 
         return None
@@ -282,36 +293,33 @@ class DeviceCheck(Extension):
             each in the order of the ranks.
         """
         # An entry consists of the number of the virtual rank and the digest of its gradient.
-        own_entry = None if self._own_result is None else self._own_result.entry
+        owned_entry = None if self._own_result is None else self._own_result.entry
         repeated_entry = None if self._repeated_result is None else self._repeated_result.entry
-        entries_of_ranks = self._run.collectives.exchange((own_entry, repeated_entry))
+        entries_of_ranks = self._run.collectives.exchange((owned_entry, repeated_entry))
 
         owned: list[_DigestOfRank] = []
         repeated: list[_DigestOfRank] = []
-        for rank, (owners_entry, checkers_entry) in enumerate(entries_of_ranks):
-            if owners_entry is not None:
-                owned.append(_DigestOfRank(rank, *owners_entry))
-            if checkers_entry is not None:
-                repeated.append(_DigestOfRank(rank, *checkers_entry))
+        for rank, (owned_entry, repeated_entry) in enumerate(entries_of_ranks):
+            if owned_entry is not None:
+                virtual_rank, gradient_digest = owned_entry
+                owned.append(_DigestOfRank(rank, virtual_rank, gradient_digest))
+            if repeated_entry is not None:
+                virtual_rank, gradient_digest = repeated_entry
+                repeated.append(_DigestOfRank(rank, virtual_rank, gradient_digest))
         return owned, repeated
 
     def _gradient_bits(self) -> BitSums:
         """Returns the sums of the bits of all gradients of the present virtual rank."""
         sums: dict[str, Tensor] = {}
         for prefix, wrapped in self._named_modules():
-            # Under FSDP this rank only keeps its shards of the gradients. The wrapper has computed
-            # the sums from the full gradients, before they were sharded.
             if wrapped.gradient_bits is not None:
-                for name, sum_of_bits in wrapped.gradient_bits().items():
-                    sums[prefix + name] = sum_of_bits
-                continue
-
-            gradients = {}
-            for name, parameter in users_module(wrapped).named_parameters():
-                if parameter.grad is not None:
-                    gradients[prefix + name] = parameter.grad
-            sums_of_gradients = gradient_bit_sums(gradients.values())
-            sums.update(zip(gradients, sums_of_gradients, strict=True))
+                # Under FSDP this rank only keeps its shards of the gradients. The wrapper has
+                # computed the sums from the full gradients, before they were sharded.
+                sums_of_module = wrapped.gradient_bits()
+            else:
+                sums_of_module = _sums_of_gradients(wrapped)
+            for name, sum_of_bits in sums_of_module.items():
+                sums[prefix + name] = sum_of_bits
 
         return as_numbers(sums)
 
@@ -335,13 +343,10 @@ class DeviceCheck(Extension):
         Args:
             dispute: the virtual rank, and the two ranks that disagree about its gradient.
         """
-        # The two results that differ: the owner's, of its own virtual rank, and the checker's, of
-        # the virtual rank that it has repeated. Collectives are of all ranks, so every rank sends
-        # its results; those of the other ranks are not needed.
-        own_bits: list[BitSums | None] = self._exchange_bits(self._own_result)
-        repeated_bits: list[BitSums | None] = self._exchange_bits(self._repeated_result)
-        bits_of_owner = own_bits[dispute.owner]
-        bits_of_checker = repeated_bits[dispute.checker]
+        # The two results that differ. Every rank sends its results, as collectives are of all
+        # ranks, but only those of the owner and the checker are needed.
+        bits_of_owner = self._exchange_bits(self._own_result)[dispute.owner]
+        bits_of_checker = self._exchange_bits(self._repeated_result)[dispute.checker]
         assert bits_of_owner is not None  # both have taken part in the dispute
         assert bits_of_checker is not None
         first_digest_of_rank = {
@@ -349,25 +354,24 @@ class DeviceCheck(Extension):
             dispute.checker: digest(bits_of_checker),
         }
 
-        # After the difference was found, all ranks have computed this virtual rank again. If one of
-        # them could not, none of these results are used.
-        bits_computed_again: list[BitSums | None] = self._exchange_bits(self._disputed_result)
-        repeated_digest_of_rank: dict[int, str] = {}
-        for rank, bits in enumerate(bits_computed_again):
-            if bits is not None:
-                repeated_digest_of_rank[rank] = digest(bits)
-        if len(repeated_digest_of_rank) < len(bits_computed_again):
-            repeated_digest_of_rank = {}
-
-        verdict = judge_repeats(Results(first_digest_of_rank, repeated_digest_of_rank))
-
-        differing = []
-        for name in dict.fromkeys([*bits_of_owner, *bits_of_checker]):
-            if bits_of_owner.get(name) != bits_of_checker.get(name):
-                differing.append(name)
-
+        verdict = judge_repeats(Results(first_digest_of_rank, self._recomputed_digests()))
+        names = dict.fromkeys([*bits_of_owner, *bits_of_checker])
+        differing = [name for name in names if bits_of_owner.get(name) != bits_of_checker.get(name)]
         computation = message.Computation(dispute.virtual_rank, dispute.owner, dispute.checker)
         self._raise_wrong_device(verdict, computation, differing)
+
+    def _recomputed_digests(self) -> dict[int, str]:
+        """Returns, by rank, digests of what all ranks have computed because of the dispute.
+
+        They are empty if a rank could not compute the disputed virtual rank.
+        """
+        bits_of_ranks: list[BitSums | None] = self._exchange_bits(self._disputed_result)
+        digest_of_rank: dict[int, str] = {}
+        for rank, bits in enumerate(bits_of_ranks):
+            if bits is None:
+                return {}
+            digest_of_rank[rank] = digest(bits)
+        return digest_of_rank
 
     def _exchange_bits(self, computed: Computed | None) -> list[BitSums | None]:
         """Returns the sums of the bits of a gradient on each rank; None where it has no result.
@@ -387,40 +391,37 @@ class DeviceCheck(Extension):
         Raises:
             WrongDeviceError: on all ranks, if some rank has other bits.
         """
-        # A group of tensors is identified by their kind, and by the first of the ranks that must
-        # have the same. `own_bits` has a number for each tensor of a group, by its name. Each rank
-        # sends, for each of its groups, a digest of the names and a digest of names and numbers.
-        own_bits = self._bits_of_groups()
+        # For each group of this rank, such as ("parameters", 0), the sums of the bits by name.
+        own_bits_of_group = self._bits_of_groups()
         own_entries = []
-        for (kind, first_rank), bits in own_bits.items():
+        for (kind, first_rank), bits in own_bits_of_group.items():
             names_digest = digest(list(bits))
             bits_digest = digest(bits)
             own_entries.append((kind, first_rank, names_digest, bits_digest))
         entries_of_ranks = self._run.collectives.exchange(own_entries)
 
-        # For each group, the digests by rank.
-        names_of_group: dict[GroupKey, dict[int, str]] = {}
-        bits_of_group: dict[GroupKey, dict[int, str]] = {}
+        digests_of_group: defaultdict[GroupKey, dict[int, _GroupDigests]] = defaultdict(dict)
         for rank, entries in enumerate(entries_of_ranks):
             for kind, first_rank, names_digest, bits_digest in entries:
-                names_of_group.setdefault((kind, first_rank), {})[rank] = names_digest
-                bits_of_group.setdefault((kind, first_rank), {})[rank] = bits_digest
+                digests = _GroupDigests(names_digest, bits_digest)
+                digests_of_group[kind, first_rank][rank] = digests
 
-        for key, bits_of_rank in bits_of_group.items():
+        for key, digests_of_rank in digests_of_group.items():
             # An optimizer that spreads its state over the ranks has other tensors on each of them.
             # These cannot be compared.
-            have_same_tensors = len(set(names_of_group[key].values())) == 1
-            have_same_bits = len(set(bits_of_rank.values())) == 1
+            all_digests = digests_of_rank.values()
+            have_same_tensors = len({digests.names for digests in all_digests}) == 1
+            have_same_bits = len({digests.bits for digests in all_digests}) == 1
             if have_same_tensors and not have_same_bits:
                 kind, _ = key
-                ranks = list(bits_of_rank)
-                bits_here = own_bits.get(key, {})  # empty if this rank is none of these ranks
-                self._raise_difference(kind, ranks, bits_here)
+                ranks = list(digests_of_rank)
+                own_bits = own_bits_of_group.get(key, {})  # empty if this rank is none of `ranks`
+                self._raise_difference(kind, ranks, own_bits)
 
     def _bits_of_groups(self) -> dict[GroupKey, BitSums]:
         """Returns the sums of the bits of all tensors that must be equal on several ranks.
 
-        They are grouped by the kind of the tensors, and by the ranks that have the same.
+        They are grouped by the kind of the tensors, and by the ranks on which they must be equal.
         """
         bits_of_group: dict[GroupKey, BitSums] = {}
         for key, tensors in self._tensors_of_groups().items():
@@ -446,29 +447,30 @@ class DeviceCheck(Extension):
         """
         tensors_of_group: defaultdict[GroupKey, dict[str, Tensor]] = defaultdict(dict)
         for prefix, wrapped in self._named_modules():
-            # The optimizer has its state by the parameters of the user's module. The tensors that
-            # are compared have the same names, but may be other objects.
+            # The tensors in `equal_tensors` may be copies of the parameters. The optimizer has its
+            # state by the parameters themselves, which are found by their names.
             parameter_of_name = dict(users_module(wrapped).named_parameters())
             for equal_tensors in wrapped.equal_tensors():
                 group = equal_tensors.group
                 first_rank = 0 if group is None else min(dist.get_process_group_ranks(group))
+                parameters = tensors_of_group[message.PARAMETERS, first_rank]
+                optimizer_states = tensors_of_group[message.OPTIMIZER_STATE, first_rank]
                 for name, tensor in equal_tensors.parameters.items():
                     full_name = prefix + name
-                    tensors_of_group[message.PARAMETERS, first_rank][full_name] = tensor
+                    parameters[full_name] = tensor
+                    for state_name, value in self._optimizer_tensors(parameter_of_name.get(name)):
+                        optimizer_states[f"{state_name} of {full_name}"] = value
 
-                    states = self._optimizer_tensors(parameter_of_name.get(name))
-                    for state_name, value in states:
-                        state_key = (message.OPTIMIZER_STATE, first_rank)
-                        tensors_of_group[state_key][f"{state_name} of {full_name}"] = value
-
-        return dict(tensors_of_group)
+        return {key: tensors for key, tensors in tensors_of_group.items() if tensors}
 
     def _optimizer_tensors(self, parameter: nn.Parameter | None) -> list[tuple[str, Tensor]]:
         """Returns the tensors that the optimizers keep for a parameter, with their names.
 
         Args:
-            parameter: the parameter; None if there is none, for which no optimizer has a state.
+            parameter: the parameter; None if there is none, which gives no tensors.
         """
+        if parameter is None:
+            return []
         tensors = []
         for optimizer in self._optimizers:
             state = optimizer.inner.state.get(parameter, {})
@@ -496,18 +498,8 @@ class DeviceCheck(Extension):
                 differing.append(name)
                 verdicts.append(judge_states(bits_of_rank))
 
-        # Each tensor has a verdict of its own: `Kind.WRONG` if a majority of ranks has the same
-        # bits. If this is so for all tensors, the error names every rank that is wrong in one of
-        # them. Otherwise the error has the first verdict without a majority.
-        undecided = [verdict for verdict in verdicts if verdict.kind is not Kind.WRONG]
-        if undecided:
-            verdict = undecided[0]
-        else:
-            wrong_ranks: set[int] = set()
-            for verdict_on_tensor in verdicts:
-                wrong_ranks.update(verdict_on_tensor.ranks)
-            verdict = Verdict(Kind.WRONG, sorted(wrong_ranks))
-        self._raise_wrong_device(verdict, message.Holding(kind, ranks), differing)
+        holding = message.Holding(kind, ranks)
+        self._raise_wrong_device(_merge_verdicts(verdicts), holding, differing)
 
     # What both need
 
@@ -527,7 +519,7 @@ class DeviceCheck(Extension):
         self,
         verdict: Verdict,
         difference: message.Computation | message.Holding,
-        differing: Sequence[str],
+        tensor_names: Sequence[str],
     ) -> None:
         """Raises WrongDeviceError, on all ranks.
 
@@ -535,8 +527,11 @@ class DeviceCheck(Extension):
             verdict: which ranks are wrong.
             difference: what differs: a gradient that two ranks have computed (`Computation`), or
                 tensors that several ranks hold (`Holding`).
-            differing: the names of the tensors that differ.
+            tensor_names: the names of the tensors that differ.
         """
+        joined = self._run.joined
+        assert joined is not None  # there are several processes
+
         # Rank 0 looks for checkpoints, and all ranks tell the user what it has found.
         checkpoint = ""
         if self._run.topology.is_main:
@@ -544,8 +539,6 @@ class DeviceCheck(Extension):
                 self._run.checkpoint_folders, self._last_good_step
             )
 
-        joined = self._run.joined
-        assert joined is not None  # there are several processes
         own_answer = {
             "device": str(self._run.device),
             "numerics": read_numerics(self._run.device),
@@ -559,7 +552,7 @@ class DeviceCheck(Extension):
         raise message.wrong_device_error(
             verdict,
             difference,
-            differing,
+            tensor_names,
             devices,
             every=self._run.settings.check_devices,
             step=self._step.number + 1,
@@ -575,13 +568,37 @@ def users_module(wrapped: PreparedModule) -> nn.Module:
     return inner
 
 
+def _sums_of_gradients(wrapped: PreparedModule) -> dict[str, Tensor]:
+    """Returns the sum of the bits of each gradient of a module, by the parameter's name."""
+    gradients = {}
+    for name, parameter in users_module(wrapped).named_parameters():
+        if parameter.grad is not None:
+            gradients[name] = parameter.grad
+    return dict(zip(gradients, gradient_bit_sums(gradients.values()), strict=True))
+
+
+def _merge_verdicts(verdicts: Sequence[Verdict]) -> Verdict:
+    """Returns one verdict for several tensors, each of which has a verdict of its own.
+
+    A verdict is `Kind.WRONG` if a majority of ranks has the same bits. If this is so for all
+    tensors, the result names every rank that is wrong in one of them. Otherwise the result is the
+    first verdict without a majority.
+    """
+    wrong_ranks: set[int] = set()
+    for verdict in verdicts:
+        if verdict.kind is not Kind.WRONG:
+            return verdict
+        wrong_ranks.update(verdict.ranks)
+    return Verdict(Kind.WRONG, sorted(wrong_ranks))
+
+
 def as_numbers(sums: Mapping[str, Tensor]) -> BitSums:
-    """Returns sums of bits as numbers, by name."""
+    """Reads sums of bits from their devices, and returns them as numbers, by name."""
     if not sums:
         return {}
     tensors = list(sums.values())
     device = tensors[0].device
-    # They are read from the device together, since every reading waits for it.
+    # All sums are read at once, as every reading waits for the device.
     numbers = torch.stack([sum_of_bits.to(device) for sum_of_bits in tensors]).tolist()
     return dict(zip(sums, numbers, strict=True))
 

@@ -76,7 +76,6 @@ def wrong_device_error(
         checkpoint: a clause about the checkpoint to resume from, as `describe_checkpoint` returns
             it; may be empty.
     """
-    # What was found, and what the user can do about it.
     if isinstance(difference, Computation):
         found = f"step {step}, virtual rank {difference.virtual_rank}: "
         found += _describe_computation(verdict, difference, devices)
@@ -85,11 +84,10 @@ def wrong_device_error(
         kind_of_tensors = difference.kind
         found = f"before step {step}, in the {kind_of_tensors} {join_first(tensors)}: "
         found += _describe_holding(verdict, difference, devices)
-    do = _advise(verdict, devices)
 
-    # Ranks with different hardware or software may have different bits without any defect.
+    do = _advise(verdict, devices)
     other_numerics = describe_rank_differences([device.numerics for device in devices])
-    if other_numerics:
+    if other_numerics:  # the hardware or software differs, which may be the cause
         found += f"; {other_numerics}"
         do = (
             "make all ranks equal in what decides bits, since they may have other bits without "
@@ -113,7 +111,7 @@ def _describe_computation(
     wrong = name_devices(verdict.ranks, devices)
     both = name_devices([difference.owner, difference.checker], devices)
 
-    # A majority of the second results agrees.
+    # A majority of all ranks agrees, now that all have computed it.
     if verdict.kind is Kind.WRONG:
         others = len(devices) - len(verdict.ranks)
         return (
@@ -121,14 +119,14 @@ def _describe_computation(
             f"{count_noun(others, 'rank')} that agree"
         )
 
-    # The first result of one rank was wrong. The second time, all ranks agreed.
     if verdict.kind is Kind.WRONG_ONCE:
         return (
             f"{wrong} got other bits than all ranks did when they computed it again, so the error "
             "came once"
         )
 
-    # There are only two ranks, or the gradient was not computed again.
+    # No majority: there are only two ranks, or the gradient was not computed again, or the results
+    # are all different.
     if verdict.kind is Kind.CHANGING:
         return f"{wrong} got other bits each of two times, and the other rank the same both times"
     if verdict.kind is Kind.ONE_OF_TWO:
@@ -141,21 +139,19 @@ def _describe_computation(
     if verdict.kind is Kind.ALL_CHANGING:
         return f"{both} got other bits each time"
 
-    # `Kind.NO_MAJORITY`, of more than two ranks.
+    assert verdict.kind is Kind.NO_MAJORITY
     return f"all {len(devices)} ranks computed it again, and no bits have a majority"
 
 
 def _describe_holding(verdict: Verdict, difference: Holding, devices: Sequence[Device]) -> str:
     """Describes which ranks hold different bits, as the end of a sentence."""
-    # A majority agrees: the others are wrong.
     wrong = name_devices(verdict.ranks, devices)
-    verb = "has" if len(verdict.ranks) == 1 else "have"
-    if verdict.kind is Kind.WRONG:
+    if verdict.kind is Kind.WRONG:  # a majority of the others agrees
+        verb = "has" if len(verdict.ranks) == 1 else "have"
         others = len(difference.ranks) - len(verdict.ranks)
         return f"{wrong} {verb} other bits than {count_noun(others, 'rank')} that agree"
 
-    # There are only two ranks. The verdict names both.
-    if verdict.kind is Kind.ONE_OF_TWO:
+    if verdict.kind is Kind.ONE_OF_TWO:  # the verdict names both
         return f"{wrong} have different bits; one of the two is wrong"
 
     # There are more ranks, and no majority, so no rank is named as the wrong one.
@@ -174,7 +170,7 @@ def _advise(verdict: Verdict, devices: Sequence[Device]) -> str:
             f"world.is_main); if not, take {places} out of the run and test it"
         )
 
-    # It is known, but the error did not come again.
+    # It is known which rank was wrong, but the error did not come again.
     if verdict.kind is Kind.WRONG_ONCE:
         return (
             f"take {places} out of the run if the error comes again; if it comes on other ranks "
@@ -212,7 +208,8 @@ def describe_checkpoint(folders: Sequence[str], last_good_step: int | None) -> s
     Args:
         folders: the folders in which the run saves checkpoints.
         last_good_step: the number of optimizer steps before the latest check that found no
-            difference; None if there was no such check.
+            difference; None if there was no such check. With 100, the check was made in step 101,
+            and looked at the state after 100 steps. So a checkpoint of step 100 is good.
 
     Returns:
         A clause; empty if there is no checkpoint.
@@ -227,8 +224,6 @@ def describe_checkpoint(folders: Sequence[str], last_good_step: int | None) -> s
     if last_good_step is None:
         return "this is the first check since the run was started, so checkpoints may be wrong too"
 
-    # The check came after the last good step, in the next one. The checkpoints up to the last good
-    # step were saved before the check, so they are not affected.
     checked = f"the check in step {last_good_step + 1} found no difference"
     old_enough = [path for path in paths if layout.step_of(path) <= last_good_step]
     if not old_enough:

@@ -11,7 +11,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from enum import Enum
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
+
+_Value = TypeVar("_Value", str, int)
+"""A digest, or a sum of bits."""
 
 
 class Kind(Enum):
@@ -39,7 +42,7 @@ class Results(NamedTuple):
 
     first_digest_of_rank: Mapping[int, str]
     """The first results, of the two ranks that computed the virtual rank. They differ."""
-    repeated_digest_of_rank: Mapping[int, str]
+    recomputed_digest_of_rank: Mapping[int, str]
     """The results of all ranks, which computed it again because of the difference; empty if they
     could not."""
 
@@ -50,15 +53,15 @@ def judge_repeats(results: Results) -> Verdict:
     At first, two ranks computed it, with different results. Then all ranks computed it again.
     """
     first_digest_of_rank = results.first_digest_of_rank
-    repeated_digest_of_rank = results.repeated_digest_of_rank
-    if not repeated_digest_of_rank:
+    recomputed_digest_of_rank = results.recomputed_digest_of_rank
+    if not recomputed_digest_of_rank:
         return Verdict(Kind.NOT_REPEATED, sorted(first_digest_of_rank))
 
     # The normal case: a majority of all ranks agrees.
-    right = value_of_majority(list(repeated_digest_of_rank.values()))
+    right = value_of_majority(list(recomputed_digest_of_rank.values()))
     if right is not None:
-        wrong = [rank for rank, again in repeated_digest_of_rank.items() if again != right]
-        if wrong:  # some ranks differ from the majority, now that all have computed it
+        wrong = [rank for rank, again in recomputed_digest_of_rank.items() if again != right]
+        if wrong:
             return Verdict(Kind.WRONG, sorted(wrong))
 
         # The second time all ranks were right. So one of the two ranks that computed it at first
@@ -66,19 +69,20 @@ def judge_repeats(results: Results) -> Verdict:
         wrong_once = [rank for rank, first in first_digest_of_rank.items() if first != right]
         return Verdict(Kind.WRONG_ONCE, sorted(wrong_once))
 
-    # Without a majority, a rank whose two results differ is suspicious. `changing` can only contain
-    # the two ranks that have computed it twice. In a run of only two ranks, if one of them changes
-    # and the other does not, it is the wrong one.
+    # Without a majority, a rank is suspicious if its two results differ. Only the two ranks that
+    # computed it at first have two results.
     changing = []
     for rank, first in first_digest_of_rank.items():
-        if repeated_digest_of_rank[rank] != first:
+        if recomputed_digest_of_rank[rank] != first:
             changing.append(rank)
 
-    if len(repeated_digest_of_rank) == 2:
+    run_has_two_ranks = len(recomputed_digest_of_rank) == 2
+    if run_has_two_ranks:
         return _judge_two(sorted(first_digest_of_rank), changing)
-    if len(changing) == len(first_digest_of_rank):
+    both_are_changing = len(changing) == len(first_digest_of_rank)
+    if both_are_changing:
         return Verdict(Kind.ALL_CHANGING, sorted(changing))
-    return Verdict(Kind.NO_MAJORITY, sorted(repeated_digest_of_rank))
+    return Verdict(Kind.NO_MAJORITY, sorted(recomputed_digest_of_rank))
 
 
 def _judge_two(ranks: Sequence[int], changing: Sequence[int]) -> Verdict:
@@ -101,18 +105,16 @@ def judge_states(bits_of_rank: Mapping[int, int]) -> Verdict:
     Args:
         bits_of_rank: sum of the tensor's bits on each rank; not all sums are equal.
     """
-    # `value_of_majority` compares texts, as digests of gradients are.
-    text_of_rank = {rank: str(bits) for rank, bits in bits_of_rank.items()}
-    right = value_of_majority(list(text_of_rank.values()))
+    right = value_of_majority(list(bits_of_rank.values()))
     if right is not None:
-        wrong = [rank for rank, text in text_of_rank.items() if text != right]
+        wrong = [rank for rank, bits in bits_of_rank.items() if bits != right]
         return Verdict(Kind.WRONG, sorted(wrong))
     if len(bits_of_rank) == 2:
         return Verdict(Kind.ONE_OF_TWO, sorted(bits_of_rank))
     return Verdict(Kind.NO_MAJORITY, sorted(bits_of_rank))
 
 
-def value_of_majority(values: Sequence[str]) -> str | None:
+def value_of_majority(values: Sequence[_Value]) -> _Value | None:
     """Returns the value that makes up more than half of all values, or None."""
     value, count = Counter(values).most_common(1)[0]
     return value if 2 * count > len(values) else None

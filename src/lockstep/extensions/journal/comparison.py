@@ -32,9 +32,9 @@ class StepDifferences:
     step: int
     has_hashes: bool = False
     """True if hashes were compared, and not only losses."""
-    step_before: int | None = None
+    last_equal_step: int | None = None
     """The last step before this one that was compared; None if this is the first."""
-    hashes_before: int | None = None
+    last_step_with_equal_hashes: int | None = None
     """The last step before this one whose hashes were compared; None if there is none."""
     losses: dict[int, tuple[float, float]] = field(default_factory=dict)
     """The losses that differ: in A and in B, by virtual rank, or by rank without virtual ranks."""
@@ -73,9 +73,9 @@ class JournalComparison:
     """How the journals of two runs differ."""
 
     journals: list[Journal]
-    num_compared: int = 0
+    num_with_hashes: int = 0
     """Number of steps whose hashes were compared."""
-    num_only_losses_compared: int = 0
+    num_with_losses_only: int = 0
     """Number of other steps, of which only the losses were compared: not both runs have hashes."""
     weights_at_beginning: list[str] = field(default_factory=list)
     """The names of the weights that differ before the first step."""
@@ -118,15 +118,17 @@ class JournalComparison:
         """Describes how many steps were compared, if all of them are equal."""
         # Runs write losses at every step, and hashes only at every tenth, say. Of a step for which
         # one run or both have no hashes, only the losses were compared.
-        others = count_noun(self.num_only_losses_compared, "step")
-        if not self.num_compared:
-            return f"equal losses: {others}, of which not both have hashes"
+        with_losses_only = count_noun(self.num_with_losses_only, "step")
+        if not self.num_with_hashes:
+            return f"equal losses: {with_losses_only}, of which not both have hashes"
 
         # Of the steps 0 to 19, both runs have hashes of 0 and 10, and the others lie between them:
         # "equal in every bit: 2 steps; equal losses: 18 steps between them, ..."
-        text = f"equal in every bit: {count_noun(self.num_compared, 'step')}"
-        if self.num_only_losses_compared:
-            text += f"; equal losses: {others} between them, of which not both have hashes"
+        text = f"equal in every bit: {count_noun(self.num_with_hashes, 'step')}"
+        if self.num_with_losses_only:
+            text += (
+                f"; equal losses: {with_losses_only} between them, of which not both have hashes"
+            )
         return text
 
     def _describe_first_difference(self, found: StepDifferences) -> list[str]:
@@ -168,8 +170,8 @@ class JournalComparison:
         # If hashes of this step or of the last equal step are missing, gradients or weights may
         # have differed before the losses did. Example: losses differ at step 6 and were equal at
         # step 5, but the last step with hashes in both runs is 3.
-        last_equal_step = found.step_before
-        last_step_with_hashes = found.hashes_before
+        last_equal_step = found.last_equal_step
+        last_step_with_hashes = found.last_step_with_equal_hashes
         last_equal_step_has_hashes = last_step_with_hashes == last_equal_step
         if not (found.has_hashes and last_equal_step_has_hashes):
             lines.append(
@@ -188,8 +190,8 @@ class JournalComparison:
         found = self.first_difference
         return {
             "equal": not self.differs,
-            "compared_steps": self.num_compared,
-            "steps_with_compared_losses": self.num_only_losses_compared,
+            "compared_steps": self.num_with_hashes,
+            "steps_with_compared_losses": self.num_with_losses_only,
             "weights_at_beginning": self.weights_at_beginning,
             "parted_first": None if found is None else found.differed_first,
             "first_difference": None if found is None else asdict(found),
@@ -204,10 +206,8 @@ def _describe_equal_before(found: StepDifferences) -> str:
     For example "; equal up to step 3, and losses up to step 5", if only losses were written for the
     steps 4 and 5. Returns "" if no step before it was compared.
     """
-    # In the example, the last equal step is 5, and the last one of which both runs have hashes is
-    # 3. (`step_before` and `hashes_before` are numbers of steps.)
-    last_equal_step = found.step_before
-    last_step_with_hashes = found.hashes_before
+    last_equal_step = found.last_equal_step  # 5 in the example
+    last_step_with_hashes = found.last_step_with_equal_hashes  # 3 in the example
     if last_equal_step is None:
         return ""
 
@@ -254,10 +254,9 @@ def compare_journals(journal_a: Journal, journal_b: Journal) -> JournalCompariso
 
     comparison.notes += _notes_on_comparison(journal_a, journal_b)
 
-    # This also counts the steps that could be compared. There may be none: losses are not compared
-    # if the runs have other numbers of ranks, for example.
+    # Perhaps nothing can be compared: losses cannot if the runs have other numbers of ranks, say.
     _compare_steps(comparison, common_steps)
-    compared_nothing = comparison.num_compared == 0 and comparison.num_only_losses_compared == 0
+    compared_nothing = comparison.num_with_hashes == 0 and comparison.num_with_losses_only == 0
     if compared_nothing:
         raise CheckpointError(
             f"the journals {journal_a.folder} and {journal_b.folder}",
@@ -297,15 +296,15 @@ def _compare_steps(comparison: JournalComparison, common_steps: Sequence[int]) -
     for step in common_steps:
         differences = _compare_step(journal_a, journal_b, step)
         if differences.has_hashes:
-            comparison.num_compared += 1
+            comparison.num_with_hashes += 1
         elif differences.has_losses:
-            comparison.num_only_losses_compared += 1
+            comparison.num_with_losses_only += 1
         else:  # nothing in this step can be compared
             continue
 
         if not differences.is_empty:
-            differences.step_before = last_equal_step
-            differences.hashes_before = last_step_with_hashes
+            differences.last_equal_step = last_equal_step
+            differences.last_step_with_equal_hashes = last_step_with_hashes
             comparison.first_difference = differences
             return
 
@@ -321,35 +320,53 @@ def _compare_step(journal_a: Journal, journal_b: Journal, step: int) -> StepDiff
     differences = StepDifferences(step)
     differences.has_hashes = a.has_hashes and b.has_hashes
 
-    # Losses belong to the parts of the global batch: one for each virtual rank, or for each rank. A
-    # virtual rank whose loss is missing had no samples, so its loss is 0.
+    # Losses and gradients belong to parts of the global batch: one for each virtual rank; if there
+    # are none, one for each rank.
     have_same_parts = _have_same_parts(journal_a, journal_b, a, b)
     differences.has_losses = have_same_parts
     if have_same_parts:
-        for part in sorted(set(a.losses) | set(b.losses)):
-            loss_a = a.losses.get(part, 0.0)
-            loss_b = b.losses.get(part, 0.0)
-            if _bits(loss_a) != _bits(loss_b):
-                differences.losses[part] = (loss_a, loss_b)
+        differences.losses = _differing_losses(a, b)
     if not differences.has_hashes:
         return differences
 
-    # Gradients belong to virtual ranks. If the runs have the same parts, either both have virtual
-    # ranks or neither has, and then there are no gradients to compare.
+    if have_same_parts:
+        # Without virtual ranks, no gradients are recorded.
+        differences.gradients_are_known = journal_a.virtual_ranks is not None
+        differences.gradients = _differing_gradients(a, b)
+
     parameters_a = a.names[: a.num_parameters]
     parameters_b = b.names[: b.num_parameters]
-    if have_same_parts:
-        differences.gradients_are_known = journal_a.virtual_ranks is not None
-        for virtual_rank in sorted(set(a.gradients) | set(b.gradients)):
-            gradients_a = _gradient_hashes(a, virtual_rank)
-            gradients_b = _gradient_hashes(b, virtual_rank)
-            names = _differing_names(parameters_a, gradients_a, parameters_b, gradients_b)
-            if names:
-                differences.gradients[virtual_rank] = names
-
     differences.state = _differing_names(parameters_a, a.state, parameters_b, b.state)
     differences.weights = _differing_names(a.names, a.weights, b.names, b.weights)
     return differences
+
+
+def _differing_losses(a: JournalStep, b: JournalStep) -> dict[int, tuple[float, float]]:
+    """Returns the losses in A and in B of each part of the global batch in which they differ.
+
+    A virtual rank whose loss is missing had no samples, so its loss is 0.
+    """
+    differing = {}
+    for part in sorted(set(a.losses) | set(b.losses)):
+        loss_a = a.losses.get(part, 0.0)
+        loss_b = b.losses.get(part, 0.0)
+        if _bits(loss_a) != _bits(loss_b):
+            differing[part] = (loss_a, loss_b)
+    return differing
+
+
+def _differing_gradients(a: JournalStep, b: JournalStep) -> dict[int, list[str]]:
+    """Returns the parameters whose gradients differ, by the virtual rank."""
+    parameters_a = a.names[: a.num_parameters]
+    parameters_b = b.names[: b.num_parameters]
+    differing = {}
+    for virtual_rank in sorted(set(a.gradients) | set(b.gradients)):
+        gradients_a = _gradient_hashes(a, virtual_rank)
+        gradients_b = _gradient_hashes(b, virtual_rank)
+        names = _differing_names(parameters_a, gradients_a, parameters_b, gradients_b)
+        if names:
+            differing[virtual_rank] = names
+    return differing
 
 
 def _have_same_parts(
@@ -386,7 +403,7 @@ def _differing_names(
     hashes_b: npt.NDArray[np.uint64],
 ) -> list[str]:
     """Returns the names whose hashes differ between A and B, or that only one of them has."""
-    if names_a == names_b:
+    if names_a == names_b:  # the usual case, in a faster way
         return [names_a[index] for index in np.flatnonzero(hashes_a != hashes_b).tolist()]
 
     hash_in_a = dict(zip(names_a, hashes_a.tolist(), strict=True))

@@ -161,39 +161,50 @@ def read_file(path: Path) -> RankFile:
     file = _open_file(path)
     table = NO_TENSORS  # the tensors to which the hashes of the next steps belong
     for begin, end in _find_records(file):
-        kind = file.data[begin : begin + 1]
-        if kind == STEP_RECORD:
-            _add_step(file, StepLocation(begin + 1, end, table))
-            continue
-        if kind == LOSS_RECORD:
-            # A step with losses only, so it needs no table of tensors.
-            _add_step(file, StepLocation(begin + 1, end, table=None))
-            continue
-
-        # A JSON object is known by its first key.
-        values = json.loads(file.data[begin + 1 : end])
-        if "journal" in values:
-            file.header = values
-            if values["journal"] != FORMAT_VERSION:
-                raise CheckpointError(
-                    f"the journal {path.parent}",
-                    f"{path.name} is of version {values['journal']}, and {FORMAT_VERSION} is read "
-                    "here",
-                    "read it with the Lockstep that wrote it",
-                )
-        elif "manifest" in values:
-            file.manifest = values["manifest"]
-        elif "begins_at" in values:
-            file.begins_at = values["begins_at"]
-            file.weights_at_beginning = values["weights"]
-        else:  # "tensors": the tensors to which the hashes of the following steps belong
-            table = TensorTable(
-                names=tuple(values["tensors"]),
-                num_parameters=values["parameters"],
-                hashed_weights=tuple(values["weights"]),
-                hashed_states=tuple(values["state"]),
-            )
+        letter = file.data[begin : begin + 1]
+        content_begin = begin + 1
+        if letter == STEP_RECORD:
+            _add_step(file, StepLocation(content_begin, end, table))
+        elif letter == LOSS_RECORD:  # it has no hashes, and so needs no table of tensors
+            _add_step(file, StepLocation(content_begin, end, table=None))
+        else:
+            values = json.loads(file.data[content_begin:end])
+            if "tensors" in values:
+                table = _read_table(values)
+            else:
+                _read_json_record(file, path, values)
     return file
+
+
+def _read_json_record(file: RankFile, path: Path, values: dict[str, Any]) -> None:
+    """Adds what a JSON record says, which is known by its first key, to the file's contents.
+
+    Raises:
+        CheckpointError: if the file has another version of the format.
+    """
+    if "journal" in values:
+        file.header = values
+        if values["journal"] != FORMAT_VERSION:
+            raise CheckpointError(
+                f"the journal {path.parent}",
+                f"{path.name} is of version {values['journal']}, and {FORMAT_VERSION} is read here",
+                "read it with the Lockstep that wrote it",
+            )
+    elif "manifest" in values:
+        file.manifest = values["manifest"]
+    else:  # "begins_at"
+        file.begins_at = values["begins_at"]
+        file.weights_at_beginning = values["weights"]
+
+
+def _read_table(values: dict[str, Any]) -> TensorTable:
+    """Returns the tensors to which the hashes of the following steps belong."""
+    return TensorTable(
+        names=tuple(values["tensors"]),
+        num_parameters=values["parameters"],
+        hashed_weights=tuple(values["weights"]),
+        hashed_states=tuple(values["state"]),
+    )
 
 
 def _open_file(path: Path) -> RankFile:
@@ -219,17 +230,17 @@ def _find_records(file: RankFile) -> Iterator[tuple[int, int]]:
     """
     frame_begin = 0
     while frame_begin < len(file.data):
-        # The frame (length and checksum) is followed by the content, which is never empty. If
-        # nothing follows, the frame itself may be incomplete.
+        # The frame (length and checksum) is followed by the content, which is never empty.
         begin = frame_begin + FRAME.size
-        something_follows_frame = begin < len(file.data)
-        if not something_follows_frame:
+        has_frame_and_content = begin < len(file.data)
+        if not has_frame_and_content:
             file.is_cut_off = True
             return
 
         length, checksum = FRAME.unpack_from(file.data, frame_begin)
         end = begin + length
-        if end > len(file.data):
+        content_is_whole = end <= len(file.data)
+        if not content_is_whole:
             file.is_cut_off = True
             return
 
@@ -271,26 +282,23 @@ def _parse_step(content: bytes, table: TensorTable | None, has_gradients: bool) 
         has_gradients: True if the run has virtual ranks. Then each step with hashes also has hashes
             of gradients.
     """
-    _number_of_step, num_parts = STEP_FIELDS.unpack_from(content)
+    _, num_parts = STEP_FIELDS.unpack_from(content)
     numbers = np.frombuffer(content, "<u8", offset=STEP_FIELDS.size)
 
     step_has_gradients = has_gradients and table is not None
-    num_gradients = 0
-    num_weights = 0
-    if table is not None:
-        num_gradients = table.num_parameters if step_has_gradients else 0
-        num_weights = len(table.hashed_weights)
+    gradients_per_part = table.num_parameters if table and step_has_gradients else 0
+    num_weights = len(table.hashed_weights) if table else 0
 
     # With 2 parts, 3 parameters and 3 hashes of weights, the lengths are 2, 2, 6 and 3, so the
     # numbers are cut at 2, 4, 10 and 13. The hashes of states are what remains.
-    lengths = [num_parts, num_parts, num_parts * num_gradients, num_weights]
+    lengths = [num_parts, num_parts, num_parts * gradients_per_part, num_weights]
     cuts = np.cumsum(lengths)
     parts, losses, gradients, weights, state = np.split(numbers, cuts)
 
     part_numbers = parts.tolist()
     gradients_of_parts: dict[int, Hashes] = {}
     if step_has_gradients:
-        rows = gradients.reshape(num_parts, num_gradients)
+        rows = gradients.reshape(num_parts, gradients_per_part)
         gradients_of_parts = dict(zip(part_numbers, rows, strict=True))
 
     return RankStep(

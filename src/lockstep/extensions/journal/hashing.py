@@ -126,7 +126,7 @@ class _LargePiece(NamedTuple):
 class TensorHasher:
     """Computes the hashes of tensors whose shapes are known in advance.
 
-    A large tensor is hashed in place, except for its ends, where blocks may be incomplete. The ends
+    A large tensor is hashed in place, except for its margins, where blocks may be incomplete. They
     and all small tensors are first copied into one memory, each to blocks of its own, and are then
     hashed together.
 
@@ -167,12 +167,12 @@ class TensorHasher:
         self._lay_out(parts, small_pieces)
 
     def _cut(self, tensor_index: int, part: TensorPart) -> list[_SmallPiece]:
-        """Cuts a large tensor into its whole blocks and its ends.
+        """Cuts a large tensor into its whole blocks and its margins.
 
-        Adds the whole blocks to `self._large_pieces`, and returns the ends, which fill no block.
+        Adds the whole blocks to `self._large_pieces`, and returns the margins, which fill no block.
         Blocks are those of the whole tensor. For example, if blocks had 4 elements, and this part
         were the elements 3 to 12 of the whole tensor, its whole blocks would be the elements 4 to
-        11, and its ends the elements 3 and 12.
+        11, and its margins the elements 3 and 12.
 
         A large tensor has many whole blocks, since it has more than `MAX_COPIED_BYTES` bytes.
         """
@@ -195,13 +195,14 @@ class TensorHasher:
         )
         self._large_pieces.append(whole_blocks)
 
-        # The elements before and after the whole blocks.
-        ends: list[_SmallPiece] = []
-        for piece_begin, piece_end in ((0, begin), (end, numel)):
-            if piece_begin < piece_end:
-                num_bytes = (piece_end - piece_begin) * itemsize
-                ends.append(_SmallPiece(tensor_index, (piece_begin, piece_end), num_bytes))
-        return ends
+        margin_before = (0, begin)
+        margin_after = (end, numel)
+        margins: list[_SmallPiece] = []
+        for first, stop in (margin_before, margin_after):
+            if first < stop:
+                num_bytes = (stop - first) * itemsize
+                margins.append(_SmallPiece(tensor_index, (first, stop), num_bytes))
+        return margins
 
     def _lay_out(self, parts: Sequence[TensorPart], pieces: Sequence[_SmallPiece]) -> None:
         """Allocates the memory that the small pieces are copied to.
@@ -267,10 +268,10 @@ class TensorHasher:
             The hashes, shape `(num_hashes,)`: a numpy array, or a tensor on the device.
         """
         with torch.no_grad():
-            # Small tensors, and the ends of large ones, are copied into one memory, and their
+            # Small tensors, and the margins of large ones, are copied into one memory, and their
             # blocks are hashed together. The sum of each block is multiplied by its factor M(b).
-            self._copy(tensors)
-            block_sums = self._block_sums(self._copied_words)
+            copied_words = self._copy(tensors)
+            block_sums = self._block_sums(copied_words)
             hashes = self._add_up_copied_blocks(block_sums * self._copied_factors)
 
             # The whole blocks of large tensors are hashed in place, one tensor after the other.
@@ -281,36 +282,35 @@ class TensorHasher:
                 begin, end = piece.elements
                 blocks = tensor.detach().reshape(-1)[begin:end]
                 block_sums = self._block_sums(self._words(blocks))
-
-                # The sum is added to one element of `hashes`. It is written with arrays of one
-                # element, because numpy warns if single numbers overflow, as they may here.
-                index = piece.hash_index
-                products = (block_sums * piece.factors).reshape(1, -1)
-                hashes[index : index + 1] += products.sum(1)
+                _add_sum_to(hashes, piece.hash_index, block_sums * piece.factors)
         return hashes
 
-    def _copy(self, tensors: Sequence[Tensor | None]) -> None:
-        """Copies the small tensors, and the ends of the large ones, into the common memory.
+    def _copy(self, tensors: Sequence[Tensor | None]) -> Any:
+        """Copies the small tensors, and the margins of the large ones, into the common memory.
 
-        The whole blocks of a large tensor are hashed in place, without a copy. Its ends do not fill
-        a block.
+        The whole blocks of a large tensor are hashed in place, without a copy. Its margins do not
+        fill a block.
+
+        Returns:
+            The words of the common memory.
         """
         destinations: list[Tensor] = []
         sources: list[Tensor] = []
         for piece in self._copied_pieces:
             tensor = tensors[piece.tensor_index]
-            if tensor is None:
+            if tensor is None:  # such as a gradient that is missing: its hash is 0
                 piece.destination.zero_()
                 continue
 
             destinations.append(piece.destination)
-            if piece.elements is None:  # a small tensor
+            if piece.elements is None:  # a small tensor as a whole
                 sources.append(tensor)
-            else:  # an end of a large tensor
+            else:  # a margin of a large tensor
                 begin, end = piece.elements
                 sources.append(tensor.reshape(-1)[begin:end])
         if sources:
             copy_to_each(destinations, sources)
+        return self._copied_words
 
     def _words(self, tensor: Tensor) -> Any:
         """Returns whole blocks as 64-bit words, shape `(blocks, WORDS_OF_BLOCK)`."""
@@ -333,8 +333,9 @@ class TensorHasher:
         if self._with_numpy:
             return self._block_sums_with_numpy(words)
 
-        # Words are read as signed numbers, so the shift repeats the sign. numpy does the same.
-        sums = [torch.empty(0, dtype=torch.int64, device=self._device)]  # if there are no blocks
+        # The first element lets `torch.cat` accept an empty list of blocks. The shift is an
+        # arithmetic one, which repeats the sign, as in numpy.
+        sums = [torch.empty(0, dtype=torch.int64, device=self._device)]
         for blocks in torch.split(words, BLOCKS_AT_ONCE_ON_GPU):
             folded = (blocks >> 32).add_(blocks)
             sums.append(folded.mul_(self._word_factors).sum(1))
@@ -344,8 +345,8 @@ class TensorHasher:
         """Adds up the words of each block, multiplied by the factors of the words.
 
         Before that, the upper half of each word is added to its lower half (the word is "folded").
-        Some blocks at a time are folded into the buffer `self._folded`, which every call uses, so
-        that few calls of numpy are made and no memory is allocated for each block.
+        Several blocks are folded at once, so that numpy is called less often; and into a fixed
+        buffer, `self._folded`, so that no memory is allocated.
 
         Args:
             words: the words of the blocks, shape `(blocks, words)`.
@@ -366,13 +367,13 @@ class TensorHasher:
     def _add_up_copied_blocks(self, sums: Any) -> Any:
         """Computes the outer sum of the hash, over the copied blocks.
 
-        These are the blocks of small tensors, and those with the ends of large ones.
+        These are the blocks of small tensors, and those with the margins of large ones. numpy and
+        torch compute the same, each in the way that is fast with it. For example:
 
-        numpy and torch compute the same, each in the way that is fast with it. Example: the first
-        three blocks belong to hash 0 and the other two to hash 2. With numpy, the ranges of blocks
-        that begin at the blocks 0 and 3 (`_first_blocks`) are added up, and the two results become
-        the hashes 0 and 2 (`_hash_indices`). With torch, each of the five sums is added to the hash
-        `[0, 0, 0, 2, 2]` (`_hash_index_of_block`).
+            block                   0  1  2  3  4
+            belongs to hash         0  0  0  2  2       for torch: `_hash_index_of_block`
+            first block of a hash   0        3          for numpy: `_first_blocks`
+            its hash                0        2          for numpy: `_hash_indices`
 
         Args:
             sums: the sum of each copied block, multiplied by its factor.
@@ -402,3 +403,11 @@ def copy_to_device(numbers: Tensor, device: torch.device) -> Tensor:
     if device.type == "cuda":
         numbers = numbers.pin_memory()
     return numbers.to(device, non_blocking=True)
+
+
+def _add_sum_to(hashes: Any, index: int, numbers: Any) -> None:
+    """Adds the sum of some numbers to one of the hashes.
+
+    This is done with arrays of one element, as numpy warns if single numbers overflow.
+    """
+    hashes[index : index + 1] += numbers.reshape(1, -1).sum(1)

@@ -107,17 +107,27 @@ def _read_commit(repository: Path) -> str:
     Raises:
         OSError: if a file of git's is missing or cannot be read.
     """
-    git_folder = repository / ".git"
-    if git_folder.is_file():  # a worktree or a submodule; the file says "gitdir: /path/to/folder"
-        text = git_folder.read_text(encoding="utf-8")
-        git_folder = repository / text.removeprefix("gitdir:").strip()
+    git_folder = _git_folder(repository)
 
     # HEAD holds the commit itself, or the branch: "ref: refs/heads/main".
     head = (git_folder / "HEAD").read_text(encoding="utf-8").strip()
     if not head.startswith("ref:"):
         return head
     branch = head.removeprefix("ref:").strip()
+    return _commit_of_branch(git_folder, branch)
 
+
+def _git_folder(repository: Path) -> Path:
+    """Returns the folder in which git keeps the state of a repository."""
+    git_folder = repository / ".git"
+    if git_folder.is_file():  # a worktree or a submodule; the file says "gitdir: /path/to/folder"
+        text = git_folder.read_text(encoding="utf-8")
+        git_folder = repository / text.removeprefix("gitdir:").strip()
+    return git_folder
+
+
+def _commit_of_branch(git_folder: Path, branch: str) -> str:
+    """Returns the hash of the commit at the end of a branch; "none" if it has no commit yet."""
     # A worktree keeps its branches in the folder of the main repository.
     branches_folder = git_folder
     if (git_folder / "commondir").exists():
@@ -133,4 +143,4 @@ def _read_commit(repository: Path) -> str:
         commit, _, name = line.partition(" ")
         if name == branch:
             return commit
-    return "none"  # the branch has no commit yet
+    return "none"

@@ -65,7 +65,7 @@ def _add_to_pass(run: Run, open_pass: OpenPass, epoch: int, name: str, value: An
     # one before, which shows that it does not belong to the loop (`includes_logged_value`).
     training_pass = open_pass.training_pass
     if training_pass is not None:
-        present_micro_batch = training_pass.last_used
+        present_micro_batch = training_pass.batch_in_use
         open_pass.delivery_of_name[name] = present_micro_batch
 
     num_samples = open_pass.micro_batch.counted_rows
