@@ -181,7 +181,7 @@ def test_a_flipped_bit_is_named(size: int, on_one_process: Path, tmp_path: Path)
     comparison = compare(on_one_process, run(tmp_path, size, flip=(4, 2)))
     found = comparison.first_difference
     assert found is not None
-    assert (found.step, found.last_equal_step) == (4, 3)
+    assert (found.step, found.step_before) == (4, 3)
     assert found.differed_first == "gradient"
     assert found.gradients == {2: ["head.bias"]}
     assert found.state == ["head.bias"]

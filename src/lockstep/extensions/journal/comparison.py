@@ -32,9 +32,9 @@ class StepDifferences:
     step: int
     has_hashes: bool = False
     """True if hashes were compared, and not only losses."""
-    last_equal_step: int | None = None
+    step_before: int | None = None
     """The last step before this one that was compared; None if this is the first."""
-    last_step_with_equal_hashes: int | None = None
+    hashes_before: int | None = None
     """The last step before this one whose hashes were compared; None if there is none."""
     losses: dict[int, tuple[float, float]] = field(default_factory=dict)
     """The losses that differ: in A and in B, by virtual rank, or by rank without virtual ranks."""
@@ -170,8 +170,8 @@ class JournalComparison:
         # If hashes of this step or of the last equal step are missing, gradients or weights may
         # have differed before the losses did. Example: losses differ at step 6 and were equal at
         # step 5, but the last step with hashes in both runs is 3.
-        last_equal_step = found.last_equal_step
-        last_step_with_hashes = found.last_step_with_equal_hashes
+        last_equal_step = found.step_before
+        last_step_with_hashes = found.hashes_before
         last_equal_step_has_hashes = last_step_with_hashes == last_equal_step
         if not (found.has_hashes and last_equal_step_has_hashes):
             lines.append(
@@ -206,8 +206,8 @@ def _describe_equal_before(found: StepDifferences) -> str:
     For example "; equal up to step 3, and losses up to step 5", if only losses were written for the
     steps 4 and 5. Returns "" if no step before it was compared.
     """
-    last_equal_step = found.last_equal_step  # 5 in the example
-    last_step_with_hashes = found.last_step_with_equal_hashes  # 3 in the example
+    last_equal_step = found.step_before  # 5 in the example
+    last_step_with_hashes = found.hashes_before  # 3 in the example
     if last_equal_step is None:
         return ""
 
@@ -303,8 +303,8 @@ def _compare_steps(comparison: JournalComparison, common_steps: Sequence[int]) -
             continue
 
         if not differences.is_empty:
-            differences.last_equal_step = last_equal_step
-            differences.last_step_with_equal_hashes = last_step_with_hashes
+            differences.step_before = last_equal_step
+            differences.hashes_before = last_step_with_hashes
             comparison.first_difference = differences
             return
 
