@@ -159,6 +159,7 @@ def _run_watched(script: Script, folder: Path) -> None:
         script: the script.
         folder: the rank's folder.
     """
+    from lockstep.run.start import script_libraries
     from lockstep.run.watch import script_processes
 
     # The script may execute another program in its place, by `os.execv`.
@@ -179,6 +180,7 @@ def _run_watched(script: Script, folder: Path) -> None:
 
         separate_attempts(restarts)
 
+    script_libraries.watch_imports(folder)
     run_as_main(script)
 
 

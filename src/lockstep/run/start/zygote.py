@@ -64,9 +64,16 @@ once it has ended. Other signals are sent to the whole group."""
 _ZYGOTE_GONE = "the process that starts the ranks is gone"
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
+# Used in an event instead of a rank's number:
 _LEFT_BEHIND = -1
-"""Used in an event instead of a rank's number: the processes left behind by ranks have ended."""
+"""The processes left behind by ranks have ended."""
+_PREPARED = -2
+"""The libraries of the script have been imported, or `reason` says why this zygote must end."""
+_START = b"start"
+_PREPARE = b"prepare"
+"""The two messages that come with descriptors."""
 _MESSAGE_BYTES = 1 << 17
+_MAX_REASON_CHARACTERS = 1000
 _MAX_DESCRIPTORS = 4
 """The descriptors of a message: a rank's input, output and error, and the file with its request."""
 
@@ -78,6 +85,8 @@ _LEFT_BEHIND_TIMEOUT_S = 10.0
 _LAUNCHER_GONE_GRACE_S = 2.0
 _KILL_TIMEOUT_S = 2.0
 _RECHECK_S = 0.1
+_PREPARE_TIMEOUT_S = 60.0
+"""How long the launcher waits while the zygote imports libraries."""
 _ZYGOTE_TIMEOUT_S = 15.0
 """How long the launcher waits for the end of the zygote, which has to end the ranks first."""
 _MAX_POLL_S = 0.02
@@ -94,7 +103,7 @@ class Event(NamedTuple):
     """The exit code, or minus the number of the signal that ended it; None while it is running."""
     reason: str = ""
     """Why the system refused to create the process. If the event is about processes left behind by
-    ranks, the ids of those that do not end."""
+    ranks, the ids of those that do not end. If it is about libraries, why the zygote must end."""
 
 
 class Zygote:
@@ -160,11 +169,48 @@ class Zygote:
             "own_session": own_session,
             "command": list(command),
         }
-        with unnamed_file() as file:  # the request may be too long for a message
+        self._send_request(_START, request, streams)
+
+    def prepare_libraries(
+        self, report: Mapping[str, Any], variables: Mapping[str, str]
+    ) -> str | None:
+        """Makes the zygote import the libraries that the script of a rank has imported.
+
+        This must only be called while no rank is running.
+
+        Args:
+            report: the report of a rank, see `script_libraries`.
+            variables: environment variables of all ranks.
+
+        Returns:
+            Why the zygote cannot be used any more; None if it can.
+
+        Raises:
+            ChildProcessError: the zygote is gone.
+        """
+        request = {"report": dict(report), "variables": dict(variables)}
+        self._send_request(_PREPARE, request, ())
+        deadline = time.monotonic() + _PREPARE_TIMEOUT_S
+        while time.monotonic() < deadline:
+            for event in self.events(timeout=0.1):
+                if event.rank == _PREPARED:
+                    return event.reason or None
+        os.kill(self.pid, signal.SIGKILL)
+        return f"importing takes longer than {_PREPARE_TIMEOUT_S:g} s"
+
+    def _send_request(
+        self, message: bytes, request: Mapping[str, Any], streams: Iterable[int]
+    ) -> None:
+        """Sends a request in a file, as it may be too long for a message.
+
+        Raises:
+            ChildProcessError: the zygote is gone.
+        """
+        with unnamed_file() as file:
             file.write(json.dumps(request).encode())
             file.flush()
             try:
-                socket.send_fds(self._socket, [b"start"], [*streams, file.fileno()])
+                socket.send_fds(self._socket, [message], [*streams, file.fileno()])
             except (BrokenPipeError, ConnectionResetError):
                 raise ChildProcessError(_ZYGOTE_GONE) from None
 
@@ -404,10 +450,12 @@ class Server:
         if is_closed:
             return False
 
-        # Only the request for a rank comes with descriptors. The request is in one of these files,
-        # and `data` is only the word "start".
+        # If a message comes with descriptors, the request is in the last of these files.
         if files:
-            self._start(files)
+            if data == _START:
+                self._start(files)
+            else:
+                self._prepare_libraries(_read_request(files))
             for file in files:
                 os.close(file)
             return True
@@ -428,6 +476,17 @@ class Server:
         else:
             self._signal(request["signal"], set(request["ranks"]))
         return True
+
+    def _prepare_libraries(self, request: Mapping[str, Any]) -> None:
+        """Imports the libraries that the script of a rank has imported."""
+        from lockstep.run.start import script_libraries
+
+        reason = ""
+        try:
+            script_libraries.prepare_modules(request["report"], request["variables"])
+        except script_libraries.CannotPrepareError as error:
+            reason = str(error)[:_MAX_REASON_CHARACTERS]
+        self._report(Event(rank=_PREPARED, pid=None, reason=reason))
 
     # Starting ranks
 
@@ -486,7 +545,7 @@ class Server:
             pid, channel = self.spares.popitem()  # all spares are alike
             with channel:
                 try:
-                    socket.send_fds(channel, [b"start"], files)
+                    socket.send_fds(channel, [_START], files)
                 except BrokenPipeError:  # this spare has ended
                     continue
             return pid
@@ -878,12 +937,13 @@ def _receive(channel: socket.socket) -> tuple[bytes, list[int]]:
 
 
 def _read_request(files: list[int]) -> dict[str, Any]:
-    """Reads the request for a rank.
+    """Reads a request.
 
     Args:
-        files: descriptors of the rank's input, output and error, and of the file with the request.
+        files: descriptors of a rank's input, output and error if a rank is requested, and of the
+            file with the request.
     """
-    request_file = files[3]
+    request_file = files[-1]
     size = os.fstat(request_file).st_size
     request: dict[str, Any] = json.loads(os.pread(request_file, size, 0))
     return request
