@@ -70,7 +70,7 @@ def test_the_first_exception_is_the_cause_if_it_would_have_ended_the_rank(
     record = record_of(tmp_path, code)
     assert record.headline == "ValueError: bad sample 4711"
     assert record.line == 'train.py:3: raise ValueError("bad sample 4711")'
-    (later,) = record.came_later
+    (later,) = record.raised_meanwhile
     assert later.startswith("IndexError: ")
     assert "train.py:" in later
     assert record.handled == ""
@@ -80,7 +80,7 @@ def test_an_exception_that_was_caught_is_only_mentioned(tmp_path: Path) -> None:
     code = "try:\n    load()\nexcept ValueError:\n    [][0]\n"
     record = record_of(tmp_path, code)
     assert record.headline == "IndexError: list index out of range"
-    assert record.came_later == ()
+    assert record.raised_meanwhile == ()
     assert record.handled.startswith("ValueError: bad sample 4711, train.py:3: ")
 
     # What the author names, or hides, is left to the author.

@@ -585,7 +585,7 @@ CASES = {
     "stopped until the others gave up": Case(
         [
             rank_raised(0, TIMED_OUT, 20.0),
-            rank_killed(1, 9, "SIGKILL", 32.0, asked_to_end=20.6, stopped=True),
+            rank_killed(1, 9, "SIGKILL", 32.0, asked_to_end=20.6, was_suspended=True),
             rank_ended_by_lockstep(2, 20.7, 20.6),
         ],
         "stopped",
@@ -600,7 +600,7 @@ CASES = {
     "stopped while another rank failed": Case(
         [
             rank_raised(0, "loss is NaN", 20.0, "ValueError"),
-            rank_killed(1, 9, "SIGKILL", 32.0, asked_to_end=20.6, stopped=True),
+            rank_killed(1, 9, "SIGKILL", 32.0, asked_to_end=20.6, was_suspended=True),
         ],
         "exception",
         (0,),

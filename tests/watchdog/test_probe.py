@@ -44,7 +44,7 @@ def installed_probe(folder: Path) -> Iterator[probe.Probe]:
         yield made
     finally:
         made.stop_answering()
-        probe._groups_kept_alive.clear()
+        probe._opened_groups.clear()
 
 
 @contextlib.contextmanager
@@ -55,7 +55,7 @@ def group_of_one() -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
-        probe._groups_kept_alive.clear()
+        probe._opened_groups.clear()
         # The traceback of an error keeps the groups that the test has opened, and their threads.
         if sys.exception() is None:
             wait_until(lambda: "pt_gloo_runloop" not in thread_names())
@@ -150,8 +150,8 @@ def test_a_model_that_dies_after_its_group_does_not_take_the_group_along(tmp_pat
         dist.init_process_group("gloo", store=store, rank=0, world_size=1)
         dist.destroy_process_group()
         wait_until(lambda: "pt_gloo_runloop" in thread_names())  # a thread is named by itself
-        assert len(probe._groups_kept_alive) == 1
-        probe._groups_kept_alive.clear()
+        assert len(probe._opened_groups) == 1
+        probe._opened_groups.clear()
         wait_until(lambda: "pt_gloo_runloop" not in thread_names())
 
 
@@ -281,11 +281,11 @@ def _answer_with_collectives(folder: Path) -> None:
         assert [(g.name, g.ranks) for g in flight.groups or ()] == [("0", (0, 1))]
         # Without torch's compiler the lines would cost seconds: they are left out.
         assert "torch._dynamo" not in sys.modules
-        flight = state_from_answer(ask_probe(folder, "2 lines"))
+        flight = state_from_answer(ask_probe(folder, "2 call_stacks"))
         assert flight.calls is not None
         assert flight.calls[0].frames is None
         importlib.import_module("torch._dynamo")
-        flight = state_from_answer(ask_probe(folder, "3 lines"))
+        flight = state_from_answer(ask_probe(folder, "3 call_stacks"))
         assert flight.calls is not None
         assert flight.calls[0].frames is not None
         assert "_answer_with_collectives" in [frame.function for frame in flight.calls[0].frames]

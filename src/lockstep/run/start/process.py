@@ -261,5 +261,5 @@ def exit_status_of(process: Process, before: OomCounts, root: Path = Path("/")) 
         ran_s=process.ended_at - process.started_at if process.started_at else None,
         peak_bytes=process.peak_bytes,
         asked_to_end=min(times_asked_to_end, default=None),
-        stopped=process.stopped,
+        was_suspended=process.stopped,
     )

@@ -77,10 +77,9 @@ class Activity:
 
     @property
     def op(self) -> str:
-        """The function of torch.distributed that the rank waits in, by the name that the user
-        called.
+        """The function of torch.distributed that the user called and that the rank waits in.
 
-        It is empty if the rank waits in none, or if the function is not known.
+        Empty if the rank waits in none, or if the function is not known.
         """
         if self.wait.op:
             return self.wait.op
@@ -97,9 +96,9 @@ class Activity:
 
     @property
     def waits_in_p2p(self) -> bool:
-        """True if the rank waits in a send or receive. The other rank need not be known.
+        """True if the rank waits in a send or receive.
 
-        The recorded call says so if there is one. Otherwise the stack does.
+        If the call was recorded, the record says so. Otherwise the stack does.
         """
         if self.call is not None:
             return self.call.p2p
@@ -107,10 +106,10 @@ class Activity:
             return True
 
         # The stages of torch.distributed.pipelining exchange nothing but sends and receives.
-        stack = self.state.stack
-        if not stack:
+        if not self.state.stack:
             return False
-        return "pipelining" in stack[0].file
+        innermost_frame = self.state.stack[0]
+        return "pipelining" in innermost_frame.file
 
 
 def classify(earlier: RankState, later: RankState, seconds: float) -> Activity:
@@ -122,15 +121,17 @@ def classify(earlier: RankState, later: RankState, seconds: float) -> Activity:
         seconds: the time between the snapshots.
     """
     if not later.alive:
-        # A rank that has just ended counts as moving, as others may be about to notice its end. Its
-        # exit code is known once the launcher has noticed its end.
-        had_ended_before = later.code is not None and not earlier.alive
-        return Activity(later, Kind.EXITED if had_ended_before else Kind.MOVING)
+        ended_before_first_snapshot = not earlier.alive
+        launcher_knows_exit_code = later.code is not None
+        if ended_before_first_snapshot and launcher_knows_exit_code:
+            return Activity(later, Kind.EXITED)
+        # It has just ended. That counts as moving, as others may be about to notice its end.
+        return Activity(later, Kind.MOVING)
 
     if later.stopped and earlier.stopped:
         return Activity(later, Kind.STOPPED)
 
-    # If only one of the snapshots shows it stopped, it was stopped or continued in between.
+    # If only one snapshot shows the rank stopped, it was stopped or continued in between.
     was_stopped_or_continued = bool(later.stopped or earlier.stopped)
     if was_stopped_or_continued or has_moved(earlier, later):
         return Activity(later, Kind.MOVING)
@@ -243,6 +244,14 @@ def frames_to_user_line(state: RankState) -> tuple[stacks.Frame, ...]:
 def _current_call(state: RankState, wait: stacks.Wait) -> CollectiveCall | None:
     """Returns the recorded call that a waiting rank is in.
 
+    By what its stack shows, that is:
+
+        a function that the recorder knows, such as `all_reduce`   the latest call
+        a function that it does not know, such as `recv` on Gloo   the latest pending send/receive
+        no function                                                the latest pending call
+
+    A call that a GPU has started and not completed comes before these: it is the one that runs.
+
     Args:
         state: the state of the rank.
         wait: what its stack says about the wait: the function it waits in (`op`; empty if there is
@@ -251,31 +260,25 @@ def _current_call(state: RankState, wait: stacks.Wait) -> CollectiveCall | None:
     Returns:
         The call, or None if it was not recorded.
     """
-    # 1. The stack shows a function that the recorder knows, such as `all_reduce`. The rank is in
-    # the latest call of its main thread, even if the record says that this call has completed.
-    # Some records do not say which thread made a call. Then it is the latest call of all.
-    is_recorded_function = wait.op != "" and wait.op not in _UNRECORDED_FUNCTIONS
-    if is_recorded_function and wait.certain:
+    # The rank is in the latest call of its main thread, even if that is recorded as completed. Some
+    # records do not say which thread made a call. Then the rank is in the latest call of all.
+    shows_recorded_function = wait.op != "" and wait.op not in _UNRECORDED_FUNCTIONS
+    if shows_recorded_function and wait.certain:
         all_calls = state.calls or ()
         calls_of_main_thread = [call for call in all_calls if call.thread == state.main_thread]
         candidates = calls_of_main_thread or all_calls
-
-        # If the GPU is known to have started a call and not to have completed it, it is this one.
         return _started_call(candidates) or _latest_call(candidates)
 
-    # 2. The GPU has started a call and has not completed it: this is the one that runs.
     pending = state.pending_calls()  # the calls that are not known to have completed
     started = _started_call(pending)
     if started is not None:
         return started
 
-    # 3. The stack shows a function that is not recorded, such as `recv` over Gloo. A pending
-    # collective does not explain this wait, as it may be that of another thread. A pending send or
-    # receive may explain it.
-    if wait.op in _UNRECORDED_FUNCTIONS:
+    # A pending collective may be that of another thread, so it does not explain such a wait.
+    shows_unrecorded_function = wait.op in _UNRECORDED_FUNCTIONS
+    if shows_unrecorded_function:
         return _latest_call([call for call in pending if call.p2p])
 
-    # 4. The stack does not say which call it is.
     return _latest_call(pending)
 
 

@@ -68,8 +68,8 @@ class CallTable:
     def __init__(self, snapshot: Snapshot) -> None:
         self.calls: dict[str, dict[int, dict[int, CollectiveCall]]] = {}
         """The calls: `calls[key][seq][rank]`."""
-        self._numbers: dict[tuple[str, int], list[int]] = {}
-        """The numbers of a rank's recorded calls, the oldest first, by key and rank."""
+        self._seqs_by_key_and_rank: dict[tuple[str, int], list[int]] = {}
+        """The `seq` of each recorded call of a rank, in ascending order, by key and rank."""
         self._groups: dict[str, Group] = {}
         """The groups that ranks have reported, by name."""
         self._longest_timeout_s: dict[str, float] = {}
@@ -106,9 +106,9 @@ class CallTable:
         if call.p2p:
             return
 
-        calls_by_number = self.calls.setdefault(call.key, {})
-        calls_by_number.setdefault(call.seq, {})[rank] = call
-        self._numbers.setdefault((call.key, rank), []).append(call.seq)
+        calls_by_seq = self.calls.setdefault(call.key, {})
+        calls_by_seq.setdefault(call.seq, {})[rank] = call
+        self._seqs_by_key_and_rank.setdefault((call.key, rank), []).append(call.seq)
 
     def members(self, key: str) -> set[int]:
         """Returns the ranks of a group; if they were not reported, the ranks that have used it."""
@@ -116,12 +116,10 @@ class CallTable:
         group = self._groups.get(name)
         if group is not None and group.ranks:
             return set(group.ranks)
-        return {rank for used_key, rank in self._numbers if used_key == key}
+        return {rank for used_key, rank in self._seqs_by_key_and_rank if used_key == key}
 
     def name(self, key: str) -> str:
-        """Returns the name of a group as it is shown to users: `the default group`, `group
-        'tp'`.
-        """
+        """Returns the name of a group for users: `the default group` or `group 'tp'`."""
         _, _, name = key.partition(":")  # the key is `backend:name`
         group = self._groups.get(name)
 
@@ -146,8 +144,8 @@ class CallTable:
             for rank in self.members(call.key):
                 # A rank makes the calls of a group in the order of their numbers, so the number of
                 # its latest call shows whether it has reached this one.
-                numbers_of_calls = self._numbers.get((call.key, rank))
-                if numbers_of_calls is None or numbers_of_calls[-1] < call.seq:
+                recorded_seqs = self._seqs_by_key_and_rank.get((call.key, rank))
+                if recorded_seqs is None or recorded_seqs[-1] < call.seq:
                     missing.add(rank)
             self._missing_ranks[key_and_number] = missing
 
@@ -156,9 +154,9 @@ class CallTable:
     def awaited_sender(self, rank: int, call: CollectiveCall) -> int | None:
         """Returns the rank that a pending receive waits for, if that rank has not reached its send.
 
-        A GPU executes the sends and receives of a group in order, and those of one batch together.
-        So the sender has reached its send if that send is in the oldest pending batch of the
-        sender.
+        A GPU executes the sends and receives of a group in order, and those of one batch (such as
+        the calls of one `batch_isend_irecv`) together. So the sender has reached its send if that
+        send is in the oldest pending batch of the sender.
 
         Args:
             rank: the rank that called the receive.
@@ -175,7 +173,7 @@ class CallTable:
         sender = members[call.peer]
         own_number_in_group = members.index(rank)
         pending_on_sender = self._pending_p2p.get((call.key, sender), [])
-        for other_call in first_batch(pending_on_sender):
+        for other_call in oldest_batch(pending_on_sender):
             if other_call.op == "send" and other_call.peer == own_number_in_group:
                 return None  # the sender has reached its send to this rank
         return sender
@@ -188,16 +186,17 @@ class CallTable:
         looked up for every rank.
         """
         mismatched = set()
-        for key, calls_by_number in self.calls.items():
-            for seq, calls_by_rank in calls_by_number.items():
+        for key, calls_by_seq in self.calls.items():
+            for seq, calls_by_rank in calls_by_seq.items():
                 signatures = {signature(call) for call in calls_by_rank.values()}
                 if len(signatures) > 1:
                     mismatched.add((key, seq))
         return mismatched
 
     def is_mismatched(self, call: CollectiveCall) -> bool:
-        """Returns True if another rank made a different call under this number, so it can never
-        end.
+        """Returns True if another rank made a different call under this number.
+
+        Such a call can never end.
         """
         return (call.key, call.seq) in self.mismatched_calls
 
@@ -210,16 +209,11 @@ class CallTable:
         if call.timeout_s is None:
             return False
 
-        # A group with only the backend "nccl", and no "gloo" beside it, has a lower default, which
-        # the program has not chosen.
-        may_be_default_of_nccl = (
+        # torch's default is 30 minutes, and 10 for a group with NCCL alone.
+        may_be_default_of_nccl_alone = (
             call.backend == "nccl" and call.timeout_s == DEFAULT_TIMEOUT_OF_NCCL_ALONE_S
         )
-        if may_be_default_of_nccl:
-            return False
-
-        # The program has chosen this timeout, or it is torch's usual default.
-        is_below_default = call.timeout_s < DEFAULT_TIMEOUT_S
+        is_below_default = call.timeout_s < DEFAULT_TIMEOUT_S and not may_be_default_of_nccl_alone
         is_below_that_of_other_group = call.timeout_s < self._longest_timeout_s[call.backend]
         return is_below_default and is_below_that_of_other_group
 
@@ -235,15 +229,19 @@ class CallTable:
         """
         if rank in self._ranks_without_record:
             return False
-        numbers = self._numbers.get((key, rank))
-        if numbers is None:  # the rank has made no call of this group, so none has been dropped
+        recorded_seqs = self._seqs_by_key_and_rank.get((key, rank))
+        if recorded_seqs is None:  # the rank has made no call of this group, so none was dropped
             return True
-        oldest_kept = numbers[0]
-        return seq >= oldest_kept
+        oldest_recorded_seq = recorded_seqs[0]  # they are in ascending order
+        return seq >= oldest_recorded_seq
 
 
-def first_batch(pending_p2p: Sequence[CollectiveCall]) -> list[CollectiveCall]:
-    """Returns the oldest of a group's pending sends and receives, and the others of its batch."""
+def oldest_batch(pending_p2p: Sequence[CollectiveCall]) -> list[CollectiveCall]:
+    """Returns the oldest of a group's pending sends and receives, and the others of its batch.
+
+    Args:
+        pending_p2p: the sends and receives, the oldest first. Those of one batch share one `seq`.
+    """
     return [call for call in pending_p2p if call.seq == pending_p2p[0].seq]
 
 
@@ -283,23 +281,14 @@ def _first_mismatch_of_group(table: CallTable, key: str) -> Mismatch | None:
     """
     members = sorted(table.members(key))
     for seq, calls_by_rank in sorted(table.calls[key].items()):
-        # torch gives names of groups again: other ranks may have had a group of this name before,
-        # which they have destroyed. A call that only they made does not belong to this group.
+        # torch reuses the names of destroyed groups: other ranks may have had a group of this name
+        # before. A call that only they made does not belong to this group.
         any_member_made_it = any(rank in calls_by_rank for rank in members)
         if not any_member_made_it:
             continue
 
         differs = (key, seq) in table.mismatched_calls
-
-        # A call that is absent from the table may have been made, if a record was lost or has only
-        # later calls. So the records of all members must reach back to it.
-        some_are_missing = any(rank not in calls_by_rank for rank in members)
-        all_records_reach_back = all(
-            table.record_reaches_back_to(key, seq, rank) for rank in members
-        )
-        some_have_not_made_it = some_are_missing and all_records_reach_back
-
-        if differs or some_have_not_made_it:
+        if differs or _some_have_not_made_it(table, key, seq, members):
             calls = tuple((rank, calls_by_rank.get(rank)) for rank in members)
 
             # The ranks may have called from different lines of the source for some calls before.
@@ -307,6 +296,18 @@ def _first_mismatch_of_group(table: CallTable, key: str) -> Mismatch | None:
             return Mismatch(table.name(key), seq, calls, lines_differ_since)
 
     return None
+
+
+def _some_have_not_made_it(table: CallTable, key: str, seq: int, members: Sequence[int]) -> bool:
+    """Returns True if some members of a group are known not to have made a call of the group.
+
+    A call that is absent from the table may have been made, if a record was lost or has only later
+    calls. So the records of all members must reach back to the call.
+    """
+    calls_by_rank = table.calls[key][seq]
+    some_are_absent = any(rank not in calls_by_rank for rank in members)
+    all_records_reach_back = all(table.record_reaches_back_to(key, seq, rank) for rank in members)
+    return some_are_absent and all_records_reach_back
 
 
 def _first_call_from_different_lines(table: CallTable, key: str, mismatched_seq: int) -> int | None:
@@ -327,21 +328,18 @@ def _first_call_from_different_lines(table: CallTable, key: str, mismatched_seq:
         mismatched_seq: the number of the mismatched call, 7 in the example.
 
     Returns:
-        The number of the first call from different lines, 5 in the example. None if the call just
-        before the mismatch was made from one line, or if its lines are not known.
+        The number of the first call from different lines, 5 in the example. None if call 6 was made
+        from one line, or if its lines are not known.
     """
-    first_from_different_lines = None
+
+    def lines_differ(seq: int) -> bool:
+        calls_by_rank = table.calls[key].get(seq, {})
+        lines = {stacks.user_frame(call.frames) for call in calls_by_rank.values()}
+        all_are_known = None not in lines
+        return all_are_known and len(lines) > 1
 
     # Go back from the mismatch to the last call that all ranks made from one line.
-    seq = mismatched_seq - 1
-    while seq in table.calls[key]:
-        lines = {stacks.user_frame(call.frames) for call in table.calls[key][seq].values()}
-        some_line_is_unknown = None in lines
-        all_are_at_one_line = len(lines) == 1
-        if some_line_is_unknown or all_are_at_one_line:
-            break
-
-        first_from_different_lines = seq
-        seq -= 1
-
-    return first_from_different_lines
+    first_seq = mismatched_seq
+    while lines_differ(first_seq - 1):
+        first_seq -= 1
+    return None if first_seq == mismatched_seq else first_seq

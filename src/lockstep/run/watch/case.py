@@ -103,10 +103,11 @@ class Case:
         if not waiting:
             return f"{subject}, for {self.waited_s:.0f} s"
 
-        have = conjugate("has", len(waiting))  # "has" for one rank, "have" for several
-        them = "it" if len(ranks) == 1 else "them"
+        has_or_have = conjugate("has", len(waiting))
+        it_or_them = "it" if len(ranks) == 1 else "them"
         return (
-            f"{subject}; {format_ranks(waiting)} {have} waited for {them} for {self.waited_s:.0f} s"
+            f"{subject}; {format_ranks(waiting)} {has_or_have} waited for {it_or_them} for "
+            f"{self.waited_s:.0f} s"
         )
 
     def make_verdict(
@@ -129,10 +130,12 @@ class Case:
             advice: what the user can do; by default the advice for this kind.
             fatal: True if the run cannot recover by itself.
             mismatch: the first call that differs between the ranks.
-            key: see `Verdict.key`.
+            key: equal if a later attempt of the run hangs for the same reason; empty if a later
+                attempt may well succeed.
         """
         if advice is None:
-            advice = (ADVICE[kind],) if kind in ADVICE else ()
+            usual_advice = ADVICE.get(kind)
+            advice = () if usual_advice is None else (usual_advice,)
 
         mismatched_calls = {} if mismatch is None else dict(mismatch.calls)
         rows = []
@@ -174,9 +177,9 @@ class Case:
 
         if state.steps:
             does += f" (step {state.steps})"
-        seconds = self.since_call_s.get(state.rank)
-        handles = "" if state.in_flight is None else state.in_flight.describe()
-        return Row(state.rank, state.host, does, activity.line, seconds, handles)
+        waits_for_s = self.since_call_s.get(state.rank)
+        handled_error = "" if state.in_flight is None else state.in_flight.describe()
+        return Row(state.rank, state.host, does, activity.line, waits_for_s, handled_error)
 
     def _wait_text(self, activity: Activity, call: CollectiveCall | None) -> str:
         """Writes what a rank waits in: `waits in all_reduce of 25 float, in backward`."""
@@ -197,11 +200,11 @@ class Case:
 
 
 def may_wait_in(activity: Activity, call: CollectiveCall) -> bool:
-    """Returns True if a rank may be waiting in this call: it is pending, or the one that the rank
-    is known to be in.
+    """Returns True if a rank may be waiting in this call.
 
-    Calls are compared by group and number: the objects may differ, because only one of two
-    snapshots may have recorded the stack of the call.
+    That is so if the call is pending, or if it is the one that the rank is known to be in. Calls
+    are compared by group and number: the objects may differ, because only one of two snapshots may
+    have recorded the stack of the call.
     """
     candidates = activity.state.pending_calls()
     if activity.call is not None:
@@ -221,12 +224,14 @@ def _text_without_wait(activity: Activity) -> str:
             return f"was ended by signal {-state.code}"
         return f"has ended with exit code {state.code}"
 
-    # A process in state D sleeps in the kernel and cannot be interrupted, see proc(5). Usually it
+    # In state D, a process sleeps in the kernel and cannot be interrupted, see proc(5). Usually it
     # waits for a disk.
-    if activity.kind is Kind.BLOCKED and state.state == "D":
+    sleeps_in_kernel = state.state == "D"
+    if activity.kind is Kind.BLOCKED and sleeps_in_kernel:
         return "is blocked in the kernel, on a disk or a network file system"
 
-    # The program has chosen a short timeout for the group, which may end the wait.
+    # The kind LIMITED: the rank waits for others, and the program has chosen a short timeout for
+    # the group, which may end the wait.
     if activity.kind is Kind.LIMITED and activity.call is not None:
         call = _name_call(activity.call, activity.op)
         return f"waits in {call}, of a group with a timeout of its own"

@@ -14,15 +14,15 @@ from typing import Any, TypeVar, cast, get_args, get_origin, get_type_hints
 
 _T = TypeVar("_T")
 
-NumberedValues = Mapping[type, Sequence[Any]]
+Tables = Mapping[type, Sequence[Any]]
 """For each type whose values are numbered, the table of its values."""
 
-_NOTHING_NUMBERED: NumberedValues = MappingProxyType({})
+_NO_TABLES: Tables = MappingProxyType({})
 _TUPLES_OF_PLAIN_ITEMS = (tuple[int, ...], tuple[str, ...])
 _types_of_fields = functools.cache(get_type_hints)
 
 
-def from_values(kind: type[_T], values: Any, numbered: NumberedValues = _NOTHING_NUMBERED) -> _T:
+def from_values(kind: type[_T], values: Any, tables: Tables = _NO_TABLES) -> _T:
     """Builds a value of the given type from plain values.
 
     Args:
@@ -30,69 +30,67 @@ def from_values(kind: type[_T], values: Any, numbered: NumberedValues = _NOTHING
             one of these or None. Fields of any other type, such as a Literal or a Mapping, are kept
             as they are.
         values: the fields by name, or the items of the tuple.
-        numbered: the tables of the types whose values are numbered.
+        tables: the tables of the types whose values are numbered.
 
     Raises:
         TypeError, KeyError, AttributeError, IndexError: the values do not fit the type.
     """
-    return cast(_T, _build(kind, values, numbered))
+    return cast(_T, _build(kind, values, tables))
 
 
-def _build(kind: Any, values: Any, numbered: NumberedValues) -> Any:
+def _build(kind: Any, values: Any, tables: Tables) -> Any:
     """Builds a value of any type that a field may have.
 
     Args:
         kind: the type, such as a dataclass, `int`, `str | None` or `tuple[int, ...]`.
         values: the JSON value: the fields of a dataclass by name, the items of a tuple, the index
             of a numbered value, or the value itself.
-        numbered: the tables of the types whose values are numbered.
+        tables: the tables of the types whose values are numbered.
     """
-    if kind in numbered:
+    if kind in tables:
         index = values
-        return numbered[kind][index]
+        return tables[kind][index]
 
     if is_dataclass(kind):
         types = _types_of_fields(cast(Any, kind))
         fields = {}
         for name, value in values.items():
-            fields[name] = _build(types[name], value, numbered)
+            fields[name] = _build(types[name], value, tables)
         return cast(Any, kind)(**fields)
 
     if values is None:
         return None
 
-    # This shortcut saves much time, as every rank lists all ranks of its groups.
+    # A shortcut for long tuples of numbers, such as the list of all ranks of a group.
     if kind in _TUPLES_OF_PLAIN_ITEMS:
         return tuple(values)
 
     arguments = get_args(kind)
     if get_origin(kind) is tuple:
-        return _build_tuple(arguments, values, numbered)
+        return _build_tuple(arguments, values, tables)
 
     # The type is `X | None`, which every field writes in this order, and the value is not None.
     if type(None) in arguments:
         type_unless_none = arguments[0]
-        return _build(type_unless_none, values, numbered)
+        return _build(type_unless_none, values, tables)
 
     # A string, a number, or a value of a type that is kept as it is.
     return values
 
 
-def _build_tuple(
-    arguments: tuple[Any, ...], values: Any, numbered: NumberedValues
-) -> tuple[Any, ...]:
+def _build_tuple(arguments: tuple[Any, ...], values: Any, tables: Tables) -> tuple[Any, ...]:
     """Builds a tuple from its items.
 
     Args:
         arguments: the arguments of its type: `(X, ...)` for `tuple[X, ...]`, which may have any
             length, or `(X, Y)` for `tuple[X, Y]`, with one type for each item.
         values: the JSON values of the items.
-        numbered: the tables of the types whose values are numbered.
+        tables: the tables of the types whose values are numbered.
     """
     if arguments[-1] is Ellipsis:
         item_type = arguments[0]
-        return tuple(_build(item_type, value, numbered) for value in values)
+        return tuple(_build(item_type, value, tables) for value in values)
 
-    # The type says how many items there are. Values beyond that number are left out.
+    # The type says how many items there are. A newer version may have written more: left out.
     types_and_values = zip(arguments, values, strict=False)
-    return tuple(_build(item_type, value, numbered) for item_type, value in types_and_values)
+    return tuple(_build(item_type, value, tables) for item_type, value in types_and_values)

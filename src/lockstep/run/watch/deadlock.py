@@ -11,7 +11,7 @@ rank only, a batch too many.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from lockstep.run.watch.activity import Activity
@@ -70,7 +70,7 @@ def deadlock(case: Case) -> Verdict | None:
     no_other_rank_can_help = all(rank in case.graph.waits_for for rank in case.alive)
     is_fatal = is_proven and no_other_rank_can_help
 
-    after_error = _ranks_elsewhere_after_error(waiting, mismatch)
+    after_error = _ranks_led_elsewhere_by_error(waiting, mismatch)
     if after_error:
         return _deadlock_after_error(case, after_error, fatal=is_fatal, mismatch=mismatch)
 
@@ -89,48 +89,49 @@ def deadlock(case: Case) -> Verdict | None:
     )
 
 
-def _ranks_elsewhere_after_error(
+def _ranks_led_elsewhere_by_error(
     waiting: Mapping[int, Activity], mismatch: Mismatch | None
 ) -> dict[int, Activity]:
-    """Returns the ranks that came to another collective than the others by an exception.
+    """Returns the ranks that an exception has led to another call than the other ranks.
 
-    These ranks handle an exception, and all the others are at one call, at which no rank with an
-    exception is. If all ranks handle one, or the others are at several calls, an exception does not
-    explain the deadlock, and the result is empty.
+    For example, rank 1 handles a ValueError and waits in `barrier`, while ranks 0 and 2 wait in
+    `all_reduce`: the result is rank 1. The result is empty if an exception does not explain the
+    deadlock: if all ranks handle one, if the ranks without one wait at several calls, or if a rank
+    with one waits at the same call as they do.
 
     Args:
         waiting: what the deadlocked ranks do, by rank.
         mismatch: the first collective that the ranks did not all call in the same way.
     """
     calls_at_mismatch = {} if mismatch is None else dict(mismatch.calls)
-    after_error: dict[int, Activity] = {}
-    their_calls: set[object] = set()
-    calls_of_others: set[object] = set()
+    with_error: dict[int, Activity] = {}
+    places_with_error: set[Signature | str] = set()
+    places_without_error: set[Signature | str] = set()
     for rank, activity in waiting.items():
         call = calls_at_mismatch.get(rank)
-        call_or_op = activity.op if call is None else signature(call)
+        place = activity.op if call is None else signature(call)
 
-        in_flight = activity.state.in_flight
-        if in_flight is not None and not in_flight.training_went_on:
-            after_error[rank] = activity
-            their_calls.add(call_or_op)
+        error = activity.state.in_flight
+        if error is not None and not error.training_went_on:
+            with_error[rank] = activity
+            places_with_error.add(place)
         else:
-            calls_of_others.add(call_or_op)
+            places_without_error.add(place)
 
-    others_agree = len(calls_of_others) == 1
-    if others_agree and calls_of_others.isdisjoint(their_calls):
-        return after_error
+    others_are_at_one_place = len(places_without_error) == 1
+    if others_are_at_one_place and places_without_error.isdisjoint(places_with_error):
+        return with_error
     return {}
 
 
 def _deadlock_after_error(
     case: Case, after_error: Mapping[int, Activity], *, fatal: bool, mismatch: Mismatch | None
 ) -> Verdict:
-    """Returns the verdict on ranks that came to another collective by an exception.
+    """Returns the verdict on ranks that an exception has led to another call than the others.
 
     Args:
         case: what is known about the run.
-        after_error: the ranks that handle an exception.
+        after_error: the ranks that handle an exception, and what they do.
         fatal: True if the run cannot recover by itself.
         mismatch: the first collective that the ranks did not all call in the same way.
     """
@@ -149,6 +150,7 @@ def _deadlock_after_error(
         f"{conjugate('waits', len(with_same_error))} in {name_ops(with_same_error)} while handling "
         f"{error.headline}; nothing has moved for {case.since_last_call_s:.0f} s"
     )
+    # If a later attempt of the run ends with an equal key, it is not tried again.
     key = key_of_error_in_flight(error, first_state.steps, first_state.trained_steps, case.waited_s)
     return case.make_verdict(
         "deadlock",
@@ -177,11 +179,12 @@ def _with_stacks_of_waiting_ranks(mismatch: Mismatch, waiting: Mapping[int, Acti
     """
     calls = []
     for rank, call in mismatch.calls:
+        shown_call = call
         if call is not None and call.frames is None and rank in waiting:
-            activity = waiting[rank]
-            if may_wait_in(activity, call):
-                call = replace(call, frames=activity.state.stack)
-        calls.append((rank, call))
+            waits_in_call = may_wait_in(waiting[rank], call)
+            if waits_in_call:
+                shown_call = replace(call, frames=waiting[rank].state.stack)
+        calls.append((rank, shown_call))
     return replace(mismatch, calls=tuple(calls))
 
 
@@ -225,18 +228,17 @@ def _describe_calls(waiting: Mapping[int, Activity], mismatch: Mismatch | None) 
     if _create_different_groups(waiting):
         return f"{name_ops(waiting)}, for process groups that differ"
 
-    ops = {activity.op for activity in waiting.values()}
+    ops_now = {activity.op for activity in waiting.values()}  # in which the ranks wait now
+    ops_at_mismatch = {call.op for call in _calls_made(mismatch)}  # empty without a mismatch
 
-    # If no mismatch is known, no calls were made at it, and nothing is known to differ.
-    ops_at_mismatch = {call.op for call in _calls_made(mismatch)}
     if _only_sizes_differ(mismatch):
         (op,) = ops_at_mismatch  # there is one, as all ranks called the same operation
-        if ops == {op}:
+        if ops_now == {op}:
             return f"{op} with different sizes or types"
         # Some ranks have got through that call, and wait in a later one.
         return f"collectives that do not match, after {op} had different sizes or types"
 
-    if len(ops) > 1 or len(ops_at_mismatch) > 1:
+    if len(ops_now) > 1 or len(ops_at_mismatch) > 1:
         return "collectives that do not match"
 
     # The ranks call the same operation, but in different groups. In each of the groups, some ranks
@@ -260,7 +262,7 @@ def _create_different_groups(waiting: Mapping[int, Activity]) -> bool:
         groups.append(activity.created_group)
 
     first_group = groups[0]
-    all_are_the_same = all(first_group.is_same(group) for group in groups)
+    all_are_the_same = all(first_group.may_be_same(group) for group in groups)
     return not all_are_the_same
 
 
@@ -290,20 +292,16 @@ def _ranks_at_fault(
     """
     sides = _sides_of_mismatch(mismatch)  # lists of ranks that made the same call, longest first
 
-    # 1. All present members of the group made the same call. Only ranks that have left the group
-    # made another one, so no member is to blame.
+    # 1. All members that are still in the group made the same call. The call that differs was made
+    # by a rank that has left the group, so no member is to blame.
     if len(sides) == 1:
         return []
 
     # 2. The ranks that are in the minority at the mismatch.
-    if len(sides) > 1:
-        largest_side = sides[0]
+    has_majority = len(sides) > 1 and len(sides[0]) > len(sides[1])
+    if has_majority:
         other_sides = sides[1:]
-        if len(largest_side) > len(other_sides[0]):
-            ranks_at_fault: list[int] = []
-            for side in other_sides:
-                ranks_at_fault += side
-            return ranks_at_fault
+        return [rank for side in other_sides for rank in side]
 
     # 3. The ranks in DDP's forward pass, if the others are not in it.
     ranks_in_forward = []
@@ -328,6 +326,8 @@ def _ranks_at_fault(
 def _ranks_in_circle(case: Case, waiting: Iterable[int]) -> set[int]:
     """Returns the deadlocked ranks that wait for each other, without those that wait for them.
 
+    For example, if rank 0 waits for rank 1, 1 for 2, and 2 for 1, the result is ranks 1 and 2.
+
     Args:
         case: what is known about the run.
         waiting: the deadlocked ranks.
@@ -338,9 +338,10 @@ def _ranks_in_circle(case: Case, waiting: Iterable[int]) -> set[int]:
         awaited: set[int] = set()
         for rank in remaining:
             awaited |= case.graph.waits_for[rank] - {rank}
-        if remaining <= awaited:
+        every_rank_is_awaited = remaining <= awaited
+        if every_rank_is_awaited:
             return remaining
-        remaining &= awaited
+        remaining &= awaited  # drop the ranks that no remaining rank waits for, and look again
 
 
 def _sides_of_mismatch(mismatch: Mismatch | None) -> list[list[int]]:
@@ -432,19 +433,19 @@ def _advice(waiting: Mapping[int, Activity], mismatch: Mismatch | None) -> tuple
     if "while DDP is constructed" in contexts:
         return (_ADVICE_ON_DDP_CONSTRUCTOR,)
 
-    # If only some ranks are in a collective of Lockstep's, the user knows it by that name.
-    on_conditions = _advice_on_collective_of_lockstep(waiting) or _ADVICE_ON_CONDITIONS
+    # Names the method that the user called, such as `world.sum`; empty if only torch's were called.
+    on_lockstep = _advice_on_collective_of_lockstep(waiting)
 
     # If only some ranks are in backward, the others have left the loop or have skipped a step.
     only_some_in_backward = 0 < contexts.count("in backward") < len(waiting)
     if only_some_in_backward:
-        return (_ADVICE_ON_NUMBER_OF_STEPS, on_conditions)
+        return (_ADVICE_ON_NUMBER_OF_STEPS, on_lockstep or _ADVICE_ON_CONDITIONS)
 
     if _only_sizes_differ(mismatch):  # False if no mismatch is known
         return (_ADVICE_ON_SIZES,)
 
-    if on_conditions != _ADVICE_ON_CONDITIONS:
-        return (on_conditions,)
+    if on_lockstep:
+        return (on_lockstep,)
 
     in_batchnorm = [is_in_sync_batchnorm(activity.state.stack) for activity in waiting.values()]
     if 0 < in_batchnorm.count(True) < len(waiting):
@@ -461,12 +462,14 @@ def _advice(waiting: Mapping[int, Activity], mismatch: Mismatch | None) -> tuple
 def _advice_on_collective_of_lockstep(waiting: Mapping[int, Activity]) -> str:
     """Returns the advice if some ranks wait in a collective of Lockstep's that others do not call.
 
-    It is empty if no rank waits in one, or if all ranks wait in the same one.
+    The advice is empty if no rank waits in such a collective, or if all ranks wait in the same one.
     """
-    called = [collective_of_lockstep(activity.state.stack) for activity in waiting.values()]
-    names = sorted(set(called) - {""})
-    if not names or len(set(called)) == 1:
+    # "" stands for a rank that waits in no collective of Lockstep's.
+    called = {collective_of_lockstep(activity.state.stack) for activity in waiting.values()}
+    all_are_in_the_same = len(called) == 1
+    if all_are_in_the_same:
         return ""
+    names = sorted(called - {""})
 
     return (
         f"call {' and '.join(names)} on all ranks, in the same order: look for what only some "
@@ -486,32 +489,30 @@ def _advice_on_ddp_forward(waiting: Mapping[int, Activity]) -> tuple[str, ...]:
         if activity.wait.context == DDP_BUFFER_BROADCAST:
             in_forward.append(activity)
 
-    are_at_new_line = _are_at_new_line(in_forward)
-    if are_at_new_line is None:  # not known, so it may be either
-        return (_ADVICE_ON_EVALUATION, _ADVICE_ON_NUMBER_OF_STEPS)
-    return (_ADVICE_ON_EVALUATION,) if are_at_new_line else (_ADVICE_ON_NUMBER_OF_STEPS,)
+    for activity in in_forward:
+        is_at_known_line = _has_called_from_present_line(activity)
+        if is_at_known_line is None:  # it may be either
+            return (_ADVICE_ON_EVALUATION, _ADVICE_ON_NUMBER_OF_STEPS)
+        if is_at_known_line:
+            return (_ADVICE_ON_NUMBER_OF_STEPS,)
+    return (_ADVICE_ON_EVALUATION,)
 
 
-def _are_at_new_line(activities: Sequence[Activity]) -> bool | None:
-    """Returns whether ranks call a collective from a line that has called none before.
+def _has_called_from_present_line(activity: Activity) -> bool | None:
+    """Returns whether a rank has called an earlier collective from the line that it is at.
 
     Returns:
-        True if this is so for all of the ranks; False if one of them has called an earlier
-        collective from its present line; None if a rank has no earlier collectives, or their lines
+        True or False; None if the rank has no earlier collectives, or if the lines of some of them
         are not known.
     """
-    for activity in activities:
-        # The pending calls are those of the present step, and say nothing about earlier steps.
-        pending = activity.state.pending_calls()
-        all_calls = activity.state.calls or ()
-        earlier_calls = [call for call in all_calls if call not in pending]
+    # The pending calls are those of the present step, and say nothing about earlier steps.
+    pending = activity.state.pending_calls()
+    all_calls = activity.state.calls or ()
+    earlier_calls = [call for call in all_calls if call not in pending]
 
-        lines_are_known = all(call.frames is not None for call in earlier_calls)
-        if not earlier_calls or not lines_are_known:
-            return None
+    lines_are_known = all(call.frames is not None for call in earlier_calls)
+    if not earlier_calls or not lines_are_known:
+        return None
 
-        present_frame = activity.line
-        if any(user_frame(call.frames) == present_frame for call in earlier_calls):
-            return False
-
-    return True
+    present_line = activity.line
+    return any(user_frame(call.frames) == present_line for call in earlier_calls)

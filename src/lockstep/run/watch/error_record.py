@@ -75,9 +75,9 @@ class ErrorRecord:
     chain: tuple[str, ...] = ()
     """The exceptions that it was raised from, or while handling, the nearest first, each as
     `type: message`."""
-    came_later: tuple[str, ...] = ()
-    """The exceptions that were raised while this one was in flight, the last one first, each as
-    `type: message, file:line: code`. The last one is what has ended the rank."""
+    raised_meanwhile: tuple[str, ...] = ()
+    """The exceptions that were raised while this one was in flight (in `finally`, say), the last
+    one first, each as `type: message, file:line: code`. The last one has ended the rank."""
     handled: str = ""
     """The exception that the user's code had caught, and handled when this one was raised, as
     `type: message, file:line: code`."""
@@ -96,9 +96,7 @@ class ErrorRecord:
 
 
 class Reserve:
-    """Holds back a file descriptor and memory, for a rank that runs out of them and must record
-    that.
-    """
+    """Holds back a file descriptor and memory, for a rank that runs out of them."""
 
     def __init__(self) -> None:
         self._descriptor = os.open(os.devnull, os.O_RDONLY)
@@ -158,11 +156,10 @@ def readable_torch_file(path: Path) -> str:
         The path, or an empty string.
     """
     try:
-        # torch accepts a message that is a text, or a dictionary with the time as a number. For any
-        # other message, reading the time fails here as it does in torch.
+        # torch accepts a message that is a text, or a dictionary with the time as a number.
         message = json.loads(path.read_text())["message"]
         if not isinstance(message, str):
-            int(message["extraInfo"]["timestamp"])
+            int(message["extraInfo"]["timestamp"])  # raises for any other message, as torch does
     except (OSError, ValueError, TypeError, KeyError):
         return ""
     return str(path)
@@ -194,12 +191,12 @@ def describe_error(error: BaseException) -> ErrorRecord:
 
     # A rank may have been about to end by an exception, when code that cleans up raised another
     # one. The first of them says what went wrong. `sys.exit` and Ctrl-C are no such accidents.
-    came_later: list[str] = []
+    raised_meanwhile: list[str] = []
     handled = ""
     if isinstance(cause, Exception):
         uncaught = find_uncaught_before(cause)
         if isinstance(uncaught, Exception):
-            came_later = _describe_until(cause, uncaught)
+            raised_meanwhile = _describe_until(cause, uncaught)
             groups, cause = _unpack_groups(uncaught)
         else:
             handled = _describe_handled(cause)
@@ -222,7 +219,7 @@ def describe_error(error: BaseException) -> ErrorRecord:
         exit_code=exit_code(error),
         traceback=_shorten(format_for_user(error)),
         chain=tuple(chain),
-        came_later=tuple(came_later),
+        raised_meanwhile=tuple(raised_meanwhile),
         handled=handled,
         trained_steps=trained_steps(),
         from_lockstep=isinstance(cause, LockstepError),
@@ -233,19 +230,26 @@ def describe_error(error: BaseException) -> ErrorRecord:
 
 
 def describe_in_flight(error: BaseException) -> ErrorInFlight | None:
-    """Describes what is to be reported of an exception that a thread handles.
+    """Describes the exception to report while a thread handles one: that one, or an earlier one.
+
+    While a thread handles an exception, it may raise another one and handle that. The first one
+    that will be raised again is reported or, if there is none, the last one that the user's own
+    code handles.
+
+    Args:
+        error: the exception that the thread handles.
 
     Returns:
-        The description, or None if the exception does not concern the user.
+        The description, or None if no exception concerns the user.
     """
-    handled = find_handled_error(error)
-    if handled is None:
+    error_to_report = find_handled_error(error)
+    if error_to_report is None:
         return None
-    groups, cause = _unpack_groups(handled)
+    groups, cause = _unpack_groups(error_to_report)
     return ErrorInFlight(
         headline=_shorten_headline(_headline(cause)),
         line=_user_line(cause, groups),
-        training_went_on=training_went_on(handled),
+        training_went_on=training_went_on(error_to_report),
     )
 
 
@@ -355,6 +359,8 @@ def _unpack_groups(error: BaseException) -> tuple[list[BaseException], BaseExcep
 def _place_in_groups(groups: list[BaseException]) -> str:
     """Says where an exception was, for a headline: ` (the first of 2 exceptions in ...)`.
 
+    The exception that is reported is always the first one in its group, see `_unpack_groups`.
+
     Args:
         groups: the groups around the exception, the innermost first.
 
@@ -365,12 +371,12 @@ def _place_in_groups(groups: list[BaseException]) -> str:
         return ""
 
     # Groups may be nested. The outermost one is what the script has raised.
-    outermost: Any = groups[-1]
-    count = len(outermost.exceptions)
-    which = "the only exception" if count == 1 else f"the first of {count} exceptions"
-    name = f"{_type_name(outermost)}: {outermost.message}"
-    first_line, _, _ = name.partition("\n")  # a headline is one line
-    return f" ({which} in {_shorten(first_line)})"
+    outermost_group: Any = groups[-1]
+    count = len(outermost_group.exceptions)
+    position = "the only exception" if count == 1 else f"the first of {count} exceptions"
+    group_headline = f"{_type_name(outermost_group)}: {outermost_group.message}"
+    first_line, _, _ = group_headline.partition("\n")  # a headline is one line
+    return f" ({position} in {_shorten(first_line)})"
 
 
 def _chain(error: BaseException) -> list[BaseException]:
@@ -380,18 +386,20 @@ def _chain(error: BaseException) -> list[BaseException]:
     exception in it.
     """
     chain: list[BaseException] = []
+    present = error
     for _ in range(_MAX_CHAIN):  # the chain may be circular
         # `raise ... from None` hides the context, but a lost connection may be behind it.
-        earlier = error.__cause__ or error.__context__
+        earlier = present.__cause__ or present.__context__
         if earlier is None:
             break
 
         chain.append(earlier)
-        error = earlier
-        if isinstance(error, BaseExceptionGroup):
-            _, first_exception = _unpack_groups(error)  # the first value is the groups around it
-            chain.append(first_exception)
-            error = first_exception
+        present = earlier
+        if isinstance(earlier, BaseExceptionGroup):
+            # Go on from the exception in the group: what that was raised from is the true cause.
+            _, first_in_group = _unpack_groups(earlier)
+            chain.append(first_in_group)
+            present = first_in_group
 
     return chain
 
@@ -523,26 +531,33 @@ def _user_line(error: BaseException, groups: Iterable[BaseException]) -> str | N
     if isinstance(error, SyntaxError) and error.filename and error.lineno:
         return format_source_line(error.filename, error.lineno)
 
-    # Collect all frames that the exception may come from, the innermost first.
-    # 1. If the exception comes from another process or thread, such as a DataLoader worker, its
-    #    message contains the traceback from there, which lists the outermost frame first.
+    frame = user_frame(_frames_passed_through(error, groups))
+    if frame is None or frame.file.startswith("<"):  # such as <string>, which has no source
+        return None
+    return format_source_line(frame.file, frame.line)
+
+
+def _frames_passed_through(error: BaseException, groups: Iterable[BaseException]) -> Stack:
+    """Returns all frames that an exception may come from, the innermost first.
+
+    Args:
+        error: the exception.
+        groups: the groups around it, the innermost first.
+    """
+    # If the exception comes from another process or thread, such as a DataLoader worker, its
+    # message contains the traceback from there, which lists the outermost frame first.
     frames = list(reversed(parse_frames(_message(error))))
 
-    # 2. If the script called `sys.exit` in an `except` block, the exception that it had caught
-    #    shows more than the exit does. So the frames of that exception come next.
+    # If the script called `sys.exit` in an `except` block, the exception that it had caught shows
+    # more than the exit does. So the frames of that exception come next.
     handled = _handled_error(error)
     if handled is not None:
         frames += _stack(handled.__traceback__)
 
-    # 3. The frames of the exception itself, and those of the groups around it.
     frames += _stack(error.__traceback__)
     for group in groups:
         frames += _stack(group.__traceback__)
-
-    frame = user_frame(tuple(frames))
-    if frame is None or frame.file.startswith("<"):  # such as <string>, which has no source
-        return None
-    return format_source_line(frame.file, frame.line)
+    return tuple(frames)
 
 
 def _stack(trace: TracebackType | None) -> Stack:

@@ -44,7 +44,8 @@ class Evidence:
     error: Path
     """The exception that has ended the rank."""
     request_pipe: Path
-    """A pipe that takes requests, one a line: `NUMBER` or `NUMBER lines`."""
+    """A pipe that takes requests, one a line: `NUMBER`, or `NUMBER call_stacks` to be told the
+    stack of each recorded call too."""
 
     @classmethod
     def in_folder(cls, folder: Path) -> Evidence:
@@ -146,12 +147,12 @@ def create_evidence_memory(folder: Path) -> EvidenceMemory | None:
     except OSError:
         return None
 
-    # Ranks open the memory by a path in /proc, which may not be mounted.
-    if os.path.exists(memory.evidence.heartbeat):
-        return memory
-
-    memory.close()
-    return None
+    # Ranks open the files by paths in /proc, which may not be mounted. Any of the files shows that.
+    can_be_opened = os.path.exists(memory.evidence.heartbeat)
+    if not can_be_opened:
+        memory.close()
+        return None
+    return memory
 
 
 def write_in_place(path: Path, text: str) -> None:

@@ -55,8 +55,15 @@ class ExitStatus:
     asked_to_end: float | None = None
     """When Lockstep first sent it a signal to end it; None if it never did. Before the launcher
     sends one, it looks for ranks that have already ended, so that the two can be told apart."""
-    stopped: bool = False
-    """True if it was stopped, by a signal or a debugger, when Lockstep sent it that signal."""
+    was_suspended: bool = False
+    """True if it was suspended, by SIGSTOP or a debugger, when Lockstep sent it that signal."""
+
+    @property
+    def has_made_step(self) -> bool | None:
+        """Whether it has made an optimizer step; None if that is not known."""
+        if self.step is not None:
+            return True
+        return False if self.made_no_step else None
 
     @property
     def failed_at(self) -> float:

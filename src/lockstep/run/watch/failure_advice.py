@@ -138,19 +138,12 @@ def advise(kind: str, end: ExitStatus, *, network_failed: bool) -> tuple[str, ..
         A tuple with one text, and with a second one if a file has the stacks of the rank. It is
         empty if no advice is known, or if the error itself says what to do.
     """
+    # The first rule that applies decides.
     text = _error_text(end)
-
-    # `end.oom` says that the out-of-memory killer has ended some process of the run. It was not the
-    # rank, for which the kind would be "oom". It was one of the rank's workers if the error of the
-    # rank says so: "DataLoader worker (pid 71) is killed by signal: Killed."
-    names_killed_worker = re.search(r"DataLoader worker|signal: Killed", text) is not None
-    if kind == "exception" and end.oom and names_killed_worker:
-        return (f"the kernel's out-of-memory killer ended a worker: {_MEMORY}",)
-
-    # The rank was killed because the process that had started it, the fork server, ended. If the
-    # out-of-memory killer has ended some process, that was probably the fork server.
-    if end.with_fork_server and end.oom:
-        return (f"the kernel's out-of-memory killer has ended a process meanwhile: {_MEMORY}",)
+    if end.oom:
+        advice = _advice_on_oom_of_other_process(kind, end, text)
+        if advice:
+            return (advice,)
 
     if kind in ADVICE_BY_KIND:
         return (ADVICE_BY_KIND[kind],)
@@ -179,17 +172,41 @@ def advise(kind: str, end: ExitStatus, *, network_failed: bool) -> tuple[str, ..
     return stacks
 
 
+def _advice_on_oom_of_other_process(kind: str, end: ExitStatus, text: str) -> str:
+    """Returns the advice if the out-of-memory killer ended a process that this rank depends on.
+
+    It has ended some process of the run. That was not the rank itself, for which the kind of
+    failure would be "oom".
+
+    Args:
+        kind: the kind of failure.
+        end: how the rank ended.
+        text: the messages of its error, or the end of its output.
+
+    Returns:
+        The advice; empty if the rank does not depend on the process as far as is known.
+    """
+    # "DataLoader worker (pid 71) is killed by signal: Killed."
+    names_killed_worker = re.search(r"DataLoader worker|signal: Killed", text) is not None
+    if kind == "exception" and names_killed_worker:
+        return f"the kernel's out-of-memory killer ended a worker: {_MEMORY}"
+
+    # The rank was killed because the process that had started it, the fork server, ended.
+    if end.with_fork_server:
+        return f"the kernel's out-of-memory killer has ended a process meanwhile: {_MEMORY}"
+    return ""
+
+
 def _error_text(end: ExitStatus) -> str:
     """Returns the text in which known errors are searched for.
 
-    It consists of the messages of the recorded exception or, if there is none, of the rank's
+    These are the messages of the recorded exception or, if there is none, the end of the rank's
     output.
     """
     error = end.error
     if error is None:
-        # `end.printed` is a traceback that was found in the output.
         lines_of_traceback: tuple[str, ...] = ()
-        if end.printed is not None:
+        if end.printed is not None:  # a traceback was found in the output
             lines_of_traceback = end.printed.text
         return "\n".join([*lines_of_traceback, *end.last_lines])
 

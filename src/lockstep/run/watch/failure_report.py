@@ -21,6 +21,9 @@ from lockstep.wording import format_ranks, join_first
 _MAX_FAILURES_SHOWN = 8
 _LABELS_OF_ERRORS = ("found:", "do:", "more:")
 """How the lines of Lockstep's own errors begin."""
+# Details that are always Lockstep's: the title of the rank's output, a signal that ended the rank
+# after an exception, and an exception that the script had caught.
+_BEGINNINGS_OF_LOCKSTEPS_LINES = ("its last lines:", "its process was then ", "while handling ")
 _MAX_LINE_CHARS = 1000
 """The message of an exception may contain a tensor, or a whole file."""
 
@@ -31,11 +34,11 @@ def render_failure(failure: FirstFailure, in_language: InLanguage = in_english) 
     if failure.line:
         lines.append(f"  {failure.line}")
 
-    if failure.at_the_same_time:
+    if failure.simultaneous_failures:
         lines.append(in_language("at the same time (order unknown):"))
-        for text in failure.at_the_same_time[:_MAX_FAILURES_SHOWN]:
+        for text in failure.simultaneous_failures[:_MAX_FAILURES_SHOWN]:
             lines.append(f"  {_shorten(text)}")
-        num_hidden = len(failure.at_the_same_time) - _MAX_FAILURES_SHOWN
+        num_hidden = len(failure.simultaneous_failures) - _MAX_FAILURES_SHOWN
         if num_hidden > 0:
             lines.append(f"  {in_language(f'and {num_hidden} more; see their logs')}")
 
@@ -76,7 +79,11 @@ def render_briefly(failure: FirstFailure, times: int, in_language: InLanguage = 
 
 
 def _heading_lines(failure: FirstFailure, in_language: InLanguage) -> list[str]:
-    """Writes which ranks failed, on which host and after which step, and how they failed."""
+    """Writes which ranks failed, on which host and after which step, and how they failed.
+
+    `in_language` gets complete texts. It finds their templates in the catalogue by itself: that of
+    ", after step 12" is ", after step {step}".
+    """
     if failure.kind == "interrupted":
         return [join_label(in_language("INTERRUPTED:"), in_language(failure.headline))]
 
@@ -91,12 +98,11 @@ def _heading_lines(failure: FirstFailure, in_language: InLanguage) -> list[str]:
     else:
         who = in_language(f"{subject} on host {failure.host}")
 
-    # `in_language` finds the template of a text in the catalogue: ", after step {step}".
     heading = join_label(in_language("FIRST FAILURE:"), who)
     if failure.step is not None:
         heading += in_language(f", after step {failure.step}")
-    if failure.together_with:
-        heading += in_language(f", together with {join_first(failure.together_with)}")
+    if failure.simultaneous_subjects:
+        heading += in_language(f", together with {join_first(failure.simultaneous_subjects)}")
 
     lines = [heading, f"  {_shorten(_headline(failure, in_language))}"]
     for text in failure.details:
@@ -107,16 +113,16 @@ def _heading_lines(failure: FirstFailure, in_language: InLanguage) -> list[str]:
 
 
 def _headline(failure: FirstFailure, in_language: InLanguage) -> str:
-    """Returns how the ranks failed. Type and message of an exception stay as they are, unless it is
-    one of Lockstep's: then the first line of its message is translated.
-    """
+    """Returns how the ranks failed, in the user's language as far as it is Lockstep's text."""
     if failure.kind != "exception":
         return in_language(failure.headline)
+
+    # Type and message of an exception stay as they are, unless it is one of Lockstep's: then the
+    # first line of its message is translated. `translate_heading` always does, even in English.
     if not failure.is_from_lockstep or in_language is in_english:
         return failure.headline
-
-    kind, separator, heading = failure.headline.partition(": ")
-    return kind + separator + translate_heading(heading)
+    error_type, separator, message = failure.headline.partition(": ")
+    return error_type + separator + translate_heading(message)
 
 
 def _detail(failure: FirstFailure, text: str, in_language: InLanguage) -> str:
@@ -125,10 +131,7 @@ def _detail(failure: FirstFailure, text: str, in_language: InLanguage) -> str:
     What the rank itself has printed, and the message of an exception that is not Lockstep's, stay
     as they are.
     """
-    # Three kinds of lines are always Lockstep's, and are recognized by their first words: the title
-    # of the rank's output, the line about a signal that ended the rank after an exception, and the
-    # one about an exception that the script had caught.
-    if text.startswith(("its last lines:", "its process was then ", "while handling ")):
+    if text.startswith(_BEGINNINGS_OF_LOCKSTEPS_LINES):
         return in_language(text)
     if not failure.is_from_lockstep:
         return text
@@ -140,8 +143,8 @@ def _detail(failure: FirstFailure, text: str, in_language: InLanguage) -> str:
     if not is_line_of_own_error:
         return text
     rest = rest.strip()
-    text = hint_in_language(rest, in_language) if label == "more:" else in_language(rest)
-    return f"  {pad_label(in_language(label), text)}"
+    translated = hint_in_language(rest, in_language) if label == "more:" else in_language(rest)
+    return f"  {pad_label(in_language(label), translated)}"
 
 
 def _shorten(text: str) -> str:

@@ -78,10 +78,10 @@ class FirstFailure:
     hang: Verdict | None = None
     """If it was a hang, what each rank did."""
     advice: tuple[str, ...] = ()
-    together_with: tuple[str, ...] = ()
-    """The subjects of other failures that cannot be put before or after it."""
-    at_the_same_time: tuple[str, ...] = ()
-    """Other failures that cannot be put before or after it."""
+    simultaneous_subjects: tuple[str, ...] = ()
+    """The subjects of other failures that cannot be put before or after it: `rank 1`."""
+    simultaneous_failures: tuple[str, ...] = ()
+    """The same failures, described: `rank 1: ValueError: no data`."""
     consequences: tuple[str, ...] = ()
     ended_by_lockstep: tuple[int, ...] = ()
     """The ranks that Lockstep has ended because of it."""
@@ -129,12 +129,12 @@ def _sort_ends(exits: Sequence[ExitStatus], interrupted: Interruption | None) ->
     """Sorts the ends of the ranks by what they may mean for the first failure."""
     ends = _Ends()
     for end in exits:
-        # A rank that was ended by the same signal as the launcher has not failed by itself either.
+        # It did not fail by itself if Lockstep ended it, or the signal that ended the launcher too.
         if end.ended_by_lockstep or _was_interrupted_too(end, interrupted):
             ends.ended_by_lockstep.append(end)
         elif end.code == 0:
             ends.ended_well.append(end)
-        elif _is_follower(end) or _met_rank_with_error(end, exits):
+        elif _is_follower(end) or _differs_from_rank_with_error(end, exits):
             ends.followers.append(end)
         else:
             ends.failed.append(end)
@@ -202,7 +202,7 @@ def first_failure(
         return None
 
     first = _first_of_roots(roots, explained)
-    if first.at_the_same_time:
+    if first.simultaneous_failures:
         # Another failure may have been the first, so this one cannot be recognized in a later
         # attempt.
         first = replace(first, key="")
@@ -229,13 +229,14 @@ def _first_of_roots(roots: Sequence[FirstFailure], followers: Sequence[ExitStatu
     first, *later_roots = _merge_and_sort(roots)  # the earliest comes first
     consequences = [*first.consequences, *_describe_followers(followers)]
 
-    # Some of the later roots happened so close to the first one that they may have come before it.
+    # If the user has pressed Ctrl-C after the failure, that is not mentioned.
+    later_failures = [root for root in later_roots if root.kind != "interrupted"]
+
+    # Some of them happened so close to the first failure that they may have come before it.
     simultaneous_roots = []
-    for root in later_roots:
+    for root in later_failures:
         if _cannot_be_ordered(first, root):
             simultaneous_roots.append(root)
-        elif root.kind == "interrupted":
-            pass  # the user has pressed Ctrl-C after the failure, which is not mentioned
         else:
             delay = f"{root.time - first.time:.1f} s later"
             consequences.append(f"{root.subject} ({root.headline}, {delay})")
@@ -244,8 +245,10 @@ def _first_of_roots(roots: Sequence[FirstFailure], followers: Sequence[ExitStatu
     may_pass = first.may_pass or any(root.may_pass for root in simultaneous_roots)
     return replace(
         first,
-        together_with=tuple(root.subject for root in simultaneous_roots),  # "rank 1"
-        at_the_same_time=tuple(_describe_root(root, first.host) for root in simultaneous_roots),
+        simultaneous_subjects=tuple(root.subject for root in simultaneous_roots),
+        simultaneous_failures=tuple(
+            _describe_root(root, first.host) for root in simultaneous_roots
+        ),
         consequences=tuple(consequences),
         may_pass=may_pass,
     )
@@ -281,9 +284,10 @@ def _follower_text(end: ExitStatus) -> str:
         assert end.error is not None
         return f"told of the error of rank {end.error.of_rank}"
     lost_peer = _lost_peer(end)
-    if lost_peer is None:
-        return "told that the ranks called different collectives"  # see `_met_rank_with_error`
-    return lost_peer.text
+    if lost_peer is not None:
+        return lost_peer.text
+    assert _says_that_ranks_differ(end)  # as in `_differs_from_rank_with_error`
+    return "told that the ranks called different collectives"
 
 
 def _is_told_of_other_rank(end: ExitStatus) -> bool:
@@ -291,17 +295,25 @@ def _is_told_of_other_rank(end: ExitStatus) -> bool:
     return end.error is not None and end.error.of_rank not in (None, end.rank)
 
 
-def _met_rank_with_error(end: ExitStatus, exits: Sequence[ExitStatus]) -> bool:
-    """Returns True if a rank's error says that the ranks called different collectives, and another
-    rank had come to its collective while it handled an exception of another type.
+def _says_that_ranks_differ(end: ExitStatus) -> bool:
+    """Returns True if a rank's error says that the ranks called different collectives."""
+    return end.error is not None and end.error.type == _RANKS_DIFFER
+
+
+def _differs_from_rank_with_error(end: ExitStatus, exits: Sequence[ExitStatus]) -> bool:
+    """Returns True if a rank only failed as another one called a collective because of an error.
+
+    For example, rank 1 raises a ValueError and calls a collective in `finally`, while rank 0 calls
+    another collective. Both get a RanksDifferError. It is all that rank 0 has, so that rank is a
+    follower. Rank 1 has recorded it as raised while the ValueError was in flight.
     """
-    if end.error is None or end.error.type != _RANKS_DIFFER:
+    if not _says_that_ranks_differ(end):
         return False
     for other in exits:
-        if other.error is None or other.error.type == _RANKS_DIFFER:
-            continue
-        if any(text.startswith(_RANKS_DIFFER) for text in other.error.came_later):
-            return True
+        if other.error is not None and other.error.type != _RANKS_DIFFER:
+            texts = other.error.raised_meanwhile  # "RanksDifferError: ..."
+            if any(text.startswith(_RANKS_DIFFER) for text in texts):
+                return True
     return False
 
 
@@ -363,8 +375,8 @@ def _merge_and_sort(roots: Iterable[FirstFailure]) -> list[FirstFailure]:
     Returns:
         The merged roots, the earliest first.
     """
-    # The roots are added in the order of time. So each list begins with its earliest root, and the
-    # dictionary with the list that has the earliest root of all.
+    # The roots are added in the order of time, so the groups are in this order too, by their
+    # earliest roots, and so are the roots in each group.
     similar_roots: dict[object, list[FirstFailure]] = defaultdict(list)
     for root in sorted(roots, key=lambda root: (root.time, root.ranks)):
         similar_roots[root.likeness].append(root)
@@ -505,40 +517,43 @@ def _launcher_exit_code(end: ExitStatus) -> int:
     if error.exit_code > 0:
         return error.exit_code
 
-    # 3. The exception is KeyboardInterrupt, which has no exit code: Python then ends itself by
-    # SIGINT, and the exit code is 130, as in a shell.
+    # 3. It had raised KeyboardInterrupt, which has no exit code: Python then ends itself by SIGINT,
+    # and the result is 130, as in a shell. If another signal came before that, it is 128 plus its
+    # number.
     signal_number = -end.code
     return EXIT_SIGNAL + signal_number
 
 
 def _roots_without_error(ends: _Ends, first_peer_lost_at: float) -> list[FirstFailure]:
-    """Returns the failures of ranks that reported no error, but were missing when others needed
-    them: ranks that ended with exit code 0, and ranks that were stopped by a signal.
+    """Returns the failures of ranks that reported no error, but were missing for the others.
+
+    These are ranks that ended with exit code 0, and ranks that were suspended.
 
     Args:
         ends: how the ranks ended.
-        first_peer_lost_at: when the first of them lost a peer.
+        first_peer_lost_at: when the first rank lost a peer.
     """
     roots = []
 
-    # The end of a rank may be noticed some seconds after the others have lost it.
+    # A rank that ended before others lost a peer is what they lost. Its end may have been noticed
+    # some seconds late.
     for end in ends.ended_well:
         if end.time <= first_peer_lost_at + CAUSE_MAX_DELAY_S:
             roots.append(_root_of_exit(end))
 
-    # A stopped rank keeps the others waiting until they time out. Then Lockstep ends it.
+    # A suspended rank keeps the others waiting until they time out. Then Lockstep ends it.
     for end in ends.ended_by_lockstep:
-        if end.stopped:
-            roots.append(_root_of_stopped_rank(end, first_peer_lost_at))
+        if end.was_suspended:
+            roots.append(_root_of_suspended_rank(end, first_peer_lost_at))
     return roots
 
 
-def _root_of_stopped_rank(end: ExitStatus, time: float) -> FirstFailure:
-    """Returns the failure of a rank that was stopped until the others' collectives timed out.
+def _root_of_suspended_rank(end: ExitStatus, time: float) -> FirstFailure:
+    """Returns the failure of a rank that was suspended, by SIGSTOP or a debugger, for too long.
 
     Args:
         end: how the rank ended.
-        time: when the first of the others failed. When the rank was stopped is not known.
+        time: when the first of the others failed. When the rank was suspended is not known.
     """
     return FirstFailure(
         kind="stopped",
@@ -573,7 +588,6 @@ def _roots_of_hang(hang: Verdict, ends: _Ends) -> list[FirstFailure]:
     If the verdict says that some ranks are gone, and these ranks ended with exit code 0, there is
     one failure for each of them. Otherwise the hang itself is the one failure.
     """
-    # 1. Ranks that ended without an error while others needed them, each by itself.
     if hang.kind in ("left", "lost"):
         failures_of_ranks_that_left = []
         for end in ends.ended_well:
@@ -585,8 +599,6 @@ def _roots_of_hang(hang: Verdict, ends: _Ends) -> list[FirstFailure]:
         if failures_of_ranks_that_left:
             return failures_of_ranks_that_left
 
-    # 2. The hang itself. With a verdict "left" or "lost" too, if no rank that it names is known to
-    # have ended with exit code 0.
     kind: FailureKind
     if hang.kind == "deadlock":
         kind = "deadlock"
@@ -693,7 +705,7 @@ def _own_consequences(end: ExitStatus) -> tuple[str, ...]:
     if end.error is None:
         return ()
     texts = []
-    for later in reversed(end.error.came_later):
+    for later in reversed(end.error.raised_meanwhile):
         texts.append(f"rank {end.rank} itself, while handling it ({later})")
     return tuple(texts)
 

@@ -11,7 +11,7 @@ ranks are found by `straggler`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 from lockstep.run.watch.activity import Kind, classify, is_still
 from lockstep.run.watch.call_table import CallTable
@@ -109,26 +109,34 @@ def _nothing_is_visible(case: Case) -> Verdict | None:
     if len(alive) < 2:
         return None
 
-    # If a rank is known to wait, its stack was seen, so something is visible.
-    if case.waiting:
+    # If a rank is known to wait, its stack was seen.
+    some_rank_is_visible = bool(case.waiting) or any(
+        activity.kind is not Kind.UNKNOWN or activity.state.answered for activity in alive.values()
+    )
+    if some_rank_is_visible:
         return None
 
-    for activity in alive.values():
-        is_visible = activity.kind is not Kind.UNKNOWN or activity.state.answered
-        if is_visible:
-            return None
-
-        # A rank without a heartbeat may be a program that is not Python. Such a program never
-        # answers, so its silence does not mean that anything is wrong.
-        has_heartbeat = activity.state.steps is not None
-        if not has_heartbeat:
-            return None
+    # A rank without a heartbeat may be a program that is not Python. Such a program never answers,
+    # so its silence does not mean that anything is wrong. Only ranks with a heartbeat count steps.
+    some_rank_has_no_heartbeat = any(activity.state.steps is None for activity in alive.values())
+    if some_rank_has_no_heartbeat:
+        return None
 
     headline = (
         f"nothing can be seen of {format_ranks(sorted(alive))}, and no step has been made for "
         f"{case.waited_s:.0f} s"
     )
     return case.make_verdict("unknown", alive, headline)
+
+
+_KINDS_BLOCKED_OUTSIDE_COLLECTIVES = {
+    Kind.BLOCKED,
+    Kind.LOADING,  # blocked until a DataLoader delivers a batch
+    Kind.STOPPED,  # blocked by a signal or a debugger
+    # Blocked after it called a collective. As the graph does not list it as waiting, it has found
+    # no other rank that this one might wait for.
+    Kind.PERHAPS_WAITING,
+}
 
 
 def _all_are_blocked(case: Case) -> Verdict | None:
@@ -144,22 +152,24 @@ def _all_are_blocked(case: Case) -> Verdict | None:
     if len(case.activities) < 2:
         return None
 
-    # Ranks that are PERHAPS_WAITING, too, are blocked outside collectives: the graph has found no
-    # other rank that they might wait for.
     alive = case.alive
     ended_ranks = case.activities.keys() - alive.keys()
-    blocked_kinds = {Kind.BLOCKED, Kind.PERHAPS_WAITING, Kind.LOADING, Kind.STOPPED}
+    blocked_kinds = set(_KINDS_BLOCKED_OUTSIDE_COLLECTIVES)
     if ended_ranks:
-        # Other ranks have ended, so these may be ending too, and hang in that. A rank that ends may
-        # hold Python's lock, and wait for a thread of torch that needs this lock. Nobody in the
-        # rank can answer the launcher without the lock, so it is SILENT.
+        # A SILENT rank usually computes in C code. But once ranks have ended, it may be one that
+        # hangs while it ends: it holds Python's lock, and a thread that it waits for needs it too.
         blocked_kinds.add(Kind.SILENT)
 
     kinds = {activity.kind for activity in alive.values()}
     all_are_blocked = kinds.issubset(blocked_kinds)
     if not all_are_blocked:
         return None
+    return _verdict_on_blocked_ranks(case, ended_ranks)
 
+
+def _verdict_on_blocked_ranks(case: Case, ended_ranks: Collection[int]) -> Verdict:
+    """Returns the verdict if all ranks that have not ended are blocked outside any collective."""
+    alive = case.alive
     duration = f"{case.waited_s:.0f} s"
     if ended_ranks:
         have_ended = f"{format_ranks(ended_ranks)} {conjugate('has', len(ended_ranks))} ended"
@@ -167,7 +177,7 @@ def _all_are_blocked(case: Case) -> Verdict | None:
         headline = f"{have_ended}; {have_not}, and no step or call has been seen for {duration}"
         return case.make_verdict("blocked", alive, headline)
 
-    if kinds == {Kind.LOADING}:
+    if all(activity.kind is Kind.LOADING for activity in alive.values()):
         return case.make_verdict("loading", alive, f"all ranks wait for data, for {duration}")
 
     headline = (
@@ -197,8 +207,8 @@ def _awaited_rank_is_gone(case: Case) -> Verdict | None:
         has_no_error = all(state.code == 0 for state in ended.values())
         kind: VerdictKind = "left" if has_no_error else "lost"
         what = "has ended without an error" if has_no_error else "has died"
-        # Stopped ranks do not make the run go on either, as they are not running.
-        is_fatal = _cannot_go_on(case, ended=ended, ended_or_stopped={**stopped, **ended})
+        not_running = {**stopped, **ended}
+        is_fatal = _cannot_go_on(case, ended=ended, not_running=not_running)
         return case.make_verdict(kind, ended, case.waiting_text(what, ended), fatal=is_fatal)
 
     if stopped:
@@ -211,43 +221,47 @@ def _awaited_rank_is_gone(case: Case) -> Verdict | None:
 
 
 def _cannot_go_on(
-    case: Case, *, ended: Mapping[int, RankState], ended_or_stopped: Mapping[int, RankState]
+    case: Case, *, ended: Mapping[int, RankState], not_running: Mapping[int, RankState]
 ) -> bool:
     """Returns True if ranks wait in vain for ranks that have ended, so that the run cannot go on.
 
     Args:
         case: what is known about the run.
         ended: of the ranks that others wait for, those that have ended.
-        ended_or_stopped: these, and those that are stopped by a signal.
+        not_running: of the ranks that others wait for, those that have ended or are stopped.
     """
-    # 1. A rank is known to wait for one that has ended. (If the partners of a waiting rank are
-    # unknown, the graph only assumes that it waits for every rank that does something else.)
-    partners_unknown = case.graph.partners_unknown
+    if any(_is_known_to_wait_for(case, rank, ended) for rank in case.waiting):
+        return True
 
-    for rank, awaited in case.graph.waits_for.items():
-        waits_for_ended_rank = not awaited.isdisjoint(ended)
-        if waits_for_ended_rank and rank not in partners_unknown:
-            return True
-
-    # 2. No such wait is known, and some ranks are still running. The waiting ranks may be waiting
-    # for one of these.
-    waiting = case.waiting
-    running_ranks = case.activities.keys() - waiting.keys() - ended_or_stopped.keys()
+    # No such wait is known. If ranks are still running, the waiting ones may be waiting for these.
+    running_ranks = case.activities.keys() - case.waiting.keys() - not_running.keys()
     if running_ranks:
         return False
 
-    # 3. No rank is running that they could wait for. They still go on if all of them are destroying
-    # their process group: that takes a while, but succeeds even if other ranks are gone. If a rank
-    # has a pending call as well, its partners are known, and it waits for them in vain.
-    for rank, activity in waiting.items():
-        destroys_group = activity.op == "destroy_process_group" and rank in partners_unknown
-        if not destroys_group:
-            return True
-    return False
+    # No rank is running that the waiting ones could wait for. They still go on if all of them are
+    # destroying their process group, which succeeds even if other ranks are gone.
+    return not all(_only_destroys_group(case, rank) for rank in case.waiting)
 
 
-# The verdict for each kind of activity. What explains most comes first.
-_VERDICT_ON_AWAITED_RANK: dict[Kind, VerdictKind] = {
+def _is_known_to_wait_for(case: Case, rank: int, ended: Mapping[int, RankState]) -> bool:
+    """Returns True if a waiting rank is known, not just assumed, to wait for one of these ranks."""
+    # If the partners of a rank are unknown, the graph assumes that it waits for every rank that
+    # does something else.
+    partners_are_known = rank not in case.graph.partners_unknown
+    return partners_are_known and not case.graph.waits_for[rank].isdisjoint(ended)
+
+
+def _only_destroys_group(case: Case, rank: int) -> bool:
+    """Returns True if a waiting rank destroys its process group, and waits for nothing else.
+
+    If it also has a pending call, the graph knows its partners in this call.
+    """
+    has_pending_call = rank not in case.graph.partners_unknown
+    return case.activities[rank].op == "destroy_process_group" and not has_pending_call
+
+
+# The verdict on an awaited rank, by the kind of its activity. What explains most comes first.
+_VERDICT_BY_KIND: dict[Kind, VerdictKind] = {
     Kind.SILENT: "gil",
     Kind.LOADING: "loading",
     Kind.BLOCKED: "blocked",
@@ -258,28 +272,25 @@ _VERDICT_ON_AWAITED_RANK: dict[Kind, VerdictKind] = {
     Kind.LIMITED: "blocked",
     Kind.UNKNOWN: "unknown",
 }
+# A rank of one of these kinds waits itself: MAY_COME until another of its threads makes a call,
+# LIMITED until the timeout of its group.
+_KINDS_THAT_WAIT_THEMSELVES = {Kind.MAY_COME, Kind.LIMITED}
 
 
 def _awaited_rank_is_busy(case: Case) -> Verdict | None:
     """Reports that the run waits for ranks that may still go on, or whose state cannot be seen.
 
     If such ranks do different things, the verdict names those whose kind of activity comes first in
-    `_VERDICT_ON_AWAITED_RANK`. Not every kind of activity leads to a verdict in every case:
-
-        LIMITED       always: the rank waits itself, until the timeout of its group
-        MAY_COME      always: the rank waits itself, until another of its threads makes a call
-        other kinds   only if other ranks wait; otherwise it is normal, such as computing
+    `_VERDICT_BY_KIND`.
     """
-    # The ranks that others wait for. If no rank is waited for, all ranks that do not wait.
-    roots = case.roots
-
-    for kind, verdict_kind in _VERDICT_ON_AWAITED_RANK.items():
-        ranks = sorted(rank for rank, activity in roots.items() if activity.kind is kind)
+    for kind, verdict_kind in _VERDICT_BY_KIND.items():
+        ranks = sorted(rank for rank, activity in case.roots.items() if activity.kind is kind)
         if not ranks:
             continue  # look for ranks of the next kind
 
-        wait_themselves = kind in (Kind.MAY_COME, Kind.LIMITED)
-        if wait_themselves or case.waiting:
+        # If no rank waits, it is normal that ranks compute or load data.
+        some_rank_waits = bool(case.waiting) or kind in _KINDS_THAT_WAIT_THEMSELVES
+        if some_rank_waits:
             headline = case.waiting_text(kind.value, ranks)
             return case.make_verdict(verdict_kind, ranks, headline)
 
@@ -295,9 +306,7 @@ def _nothing_is_transported(case: Case) -> Verdict | None:
     if not waiting:
         return None
 
-    # `how_they_wait` completes the headline: "all ranks wait in recv, for each other", or "all
-    # ranks wait in all_reduce, which match on all".
-    advice: tuple[str, ...] | None = None  # the usual advice for this kind of verdict
+    advice: tuple[str, ...] | None = None  # None: the usual advice for this kind of verdict
     if any(activity.waits_in_p2p for activity in waiting.values()):
         how_they_wait = "for each other"
         advice = advice_on_p2p(waiting)
@@ -309,6 +318,8 @@ def _nothing_is_transported(case: Case) -> Verdict | None:
                 "look whether all ranks were given the same address, port and number of ranks",
             )
 
+    # For example "all ranks wait in recv, for each other", or "all ranks wait in all_reduce, which
+    # match on all" (the calls of all ranks match).
     headline = (
         f"all ranks wait in {name_ops(waiting)}, {how_they_wait}; nothing has moved for "
         f"{case.since_last_call_s:.0f} s"

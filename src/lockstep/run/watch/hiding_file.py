@@ -19,7 +19,7 @@ from lockstep.user_code import is_user_file
 
 
 def find_hiding_file(errors: Iterable[BaseException]) -> str:
-    """Returns the file behind the first of some exceptions that comes from such a file.
+    """Returns the user's file that hides an installed module, and so caused one of the exceptions.
 
     Args:
         errors: an exception, and those that it was raised from or while handling.
@@ -58,17 +58,18 @@ def _file_in_place_of_installed(module: str) -> str:
     if first is None or first.origin is None or not is_user_file(first.origin):
         return ""
 
-    # A module that is loaded may come from elsewhere. One whose import has failed is gone.
-    loaded = sys.modules.get(module)
-    if loaded is not None and getattr(loaded, "__file__", None) != first.origin:
+    # If another file was imported by this name, the user's file is not to blame. (A module whose
+    # import has failed is not in `sys.modules`.)
+    imported = sys.modules.get(module)
+    if imported is not None and getattr(imported, "__file__", None) != first.origin:
         return ""
 
+    # Look for the installed module everywhere but in the folder of the user's file.
     is_package = first.submodule_search_locations is not None
     file = Path(first.origin)
     folder = file.parent.parent if is_package else file.parent
     real_folder = os.path.realpath(folder)
     other_entries = [entry for entry in sys.path if os.path.realpath(entry) != real_folder]
     installed = PathFinder.find_spec(module, other_entries)
-    if installed is None or installed.origin is None:
-        return ""
-    return first.origin
+    is_installed = installed is not None and installed.origin is not None
+    return first.origin if is_installed else ""

@@ -76,12 +76,12 @@ def find_lost_peer(texts: Iterable[str]) -> LostPeer | None:
     timeout = _first_match(_TIMEOUT_PATTERNS, joined)
     closed = _first_match(_CLOSED_PATTERNS, joined)
 
-    # If the error says both, the peer is gone: an operation may time out because of that. The text
-    # about the timeout is still the one to show, as it may name the peer ("Rank 1 failed to pass
-    # monitoredBarrier").
-    peer_is_gone = closed is not None
+    if timeout is not None and closed is not None:
+        # The peer is gone, and the operation has timed out because of that. The text about the
+        # timeout may name the peer: "Rank 1 failed to pass monitoredBarrier".
+        return LostPeer(timeout, timed_out=False)
     if timeout is not None:
-        return LostPeer(timeout, timed_out=not peer_is_gone)
+        return LostPeer(timeout, timed_out=True)
     if closed is not None:
         return LostPeer(closed, timed_out=False)
     return None

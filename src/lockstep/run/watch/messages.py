@@ -72,13 +72,13 @@ def _merge_equal_rows(verdict: Verdict) -> list[list[Row]]:
     """
     rows_on_one_host: dict[object, list[Row]] = defaultdict(list)
     for row in verdict.rows:
-        rows_on_one_host[row.host, row.does, row.line, row.handles].append(row)
+        rows_on_one_host[row.host, row.content].append(row)
     if len(rows_on_one_host) <= MAX_ENTRIES_SHOWN:
         return list(rows_on_one_host.values())
 
     rows_on_any_host: dict[object, list[Row]] = defaultdict(list)
     for row in verdict.rows:
-        rows_on_any_host[row.does, row.line, row.handles].append(row)
+        rows_on_any_host[row.content].append(row)
     entries = list(rows_on_any_host.values())
     if len(entries) <= MAX_ENTRIES_SHOWN:
         return entries
@@ -86,8 +86,8 @@ def _merge_equal_rows(verdict: Verdict) -> list[list[Row]]:
     ranks_at_fault = set(verdict.ranks)
 
     def sort_key(rows: list[Row]) -> tuple[bool, int]:
-        has_no_fault = ranks_at_fault.isdisjoint(row.rank for row in rows)
-        return has_no_fault, len(rows)  # False comes before True
+        nobody_is_at_fault = ranks_at_fault.isdisjoint(row.rank for row in rows)
+        return nobody_is_at_fault, len(rows)  # False comes before True
 
     entries.sort(key=sort_key)
     return entries
@@ -97,15 +97,15 @@ def _entry_lines(rows: list[Row], in_language: InLanguage) -> list[str]:
     """Writes one entry of a verdict: `ranks 0-3 on a, b: wait in all_reduce, for 12 s`.
 
     Args:
-        rows: the rows of the entry, whose ranks all do the same.
+        rows: the rows of the entry, of which each has another rank and the rest is equal.
         in_language: translates a text.
     """
     first = rows[0]
     ranks = [row.rank for row in rows]
     hosts = join_first(sorted({row.host for row in rows}), _MAX_HOSTS_SHOWN)
 
-    # The catalogue of translations only has singular verbs, as in `first.does`: "waits in ...". The
-    # plural "wait" is only needed in English.
+    # `does` begins with a singular verb: "waits in ...". The catalogue translates it so that it
+    # fits any number of ranks; only English needs the plural "wait".
     does = first.does
     if in_language is in_english:
         does = conjugate(first.does, len(ranks))
@@ -150,8 +150,7 @@ def _mismatch_lines(mismatch: Mismatch, in_language: InLanguage) -> list[str]:
         if frame is not None:
             lines.append(_source(frame, indent=6))
 
-    # The ranks may have called from different lines of the source for some calls before, in which
-    # they happened to make the same calls.
+    # Ranks may have taken different branches earlier, and have made equal calls there for a while.
     if mismatch.lines_differ_since is not None:
         number = mismatch.lines_differ_since
         remark = f"(already from call {number} on they called from different lines)"

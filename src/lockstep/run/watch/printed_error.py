@@ -47,28 +47,27 @@ def printed_error(lines: Sequence[str]) -> PrintedError | None:
     Returns:
         The traceback, or None if there is none or the log ends in the middle of it.
     """
-    heading_number = _find_last_heading(lines)
-    if heading_number is None:
+    heading_index = _find_last_heading(lines)
+    if heading_index is None:
         return None
 
-    # Another program may have put a prefix before each line, such as `[rank1]: `. It is read from
-    # the heading.
-    heading_line = lines[heading_number]
-    prefix = _prefix_of_lines_after(heading_line)
+    # The prefix that another program has put before the heading shows what it has put before the
+    # other lines: the same text, such as `[rank1]: `, or one of the same form, such as the time.
+    example_prefix = _prefix_after_heading(lines[heading_index])
     block = []  # the lines after the heading, without the prefix
-    for line in lines[heading_number + 1 :]:
-        block.append(_remove_prefix(prefix, line[:_MAX_LINE_CHARS]))
+    for line in lines[heading_index + 1 :]:
+        block.append(_remove_prefix(example_prefix, line[:_MAX_LINE_CHARS]))
 
     # The frames of a traceback are indented. The first line that is not indented names the
     # exception: `ValueError: no data`.
-    for number, text in enumerate(block):
+    for index, text in enumerate(block):
         is_blank_or_indented = not text.strip() or text[0].isspace()
         if not is_blank_or_indented:
-            user_line = _user_line(block[:number])
+            user_line = _user_line(block[:index])
             return PrintedError(
                 headline=text.rstrip(),
                 line=user_line,
-                text=tuple(block[number : number + _MAX_LINES]),
+                text=tuple(block[index : index + _MAX_LINES]),
             )
 
     return None
@@ -77,47 +76,46 @@ def printed_error(lines: Sequence[str]) -> PrintedError | None:
 def _find_last_heading(lines: Sequence[str]) -> int | None:
     """Returns the index of the last traceback's heading, or None if there is no traceback.
 
-    Python prints an exception group as below: its own heading follows a plus sign, and each line
-    inside the group, even the heading of another traceback, follows a bar. Then the result is the
-    heading of the first exception in the group, or that of the group if none is printed in it.
+    If the last traceback is that of an exception group, the result is the heading of the first
+    exception in the group, as that one says most about the cause; or that of the group, if no
+    exception is printed in it. Python prints a group with a plus sign before its heading, and a bar
+    before each line inside it, even the heading of another traceback:
 
           + Exception Group Traceback (most recent call last):
           |   File "train.py", line 9, in <module>
           | ExceptionGroup: two tasks failed (2 sub-exceptions)
           +-+---------------- 1 ----------------
-            | Traceback (most recent call last):
+            | Traceback (most recent call last):                        <- the result
             |   File "train.py", line 3, in load
             | ValueError: no data
+            +---------------- 2 ----------------
+            | Traceback (most recent call last):
+            |   ...
     """
-    last_heading: int | None = None
-    in_group = False  # True from the heading of a group to that of a traceback outside it
-    has_first_exception = False  # True once an exception of the present group has been found
-    for number, line in enumerate(lines):
+    index_of_result: int | None = None
+    in_group = False  # True from the heading of a group to that of a traceback outside the group
+    group_has_result = False  # True once the heading of the group's first exception has been found
+    for index, line in enumerate(lines):
         heading = _HEADING.match(line)
         if heading is None:
             continue
 
-        # A heading inside a group follows a bar ("| "), even that of a group within the group. The
-        # heading of the outermost group follows a plus sign.
-        is_group = heading["group"] is not None
+        is_heading_of_group = heading["group"] is not None
         is_inside_group = in_group and heading["prefix"].endswith("| ")
 
-        if is_inside_group:
-            # Exceptions of a group within the group are treated as those of the outer one.
-            if not is_group and not has_first_exception:
-                last_heading = number
-                has_first_exception = True
-            continue
+        if not is_inside_group:  # a traceback or a group of its own, which ends a group before it
+            index_of_result = index
+            in_group = is_heading_of_group
+            group_has_result = False
+        elif not is_heading_of_group and not group_has_result:
+            # The first exception in the group, or in a group within the group.
+            index_of_result = index
+            group_has_result = True
 
-        # A traceback of its own, which ends a group before it.
-        last_heading = number
-        in_group = is_group
-        has_first_exception = False
-
-    return last_heading
+    return index_of_result
 
 
-def _prefix_of_lines_after(heading_line: str) -> str:
+def _prefix_after_heading(heading_line: str) -> str:
     """Returns the prefix of the lines that follow a heading.
 
     It is the prefix of the heading itself: `[rank1]: ` for `[rank1]: Traceback ...`. After the
@@ -130,27 +128,29 @@ def _prefix_of_lines_after(heading_line: str) -> str:
     return heading["prefix"] + "| " if has_plus_sign else heading["prefix"]
 
 
-def _remove_prefix(prefix: str, line: str) -> str:
+def _remove_prefix(example_prefix: str, line: str) -> str:
     """Removes from a line what another program has put before it.
 
     Args:
-        prefix: the text before the heading of the traceback; it may be empty.
+        example_prefix: the prefix of the heading; it may be empty.
         line: a line after the heading.
 
     Returns:
         The rest of the line, or the line as it is if it has no such prefix.
     """
-    if line.startswith(prefix):
-        return line[len(prefix) :]
+    if line.startswith(example_prefix):
+        return line[len(example_prefix) :]
+
+    # Spaces alone are indentation, and no prefix of another program.
+    if not example_prefix.strip():
+        return line
 
     # A prefix such as the time of day differs from line to line, but always has the same form:
     # `12:59:58 ` and `13:00:01 ` both become `00:00:00 `.
-    form = re.sub(r"\w", "0", prefix)
-    form_of_line = re.sub(r"\w", "0", line[: len(prefix)])
-    is_only_indentation = not prefix.strip()
-    if form_of_line == form and not is_only_indentation:
-        return line[len(prefix) :]
-    return line
+    form = re.sub(r"\w", "0", example_prefix)
+    form_of_line = re.sub(r"\w", "0", line[: len(example_prefix)])
+    has_prefix = form_of_line == form
+    return line[len(example_prefix) :] if has_prefix else line
 
 
 def _user_line(block: Sequence[str]) -> str | None:

@@ -48,11 +48,14 @@ FLIGHT_RECORDER_VARIABLES = {"TORCH_FR_BUFFER_SIZE": "2000"}
 first process group is created. It then keeps the latest 2000 collectives, about 1 KB each, and
 takes 1 to 1.3 microseconds per collective."""
 
+CALL_STACKS_OPTION = "call_stacks"
+"""In a request, this word asks for the stack of each recorded call too."""
+
 _MAX_FRAMES = 100
 _REQUEST_MAX_BYTES = 4096
 
-_groups_kept_alive: list[object] = []
-"""Keeps every process group that was opened alive until this process ends.
+_opened_groups: list[object] = []
+"""Every process group that was opened. The list keeps them alive until this process ends.
 
 A DDP model that is a local variable of `main()` is freed after `destroy_process_group`, and would
 free its group as well. Freeing a group waits for the group's threads while it holds Python's lock,
@@ -78,7 +81,7 @@ class Probe:
         # A process that the script has started itself does not need this: it imports torch itself,
         # or is forked from a process that has this hook.
         if spawn_index is None:
-            torch_compat.on_default_group(_groups_kept_alive.append)
+            torch_compat.on_default_group(_opened_groups.append)
 
         self._start_answering()
         os.register_at_fork(after_in_child=self.forget_in_child)
@@ -108,18 +111,18 @@ class Probe:
             return
 
         steps = self._heartbeat.steps
-        if not steps:
+        has_trained = steps > 0
+        if not has_trained:
             return
 
-        has_opened_group = bool(_groups_kept_alive)  # contains every group that was opened
-        if not has_opened_group:
+        if not _opened_groups:
             warn(
                 f"{size} processes",
                 f"no process group was opened, but the optimizer made {count_noun(steps, 'step')}: "
                 "each process trained its own model",
                 "join them by lockstep.init() and world.prepare(...), or run one process",
             )
-        elif torch_compat.has_not_communicated(_groups_kept_alive):
+        elif torch_compat.has_not_communicated(_opened_groups):
             warn(
                 f"{size} processes",
                 f"the optimizer made {count_noun(steps, 'step')} on rank 0, which has called no "
@@ -149,24 +152,14 @@ class Probe:
         faulthandler.enable(crash_file)
         _keep_track_of_faulthandler(crash_file)
 
-        # When the interpreter shuts down, faulthandler restores the handler that was there before
-        # it. If that was the default one, a signal that comes later would end the process. So
-        # ignore the signal before faulthandler is registered: that is what it restores.
-        signal.signal(MAIN_THREAD_SIGNAL, signal.SIG_IGN)
-
         # This signal shows only the stack of the main thread, which handles it. Reading the frames
         # of another thread while it runs sooner or later ends in a segmentation fault (with Python
         # 3.11, about once in some hundred times).
-        #
-        # Because of `chain=False`, faulthandler installs its handler with the flag SA_RESTART. The
-        # kernel then restarts most of the system calls that the signal interrupts. On the others,
-        # see `process_status.harmless_stack_signal`.
-        stacks = _open_to_append(self._evidence.stacks)
-        faulthandler.register(MAIN_THREAD_SIGNAL, stacks, all_threads=False, chain=False)
+        stacks_file = _open_to_append(self._evidence.stacks)
+        _write_stacks_at(MAIN_THREAD_SIGNAL, stacks_file, all_threads=False)
 
         if sys.platform == "linux":  # on other systems it is not known whether all threads sleep
-            signal.signal(ALL_THREADS_SIGNAL, signal.SIG_IGN)
-            faulthandler.register(ALL_THREADS_SIGNAL, stacks, all_threads=True, chain=False)
+            _write_stacks_at(ALL_THREADS_SIGNAL, stacks_file, all_threads=True)
 
             # This thread and all threads that it starts block the signal, so that none of their
             # sleeps in C is cut short. Only the thread that answers requests unblocks it.
@@ -184,9 +177,8 @@ class Probe:
     def _start_answering(self) -> None:
         """Starts the thread that answers requests, and creates the pipe that it reads them from.
 
-        This must happen before a process group is opened, in which the rank waits for the others in
-        TCPStore. The launcher asks a rank without this thread by a signal. At each such signal,
-        TCPStore would begin to count its timeout anew, and the rank might wait forever.
+        This must happen before a process group is opened, where the rank waits in TCPStore: without
+        this thread the launcher uses signals, and each signal restarts the timeout of TCPStore.
         """
         pipe_path = self._evidence.request_pipe
         try:
@@ -209,12 +201,12 @@ class Probe:
     def _answer_requests(self, pipe: int) -> None:
         """Answers requests until `stop_answering` is called. This is all that the thread does.
 
-        Each request is a line, `NUMBER` or `NUMBER lines`. If several have arrived, only the last
-        one is answered: of "7" and "8 lines", that is request 8, with the stacks of calls.
+        Each request is a line, `NUMBER` or `NUMBER call_stacks`. If several have arrived, only the
+        last one is answered: of "7" and "8 call_stacks", that is request 8, with the stacks of
+        calls.
         """
-        # The launcher may ask for the stacks of all threads by a signal. A system call of the
-        # thread that handles the signal may fail, which does no harm in this thread. So only this
-        # thread handles it, and all others block it.
+        # A signal may interrupt a system call of the thread that handles it. Here that does no
+        # harm, so this thread handles the signal, and all others block it.
         if sys.platform == "linux":
             signal.pthread_sigmask(signal.SIG_UNBLOCK, [ALL_THREADS_SIGNAL])
 
@@ -235,12 +227,10 @@ class Probe:
 
             number, _, option = complete_lines[-1].partition(" ")
             if number.isdigit():
-                self._answer_request(number, with_call_stacks=option == "lines")
+                self._answer_request(number, with_call_stacks=option == CALL_STACKS_OPTION)
 
     def _answer_request(self, number: str, *, with_call_stacks: bool) -> None:
-        """Writes the answer to one request into the rank's evidence, or the error that prevented
-        it.
-        """
+        """Writes the answer to one request, or the error that prevented it, into the evidence."""
         try:
             text = self._answer(number, with_call_stacks=with_call_stacks)
         except Exception as error:
@@ -263,20 +253,21 @@ class Probe:
         # LOCAL_RANK, so its index among the spawned ranks says which GPU is its own.
         torch_compat.take_gpu(self._spawn_index)
 
-        stacks = json.dumps(_stacks_of_other_threads())
+        stacks_json = json.dumps(_stacks_of_other_threads())
         groups = torch_compat.process_groups()
 
         # The process group that the main thread is about to create, or null.
         main_thread = threading.main_thread().ident or 0
         main_frame = sys._current_frames().get(main_thread)
-        group_being_made = json.dumps(torch_compat.group_being_made(main_frame))
+        group_being_made_json = json.dumps(torch_compat.group_being_made(main_frame))
 
-        handled = error_handled_by(main_thread)
-        in_flight = None if handled is None else describe_in_flight(handled)
-        in_flight_text = json.dumps(None if in_flight is None else asdict(in_flight))
+        error = error_handled_by(main_thread)
+        error_in_flight = None if error is None else describe_in_flight(error)
+        error_json = json.dumps(None if error_in_flight is None else asdict(error_in_flight))
 
-        # The recorder returns a list as JSON text: "[{...}, {...}]".
-        records = torch_compat.flight_record(lines=with_call_stacks)
+        # The recorder returns a list as JSON text, which is not parsed, as it may be megabytes
+        # long: "[{...}, {...}]".
+        records_json = torch_compat.flight_record(lines=with_call_stacks)
 
         # Lockstep's own collectives, in shared memory, have a record of their own. A rank that has
         # not imported their module makes none.
@@ -286,20 +277,30 @@ class Probe:
             if shared_memory is not None:
                 group, record = shared_memory.flight_record()
                 groups.append(group)
-                records = _append_to_json_list(records, json.dumps(record))
+                records_json = _append_to_json_list(records_json, json.dumps(record))
 
-        # The parts are JSON already. "request" must come first: of an old answer, the launcher
-        # reads only this field.
+        # "request" must come first: of an old answer, the launcher reads only this field.
         return (
-            f'{{"request": {number}, "stacks": {stacks}, "groups": {json.dumps(groups)}, '
-            f'"making": {group_being_made}, "in_flight": {in_flight_text}, '
-            f'"trained_steps": {json.dumps(trained_steps())}, "records": {records}}}'
+            f'{{"request": {number}, "stacks": {stacks_json}, "groups": {json.dumps(groups)}, '
+            f'"making": {group_being_made_json}, "in_flight": {error_json}, '
+            f'"trained_steps": {json.dumps(trained_steps())}, "records": {records_json}}}'
         )
 
 
 def _open_to_append(path: Path) -> int:
     """Opens a file for appending, until this process ends, and returns its descriptor."""
     return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+
+
+def _write_stacks_at(signal_number: int, file: int, *, all_threads: bool) -> None:
+    """Makes faulthandler write the stacks of this process into a file when a signal comes."""
+    # When the interpreter shuts down, faulthandler restores the handler that was there before. That
+    # must not be the default one, by which a later signal would end the process.
+    signal.signal(signal_number, signal.SIG_IGN)
+
+    # With `chain=False`, faulthandler sets the flag SA_RESTART, so that the kernel restarts most of
+    # the system calls that the signal interrupts.
+    faulthandler.register(signal_number, file, all_threads=all_threads, chain=False)
 
 
 def _keep_track_of_faulthandler(crash_file: int) -> None:
@@ -312,30 +313,33 @@ def _keep_track_of_faulthandler(crash_file: int) -> None:
     Args:
         crash_file: the descriptor of the crash file.
     """
-    enable = faulthandler.enable
-    disable = faulthandler.disable
+    original_enable = faulthandler.enable
+    original_disable = faulthandler.disable
     pid = os.getpid()
 
-    @functools.wraps(enable)
+    @functools.wraps(original_enable)
     def enable_and_note_file(file: Any = None, *args: Any, **keywords: Any) -> None:
+        """Replaces `faulthandler.enable`: notes in the crash file which file gets the dump."""
         if file is None:
             file = sys.stderr
-        enable(file, *args, **keywords)
+        original_enable(file, *args, **keywords)
 
-        # The name is a number or `<stderr>` if the file has no path. Standard error is searched in
-        # any case.
+        # Without a path, the name is a number, or `<stderr>`. Nothing needs to be noted for that,
+        # as the launcher searches standard error in any case.
         name = getattr(file, "name", None)
-        if not isinstance(name, str) or not os.path.isfile(name):
-            return
-        if os.getpid() == pid:  # not in a process that was forked from this one
-            note = f"{OTHER_FILE}{os.path.abspath(name)}\n"
+        has_path = isinstance(name, str) and os.path.isfile(name)
+        is_forked = os.getpid() != pid
+        if has_path and not is_forked:
+            note = f"{OTHER_FILE}{os.path.abspath(str(name))}\n"
             os.write(crash_file, note.encode(errors="surrogateescape"))
 
-    @functools.wraps(disable)
+    @functools.wraps(original_disable)
     def write_into_crash_file() -> None:
-        disable()
-        if os.getpid() == pid:
-            enable(crash_file)
+        """Replaces `faulthandler.disable`: a crash of this rank must still leave its stacks."""
+        original_disable()
+        is_forked = os.getpid() != pid
+        if not is_forked:
+            original_enable(crash_file)
 
     faulthandler.enable = enable_and_note_file
     faulthandler.disable = write_into_crash_file

@@ -116,14 +116,15 @@ def _read_calls(record: Mapping[str, Any]) -> list[tuple[CollectiveCall, str]]:
     # and receives is.
     calls = _with_states_of_batches(calls)
 
-    # Of the groups with the same key, the one that made the latest call is the one that exists now.
-    present_group_ids: dict[str, str] = {}
+    # A key (`backend:group`) may have stood for several groups, one after the other. The group that
+    # made the latest call is the one that exists now.
+    id_of_present_group: dict[str, str] = {}  # by key
     for call, group_id in calls:
-        present_group_ids[call.key] = group_id
+        id_of_present_group[call.key] = group_id
 
     calls_of_present_groups = []
     for call, group_id in calls:
-        if group_id == present_group_ids[call.key]:
+        if group_id == id_of_present_group[call.key]:
             calls_of_present_groups.append((call, group_id))
     return calls_of_present_groups
 
@@ -139,21 +140,22 @@ def _read_status(
 
     Args:
         record: the record.
-        calls_of_record: its calls, each with torch's id of its group.
+        calls_of_record: its calls, each with torch's id of its group. The calls with one key are of
+            one group, as those of destroyed groups have been left out.
 
     Returns:
         The numbers, by the groups' keys.
     """
-    group_ids: dict[str, str] = {}
+    id_of_group: dict[str, str] = {}  # by key
     keys_with_ambiguous_status = set()
     for call, group_id in calls_of_record:
-        group_ids[call.key] = group_id
+        id_of_group[call.key] = group_id
         if call.p2p and call.backend == "nccl":
             keys_with_ambiguous_status.add(call.key)
 
     completed = {}
     status_of_group = record.get("pg_status") or {}  # by torch's group id
-    for key, group_id in group_ids.items():
+    for key, group_id in id_of_group.items():
         if group_id in status_of_group and key not in keys_with_ambiguous_status:
             completed[key] = int(status_of_group[group_id]["last_completed_collective"])
     return completed
@@ -180,12 +182,12 @@ def _with_states_of_batches(
     for call, group_id in calls:
         indices = indices_of_group.setdefault((call.key, group_id), [])
 
-        # For an entry `coalesced`, find the sends and receives of its batch in the result.
+        # An entry `coalesced` follows the sends and receives of its batch, the latest of its group.
         batch = _last_batch(result, indices) if call.op == BATCH_OP else []
         if batch:
             for index in batch:
-                call_of_batch, _ = result[index]
-                result[index] = (replace(call_of_batch, state=call.state), group_id)
+                call_of_batch, its_group_id = result[index]
+                result[index] = (replace(call_of_batch, state=call.state), its_group_id)
         else:
             indices.append(len(result))
             result.append((call, group_id))
@@ -197,24 +199,25 @@ def _last_batch(calls: Sequence[tuple[CollectiveCall, str]], indices: Sequence[i
     """Finds the batch of sends and receives that a group has called last.
 
     The calls of a batch share one number. For `send 6, all_reduce 3, send 7, recv 7`, the result is
-    the indices of `send 7` and `recv 7`.
+    the indices of `recv 7` and `send 7`.
 
     Args:
         calls: calls of several groups by time, each with torch's id of its group.
         indices: the indices of this group's calls.
 
     Returns:
-        The indices of the batch's calls; empty if the last call is no send or receive.
+        The indices of the batch's calls, the latest first; empty if the last call of the group is
+        no send or receive.
     """
+    if not indices:
+        return []
+    last_call, _ = calls[indices[-1]]
+
     batch: list[int] = []
-    number_of_batch = None
     for index in reversed(indices):
         call, _ = calls[index]
-        if not call.p2p:
-            break
-        if number_of_batch is None:  # this is the last call
-            number_of_batch = call.seq
-        if call.seq != number_of_batch:
+        is_in_batch = call.p2p and call.seq == last_call.seq
+        if not is_in_batch:
             break
         batch.append(index)
     return batch

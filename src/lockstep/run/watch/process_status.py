@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections import defaultdict
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -67,7 +67,7 @@ def read_process(pid: int, root: Path = _PROC) -> ProcessStatus | None:
     """
     folder = root / str(pid)
     try:
-        state, cpu_s = _state_and_cpu_s(folder / "stat")
+        main_state, cpu_s = _state_and_cpu_s(folder / "stat")
         status_text = (folder / "status").read_text()
     except (OSError, ValueError, IndexError):
         return None
@@ -77,23 +77,27 @@ def read_process(pid: int, root: Path = _PROC) -> ProcessStatus | None:
     main_context_switches = None
     main_folder = folder / "task" / str(pid)  # the main thread has the number of its process
     with contextlib.suppress(OSError, ValueError, IndexError):
-        # This file has the state of the main thread, too. It replaces the one above, as it is read
-        # later and so is newer.
-        state, main_cpu_s = _state_and_cpu_s(main_folder / "stat")
+        # The state in this file is newer than the one above.
+        main_state, main_cpu_s = _state_and_cpu_s(main_folder / "stat")
         main_status_text = (main_folder / "status").read_text()
         main_context_switches = int(_status_field(main_status_text, "voluntary_ctxt_switches"))
 
-    # The process may be sent a stack signal under two conditions. It handles both signals, as one
-    # that it does not handle would end it. And its main thread, whose mask `SigBlk` is, does not
-    # block the signal that shows its stack. The masks are written in hexadecimal.
+    return ProcessStatus(
+        main_state, cpu_s, main_cpu_s, main_context_switches, _shows_stacks(status_text)
+    )
+
+
+def _shows_stacks(status_text: str) -> bool:
+    """Returns True if a process may be sent a stack signal, as its `/proc/PID/status` says."""
+    # The masks are written in hexadecimal. `SigBlk` is that of the main thread.
     caught_signals = int(_status_field(status_text, "SigCgt") or "0", 16)
     blocked_signals = int(_status_field(status_text, "SigBlk") or "0", 16)
-    shows_stacks = (
-        _has_signal(caught_signals, MAIN_THREAD_SIGNAL)
-        and _has_signal(caught_signals, ALL_THREADS_SIGNAL)
-        and not _has_signal(blocked_signals, MAIN_THREAD_SIGNAL)
+
+    # A signal that the process does not handle would end it.
+    handles_both = _has_signal(caught_signals, MAIN_THREAD_SIGNAL) and _has_signal(
+        caught_signals, ALL_THREADS_SIGNAL
     )
-    return ProcessStatus(state, cpu_s, main_cpu_s, main_context_switches, shows_stacks)
+    return handles_both and not _has_signal(blocked_signals, MAIN_THREAD_SIGNAL)
 
 
 def _has_signal(mask: int, number: int) -> bool:
@@ -129,32 +133,25 @@ def exit_code_of_ending_process(pid: int, root: Path = _PROC) -> int | None:
 def describe_state(pid: int, root: Path = _PROC) -> str:
     """Describes the state of a process: `state D (in the kernel, ..., in nfs_wait)`.
 
-    A process has one state for each of its threads. The one that keeps the process from ending is
-    described: that of a thread in state D if there is one, and otherwise that of the main thread
-    or, if the main thread has ended (Z), of another thread that has not.
+    A process has one state for each of its threads. That of the thread that keeps the process from
+    ending is described.
 
     Args:
         pid: number of the process.
         root: the folder `/proc`.
     """
-    state = ""
-    kernel_function = ""
+    threads: list[_Thread] = []
     with contextlib.suppress(OSError, IndexError):
-        threads = list((root / str(pid) / "task").iterdir())
-        threads.sort(key=lambda thread: thread.name != str(pid))  # the main thread comes first
-        for thread in threads:
-            state_of_thread = _stat_fields(thread / "stat")[_STATE]
-
-            # Begin with the main thread. While only ended threads (Z) have been found, the next
-            # thread replaces them, and a thread in state D replaces any other.
-            is_first_thread = state == ""
-            all_before_have_ended = state == "Z"
-            if is_first_thread or all_before_have_ended or state_of_thread == "D":
-                state = state_of_thread
-                kernel_function = _kernel_function(thread)
-
-    if not state:
+        folders = list((root / str(pid) / "task").iterdir())
+        folders.sort(key=lambda folder: folder.name != str(pid))  # the main thread comes first
+        for folder in folders:
+            threads.append(_Thread(folder, _stat_fields(folder / "stat")[_STATE]))
+    if not threads:
         return "gone by now"
+
+    thread = _thread_that_keeps_process(threads)
+    state = thread.state
+    kernel_function = _kernel_function(thread.folder)
 
     meanings = []
     tracer = _tracer(root / str(pid))
@@ -169,10 +166,34 @@ def describe_state(pid: int, root: Path = _PROC) -> str:
     return f"state {state} ({', '.join(meanings)})" if meanings else f"state {state}"
 
 
-def _kernel_function(thread: Path) -> str:
-    """Returns the kernel function that a thread sleeps in; empty if there is none or it is not
-    known.
+class _Thread(NamedTuple):
+    """A thread of a process."""
+
+    folder: Path
+    """Its folder in `/proc`."""
+    state: str
+    """R, S, D, T, t, Z, ..."""
+
+
+def _thread_that_keeps_process(threads: Sequence[_Thread]) -> _Thread:
+    """Returns the thread that keeps a process from ending.
+
+    Args:
+        threads: the threads of the process, the main thread first.
     """
+    in_kernel = [thread for thread in threads if thread.state == "D"]
+    if in_kernel:
+        return in_kernel[-1]
+
+    not_ended = [thread for thread in threads if thread.state != "Z"]
+    if not_ended:
+        return not_ended[0]  # the main thread, unless it has ended
+
+    return threads[-1]
+
+
+def _kernel_function(thread: Path) -> str:
+    """Returns the kernel function that a thread sleeps in; empty if in none, or if not known."""
     with contextlib.suppress(OSError):
         name = (thread / "wchan").read_text().strip()
         if name != "0":
@@ -215,18 +236,32 @@ def cpu_of_descendants(pids: Collection[int], root: Path = _PROC) -> dict[int, f
             own_ticks[pid] = ticks
             ended_children_ticks[pid] = ticks_of_ended_children
 
-    # Follow the children of each process. Its own time does not count.
+    # The own time of a process does not count, but that of each descendant does.
     cpu_s: dict[int, float] = {}
-    for pid in own_ticks.keys() & set(pids):
+    existing_pids = own_ticks.keys() & set(pids)
+    for pid in existing_pids:
         ticks = ended_children_ticks[pid]
-        descendants = list(children.get(pid, ()))
-        while descendants:
-            descendant = descendants.pop()
+        for descendant in _descendants(pid, children):
             ticks += own_ticks[descendant] + ended_children_ticks[descendant]
-            descendants += children.get(descendant, ())
         cpu_s[pid] = ticks / os.sysconf("SC_CLK_TCK")
 
     return cpu_s
+
+
+def _descendants(pid: int, children: Mapping[int, Sequence[int]]) -> list[int]:
+    """Returns the children of a process, their children, and so on.
+
+    Args:
+        pid: number of the process.
+        children: the children of each process that has some.
+    """
+    descendants: list[int] = []
+    not_visited = list(children.get(pid, ()))
+    while not_visited:
+        descendant = not_visited.pop()
+        descendants.append(descendant)
+        not_visited += children.get(descendant, ())
+    return descendants
 
 
 def harmless_stack_signal(
@@ -235,62 +270,98 @@ def harmless_stack_signal(
     """Chooses a stack signal that a rank can be sent now without harm, if there is one.
 
     A signal makes `poll`, `sleep`, `sem_timedwait` and other calls of the thread that handles it
-    fail with EINTR, see signal(7), and C code seldom expects that. Two cases are safe:
-
-    1. All threads sleep, and the main thread does so for long. Then the signal that shows the
-       stacks of all threads is safe: it is handled by the thread that answers the launcher's
-       requests, and no other thread is interrupted.
-    2. The main thread has computed for some tenths of a second, or has slept in a futex without a
-       timeout, which locks and `sem_wait` are made of: the kernel continues such a sleep after the
-       signal. Then the signal that shows the main thread's own stack is safe.
+    fail with EINTR, see signal(7), and C code seldom expects that.
 
     Args:
         pid: number of the rank's process.
         earlier_context_switches: how often the main thread had given up its processor some tenths
-            of a second ago (`ProcessStatus.main_context_switches`); None if that is not known. If
-            the number is still the same, the main thread has computed all the time, or has slept
-            all the time.
+            of a second ago (`ProcessStatus.main_context_switches`); None if that is not known.
         answers: True if the rank has a thread that answers requests.
         root: the folder `/proc`.
 
     Returns:
         The number of the signal, or None if neither is safe now.
     """
-    threads = root / str(pid) / "task"
-    try:
-        thread_states = set()
-        for thread in threads.iterdir():
-            thread_state, _ = _state_and_cpu_s(thread / "stat")
-            thread_states.add(thread_state)
-        kernel_function = (threads / str(pid) / "wchan").read_text()
-        status = read_process(pid, root)
-    except (OSError, ValueError, IndexError):
-        return None
-    if status is None:
+    threads = _read_threads(pid, earlier_context_switches, root)
+    if threads is None:
         return None
 
-    # If the number is the same, the main thread has slept, or has computed, all the time since.
-    main_switches_unchanged = (
-        earlier_context_switches is not None
-        and status.main_context_switches == earlier_context_switches
-    )
-    main_is_in_futex = kernel_function.startswith("futex")
-
-    # 1. All threads sleep. A main thread that has slept the whole time goes on sleeping while its
-    # stack is read. One that waits for a lock in a futex may wake up now and then, every 5 ms if it
-    # is Python's own lock, but it sleeps again at once.
-    all_sleep = thread_states.issubset({"S", "D"})
-    main_goes_on_sleeping = main_switches_unchanged or main_is_in_futex
-    if answers and all_sleep and main_goes_on_sleeping:
+    # The thread that answers requests handles this signal, so no other thread is interrupted. But
+    # their stacks can only be read while they sleep.
+    if answers and _all_go_on_sleeping(threads):
         return ALL_THREADS_SIGNAL
 
-    # 2. The main thread does something that a signal does not disturb, and has done so for a while.
-    main_computes = status.state == "R"
-    main_waits_without_timeout = main_is_in_futex and not _may_have_timeout(threads / str(pid))
-    if main_switches_unchanged and (main_computes or main_waits_without_timeout):
+    # The main thread handles this one.
+    if _main_is_not_disturbed_by_signal(threads):
         return MAIN_THREAD_SIGNAL
 
     return None
+
+
+class _ThreadsOfRank(NamedTuple):
+    """What the threads of a rank do."""
+
+    states: set[str]
+    """The states of all threads: R, S, D, ..."""
+    main_state: str
+    main_is_in_futex: bool
+    """True if the main thread sleeps in a futex, which locks and `sem_wait` are made of."""
+    main_may_time_out: bool
+    """True if that futex has a timeout, or if this is not known."""
+    main_has_not_switched: bool
+    """True if the main thread has not given up its processor for some tenths of a second: it has
+    computed all the time, or has slept all the time."""
+
+
+def _read_threads(
+    pid: int, earlier_context_switches: int | None, root: Path
+) -> _ThreadsOfRank | None:
+    """Reads what the threads of a rank do, or returns None if it is gone.
+
+    For the arguments, see `harmless_stack_signal`.
+    """
+    folder = root / str(pid) / "task"
+    main_folder = folder / str(pid)
+    try:
+        states = {_state_and_cpu_s(thread / "stat")[0] for thread in folder.iterdir()}
+        kernel_function = (main_folder / "wchan").read_text()
+    except (OSError, ValueError, IndexError):
+        return None
+    status = read_process(pid, root)
+    if status is None:
+        return None
+
+    return _ThreadsOfRank(
+        states=states,
+        main_state=status.state,
+        main_is_in_futex=kernel_function.startswith("futex"),
+        main_may_time_out=_may_have_timeout(main_folder),
+        main_has_not_switched=(
+            earlier_context_switches is not None
+            and status.main_context_switches == earlier_context_switches
+        ),
+    )
+
+
+def _all_go_on_sleeping(threads: _ThreadsOfRank) -> bool:
+    """Returns True if all threads of a rank sleep, and go on sleeping while their stacks are read.
+
+    The main thread does so if it has slept the whole time. In a futex it may wake up now and then,
+    every 5 ms if it waits for Python's own lock, but it sleeps again at once.
+    """
+    all_sleep = threads.states.issubset({"S", "D"})
+    return all_sleep and (threads.main_has_not_switched or threads.main_is_in_futex)
+
+
+def _main_is_not_disturbed_by_signal(threads: _ThreadsOfRank) -> bool:
+    """Returns True if the main thread of a rank does something that a signal cannot disturb.
+
+    That is so if it has computed for a while, or has slept in a futex without a timeout: the kernel
+    continues such a sleep after the signal.
+    """
+    computes = threads.main_state == "R"
+    waits_without_timeout = threads.main_is_in_futex and not threads.main_may_time_out
+    return threads.main_has_not_switched and (computes or waits_without_timeout)
 
 
 def _may_have_timeout(thread: Path) -> bool:

@@ -59,9 +59,9 @@ _PROGRAM_ERRORS = frozenset(
         "ZeroDivisionError",
     )
 )
-# Words in messages about devices, networks, memory and other processes. torch raises RuntimeError
-# for these too.
-_OUTSIDE = re.compile(
+# A message with one of these words is about something outside the program, which may pass: a
+# device, the network, memory or another process. torch raises RuntimeError for these too.
+_MENTIONS_OUTSIDE_CAUSE = re.compile(
     r"\b(?:cuda|cudnn|cublas|nccl|hip\b|ecc\b|xpu|mps\b|gloo|ucc\b|mpi\b|devices?\b"
     r"|time[d-]? ?out|(?:dis)?connect|network|sockets?\b|port\b|hosts?\b|peers?\b|unreachable"
     r"|refused|pipe\b|https?\b|servers?\b|download|unavailable|temporar|retry|rate limit"
@@ -69,8 +69,8 @@ _OUTSIDE = re.compile(
     r"|workers?\b|process(?:es)?\b|killed|permission|locke?d?\b)",
     re.IGNORECASE,
 )
-# The loader raises errors of the dataset again: `ValueError: no data (in DataLoader worker process
-# 0)`. The message of such an error is the traceback from the worker.
+# The end of a headline if a DataLoader raises an error of its worker again: `ValueError: no data
+# (in DataLoader worker process 0)`. The message of such an error is the traceback from the worker.
 _IN_WORKER = re.compile(r" \(in DataLoader worker process \d+\)$")
 _ADDRESS_OF_OBJECT = re.compile(r"0x[0-9a-f]+")
 
@@ -93,23 +93,19 @@ def failure_key(end: ExitStatus) -> str:
     # An error from a DataLoader worker is compared without the number of the worker:
     # "ValueError: no data (in DataLoader worker process 0)" -> "ValueError: no data"
     headline = _IN_WORKER.sub("", error.headline)
-    if not _comes_from_program(error, headline):
+    is_from_worker = headline != error.headline
+    if not _comes_from_program(error, headline, is_from_worker=is_from_worker):
         return ""
 
-    has_made_step = None  # it is not known
-    if end.step is not None:
-        has_made_step = True
-    elif end.made_no_step:
-        has_made_step = False
     failed_soon = end.ran_s is not None and end.ran_s <= MAX_S_WITHOUT_STEP
-    return _make_key(_step(has_made_step, error.trained_steps, failed_soon), error.line, headline)
+    step = _step_of_failure(end.has_made_step, error.trained_steps, failed_soon)
+    return _make_key(step, error.line, headline)
 
 
 def key_of_error_in_flight(
     error: ErrorInFlight, steps: int | None, trained_steps: int | None, waited_s: float
 ) -> str:
-    """Returns a key that is equal if another attempt hangs because of the same exception in the
-    same step.
+    """Returns a key that is equal if another attempt hangs in the same step, by the same exception.
 
     Args:
         error: the exception that a rank handles.
@@ -120,15 +116,16 @@ def key_of_error_in_flight(
     Returns:
         The key. Empty if the failure may pass by itself, or if its step is not known.
     """
-    # Nothing else is known of this exception, so its type and message alone tell where it is from.
+    # The headline is all that is known of this exception: "ValueError: no data".
     headline = _IN_WORKER.sub("", error.headline)
     error_type, _, _ = headline.partition(":")
-    if error_type not in _PROGRAM_ERRORS or _OUTSIDE.search(headline):
+    if error_type not in _PROGRAM_ERRORS or _MENTIONS_OUTSIDE_CAUSE.search(headline):
         return ""
 
     has_made_step = None if steps is None else steps > 0
-    stopped_soon = waited_s <= MAX_S_WITHOUT_STEP
-    return _make_key(_step(has_made_step, trained_steps, stopped_soon), error.line, headline)
+    failed_soon = waited_s <= MAX_S_WITHOUT_STEP
+    step = _step_of_failure(has_made_step, trained_steps, failed_soon)
+    return _make_key(step, error.line, headline)
 
 
 def _make_key(step: int | None, line: str | None, headline: str) -> str:
@@ -147,15 +144,16 @@ def step_of_key(key: str) -> int:
     return step
 
 
-def _comes_from_program(error: ErrorRecord, headline: str) -> bool:
+def _comes_from_program(error: ErrorRecord, headline: str, *, is_from_worker: bool) -> bool:
     """Returns True if an error comes from the program itself, so that it does not pass.
 
-    An error may pass if it has another type, or if a text mentions a device, the network, memory or
-    another process: "RuntimeError: CUDA error: ..."
+    An error may pass if its type is not in `_PROGRAM_ERRORS`, or if a text mentions a device, the
+    network, memory or another process: "RuntimeError: CUDA error: ..."
 
     Args:
         error: the error.
         headline: its headline, without the number of a DataLoader worker.
+        is_from_worker: True if it was raised in a DataLoader worker.
     """
     types = [error.type]
     for earlier in error.chain:  # "ValueError: no data"
@@ -167,49 +165,33 @@ def _comes_from_program(error: ErrorRecord, headline: str) -> bool:
     # The message of an error from a DataLoader worker begins with "Caught ValueError in DataLoader
     # worker process 0". It is not searched, as the words "worker process" alone would match.
     texts = [headline, *error.chain]
-    is_from_worker = headline != error.headline
     if not is_from_worker:
         texts.append(error.message)
-    return not any(_OUTSIDE.search(text) for text in texts)
+    return not any(_MENTIONS_OUTSIDE_CAUSE.search(text) for text in texts)
 
 
-def _step(
+def _step_of_failure(
     has_made_step: bool | None, steps_of_training: int | None, failed_soon: bool
 ) -> int | None:
     """Returns the step after which a rank failed, counted from the beginning of the training.
 
-    The heartbeat counts the steps of this attempt. If the script called `lockstep.init`, the steps
-    of the training are counted too. That count includes the steps of earlier attempts which this
-    one has resumed:
-
-        steps of this attempt        steps of the training    result
-        1. some                      5                        5
-                                     0                        None, as an optimizer made the steps
-                                                              that Lockstep does not count
-        2. not known                 any                      None
-        3. none, failed late         any                      None, as it did other work, not steps
-        4. none, failed soon         5                        5, at which it had resumed
-                                     not counted              0, as it had begun anew
-
     Args:
         has_made_step: whether this attempt has made a step; None if that is not known.
-        steps_of_training: the steps of the training; None if they are not counted.
+        steps_of_training: the steps since the training began, including those of earlier attempts
+            that this one resumed; None if they are not counted, as `lockstep.init` was not called.
         failed_soon: True if the attempt failed within `MAX_S_WITHOUT_STEP`.
 
     Returns:
         The step, or None if it is not known.
     """
-    # Case 1.
-    if has_made_step:
-        return None if steps_of_training == 0 else steps_of_training
-
-    # Case 2.
     if has_made_step is None:
         return None
 
-    # Case 3.
-    if not failed_soon:
-        return None
+    if has_made_step:
+        is_counted = steps_of_training != 0  # 0: Lockstep does not count this optimizer's steps
+        return steps_of_training if is_counted else None
 
-    # Case 4.
-    return 0 if steps_of_training is None else steps_of_training
+    if not failed_soon:  # it did other work than training for a long time
+        return None
+    began_anew = steps_of_training is None
+    return 0 if began_anew else steps_of_training

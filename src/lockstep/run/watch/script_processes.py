@@ -44,7 +44,9 @@ def watch_script_processes(folder: Path) -> None:
     starter = _WatchedStarter(folder)
 
     def start(process: BaseProcess) -> None:
-        """Replaces the method `Process.start`."""
+        """Replaces `Process.start`. A plain function becomes a method of the process, as this one
+        must; a method of `starter` would not be given the process.
+        """
         starter.start_process(process)
 
     replace_start_processes(starter.start_spawned)  # of torch.multiprocessing, for `mp.spawn`
@@ -60,8 +62,8 @@ class _WatchedStarter:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._numbers = itertools.count()
-        """The numbers of the folders, one for each group of processes."""
+        self._group_numbers = itertools.count()
+        """The numbers of the groups of processes. Each group has a folder."""
         self._script_pid = os.getpid()
         self._original_start = BaseProcess.start
         self._group_folder = folder
@@ -69,26 +71,26 @@ class _WatchedStarter:
 
     def start_spawned(
         self,
-        start_processes: Any,
+        original_start_processes: Any,
         fn: Any,
         args: Any = (),
         nprocs: int = 1,
         *more: Any,
         **options: Any,
     ) -> Any:
-        """Replaces `mp.start_processes`, so that each process installs a probe before it calls
-        `fn`.
+        """Replaces `mp.start_processes`: each process installs a probe before it calls `fn`.
 
-        The first argument is the original `mp.start_processes`. The others are the script's.
+        All arguments but the first are those that the script has passed.
         """
         # The processes inherit `sys.path`, and must find Lockstep there.
         if _PACKAGE_PARENT not in sys.path:
             sys.path.append(_PACKAGE_PARENT)
 
         # For example own_000000_4: the first group of processes, which has four.
-        spawn_folder = self._folder / f"own_{next(self._numbers):06}_{nprocs}"
+        group_number = next(self._group_numbers)
+        spawn_folder = self._folder / f"own_{group_number:06}_{nprocs}"
         watched_fn = partial(_run_spawned, spawn_folder, nprocs, fn)
-        return start_processes(watched_fn, args, nprocs, *more, **options)
+        return original_start_processes(watched_fn, args, nprocs, *more, **options)
 
     def start_process(self, process: BaseProcess) -> None:
         """Starts a `Process`, which installs a probe and then calls its `run` method.
@@ -102,16 +104,17 @@ class _WatchedStarter:
             self._original_start(process)
             return
 
-        is_first_of_group = not multiprocessing.active_children()  # all earlier ones have ended
-        if is_first_of_group:
+        all_earlier_ones_have_ended = not multiprocessing.active_children()
+        if all_earlier_ones_have_ended:  # a new group begins
             # The size of the group is not known yet. `_run_process` appends it to the name.
-            self._group_folder = self._folder / f"own_{next(self._numbers):06}"
+            group_number = next(self._group_numbers)
+            self._group_folder = self._folder / f"own_{group_number:06}"
 
-        # The child process calls `process.run`. During the start, replace this method by
-        # `_run_process`, which then calls the original one.
+        # The child process calls `process.run`. During the start, an attribute of the process hides
+        # this method: it calls `_run_process`, which then calls the method.
         process.run = partial(_run_process, self._group_folder, process.run)  # type: ignore[method-assign]
         self._original_start(process)
-        del process.run  # it refers to the process, and would keep it alive
+        del process.run  # the attribute refers to the process, and would keep it alive
 
 
 def replace_start_processes(replacement: Callable[..., Any]) -> None:
@@ -134,24 +137,28 @@ def _run_spawned(
 ) -> None:
     """Runs the program of a process that `mp.spawn` has started, with a probe.
 
+    The index of the process is assumed to be its rank. That is checked when the program opens its
+    default process group.
+
     Args:
         folder: the folder of the processes that were started together.
         size: the number of these processes.
         program: the function that the script passed to `mp.spawn`.
-        index: the index of this process among them, which is assumed to be its rank.
+        index: the index of this process among them.
         args: the arguments of the program.
     """
 
-    def mark_unless_index_is_rank(group: Any) -> None:
-        """Marks the folder if the default group that the program opens has another size, or if this
-        process is another rank in it.
+    def check_assumed_rank(group: Any) -> None:
+        """Marks the folder if this process has another rank in the group, or the group another
+        size. Called when the program opens its default group.
         """
-        if (group.rank(), group.size()) != (index, size):
+        is_as_assumed = group.rank() == index and group.size() == size
+        if not is_as_assumed:
             (folder / NOT_ONE_GROUP_FILE).touch()
 
     rank_folder = folder / f"rank_{index}"
     probe.install(Evidence.in_folder(rank_folder), spawn_index=index)
-    torch_compat.on_default_group(mark_unless_index_is_rank)
+    torch_compat.on_default_group(check_assumed_rank)
 
     program(index, *args)
 
@@ -170,14 +177,14 @@ def _run_process(group_folder: Path, run: Callable[[], object]) -> None:
             added to its name: `own_000000` becomes `own_000000_2`.
         run: the original `Process.run`.
     """
-    own_folder: Path | None = None  # set by `install_probe`, if the program opens a group
+    folder_of_this_rank: Path | None = None  # set by `install_probe`, if the program opens a group
 
     def install_probe(group: Any) -> None:
-        """Installs the probe when the program opens its default group.
+        """Installs the probe. Called when the program opens its default group.
 
-        The folder of this rank is then known: `own_000000_2/rank_1` for rank 1 of 2.
+        Sets `folder_of_this_rank`, which is known then: `own_000000_2/rank_1` for rank 1 of 2.
         """
-        nonlocal own_folder
+        nonlocal folder_of_this_rank
         if probe.has_probe():  # since an earlier group
             return
         in_main_thread = threading.current_thread() is threading.main_thread()
@@ -187,18 +194,18 @@ def _run_process(group_folder: Path, run: Callable[[], object]) -> None:
         folder = group_folder.with_name(f"{group_folder.name}_{group.size()}")
         rank_folder = folder / f"rank_{group.rank()}"
 
-        # The folder may exist already. Then another process is rank 1 of a group of this size too,
-        # so the script's processes have opened several groups. This process gets no probe.
+        # Another process has the same rank in another group of the same size. The marker tells the
+        # launcher that there are several groups. This process gets no probe.
         if rank_folder.exists():
             (folder / NOT_ONE_GROUP_FILE).touch()
             return
 
-        own_folder = rank_folder
+        folder_of_this_rank = rank_folder
         probe.install(Evidence.in_folder(rank_folder), spawn_index=group.rank())
 
     torch_compat.on_default_group(install_probe)
     run()
 
     # This is not reached if `run` raises, as the process has failed then.
-    if own_folder is not None:
-        (own_folder / RETURNED_FILE).touch()
+    if folder_of_this_rank is not None:
+        (folder_of_this_rank / RETURNED_FILE).touch()

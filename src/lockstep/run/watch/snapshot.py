@@ -1,5 +1,4 @@
-"""Describes the state of all ranks at one moment, as values that can be compared and written as
-JSON.
+"""Describes the state of all ranks at one moment, in values that can be written as JSON.
 
 A *call* is one collective, or one send or receive, as recorded by torch's Flight Recorder. A call
 is *pending* if it is not known to have completed. The *key* of a call is `backend:group`, such as
@@ -92,7 +91,9 @@ class NewGroup:
     def describe(self) -> str:
         """Describes the group: `ranks 0-1 (group '1', over gloo)`."""
         details = []
-        name_is_a_number = self.name.isdigit()  # otherwise it is a hash of the ranks
+        # torch names a group by a number, which the user may recognise, or by a hash of its ranks,
+        # which tells the user nothing.
+        name_is_a_number = self.name.isdigit()
         if name_is_a_number:
             details.append(f"group {self.name!r}")
         if self.backend != DEFAULT_BACKEND:
@@ -101,18 +102,14 @@ class NewGroup:
         ranks = format_ranks(self.ranks)
         return f"{ranks} ({', '.join(details)})" if details else ranks
 
-    def is_same(self, other: NewGroup) -> bool:
-        """Returns True if two ranks may be creating the same group.
-
-        They may unless something that is known about the group differs.
-        """
+    def may_be_same(self, other: NewGroup) -> bool:
+        """Returns False only if something that is known about the two groups differs."""
         if self.name != other.name or self.ranks != other.ranks:
             return False
 
         # The default backend may turn out to be the one that the other rank names.
-        if DEFAULT_BACKEND in (self.backend, other.backend):
-            return True
-        return self.backend == other.backend
+        one_has_default_backend = DEFAULT_BACKEND in (self.backend, other.backend)
+        return one_has_default_backend or self.backend == other.backend
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,21 +167,17 @@ class RankState:
         With Gloo, some of them may have completed all the same, as its record of the last completed
         call is updated late.
         """
-        # The number of the last completed collective, by the key of its group. It is None if no
-        # call is known to have completed.
-        completed = self.completed or {}
+        last_completed_by_key = self.completed or {}  # it only covers collectives
         pending = []
         for call in self.calls or ():
-            if call.state == "completed":
-                continue
-
-            # `completed` only covers collectives. Their numbers begin at 1, so 0 means that no call
-            # of the group has completed.
+            # Collectives are numbered from 1, so 0 means that none of the group has completed.
+            last_completed = last_completed_by_key.get(call.key, 0)
             is_collective = not call.p2p
-            if is_collective and call.seq <= completed.get(call.key, 0):
-                continue
-
-            pending.append(call)
+            has_completed = call.state == "completed" or (
+                is_collective and call.seq <= last_completed
+            )
+            if not has_completed:
+                pending.append(call)
         return pending
 
 
@@ -252,7 +245,7 @@ def _rename_groups(state: RankState, ambiguous_names: Collection[str]) -> RankSt
     """Adds the ranks to the names of ambiguous groups: `1` becomes `1 of ranks 0-1`.
 
     The groups are renamed wherever the state of the rank mentions them: in `groups`, `calls` and
-    `completed`.
+    `completed`. Each of these is None if it is not known, and then stays None.
     """
     new_names: dict[str, str] = {}  # by the old name
     groups: list[Group] = []
@@ -275,7 +268,6 @@ def _rename_groups(state: RankState, ambiguous_names: Collection[str]) -> RankSt
         new_name = new_names.get(name, name)
         completed[f"{backend}:{new_name}"] = seq
 
-    # None means "not known", so it must not become empty.
     return replace(
         state,
         groups=None if state.groups is None else tuple(groups),
@@ -309,13 +301,14 @@ def to_json(snapshot: Snapshot) -> str:
             return index_of_group.setdefault(value, len(index_of_group))
         return vars(value)
 
-    # The ranks come first, as this fills the two tables.
-    ranks_text = json.dumps(snapshot.ranks, default=encode)
+    # The ranks come first, as this fills the two tables. The other entries are joined to this text
+    # by hand, so that the ranks, most of the snapshot, are encoded only once.
+    ranks_json = json.dumps(snapshot.ranks, default=encode)
     frames = [[frame.file, frame.line, frame.function] for frame in index_of_frame]
     groups = [[group.name, group.description, _to_ranges(group.ranks)] for group in index_of_group]
     return (
         f'{{"time": {json.dumps(snapshot.time)}, "frames": {json.dumps(frames)}, '
-        f'"groups": {json.dumps(groups)}, "ranks": {ranks_text}}}'
+        f'"groups": {json.dumps(groups)}, "ranks": {ranks_json}}}'
     )
 
 
@@ -331,8 +324,8 @@ def from_json(text: str) -> Snapshot:
         ranks = _from_ranges(tuple(tuple(bounds) for bounds in ranges))
         groups.append(Group(name, description, ranks))
 
-    # Build the snapshot. Where it has a `Frame` or a `Group`, the data has its index in a table.
-    return from_values(Snapshot, data, numbered={Frame: frames, Group: groups})
+    # Where the snapshot has a `Frame` or a `Group`, the data has its index in the table.
+    return from_values(Snapshot, data, tables={Frame: frames, Group: groups})
 
 
 RangeBounds = tuple[int, int, int]

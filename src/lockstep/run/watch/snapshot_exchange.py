@@ -23,11 +23,11 @@ _ASK_TOPIC = "snapshot asked for"
 _ANSWER_TOPIC = "snapshot"
 
 Question = Mapping[str, Any]
-"""A `number`, and `lines`: whether to include the stack of each recorded call."""
+"""A `number`, and `call_stacks`: whether to include the stack of each recorded call."""
 
-# The number of collectives that are sent for each rank. If the message is too long with that, as it
-# may be with many ranks, the next smaller number is tried.
-_MAX_CALLS_SENT = (100, 10, 1)
+# How many collectives of each rank are sent at most. If the message is too long with that many, as
+# it may be with many ranks, the next number is tried.
+_CALLS_SENT_AT_MOST = (100, 10, 1)
 
 # How long to wait for the other launchers, without and with the stacks of recorded calls.
 _ANSWER_TIMEOUT_S = 2.0
@@ -80,18 +80,16 @@ class SnapshotExchange:
         if self._nodes == 1:
             return self._take(call_stacks)
 
-        # If a launcher with a lower rank takes snapshots, that is enough to find a hang. But the
-        # launcher that has found one asks in any case, for the stacks in its report.
+        # While a launcher with a lower rank looks for a hang, this one need not. But the launcher
+        # that has found a hang needs the stacks of calls, for its report.
         another_leads = time.monotonic() < self._other_leads_until
-        if another_leads and not call_stacks:
-            return None
-        if not self._rendezvous.can_publish:
+        may_ask = call_stacks or not another_leads
+        if not may_ask or not self._rendezvous.can_publish:
             return None
 
-        # The number tells answers to this question from late answers to an earlier one. "lines"
-        # asks for the stack of each recorded call.
+        # The number tells answers to this question from late answers to an earlier one.
         self._last_question += 1
-        question = {"number": self._last_question, "lines": call_stacks}
+        question = {"number": self._last_question, "call_stacks": call_stacks}
         self._rendezvous.publish(_ASK_TOPIC, question)
 
         own_part = self._take(call_stacks)
@@ -130,14 +128,13 @@ class SnapshotExchange:
         for node, question in questions.items():
             self._last_answered_number[node] = question["number"]
 
-        # One snapshot answers all questions. The key "lines" of a question says whether to include
-        # the stack of each recorded call.
-        call_stacks = any(question["lines"] for question in questions.values())
+        # One snapshot answers all questions.
+        call_stacks = any(question["call_stacks"] for question in questions.values())
         snapshot = self._take(call_stacks)
 
         # Send fewer calls of each rank until the message is short enough. If it is too long even
         # with one call, there is no answer.
-        for max_calls in _MAX_CALLS_SENT:
+        for max_calls in _CALLS_SENT_AT_MOST:
             text = to_json(shorten(snapshot, max_calls))
             is_short_enough = self._send_answers(questions, text)
             if is_short_enough:

@@ -32,7 +32,10 @@ _TIMEOUT_HEADING = re.compile(r"Timeout \(\d+:\d\d:\d\d(?:\.\d+)?\)!$")
 _STACK_HEADING = re.compile(r"(?:Current thread |Thread |Stack\b).*\(most recent call first\):")
 # The one before the stack of the thread that failed; "Stack (...):" since Python 3.14.
 _FAILED_THREAD = re.compile(r"(?:Current thread .*|Stack) \(most recent call first\):")
-_OTHER_LINES = ("  ", "Extension modules: ", "Current thread's C stack", "Python runtime state: ")
+# How the other lines of a dump begin. Those with two spaces are frames.
+_BEGINNINGS_OF_DUMP_LINES = (
+    "  ", "Extension modules: ", "Current thread's C stack", "Python runtime state: ",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,39 +73,57 @@ def find_crash(code: int, crash_file: Path, stderr_log: Path, stderr_lines: Sequ
         stderr_log: the rank's standard error.
         stderr_lines: its last lines, without blank ones.
     """
-    if code < 0:
+    is_ended_by_signal = code < 0
+    if is_ended_by_signal:
         printed = find_dump(stderr_lines, _FATAL_HEADING)
     else:
-        # Faulthandler has ended the rank itself if nothing follows its dump. An earlier dump says
-        # nothing about the end.
-        printed = find_dump(stderr_lines, _TIMEOUT_HEADING)
-        if printed is not None and printed.end < len(stderr_lines):
-            printed = None
+        printed = _timeout_dump_at_end(stderr_lines)
+
     last_lines = tuple(stderr_lines)
     if printed is not None:
         last_lines = (*stderr_lines[: printed.begin + 1], *stderr_lines[printed.end :])
 
-    if code < 0 and -code not in _FATAL_SIGNALS:
-        return Crash(last_lines=last_lines)
+    if is_ended_by_signal:
+        # At any other signal, such as SIGKILL, faulthandler writes nothing.
+        if -code not in _FATAL_SIGNALS:
+            return Crash(last_lines=last_lines)
 
-    if code < 0:
+        # The dump is in the crash file, in the file that the script has named, or in the standard
+        # error.
         lines = _read_lines(crash_file)
         dump = find_dump(lines, _FATAL_HEADING)
         if dump is not None:
             return Crash(line=dump.line, stacks_file=CRASH_FILE, last_lines=last_lines)
 
-        for line in reversed(lines):
-            if line.startswith(OTHER_FILE):
-                path = Path(line.removeprefix(OTHER_FILE))
-                dump = find_dump(_read_lines(path), _FATAL_HEADING)
-                if dump is not None:
-                    return Crash(line=dump.line, stacks_file=str(path), last_lines=last_lines)
-                break
+        named_file = _file_named_by_script(lines)
+        if named_file is not None:
+            dump = find_dump(_read_lines(named_file), _FATAL_HEADING)
+            if dump is not None:
+                return Crash(line=dump.line, stacks_file=str(named_file), last_lines=last_lines)
 
     if printed is None:
         return Crash(last_lines=last_lines)
     stacks_file = stderr_log.name if stderr_log.exists() else ""
     return Crash(line=printed.line, stacks_file=stacks_file, last_lines=last_lines)
+
+
+def _timeout_dump_at_end(stderr_lines: Sequence[str]) -> StackDump | None:
+    """Returns the dump of a timeout by which faulthandler has ended a rank; None if it has not.
+
+    It has if nothing follows the dump. An earlier dump says nothing about the end.
+    """
+    dump = find_dump(stderr_lines, _TIMEOUT_HEADING)
+    if dump is not None and dump.end == len(stderr_lines):
+        return dump
+    return None
+
+
+def _file_named_by_script(lines_of_crash_file: Sequence[str]) -> Path | None:
+    """Returns the file that the script has last told faulthandler to write into, if it has."""
+    for line in reversed(lines_of_crash_file):
+        if line.startswith(OTHER_FILE):
+            return Path(line.removeprefix(OTHER_FILE))
+    return None
 
 
 def find_dump(lines: Sequence[str], heading: re.Pattern[str]) -> StackDump | None:
@@ -112,37 +133,48 @@ def find_dump(lines: Sequence[str], heading: re.Pattern[str]) -> StackDump | Non
         lines: the lines, with or without the blank ones.
         heading: what the heading of the dump contains.
     """
-    begin = None
-    for index, line in enumerate(lines):
-        if heading.search(line):
-            begin = index
-    if begin is None:
+    indices_of_headings = [index for index, line in enumerate(lines) if heading.search(line)]
+    if not indices_of_headings:
         return None
 
-    # The stacks of the threads, and of them that of the thread that failed.
-    stacks: list[list[str]] = []
-    failed_stack = None
+    begin = indices_of_headings[-1]
     end = begin + 1
-    for line in lines[begin + 1 :]:
+    while end < len(lines) and _is_part_of_dump(lines[end]):
+        end += 1
+    return StackDump(begin=begin, end=end, line=_user_line(lines[begin + 1 : end]))
+
+
+def _is_part_of_dump(line: str) -> bool:
+    """Returns True if a line after the heading of a dump belongs to the dump."""
+    is_blank = line == ""
+    is_stack_heading = _STACK_HEADING.fullmatch(line) is not None
+    return is_blank or is_stack_heading or line.startswith(_BEGINNINGS_OF_DUMP_LINES)
+
+
+def _user_line(dump_lines: Sequence[str]) -> str | None:
+    """Returns the line of the user's code that the failed thread was at, or None if at none.
+
+    Args:
+        dump_lines: the lines of a dump after its heading.
+    """
+    stacks: list[list[str]] = []  # the lines of each thread's stack
+    stack_of_failed_thread = None
+    for line in dump_lines:
         if _STACK_HEADING.fullmatch(line):
             stacks.append([])
             if _FAILED_THREAD.fullmatch(line):
-                failed_stack = stacks[-1]
-        elif line and not line.startswith(_OTHER_LINES):
-            break  # something else was printed after the dump
+                stack_of_failed_thread = stacks[-1]
         elif stacks:
             stacks[-1].append(line)
-        end += 1
 
     # If the thread that failed runs no Python code, such as one of Gloo's, all stacks are searched,
     # beginning with the last one, which is the main thread's.
-    searched = stacks if failed_stack is None else [failed_stack]
-    for stack in reversed(searched):
+    searched_stacks = stacks if stack_of_failed_thread is None else [stack_of_failed_thread]
+    for stack in reversed(searched_stacks):
         frame = user_frame(parse_frames("\n".join(stack)))
         if frame is not None:
-            line = format_source_line(frame.file, frame.line)
-            return StackDump(begin=begin, end=end, line=line)
-    return StackDump(begin=begin, end=end, line=None)
+            return format_source_line(frame.file, frame.line)
+    return None
 
 
 def _read_lines(path: Path) -> list[str]:

@@ -1,5 +1,4 @@
-"""Reads Python stacks: finds the user's own line, and tells whether the stack waits for other
-ranks.
+"""Reads Python stacks: finds the user's own line, and the place where ranks wait for each other.
 
 A *stack* is a tuple of `Frame`s, the innermost first. It may come from another machine, so a file
 is recognized by a part of its path. A *wait* is a place in torch.distributed, or in Lockstep's own
@@ -99,9 +98,12 @@ _LAUNCHER_FILES = (
 def user_frame(stack: Stack | None) -> Frame | None:
     """Finds the innermost frame of the user's own code.
 
-    This is the innermost frame outside installed packages. The file that was started is always the
-    user's own: with `-m package.module` it may belong to an installed package. If there is no such
-    frame, it is the innermost frame outside torch, or else the innermost frame of all.
+    The first of these that exists is returned:
+
+    1. the innermost frame outside installed packages, or in the file that was started, which may
+       belong to an installed package (`-m package.module`);
+    2. the innermost frame outside torch;
+    3. the innermost frame of all.
 
     Returns:
         The frame, or None if there is no stack, or only frames of the launcher.
@@ -140,24 +142,25 @@ _SYNC_BATCHNORM_FILE = f"{LOCKSTEP_FOLDER}strategies/sync_batchnorm.py"
 def collective_of_lockstep(stack: Stack | None) -> str:
     """Returns the collective of Lockstep that the user's line calls, such as "world.loss()".
 
-    It is the outermost one, which has called the others. Empty if there is none.
+    If one collective calls another, the outermost one is returned. Empty if there is none.
     """
-    line = user_frame(stack)
-    found = ""
-    for frame in stack or ():
-        if frame == line:
-            return found
-        variable, methods = _COLLECTIVES_OF_FILE.get(frame.file, ("", ()))
-        if frame.function in methods:
-            found = f"{variable}.{frame.function}()"
-    return ""
+    users_frame = user_frame(stack)
+    outermost = ""
+    for frame in stack or ():  # from the innermost frame outwards, to the user's
+        if frame == users_frame:
+            return outermost
+        if frame.file in _COLLECTIVES_OF_FILE:
+            variable, methods = _COLLECTIVES_OF_FILE[frame.file]
+            if frame.function in methods:
+                outermost = f"{variable}.{frame.function}()"
+    return ""  # no frame is the user's
 
 
 def is_in_sync_batchnorm(stack: Stack | None) -> bool:
     """Returns True if the user's line calls a model whose BatchNorm exchanges statistics."""
-    line = user_frame(stack)
-    for frame in stack or ():
-        if frame == line:
+    users_frame = user_frame(stack)
+    for frame in stack or ():  # from the innermost frame outwards, to the user's
+        if frame == users_frame:
             return False
         if frame.file == _SYNC_BATCHNORM_FILE and frame.function == "forward":
             return True
@@ -202,7 +205,7 @@ class Wait:
     context: str = ""
     """The part of torch around the wait, such as "in backward"; empty if it is not known."""
     certain: bool = True
-    """False if code at this place may be computing as well as waiting."""
+    """False if code at this place may be computing as well as waiting, as in a backward pass."""
 
 
 _C10D = "torch/distributed/distributed_c10d.py"
@@ -279,6 +282,9 @@ _CONTEXTS: tuple[tuple[str, set[str] | None, str], ...] = (
 def find_wait(stack: Stack | None) -> Wait | None:
     """Tells from the innermost frame of a stack whether it waits for other ranks.
 
+    If the frames are those of a polling function, which checks and sleeps in a loop until the other
+    ranks have come, the innermost frame is taken to be that of the polling function itself.
+
     The names of files and functions are those of torch 2.11, 2.13 and 2.14. A C function that waits
     and is called directly by the user, such as `work.wait()` or `store.get()`, has no Python frame,
     so such a wait is not seen.
@@ -294,17 +300,19 @@ def find_wait(stack: Stack | None) -> Wait | None:
     if _is_communication(innermost):
         return Wait(op=_called_op(stack), context=_context(stack))
 
-    # In some functions of torch, such as a backward pass, a rank may compute as well as wait.
+    # In some functions of torch, such as a backward pass, a rank may compute as well as wait: such
+    # a wait is not certain.
     if _is_in(innermost, *_COMPUTING_OR_WAITING):
         return Wait(op="", context=_context(stack), certain=False)
     return None
 
 
 def without_polling(stack: Stack) -> Stack:
-    """Cuts off the frames of a look at the other ranks, so that the stack begins in the wait.
+    """Cuts off the frames inside a polling function, so that the stack begins in that function.
 
-    While a rank waits in shared memory, it checks now and then whether the other ranks still exist.
-    While it waits in `lockstep.init`, it tries again and again to connect to them.
+    A polling function waits for other ranks by checking and sleeping in a loop. In shared memory, a
+    rank checks now and then whether the other ranks still exist; in `lockstep.init`, it tries again
+    and again to connect to them.
     """
     for index, frame in enumerate(stack):
         if _is_one_of(frame, _POLLING_FUNCTIONS):
@@ -344,17 +352,17 @@ def _called_op(stack: Stack) -> str:
     op = "" if _is_in(innermost, _TRAFFIC) else innermost.function
 
     for frame in stack[1:]:
-        if _is_communication(frame):
-            # torch's `distributed_c10d.py` and two modules of Lockstep contain the operations that
-            # users call. Other communication code, such as the meeting of the ranks in
-            # `rendezvous.py`, is a part of an operation.
-            if _is_in(frame, _C10D, _SHARED_MEMORY, _ROUTING):
-                op = frame.function
-            continue
-
+        # torch's `distributed_c10d.py` and two modules of Lockstep contain the operations that
+        # users call. Other communication code, such as the meeting of the ranks in `rendezvous.py`,
+        # is a part of an operation.
+        is_communication = _is_communication(frame)
+        is_operation = is_communication and _is_in(frame, _C10D, _SHARED_MEMORY, _ROUTING)
         # torch wraps its operations in a logger, and Lockstep's methods call them for the user.
         is_wrapper = _is_in(frame, _C10D_LOGGER) or frame.file.startswith(LOCKSTEP_FOLDER)
-        if not is_wrapper:
+
+        if is_operation:
+            op = frame.function
+        elif not (is_communication or is_wrapper):
             break  # the user's code, or another part of torch, such as DDP
 
     return "" if op.startswith("_") else op  # a private name means nothing to the user
@@ -373,16 +381,14 @@ def _context(stack: Stack) -> str:
 
 
 def _is_communication(frame: Frame) -> bool:
-    """Returns True if a frame is in a function of the communication code: one that, with all that
-    it calls, does nothing but wait for other ranks.
-    """
-    # In some files, all public functions wait for other ranks, apart from quick ones such as
-    # `get_rank`, which a stack hardly ever shows. So do some private functions that they call.
+    """Returns True if a frame is in a function that does nothing but wait for other ranks."""
     if _is_in(frame, *_WAITING_FILES):
+        # All public functions of these files wait, apart from quick ones such as `get_rank`, which
+        # a stack hardly ever shows. Some private functions that the public ones call wait too.
         is_public = not frame.function.startswith("_")
         return is_public or _INNER_WAITING_FUNCTION.fullmatch(frame.function) is not None
 
-    # In other files, only some functions do.
+    # In other files, only some functions wait.
     return _is_one_of(frame, _WAITING_FUNCTIONS)
 
 
@@ -395,9 +401,7 @@ def _is_one_of(frame: Frame, functions_of_file: Mapping[str, set[str]]) -> bool:
 
 
 def _is_in(frame: Frame, *paths: str) -> bool:
-    """Returns True if the file of a frame is one of these relative paths, or lies in one of
-    them.
-    """
+    """Returns True if a frame's file is one of these relative paths, or lies in one of them."""
     return any(f"/{path}" in f"/{frame.file}" for path in paths)
 
 
@@ -407,28 +411,32 @@ def _is_in(frame: Frame, *paths: str) -> bool:
 def may_continue_alone(stack: Stack) -> bool:
     """Returns True if a thread may go on even if no other thread and no other rank does anything.
 
-    It may not if it waits for one of them without a timeout. Such waits are recognized in
-    `torch.distributed`, in Python's `threading`, and in the idle workers of `concurrent.futures`.
-    A thread with any other stack is assumed to be able to go on.
+    A thread that waits for another thread or rank without a timeout cannot. Such waits are
+    recognized in `torch.distributed`, in Python's `threading`, and in the idle workers of
+    `concurrent.futures`. A thread with any other stack is assumed to be able to go on.
     """
     # A thread without a stack is about to begin or to end. It runs no code of the user's, so it is
     # not counted on to go on and do something.
     if not stack:
         return False
 
+    # If the wait is not certain, the thread may be computing at this place.
     wait = find_wait(stack)
     if wait is not None and wait.certain:
         return False
 
-    # The source of the line shows whether a lock is waited for with a timeout: `waiter.acquire()`
-    # has none, `waiter.acquire(True, timeout)` has one.
     innermost = stack[0]
-    source = linecache.getline(innermost.file, innermost.line).rstrip()
-    has_no_timeout = source.endswith(".acquire()")
-    if _is_in(innermost, "threading.py") and has_no_timeout:
-        return False
+    is_idle_worker = _is_in(innermost, "concurrent/futures/thread.py")
+    return not is_idle_worker and not _waits_for_lock_without_timeout(innermost)
 
-    return not _is_in(innermost, "concurrent/futures/thread.py")
+
+def _waits_for_lock_without_timeout(frame: Frame) -> bool:
+    """Returns True if a frame of Python's `threading` acquires a lock without a timeout.
+
+    The source of the line shows that: `waiter.acquire()`, and not `waiter.acquire(True, timeout)`.
+    """
+    source = linecache.getline(frame.file, frame.line).rstrip()
+    return _is_in(frame, "threading.py") and source.endswith(".acquire()")
 
 
 def is_at_exit(stack: Stack | None) -> bool:

@@ -44,7 +44,7 @@ class _Collective:
     """The rank that arrived last."""
     wait_s: float
     """How long all other ranks waited for it at least."""
-    begin_s: float
+    began_at_s: float
     """When the first rank arrived."""
     calls: dict[int, CollectiveCall]
     """The call of each rank."""
@@ -72,22 +72,27 @@ def find_straggler(snapshot: Snapshot) -> Verdict | None:
         if not collectives:
             continue
 
-        latest_call_s = collectives[-1].begin_s
-        recorded_s = latest_call_s - collectives[0].begin_s
+        recorded_s = collectives[-1].began_at_s - collectives[0].began_at_s
 
         # The whole window is judged first, and then its second half, so that a single long stall in
         # the first half cannot hide a straggler that came after it.
-        later_half_s = min(WINDOW_MAX_S, recorded_s) / 2
-        for window_s in (WINDOW_MAX_S, later_half_s):
-            window = []
-            for collective in collectives:
-                if latest_call_s - collective.begin_s <= window_s:
-                    window.append(collective)
-            verdict = _judge_window(window, snapshot)
+        half_window_s = min(WINDOW_MAX_S, recorded_s) / 2
+        for window_s in (WINDOW_MAX_S, half_window_s):
+            verdict = _judge_window(_last_collectives(collectives, window_s), snapshot)
             if verdict is not None:
                 return verdict
 
     return None
+
+
+def _last_collectives(collectives: Sequence[_Collective], window_s: float) -> list[_Collective]:
+    """Returns the collectives that began at most `window_s` seconds before the last one did."""
+    last_began_at_s = collectives[-1].began_at_s
+    return [
+        collective
+        for collective in collectives
+        if last_began_at_s - collective.began_at_s <= window_s
+    ]
 
 
 def _collectives_of_all_members(table: CallTable, key: str) -> list[_Collective]:
@@ -107,23 +112,21 @@ def _collectives_of_all_members(table: CallTable, key: str) -> list[_Collective]
         return []
 
     collectives = []
-    earlier_are_complete_s = 0.0  # when the last rank had come to all earlier collectives
+    earlier_completed_at_s = 0.0  # when the last rank had come to all earlier collectives
     for _, calls in sorted(table.calls[key].items()):  # in the order in which they were called
         if set(calls) != members:  # some member has not called it yet, or its record is lost
             continue
 
         times = sorted(call.time_s for call in calls.values())
-        second_last_arrival_s, last_arrival_s = times[-2:]
+        second_last_came_at_s, last_came_at_s = times[-2:]
         last_rank = max(calls, key=lambda rank: calls[rank].time_s)
 
-        # All other ranks wait from the second last arrival to the last one. Asynchronous
-        # collectives may overlap: ranks may come to this one while others still wait in an earlier
-        # one. That time has been counted there, so here the wait begins when the earlier one was
-        # complete.
-        wait_begin_s = max(second_last_arrival_s, earlier_are_complete_s)
-        wait_s = max(0.0, last_arrival_s - wait_begin_s)
+        # All other ranks wait from the second last arrival to the last one. Time in which ranks
+        # still waited in an earlier, asynchronous collective was counted there.
+        wait_began_at_s = max(second_last_came_at_s, earlier_completed_at_s)
+        wait_s = max(0.0, last_came_at_s - wait_began_at_s)
         collectives.append(_Collective(last_rank, wait_s, times[0], calls))
-        earlier_are_complete_s = max(earlier_are_complete_s, last_arrival_s)
+        earlier_completed_at_s = max(earlier_completed_at_s, last_came_at_s)
 
     return collectives
 
@@ -140,7 +143,7 @@ def _judge_window(window: Sequence[_Collective], snapshot: Snapshot) -> Verdict 
     """
     if not window:
         return None
-    window_s = window[-1].begin_s - window[0].begin_s
+    window_s = window[-1].began_at_s - window[0].began_at_s
     if window_s < WINDOW_MIN_S:
         return None
 
@@ -170,9 +173,10 @@ def _rank_that_stands_out(window: Sequence[_Collective]) -> int | None:
     for collective in window:
         waits_by_rank[collective.last_rank].append(collective.wait_s)
 
-    # The rank that the others waited for longest comes last.
-    ranks = sorted(waits_by_rank, key=lambda rank: sum(waits_by_rank[rank]))
-    slowest = ranks[-1]
+    # The rank that the others waited for longest comes first.
+    slowest, *other_ranks = sorted(
+        waits_by_rank, key=lambda rank: sum(waits_by_rank[rank]), reverse=True
+    )
     waits = sorted(waits_by_rank[slowest], reverse=True)  # the longest first
     if len(waits) < STRAGGLER_MIN_LATE_ARRIVALS:
         return None
@@ -186,8 +190,8 @@ def _rank_that_stands_out(window: Sequence[_Collective]) -> int | None:
         return None
 
     # If another rank causes much of the waiting too, the ranks may simply take turns being slow.
-    if len(ranks) > 1:
-        second_slowest = ranks[-2]
+    if other_ranks:
+        second_slowest = other_ranks[0]
         if sum(waits_by_rank[second_slowest]) > OTHER_RANK_MAX_SHARE * sum(waits):
             return None
 
@@ -206,12 +210,12 @@ def _wait_by_part(window: Sequence[_Collective], rank: int, window_s: float) -> 
         The seconds of waiting in each of the `NUM_WINDOW_PARTS` parts.
     """
     wait_s_by_part = [0.0] * NUM_WINDOW_PARTS
-    window_begin_s = window[0].begin_s
+    window_began_at_s = window[0].began_at_s
 
     # The window begins with the first collective, so the wait for its last rank is not counted.
     for collective in window[1:]:
         if collective.last_rank == rank:
-            part = int((collective.begin_s - window_begin_s) / window_s * NUM_WINDOW_PARTS)
+            part = int((collective.began_at_s - window_began_at_s) / window_s * NUM_WINDOW_PARTS)
             part = min(part, NUM_WINDOW_PARTS - 1)  # the very end belongs to the last part
             wait_s_by_part[part] += collective.wait_s
 

@@ -74,7 +74,9 @@ class Supervisor:
 
         # The launchers of the other machines begin later than the first one.
         delay_s = 0.0 if exchange is None else exchange.delay_s
-        self._max_quiet_s = rules.after - _BETWEEN_SNAPSHOTS_S + delay_s
+        self._snapshot_when_overdue_s = delay_s - _BETWEEN_SNAPSHOTS_S
+        """How long a rank is overdue when the first snapshot of a pair is taken. It is negative
+        without a delay, so that the rank becomes overdue just as the second one is taken."""
         now = time.monotonic()
         self._began_at = now
         self._moved_at = now
@@ -85,8 +87,10 @@ class Supervisor:
         self._first_snapshot: Snapshot | None = None
         """The first snapshot of a pair, until the second one is taken."""
         self._first_snapshot_at = 0.0
-        self._reported_s: dict[object, float] = {}
-        """How long each wait had lasted when it was last reported."""
+        self._lasted_at_report_s: dict[object, float] = {}
+        """How long each wait had lasted when it was last reported, by each of its two keys."""
+        self._reported_stragglers: set[object] = set()
+        """Both keys of each wait for a straggler that was reported."""
         self._slow_ranks: tuple[int, ...] = ()
         """The stragglers of the last check."""
         self._straggler_pause_s = _FIRST_STRAGGLER_CHECK_S
@@ -112,14 +116,14 @@ class Supervisor:
         At most one thing is done: the first snapshot of a pair is taken, or the second one is taken
         and both are judged, or stragglers are looked for.
         """
-        quiet_s = self._read_heartbeats(now)
+        overdue_s = self._read_heartbeats(now)
 
         if self._first_snapshot is not None:
             # Until it is time for the second snapshot, the ranks are left alone.
             if now - self._first_snapshot_at >= _BETWEEN_SNAPSHOTS_S:
                 self._judge(now, self._first_snapshot)
                 self._first_snapshot = None
-        elif quiet_s >= self._max_quiet_s and now >= self._next_snapshot_at:
+        elif overdue_s >= self._snapshot_when_overdue_s and now >= self._next_snapshot_at:
             # A rank has been quiet for too long, and the last pair was some time ago.
             self._first_snapshot = self._take_snapshot()
             self._first_snapshot_at = now
@@ -130,16 +134,16 @@ class Supervisor:
         """Reads when each rank made its last step, and notes the latest step in `_moved_at`.
 
         A rank may be quiet for `HangRules.after` seconds, or for the time of `_QUIET_AFTER_STEPS`
-        of its own steps if that is longer. In the second case, the extra time is subtracted:
+        of its own steps if that is longer. After that it is overdue. For example, with `after=10`:
 
-            steps take    after    may be quiet for     has been quiet for    result
-            1 s           10 s     10 s                 12 s                  12 s
-            5 s           10 s     20 s, for 4 steps    12 s                  2 s
+            steps take    may be quiet for     has been quiet for    is overdue for
+            1 s           10 s                 12 s                  2 s
+            5 s           20 s, for 4 steps    12 s                  -8 s
 
         Returns:
-            The longest result of all ranks, to be compared with `HangRules.after`.
+            How long the rank that is overdue most is overdue; negative if no rank is overdue.
         """
-        longest_s = 0.0
+        longest_overdue_s = -self._rules.after  # no rank has just made a step, at the least
         for process in self._processes:
             heartbeat = read_heartbeat(process.evidence.heartbeat)
             last_step_at = 0.0 if heartbeat is None else heartbeat.last_step
@@ -151,10 +155,9 @@ class Supervisor:
             quiet_s = now - max(self._began_at, last_step_at)
 
             allowed_s = max(self._rules.after, _QUIET_AFTER_STEPS * duration_of_step_s)
-            extra_s = allowed_s - self._rules.after
-            longest_s = max(longest_s, quiet_s - extra_s)
+            longest_overdue_s = max(longest_overdue_s, quiet_s - allowed_s)
 
-        return longest_s
+        return longest_overdue_s
 
     def _take_snapshot(self, *, call_stacks: bool = False) -> Snapshot | None:
         """Takes a snapshot of all ranks of the run.
@@ -176,7 +179,7 @@ class Supervisor:
             now: the present time.
             earlier: the first snapshot.
         """
-        self._next_snapshot_at = now + self._pause_s
+        self._next_snapshot_at = now + self._pause_s  # unless the ranks turn out to move
         later = self._take_snapshot()
         if later is None:  # another machine did not answer: the next pair may show more
             return
@@ -189,7 +192,7 @@ class Supervisor:
             self._next_snapshot_at = now + self._pause_s
             return
 
-        self._pause_s = _MIN_PAUSE_S
+        self._pause_s = _MIN_PAUSE_S  # for the pause after the next pair
         if verdict.fatal and self._rules.on_hang == "stop":
             verdict = replace(verdict, found_at=time.time())
             self.verdict = self._add_stacks_of_calls(verdict, earlier, later)
@@ -218,27 +221,29 @@ class Supervisor:
         some tenths of a second, so it is only taken once a verdict is known. If it cannot be taken,
         the verdict is returned as it is.
         """
+        shown_verdict = verdict
+        shown_snapshot = later
+
         snapshot_with_stacks = self._take_snapshot(call_stacks=True)
         if snapshot_with_stacks is not None:
             # Judge again from the same earlier snapshot: a rank that has moved since then shows it.
             waited_s = time.monotonic() - self._moved_at
             verdict_with_stacks = hang.find(earlier, snapshot_with_stacks, waited_s)
 
-            # If the new verdict is of another kind, a rank has moved or ended meanwhile. Then the
-            # first verdict stands.
+            # If the kinds differ, a rank has moved or ended meanwhile: the first verdict stands.
             if verdict_with_stacks is not None and verdict_with_stacks.kind == verdict.kind:
                 # Keep the time at which the first verdict was found: a comparison with the times at
                 # which ranks have ended shows what came first.
-                verdict = replace(verdict_with_stacks, found_at=verdict.found_at)
-                later = snapshot_with_stacks
+                shown_verdict = replace(verdict_with_stacks, found_at=verdict.found_at)
+                shown_snapshot = snapshot_with_stacks
 
         try:
-            write_report(self._folder, later, verdict)
+            write_report(self._folder, shown_snapshot, shown_verdict)
         except OSError as error:  # the verdict must still be reported
             problem = f"hang.txt and hang.json cannot be written: {error.strerror}"
             self._report(problem, translate(problem))  # in English for the journal, and translated
 
-        return verdict
+        return shown_verdict
 
     def _mark_reported_if_due(self, verdict: Verdict, lasted_s: float) -> bool:
         """Decides whether to report a verdict now that does not stop the run.
@@ -253,25 +258,26 @@ class Supervisor:
         Returns:
             True if the verdict must be reported. It is then marked as reported.
         """
-        # How long the wait had lasted at its last report. It may have been reported by either of
-        # its two keys. If by neither, this is 0, and the wait is reported now.
+        # How long the wait had lasted at its last report, under one of its keys: where the ranks
+        # are, or when they last moved. 0 if it was not reported, so that it is reported now.
         keys = self._keys_of_wait(verdict)
-        last_reported_s = max(self._reported_s.get(key, 0.0) for key in keys)
-        if lasted_s < _REPORT_AGAIN_FACTOR * last_reported_s:
+        lasted_at_report_s = max(self._lasted_at_report_s.get(key, 0.0) for key in keys)
+        if lasted_s < _REPORT_AGAIN_FACTOR * lasted_at_report_s:
             return False
 
         for key in keys:
-            self._reported_s[key] = lasted_s
+            self._lasted_at_report_s[key] = lasted_s
         return True
 
     def _keys_of_wait(self, verdict: Verdict) -> tuple[object, object]:
-        """Returns two keys of a wait. Two verdicts that have one of them in common are on the same
-        wait.
+        """Returns two keys of the wait that a verdict is on.
 
-        - The first key is the same if all ranks are at the same lines in both verdicts, even if
-          ranks have moved between them. In a loop, the same rank may be late again and again.
-        - The second key is the same if no rank has moved between the verdicts, even if some ranks
-          are at other lines. A rank may poll in a loop, for example.
+        Two verdicts are on the same wait if at least one of these keys is equal:
+
+        - by lines: all ranks are at the same lines in both verdicts, even if ranks have moved
+          between them. In a loop, the same rank may be late again and again.
+        - by last move: no rank has moved between the verdicts, even if some ranks are at other
+          lines. A rank may poll in a loop, for example.
         """
         lines = tuple(row.line for row in verdict.rows)
         key_by_lines = (verdict.kind, verdict.ranks, lines)
@@ -307,10 +313,11 @@ class Supervisor:
             self._next_straggler_check_at = now + _SECOND_STRAGGLER_CHECK_S
             return
 
-        # A wait is reported again when it has lasted four times as long as at the last report. But
-        # one report of a straggler is enough. So each of its verdicts is given the same duration,
-        # 1 s, and is never due again. If the ranks are at other lines, it counts as another wait.
-        if self._mark_reported_if_due(verdict, lasted_s=1.0):
+        # One report of a straggler is enough. If the ranks are at other lines, it is another wait.
+        keys = self._keys_of_wait(verdict)
+        is_reported = not self._reported_stragglers.isdisjoint(keys)
+        if not is_reported:
+            self._reported_stragglers.update(keys)
             self._report(render(verdict), render(verdict, translate))
 
 

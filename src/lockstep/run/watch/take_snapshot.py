@@ -17,6 +17,7 @@ from dataclasses import replace
 
 from lockstep.run.start.process import Process
 from lockstep.run.watch.heartbeat import read_heartbeat
+from lockstep.run.watch.probe import CALL_STACKS_OPTION
 from lockstep.run.watch.probe_answer import with_answer
 from lockstep.run.watch.process_status import (
     cpu_of_descendants,
@@ -94,11 +95,9 @@ def _collect_answers(requests: Sequence[_Request], timeout_s: float) -> None:
         if not incomplete or waited_s > timeout_s:
             return
 
-        # The signal may have to wait, because it would now interrupt a system call of the rank.
-        # Then the next turn of the loop tries again.
         if waited_s > signal_after_s:
             for request in incomplete:
-                request.send_signal_once()
+                request.try_to_send_signal()
 
         time.sleep(_POLL_INTERVAL_S)
 
@@ -128,7 +127,8 @@ class _Request:
         self._earlier_context_switches = None if status is None else status.main_context_switches
         """How often the main thread had given up its processor when the request was sent."""
         self._stacks_offset: int | None = None
-        """The offset in the file at which the stacks that a signal asked for begin; None before."""
+        """The offset in the file at which the stacks begin that a signal has asked for; None until
+        the signal is sent."""
         self._stacks_length = -1
         """The length of the stacks when they were last read."""
 
@@ -144,6 +144,11 @@ class _Request:
             steps=None if heartbeat is None else heartbeat.steps,
         )
         """What is known about the rank so far."""
+
+    @property
+    def _has_probe(self) -> bool:
+        """True if the rank has a probe, which writes a heartbeat with the steps, and answers."""
+        return self.state.steps is not None
 
     @property
     def is_complete(self) -> bool:
@@ -169,10 +174,7 @@ class _Request:
         Args:
             call_stacks: whether to ask for the stack of each recorded call too.
         """
-        # The number of steps is known if the rank has a probe, which writes the heartbeat. A probe
-        # has also started the thread that answers.
-        has_answering_thread = self.state.steps is not None
-        if self._has_ended_or_is_stopped or not has_answering_thread:
+        if self._has_ended_or_is_stopped or not self._has_probe:
             return
 
         try:
@@ -181,13 +183,13 @@ class _Request:
             return
 
         self.state = replace(self.state, answered=False)
-        text = f"{self._number} lines\n" if call_stacks else f"{self._number}\n"
+        text = f"{self._number} {CALL_STACKS_OPTION}\n" if call_stacks else f"{self._number}\n"
         with contextlib.suppress(BlockingIOError):  # the pipe is full: nobody has read it for long
             os.write(pipe, text.encode())
         os.close(pipe)
 
-    def send_signal_once(self) -> None:
-        """Sends the rank a stack signal, once, at a moment when that does no harm.
+    def try_to_send_signal(self) -> None:
+        """Sends the rank a stack signal, unless one was sent already, or would do harm now.
 
         A signal can make a system call of the rank fail, see `harmless_stack_signal`. While that is
         possible, nothing is sent, and the caller tries again later.
@@ -205,10 +207,9 @@ class _Request:
             signal_number = harmless_stack_signal(
                 self.state.pid, self._earlier_context_switches, answers=has_answering_thread
             )
-            if signal_number is None:  # no signal is harmless now
-                return
-            os.kill(self.state.pid, signal_number)
-            self._stacks_offset = end_of_file
+            if signal_number is not None:
+                os.kill(self.state.pid, signal_number)
+                self._stacks_offset = end_of_file
 
     def collect(self) -> None:
         """Adds to `state` what the rank has written so far."""
@@ -220,8 +221,9 @@ class _Request:
                 self._read_answer()
 
     def _read_stacks(self, offset: int) -> None:
-        """Reads the stacks that the signal handler writes, and adds the main thread's to `state`
-        once they are complete.
+        """Reads the stacks that the signal handler writes into a file.
+
+        Once they are complete, the stack of the main thread is added to `state`.
 
         Args:
             offset: the offset in the file at which the stacks begin.
@@ -230,10 +232,12 @@ class _Request:
             file.seek(offset)
             text = file.read().decode(errors="replace")
 
-        # The signal handler writes piece by piece, and this is called every 0.02 s until it is
-        # done. It is done if nothing has been added since the last call. (Before the first call,
-        # the length is -1.)
-        if len(text) == self._stacks_length:
+        # The signal handler writes piece by piece, and this is called every 0.02 s until `state`
+        # has a stack. The stacks are complete if nothing has been added since the last call.
+        # (Before the first call, the length is -1. As long as nothing has been written, the stack
+        # stays None.)
+        is_complete = len(text) == self._stacks_length
+        if is_complete:
             stack = parse_stack(text, self._main_thread)
             self.state = replace(self.state, stack=stack)
 

@@ -42,6 +42,11 @@ class Row:
     handles: str = ""
     """The exception that the rank handles: `ValueError: no data, train.py:12: load()`."""
 
+    @property
+    def content(self) -> tuple[str, Frame | None, str]:
+        """What the row says about its rank. Rows of equal content are shown as one entry."""
+        return self.does, self.line, self.handles
+
 
 @dataclass(frozen=True)
 class Verdict:

@@ -20,18 +20,15 @@ ACM Computing Surveys 19 (4), 1987.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 from lockstep.run.watch import stacks
 from lockstep.run.watch.activity import Activity, Kind, frames_to_user_line
-from lockstep.run.watch.call_table import CallTable, first_batch
+from lockstep.run.watch.call_table import CallTable, oldest_batch
 from lockstep.run.watch.snapshot import CollectiveCall, RankState
-
-# The key shared by all ranks in a send or receive whose partner is unknown: they are all assumed to
-# wait for the same ranks.
-_SEND_OR_RECEIVE = object()
 
 
 class WaitGraph:
@@ -95,7 +92,8 @@ class WaitGraph:
             if call_cannot_complete:
                 self.mismatched.add(rank)
 
-            # The set may contain this rank, as ranks share it. But no rank waits for itself.
+            # Ranks in the same wait share one set of awaited ranks, so it may contain this rank.
+            # But no rank waits for itself.
             awaited = shared_sets.awaited_ranks(activity, calls, sender)
             another_rank_is_missing = _has_other_rank(awaited, rank)
 
@@ -113,16 +111,18 @@ class WaitGraph:
         Args:
             remaining: the waiting ranks that have not been found free so far.
         """
-        # Many ranks share one set of awaited ranks, so each set is looked at once.
-        remaining_awaited = {}
+        # Many ranks share one set of awaited ranks, so each set is looked at once. The key is the
+        # set of all awaited ranks.
+        still_awaited_of_set = {}
         for awaited in set(self.waits_for.values()):
-            remaining_awaited[awaited] = awaited & remaining
+            still_awaited_of_set[awaited] = awaited & remaining
 
         free_ranks = set()
         for rank in remaining - self.mismatched:
-            # A set that several ranks share may contain the rank itself, which does not count.
-            still_awaited = remaining_awaited[self.waits_for[rank]]
-            if not _has_other_rank(still_awaited, rank):
+            awaited = self.waits_for[rank]
+            # The shared set may contain the rank itself, which does not wait for itself.
+            waits_for_another_rank = _has_other_rank(still_awaited_of_set[awaited], rank)
+            if not waits_for_another_rank:
                 free_ranks.add(rank)
         return free_ranks
 
@@ -140,44 +140,49 @@ class _SharedSets:
     def __init__(self, activities: Mapping[int, Activity], table: CallTable) -> None:
         self._activities = activities
         self._table = table
-        self._set_of_wait: dict[object, frozenset[int]] = {}
-        """The set for each key of `_identify_wait`."""
+        self._awaited_by_wait: dict[object, frozenset[int]] = {}
+        """The awaited ranks in each wait, by the key that `_identify_wait` returns."""
         self._unique_sets: dict[frozenset[int], frozenset[int]] = {}
-        """The first of all sets that are equal, by itself."""
+        """Every set so far, by itself: looking up an equal set finds the one to share."""
 
     def awaited_ranks(
         self, activity: Activity, calls: Sequence[CollectiveCall], sender: int | None
     ) -> frozenset[int]:
-        """Returns the ranks that a waiting rank waits for; see `_identify_wait` for the arguments.
+        """Returns the ranks that a waiting rank waits for.
 
         The set is computed once for all ranks in the same wait. It may contain the rank itself.
+
+        Args:
+            activity: what the waiting rank does.
+            calls: the collectives that it waits in; empty if they are not known.
+            sender: the rank whose send it waits for; None if it waits in another call, or if the
+                sender is not known.
         """
         key = _identify_wait(activity, calls, sender)
-        if key not in self._set_of_wait:
-            new_set = frozenset(_awaited_ranks(activity, self._activities, self._table))
+        if key not in self._awaited_by_wait:
+            awaited = frozenset(_awaited_ranks(activity, self._activities, self._table))
 
             # Ranks in different waits may wait for the same ranks. Of equal sets, keep the first.
-            self._set_of_wait[key] = self._unique_sets.setdefault(new_set, new_set)
-        return self._set_of_wait[key]
+            self._awaited_by_wait[key] = self._unique_sets.setdefault(awaited, awaited)
+        return self._awaited_by_wait[key]
 
 
 def build_wait_graph(activities: Mapping[int, Activity], table: CallTable) -> WaitGraph:
     """Builds the graph of which rank waits for which.
 
-    A rank that is `PERHAPS_WAITING` is blocked in a line of the user's code after it called a
-    collective. It may wait for that collective or for anything else, so it is not called deadlocked
-    unless its call is mismatched. If such ranks seem deadlocked, the graph is built again as if
-    they did not wait: others may still wait for them, but they wait for nobody. Once is enough:
-    with fewer waits, no rank becomes deadlocked that was not deadlocked before.
+    A rank that is only `PERHAPS_WAITING` must not be called deadlocked, unless its call is
+    mismatched. If such ranks seem deadlocked, the graph is built again without their waits.
     """
     graph = WaitGraph(activities, table)
     doubtful_ranks = set()
     for rank in graph.deadlocked - graph.mismatched:
         if activities[rank].kind is Kind.PERHAPS_WAITING:
             doubtful_ranks.add(rank)
-    if doubtful_ranks:
-        return WaitGraph(activities, table, never_waiting=doubtful_ranks)
-    return graph
+    if not doubtful_ranks:
+        return graph
+
+    # The second graph has fewer waits, so no further rank becomes deadlocked in it.
+    return WaitGraph(activities, table, never_waiting=doubtful_ranks)
 
 
 def _calls_waited_in(activity: Activity) -> list[CollectiveCall]:
@@ -219,26 +224,19 @@ def _identify_wait(
 ) -> object:
     """Returns a key that is equal for all ranks that wait for the same ranks.
 
-    Keys of different kinds of waits are never equal: they are of different types, and
-    `_SEND_OR_RECEIVE` is an object of its own.
-
-    Args:
-        activity: what a waiting rank does.
-        calls: the collectives that it waits in; empty if they are not known.
-        sender: the rank whose send it waits for; None if it waits in another call, or if the sender
-            is not known.
+    The key begins with the kind of the wait. For the arguments, see `awaited_ranks`.
     """
     if calls:  # a call is identified by the key of its group and its number in the group
-        return tuple((call.key, call.seq) for call in calls)
+        return ("calls", tuple((call.key, call.seq) for call in calls))
 
     if sender is not None:
-        return (_SEND_OR_RECEIVE, sender)
+        return ("send of", sender)
     if activity.waits_in_p2p:  # all such ranks are assumed to wait for the same ranks
-        return _SEND_OR_RECEIVE
+        return ("send or receive", None)
 
-    if activity.created_group is not None:  # the process group that it waits to create
-        return activity.created_group
-    return activity.op  # the name of the function that it waits in
+    if activity.created_group is not None:
+        return ("creation of", activity.created_group)
+    return ("function", activity.op)
 
 
 def _awaited_ranks(
@@ -266,9 +264,9 @@ def _awaited_ranks(
     if sender is not None:
         return {sender}
 
-    # 3. In a send or receive with an unknown partner, it waits for one rank, which may be any of
-    # them. The result includes the rank itself: all ranks in such a wait share one set, and each of
-    # them may be the partner of another.
+    # 3. In a send or receive with an unknown partner, it waits for some other rank. The set is
+    # shared by all ranks in such a wait, and each may be the partner of another: so it has all
+    # ranks, and this one too.
     if activity.waits_in_p2p:
         return set(activities)
 
@@ -290,7 +288,7 @@ def _wait_for_the_same(activity: Activity, other: Activity) -> bool:
     """Returns True if two ranks are in the same function and, if known, create the same group."""
     if activity.created_group is None or other.created_group is None:
         return activity.op == other.op
-    return activity.created_group.is_same(other.created_group)
+    return activity.created_group.may_be_same(other.created_group)
 
 
 def _has_other_rank(ranks: Collection[int], rank: int) -> bool:
@@ -304,13 +302,12 @@ def _has_other_rank(ranks: Collection[int], rank: int) -> bool:
 
 
 def recognize_gpu_wait(earlier: RankState, activity: Activity, table: CallTable) -> Activity:
-    """Corrects the activity of a rank that seems to work, but waits for a collective on its GPU.
+    """Corrects the activity of a rank that seems to work, but waits for other ranks on its GPU.
 
-    NCCL's recorder knows which calls a GPU has started only if torch measures their times, which
-    slows training down. But a GPU executes the calls of a group in order, and completes the oldest
-    one only when all ranks have made it. So the rank waits if its oldest pending call is the same
-    in both snapshots and cannot complete yet. Of sends and receives, only receives are examined: a
-    GPU may compute while it sends, so a pending send does not show that it waits.
+    A GPU executes the calls of a group in order, and completes the oldest one only when all ranks
+    have made it. So the rank waits if the oldest pending call of a group is the same in both
+    snapshots and cannot complete yet. (NCCL's recorder could tell which calls a GPU has started,
+    but only if torch measures their times, which slows training down.)
 
     Args:
         earlier: the rank's state in the first snapshot.
@@ -326,30 +323,50 @@ def recognize_gpu_wait(earlier: RankState, activity: Activity, table: CallTable)
     if has_moved:
         return activity
 
-    # Collectives.
-    oldest_before = _oldest_nccl_calls(earlier)
-    for key, call in _oldest_nccl_calls(activity.state).items():
-        is_the_same = key in oldest_before and oldest_before[key].seq == call.seq
-        if is_the_same and (table.missing_ranks(call) or table.is_mismatched(call)):
-            return replace(activity, kind=Kind.WAITING, call=call)
+    call = _collective_waited_in_by_gpu(earlier, activity.state, table)
+    if call is None:
+        call = _receive_waited_in_by_gpu(earlier, activity.state, table)
+    if call is None:
+        return activity
+    return replace(activity, kind=Kind.WAITING, call=call)
 
-    # Receives.
-    p2p_before = _oldest_nccl_p2p(earlier)
-    for key, batch in _oldest_nccl_p2p(activity.state).items():
-        batch_number = batch[0].seq  # which all calls of a batch share
-        is_the_same = key in p2p_before and p2p_before[key][0].seq == batch_number
-        if not is_the_same:
+
+def _collective_waited_in_by_gpu(
+    earlier: RankState, later: RankState, table: CallTable
+) -> CollectiveCall | None:
+    """Returns the oldest pending collective of a group, if the GPU of a rank waits in it.
+
+    That is so if it was the oldest one in the first snapshot too, and cannot complete yet.
+    """
+    oldest_before = _oldest_nccl_collectives(earlier)
+    for key, call in _oldest_nccl_collectives(later).items():
+        is_same = key in oldest_before and oldest_before[key].seq == call.seq
+        if is_same and (table.missing_ranks(call) or table.is_mismatched(call)):
+            return call
+    return None
+
+
+def _receive_waited_in_by_gpu(
+    earlier: RankState, later: RankState, table: CallTable
+) -> CollectiveCall | None:
+    """Returns a receive of the oldest pending batch of a group, if the GPU of a rank waits in it.
+
+    A pending send does not show that a GPU waits, as the GPU may compute while it sends.
+    """
+    batches_before = _oldest_nccl_batches(earlier)
+    for key, batch in _oldest_nccl_batches(later).items():
+        # All calls of a batch have the same `seq`.
+        is_same = key in batches_before and batches_before[key][0].seq == batch[0].seq
+        if not is_same:
             continue
         for call in batch:
             # For a send, and for a receive whose sender has come, there is no awaited sender.
-            sender = table.awaited_sender(activity.state.rank, call)
-            if sender is not None:
-                return replace(activity, kind=Kind.WAITING, call=call)
-
-    return activity
+            if table.awaited_sender(later.rank, call) is not None:
+                return call
+    return None
 
 
-def _oldest_nccl_calls(state: RankState) -> dict[str, CollectiveCall]:
+def _oldest_nccl_collectives(state: RankState) -> dict[str, CollectiveCall]:
     """Returns the oldest pending NCCL collective of each group, by the key of the group."""
     oldest: dict[str, CollectiveCall] = {}
     for call in state.pending_calls():
@@ -358,13 +375,13 @@ def _oldest_nccl_calls(state: RankState) -> dict[str, CollectiveCall]:
     return oldest
 
 
-def _oldest_nccl_p2p(state: RankState) -> dict[str, list[CollectiveCall]]:
+def _oldest_nccl_batches(state: RankState) -> dict[str, list[CollectiveCall]]:
     """Returns the oldest pending batch of NCCL sends and receives of each group, by its key."""
     pending: dict[str, list[CollectiveCall]] = defaultdict(list)
     for call in state.pending_calls():
         if call.backend == "nccl" and call.p2p:
             pending[call.key].append(call)
-    return {key: first_batch(calls) for key, calls in pending.items()}
+    return {key: oldest_batch(calls) for key, calls in pending.items()}
 
 
 def recognize_possible_progress(
@@ -394,11 +411,12 @@ def recognize_possible_progress(
 
         if rank not in helpful_ranks:
             continue
-        for thread_stack in activity.state.threads or ():
+        stacks_of_other_threads = activity.state.threads or ()
+        for thread_stack in stacks_of_other_threads:
             # A thread that does not wait for others may go on until it makes the call.
             if stacks.may_continue_alone(thread_stack):
-                state = replace(activity.state, stack=thread_stack)
-                result[rank] = Activity(state, Kind.MAY_COME)
+                state_of_thread = replace(activity.state, stack=thread_stack)
+                result[rank] = Activity(state_of_thread, Kind.MAY_COME)
                 break
 
     return result
@@ -408,8 +426,6 @@ def _ranks_whose_call_would_help(
     activities: Mapping[int, Activity], graph: WaitGraph, table: CallTable
 ) -> set[int]:
     """Returns the ranks that could free a deadlocked rank by making a call that it waits for.
-
-    No rank can help those that wait in a mismatched call, as it can never complete.
 
     Args:
         activities: what each rank does.
@@ -421,6 +437,7 @@ def _ranks_whose_call_would_help(
     # it.
     completable_calls: dict[tuple[str, int], CollectiveCall] = {}
     for rank in graph.deadlocked - graph.partners_unknown:
+        # A mismatched call is not among them: it can never complete, so no rank can help there.
         for call in _completable_calls(activities[rank], table):
             completable_calls[call.key, call.seq] = call
 
@@ -467,12 +484,8 @@ def _completable_calls(activity: Activity, table: CallTable) -> list[CollectiveC
     # `calls` begins with the oldest call, so the first mismatched one of each group is found first.
     first_mismatched_seq: dict[str, int] = {}  # by the key of the group
     for call in calls:
-        if call.key not in first_mismatched_seq and table.is_mismatched(call):
-            first_mismatched_seq[call.key] = call.seq
+        if table.is_mismatched(call):
+            first_mismatched_seq.setdefault(call.key, call.seq)
 
-    completable = []
-    for call in calls:
-        group_has_mismatch = call.key in first_mismatched_seq
-        if not group_has_mismatch or call.seq < first_mismatched_seq[call.key]:
-            completable.append(call)
-    return completable
+    # In a group without a mismatch, all calls can complete.
+    return [call for call in calls if call.seq < first_mismatched_seq.get(call.key, math.inf)]
