@@ -46,7 +46,7 @@ LANGUAGE_OF_WORD = {
     "gb": ENGLISH,
 }
 """The language that a word means with which LOCKSTEP_LANG may be set by mistake."""
-GRAMMATICAL_FIELDS = ("conjugate", "have", "plural", "pronoun", "them", "verb")
+GRAMMATICAL_FIELDS = ("conjugate", "has_or_have", "it_or_them", "plural", "pronoun", "verb")
 """Fields of one word that only English needs: a translation may leave them out."""
 NUMBER = r"-?\d(?:[\d.,]*\d)?(?:e[+-]?\d+)?"
 RANGES = r"\d+(?:-\d+)?(?:, \d+(?:-\d+)?)*(?:, \.\.\.)?"  # of `format_ranges`

@@ -227,7 +227,7 @@ def test_a_list_that_is_there_twice_is_no_cycle() -> None:
 
 def test_errors_begin_with_the_name_of_the_state() -> None:
     with pytest.raises(CheckpointError) as caught:
-        encode({"x": Odd()}, inside="model")
+        encode({"x": Odd()}, name="model")
     assert caught.value.found == "model.x is an Odd"
 
 

@@ -74,7 +74,7 @@ def header_of(rank: int, size: int, sections: str = "[]") -> bytes:
         "folders": ["x"],
         "machine": 0,
         "ranks_on_machine": size,
-        "is_replica": False,
+        "machine_has_whole_state": False,
         "strategy": "ddp",
         "epoch": 0,
     }
@@ -82,7 +82,7 @@ def header_of(rank: int, size: int, sections: str = "[]") -> bytes:
 
 
 def reports_of(areas: list[Area]) -> list[dict[str, Any]]:
-    return report_parts(areas, holder=0, machine=0)
+    return report_parts(areas, holder_rank=0, holder_machine=0)
 
 
 def read_all(chosen: KeptStep) -> dict[str, Any]:
@@ -131,13 +131,13 @@ def report(
 ) -> PartReport:
     usual: dict[str, Any] = {
         "writer_machine": 0,
-        "writers_on_machine": size,
-        "is_replica": False,
+        "num_ranks_on_writer_machine": size,
+        "machine_has_whole_state": False,
         "strategy": "fsdp",
         "epoch": 0,
         "num_bytes": 4096,
-        "holder": rank,
-        "machine": 0,
+        "holder_rank": rank,
+        "holder_machine": 0,
     }
     where = (path, attempt, serial, 10 * serial, rank, size, ["folder", "its other path"])
     return PartReport(*where, **{**usual, **more})
@@ -163,15 +163,15 @@ def test_the_newest_step_of_which_all_parts_are_there_is_chosen() -> None:
 
 def test_a_lost_machine_takes_only_what_no_other_one_has() -> None:
     """Of two machines with two ranks each, the second is lost."""
-    here = {"writer_machine": 0, "writers_on_machine": 2}
-    there = {"writer_machine": 1, "writers_on_machine": 2}
+    here = {"writer_machine": 0, "num_ranks_on_writer_machine": 2}
+    there = {"writer_machine": 1, "num_ranks_on_writer_machine": 2}
     shards = [report(f"own {rank}", 4, rank, size=4, **here) for rank in range(2)]
     assert choose_step(shards, ["folder"]) is None
     copies = [report(f"copy {rank}", 4, rank, size=4, **there) for rank in (2, 3)]
     chosen = choose_step(shards + copies, ["folder"])
     assert chosen is not None
     assert chosen.complete_sets == ((0, 1, 2, 3),)
-    equal = {**here, "is_replica": True}
+    equal = {**here, "machine_has_whole_state": True}
     replicas = [report(f"own {rank}", 4, rank, size=4, **equal) for rank in range(2)]
     chosen = choose_step(replicas, ["folder"])
     assert chosen is not None

@@ -113,7 +113,7 @@ def test_broken_checkpoints_are_removed_and_sound_ones_stay(tmp_path: Path, case
     sound = contents(run / "step-000000001")
     before = contents(run)
     [repair] = plan(run)
-    assert (repair.what, repair.path.name) == ("remove", "step-000000002")
+    assert (repair.action, repair.path.name) == ("remove", "step-000000002")
     assert found in repair.why
     assert contents(run) == before
     assert plan(run / "step-000000002") == [repair]
@@ -127,7 +127,7 @@ def test_recently_changed_checkpoints_are_left_alone(tmp_path: Path) -> None:
     save(tmp_path, 1)
     cut(save(tmp_path, 2) / "model.safetensors")
     [repair] = plan_repairs(tmp_path)
-    assert repair.what == "leave"
+    assert repair.action == "leave"
     assert "a run may be saving" in repair.why
     carry_out([repair])
     assert len(os.listdir(tmp_path)) == 2
@@ -138,14 +138,14 @@ def test_the_last_readable_weights_are_not_removed(tmp_path: Path) -> None:
     step = save(tmp_path, 1)
     (step / "manifest.json").unlink()
     [repair] = plan(tmp_path)
-    assert repair.what == "leave"
+    assert repair.action == "leave"
     assert f"load_weights(model, '{step / 'model.safetensors'}')" in repair.why
     carry_out([repair])
     load_weights(nn.Linear(3, 2), step / "model.safetensors")
     for name in ("model", "training"):
         cut(step / f"{name}.safetensors")
     [repair] = plan(tmp_path)
-    assert repair.what == "remove"
+    assert repair.action == "remove"
 
 
 def test_a_wrong_list_of_files_is_rebuilt(tmp_path: Path) -> None:
@@ -156,7 +156,7 @@ def test_a_wrong_list_of_files_is_rebuilt(tmp_path: Path) -> None:
         edit(path, files=files)
         assert not layout.is_complete(path)
         [repair] = plan(tmp_path)
-        assert (repair.what, repair.path) == ("rebuild", path)
+        assert (repair.action, repair.path) == ("rebuild", path)
         assert "the files are whole and hold the state" in repair.why
         carry_out([repair])
         assert json.loads((path / "manifest.json").read_text()) == good
@@ -171,9 +171,9 @@ def test_stopped_saves_are_finished_or_removed(tmp_path: Path) -> None:
     shutil.copytree(tmp_path / "step-000000001", twice)
     half = three.rename(layout.temporary_folder(tmp_path, 3))
     (half / "manifest.json").unlink()
-    found = {repair.path: repair.what for repair in plan(tmp_path)}
+    found = {repair.path: repair.action for repair in plan(tmp_path)}
     assert found == {whole: "finish", twice: "remove", half: "remove"}
-    assert {repair.what for repair in plan_repairs(tmp_path)} == {"leave"}
+    assert {repair.action for repair in plan_repairs(tmp_path)} == {"leave"}
     carry_out(plan(tmp_path))
     assert sorted(os.listdir(tmp_path)) == ["step-000000001", "step-000000002"]
     assert layout.latest(tmp_path) == tmp_path / "step-000000002"
@@ -183,7 +183,7 @@ def test_checkpoints_of_another_version_are_left_alone(tmp_path: Path) -> None:
     save(tmp_path, 1)
     edit(save(tmp_path, 2), format=9, modules="of another kind")
     [repair] = plan(tmp_path)
-    assert (repair.what, repair.why) == ("leave", "its format is 9, this Lockstep reads 1")
+    assert (repair.action, repair.why) == ("leave", "its format is 9, this Lockstep reads 1")
 
 
 def test_a_replaced_checkpoint_counts_while_it_is_sound(tmp_path: Path) -> None:

@@ -202,7 +202,7 @@ def test_names_are_never_stripped_blindly() -> None:
     """A model that has both `net.w` and `w`: stripping would make them one."""
     model = {"net.w": (2,), "w": (2,)}
     match = match_names({"module.net.w": (2,), "module.w": (2,)}, model)
-    assert match.names == {"module.net.w": "net.w", "module.w": "w"}
+    assert match.name_pairs == {"module.net.w": "net.w", "module.w": "w"}
     assert match_names(model, model).changes == ()
     assert match_names({"module.w": (2,), "w": (2,)}, {"w": (2,)}).names == {"w": "w"}
 

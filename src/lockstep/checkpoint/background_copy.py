@@ -53,40 +53,61 @@ class BackgroundCopy:
             finish: called in the thread when everything has been copied, unless a source was
                 changed during the copy.
         """
+        self._was_changed = False
+
         # A tensor that is changed during the copy has a higher number of writes at its end.
         write_counts_at_start = write_counts(sources)
 
-        # This event marks the end of the work that the training has queued on the GPU so far. The
-        # copies on the other stream begin after it.
+        # This event marks the end of the work that the training has queued on the GPU so far.
         end_of_queued_work = None
         if self._stream is not None:
             end_of_queued_work = torch.cuda.current_stream(self._device).record_event()
 
-        def copy_sources() -> None:
-            """Runs in the thread: copies `sources` to `destinations`, and then calls `finish`.
-
-            If a source was changed during the copy, `finish` is not called. If an error is raised,
-            `wait` raises it.
-            """
-            try:
-                with self._copy_stream_after(end_of_queued_work):
-                    copy_to_each(list(destinations), list(sources))
-                if self._stream is not None:
-                    self._stream.synchronize()
-                self._was_changed = write_counts(sources) != write_counts_at_start
-                if not self._was_changed:
-                    finish()
-            except Exception as error:
-                self._error = error
-
-        self._thread = threading.Thread(target=copy_sources, name="lockstep-kept-step")
+        self._thread = threading.Thread(
+            target=self._copy_and_finish,
+            args=(destinations, sources, write_counts_at_start, end_of_queued_work, finish),
+            name="lockstep-kept-step",
+        )
         self._thread.start()
 
-    def _copy_stream_after(self, event: Any) -> Any:
-        """Returns a context in which copies are queued on the stream of this object.
+    def _copy_and_finish(
+        self,
+        destinations: Sequence[Tensor],
+        sources: Sequence[Tensor],
+        write_counts_at_start: object,
+        end_of_queued_work: Any,
+        finish: Callable[[], object],
+    ) -> None:
+        """Runs in the thread: copies the sources, and then calls `finish`.
+
+        If a source was changed during the copy, `finish` is not called. If an error is raised,
+        `wait` raises it.
 
         Args:
-            event: an event of the training's stream. The copies wait for it.
+            destinations: as in `start`.
+            sources: as in `start`.
+            write_counts_at_start: how often each source had been written when the copy was started.
+            end_of_queued_work: the event of the GPU that the copies wait for; None on the CPU.
+            finish: as in `start`.
+        """
+        try:
+            with self._on_copy_stream_after(end_of_queued_work):
+                copy_to_each(list(destinations), list(sources))
+            if self._stream is not None:
+                self._stream.synchronize()
+            self._was_changed = write_counts(sources) != write_counts_at_start
+            if not self._was_changed:
+                finish()
+        except Exception as error:
+            self._error = error
+
+    def _on_copy_stream_after(self, event: Any) -> Any:
+        """Returns a context in which copies are queued on the stream of this object.
+
+        On the CPU, which has no streams, the context does nothing.
+
+        Args:
+            event: an event of the training's stream, which the copies wait for; None on the CPU.
         """
         if self._stream is None:
             return nullcontext()

@@ -102,16 +102,11 @@ def _check_batchnorm(path: Path | str, manifest: Mapping[str, Any], settings: Se
         CheckpointError: the statistics would be taken from other samples.
     """
     was_synchronised = manifest.get("sync_batchnorm", False)
-    if was_synchronised and not settings.synchronises_batchnorm:
-        raise CheckpointError(
-            f"resuming from {path} without sync_batchnorm=True",
-            "it was saved with it: BatchNorm would take its statistics from other samples from "
-            "here on",
-            # `sync_batchnorm` needs one process for each virtual rank.
-            f"continue with sync_batchnorm=True, on {settings.virtual_ranks} processes",
-        )
+    is_synchronised = settings.synchronises_batchnorm
+    if is_synchronised == was_synchronised:
+        return
 
-    if settings.synchronises_batchnorm and not was_synchronised:
+    if is_synchronised:
         raise CheckpointError(
             f"resuming from {path} with sync_batchnorm=True",
             "it was saved without it: BatchNorm would take its statistics from other samples from "
@@ -119,8 +114,15 @@ def _check_batchnorm(path: Path | str, manifest: Mapping[str, Any], settings: Se
             "leave sync_batchnorm out",
         )
 
+    num_processes_needed = settings.virtual_ranks  # one for each virtual rank
+    raise CheckpointError(
+        f"resuming from {path} without sync_batchnorm=True",
+        "it was saved with it: BatchNorm would take its statistics from other samples from here on",
+        f"continue with sync_batchnorm=True, on {num_processes_needed} processes",
+    )
 
-def restore_threads(
+
+def restore_threads_and_note_differences(
     manifest: Mapping[str, Any], num_virtual_ranks: int | None, device: torch.device
 ) -> str:
     """Sets the number of threads to that of a checkpoint, and compares the numerics.
@@ -135,7 +137,7 @@ def restore_threads(
 
     Returns:
         What was changed, and what may change the bits, as the end of a message: "; 4 threads as
-        saved, not 8". It is "" if there is nothing to say.
+        saved, not 8". It begins with a semicolon, or is "" if there is nothing to say.
     """
     if num_virtual_ranks is None:
         return ""

@@ -73,14 +73,14 @@ def check_is_no_checkpoint(folder: Path) -> None:
     """Checks that a folder for the checkpoints of a run is not the folder of a single checkpoint.
 
     Raises:
-        SettingError: it is one.
+        SettingError: it is the folder of a single checkpoint.
     """
     # The path may be ".", or lead to a checkpoint by a symbolic link.
     resolved = folder.resolve()
     own_files = (layout.MANIFEST, layout.tensor_file(layout.TRAINING))
-    has_name_of_one = layout.is_checkpoint(resolved)
-    has_files_of_one = any((resolved / file).exists() for file in own_files)
-    if has_name_of_one and has_files_of_one:
+    is_named_like_checkpoint = layout.has_checkpoint_name(resolved)
+    has_files_of_checkpoint = any((resolved / file).exists() for file in own_files)
+    if is_named_like_checkpoint and has_files_of_checkpoint:
         raise SettingError(
             f"world.checkpoint({str(folder)!r}, ...)",
             "it is the folder of one checkpoint, not that of the run",
@@ -101,12 +101,7 @@ def check_fits(path: Path | str, objects: Mapping[str, Any], saved: Mapping[str,
         CheckpointError: the saved state does not fit.
     """
     action = f"resuming from {path}"
-    manifest = saved["manifest"]
-
-    # These keys are not checked when a manifest is read, because only resuming needs them.
-    has_numbers = all(type(manifest.get(key)) is int for key in ("epoch", "step", "world_size"))
-    has_run_state = "world" in saved and "random" in saved
-    if not has_numbers or not has_run_state or "strategy" not in manifest:
+    if not _has_all_for_resuming(saved):
         raise CheckpointError(
             action,
             "its manifest lacks the step, or the state of the run",
@@ -125,35 +120,45 @@ def check_fits(path: Path | str, objects: Mapping[str, Any], saved: Mapping[str,
         )
 
     for name, value in objects.items():
-        was_saved_as_module = name in manifest["modules"]
-        misfit = _describe_misfit(name, value, saved[name], was_saved_as_module)
+        was_saved_as_module = name in saved["manifest"]["modules"]
+        misfit = _describe_misfit(name, value, saved[name], was_module=was_saved_as_module)
         if misfit is not None:
-            advice = BUILD_AS_SAVED.format(name)
+            advice = BUILD_AS_SAVED.format(name)  # "build NAME as it was in the run that saved it"
             raise CheckpointError(action, misfit, advice)
         if isinstance(value, LRScheduler):
             _check_end_of_schedule(path, name, value, saved[name])
 
 
-def _describe_misfit(name: str, value: Any, saved: Any, was_module: bool) -> str | None:
-    """Returns why a saved state does not fit an object, or None if it fits.
+def _has_all_for_resuming(saved: Mapping[str, Any]) -> bool:
+    """Returns True if saved states, with the `manifest`, have what only resuming needs.
+
+    That is not checked when a manifest is read.
+    """
+    manifest = saved["manifest"]
+    has_numbers = all(type(manifest.get(key)) is int for key in ("epoch", "step", "world_size"))
+    has_run_state = "world" in saved and "random" in saved
+    return has_numbers and has_run_state and "strategy" in manifest
+
+
+def _describe_misfit(name: str, value: Any, saved: Any, *, was_module: bool) -> str | None:
+    """Returns why a saved state does not fit an object, or None if it may fit.
+
+    Only the state of a module is compared in detail: by names and shapes.
 
     Args:
         name: the name under which the object was saved.
         value: the object of this run.
         saved: the saved state.
-        was_module: True if the object was an `nn.Module` when it was saved. Only the states of
-            modules are compared in detail.
+        was_module: True if the object was an `nn.Module` when it was saved.
     """
-    if isinstance(value, nn.Module) != was_module:
+    is_module = isinstance(value, nn.Module)
+    if is_module and was_module:
+        differences = find_differences(saved, plain_shapes(value))
+        return f"{name} does not fit: {differences}" if differences else None
+
+    if is_module or was_module:
         was = "was a module" if was_module else "was not a module"
         return f"{name} {was} when it was saved, and is {describe_type(value)} now"
-
-    if not was_module:
-        return None
-
-    differences = find_differences(saved, plain_shapes(value))
-    if differences:
-        return f"{name} does not fit: {differences}"
     return None
 
 
@@ -173,12 +178,11 @@ def _check_end_of_schedule(path: Path | str, name: str, scheduler: LRScheduler, 
         CheckpointError: the scheduler would end earlier or later than it was built for.
     """
     for length in changed_lengths(scheduler, saved):
-        # The other schedulers just go on after their last step. Only OneCycleLR has the attribute
-        # `total_steps`. `place` is the path to it: "total_steps", or for one of several schedulers
-        # in a SequentialLR "_schedulers.1.total_steps".
-        if length.place.endswith("total_steps"):
-            # A prepared scheduler is a wrapper with the user's own as `inner`.
-            kind = type(getattr(scheduler, "inner", scheduler)).__name__
+        # The place is "total_steps", or in a SequentialLR "_schedulers.1.total_steps". Only
+        # OneCycleLR has this attribute. Other schedulers just go on after their last step.
+        is_length_of_one_cycle = length.place.endswith("total_steps")
+        if is_length_of_one_cycle:
+            kind = _class_name_of(scheduler)
             raise CheckpointError(
                 f"resuming {name} from {path}",
                 f"{kind} was saved with {length.place}={length.saved} and is built with "
@@ -187,6 +191,12 @@ def _check_end_of_schedule(path: Path | str, name: str, scheduler: LRScheduler, 
                 "resume with as many epochs as before; to train longer, load the model alone with "
                 "lockstep.load_weights and begin a new schedule, or use a schedule without an end",
             )
+
+
+def _class_name_of(scheduler: LRScheduler) -> str:
+    """Returns the name of the class of the user's scheduler."""
+    # A prepared scheduler is a wrapper with the user's own as `inner`.
+    return type(getattr(scheduler, "inner", scheduler)).__name__
 
 
 class ChangedLength(NamedTuple):

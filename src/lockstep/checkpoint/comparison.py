@@ -192,6 +192,7 @@ def same_extra(a: Any, b: Any) -> bool:
         # Only plain types can be encoded. A trusted pickle may hold objects of any class.
         return bool(repr(a) == repr(b))
 
+    # Equal trees refer to tensors of the same names.
     if a_encoded.tree != b_encoded.tree:
         return False
     for name, a_tensor in a_encoded.tensors.items():
@@ -201,29 +202,29 @@ def same_extra(a: Any, b: Any) -> bool:
 
 
 def rename_to_match(
-    a: Mapping[str, LazyTensor], b: Mapping[str, LazyTensor]
+    reference: Mapping[str, LazyTensor], other: Mapping[str, LazyTensor]
 ) -> tuple[dict[str, LazyTensor], str]:
-    """Gives the tensors of `b` the names that they have in `a`, if only wrappers changed them.
+    """Gives tensors the names that they have on the reference side, if only wrappers changed them.
 
-    With "module.fc.weight" in `b` and "fc.weight" in `a`, the tensor of `b` becomes "fc.weight". A
-    tensor without a counterpart in `a` keeps its name. If this name has been given to another
-    tensor, the one without a counterpart is left out.
+    If the reference has "fc.weight" and the other side "module.fc.weight", that becomes
+    "fc.weight". A tensor without a counterpart keeps its name, but is left out if another tensor
+    has got this name.
 
     Returns:
-        The tensors of `b` by their new names, and a text that says what was done, "" if nothing.
+        The tensors of the other side by their new names, and a text that says what was done, "" if
+        nothing.
     """
     match = match_names(
-        {name: tensor.shape for name, tensor in b.items()},
-        {name: tensor.shape for name, tensor in a.items()},
+        file_shapes={name: tensor.shape for name, tensor in other.items()},
+        model_shapes={name: tensor.shape for name, tensor in reference.items()},
     )
     if not match.changes:
-        return dict(b), ""
+        return dict(other), ""
 
-    # `match.names` maps names in `b` to names in `a`, for the tensors that have a counterpart.
-    renamed = {new_name: b[name] for name, new_name in match.names.items()}
-    new_names = set(renamed)
-    for name, tensor in b.items():
-        has_counterpart = name in match.names
-        if not has_counterpart and name not in new_names:
+    renamed = {new_name: other[name] for name, new_name in match.name_pairs.items()}
+    given_names = set(renamed)
+    for name, tensor in other.items():
+        has_counterpart = name in match.name_pairs
+        if not has_counterpart and name not in given_names:
             renamed[name] = tensor
     return renamed, "; ".join(match.changes)

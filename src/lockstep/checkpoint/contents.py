@@ -122,18 +122,18 @@ def _split_state(
         if isinstance(value, Tensor):
             _check_tensor(path, name, value)
 
-            # Tied tensors have equal keys. A tensor without memory has none (None): it is tied to
-            # no other tensor, so its name is used as the key.
-            tie: object = tie_key(value)
-            if tie is None:
-                tie = name
-            if tie not in tensor_of_tie:
-                tensor_of_tie[tie] = TensorInMemory(value)
-            tensors[name] = tensor_of_tie[tie]
+            # Tied tensors have equal keys. The key is None for a tensor without memory, which is
+            # tied to no other: its name is used instead.
+            tie = tie_key(value)
+            tie_or_name: object = name if tie is None else tie
+            if tie_or_name not in tensor_of_tie:
+                tensor_of_tie[tie_or_name] = TensorInMemory(value)
+            tensors[name] = tensor_of_tie[tie_or_name]
         elif isinstance(value, LazyTensor):
             tensors[name] = value
         else:
-            # For example the extra state of a module, which is small, so it is read now.
+            # For example the extra state of a module. It is small, so its tensors are read now, and
+            # copied, as they may be mapped from a file.
             extra[name] = copy_to_memory(read_values(value))
     return tensors, extra
 

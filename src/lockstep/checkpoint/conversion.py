@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lockstep.checkpoint import layout, storage
+from lockstep.checkpoint import layout
+from lockstep.checkpoint import storage as disk
 from lockstep.checkpoint.contents import Contents
 from lockstep.checkpoint.encoding import with_own_storage
 from lockstep.checkpoint.file_errors import make_parent_folders, plain_errors
@@ -87,12 +88,8 @@ def convert(
     tensors = {new_names[name]: tensor for name, tensor in contents.tensors.items()}
     extra = {new_names[name]: value for name, value in contents.extra.items()}
 
-    if out.suffix != ".safetensors":
-        _write_torch(out, tensors, extra, dtype)
-        files = [out]
-    elif not extra:
-        files = write_weights(out, tensors, shard_bytes, dtype)
-    else:
+    is_safetensors = out.suffix == ".safetensors"
+    if is_safetensors and extra:
         first_name = next(iter(extra))
         raise CheckpointError(
             f"writing {out}",
@@ -100,7 +97,16 @@ def convert(
             f"convert to a torch file ({', '.join(TORCH_ENDINGS)})",
         )
 
-    num_cast = sum(result_dtype(t.dtype, dtype) is not t.dtype for t in tensors.values())
+    if is_safetensors:
+        files = write_weights(out, tensors, shard_bytes, dtype)
+    else:
+        _write_torch(out, tensors, extra, dtype)
+        files = [out]
+
+    num_cast = 0
+    for tensor in tensors.values():
+        keeps_dtype = result_dtype(tensor.dtype, dtype) == tensor.dtype
+        num_cast += not keeps_dtype
     num_renamed = sum(name != new_name for name, new_name in new_names.items())
     return Converted(tuple(files), len(tensors), num_cast, num_renamed)
 
@@ -122,8 +128,8 @@ def _write_torch(
     state: dict[str, Any] = {}
     values_of_id: dict[int, Tensor] = {}  # by the id of the lazy tensor
 
-    # The storages of the tensors so far. Each call of `with_own_storage` adds one to the set.
-    storages_in_use: set[int] = set()
+    # The addresses of the storages of the tensors so far. `with_own_storage` adds to the set.
+    tensor_storages_in_use: set[int] = set()
     for name, lazy_tensor in tensors.items():
         is_first_name = id(lazy_tensor) not in values_of_id
         if is_first_name:
@@ -131,16 +137,16 @@ def _write_torch(
 
             # torch.save writes the whole storage of a tensor. So a view of a larger storage, or of
             # the storage of another tensor, is cloned.
-            values_of_id[id(lazy_tensor)] = with_own_storage(values, storages_in_use)
+            values_of_id[id(lazy_tensor)] = with_own_storage(values, tensor_storages_in_use)
         state[name] = values_of_id[id(lazy_tensor)]
     state.update(extra)
 
     with plain_errors("saving weights to", out):
         make_parent_folders(out)
-        with storage.replacing(out) as temporary:
+        with disk.replacing(out) as temporary:
             with temporary.open("wb") as file:
                 torch.save(state, file)
-            storage.sync_path(temporary)
+            disk.sync_path(temporary)
 
 
 def _new_names(
@@ -156,10 +162,9 @@ def _new_names(
     new_names = {name: name for name in names}
     for prefix in remove_prefixes:
         changed = {name: _without_prefix(new, prefix) for name, new in new_names.items()}
-        if changed == new_names:  # no name has the prefix
-            # The end of the message: "the first is fc.weight". If there are no names at all, it is
-            # "the first is not there".
-            first_name = names[0] if names else "not there"
+        no_name_has_the_prefix = changed == new_names
+        if no_name_has_the_prefix:
+            first_name = names[0] if names else "not there"  # "the first is not there"
             raise SettingError(
                 f"the prefix {prefix!r} to be removed",
                 f"no name begins with it; the first is {first_name}",
@@ -188,10 +193,11 @@ def _without_prefix(name: str, prefix: str) -> str:
 
 
 def _check_output(source: Source, out: Path) -> None:
-    """Checks that the output has a known extension and would not overwrite the files to be read.
+    """Checks that the output has a known extension, and would damage neither source nor checkpoint.
 
     Raises:
-        SettingError: the extension is not known, or a file that is read would be overwritten.
+        SettingError: the extension does not tell the format; a file that is read would be
+            overwritten; or the output would be in the folder of a checkpoint.
     """
     if out.suffix not in (".safetensors", *TORCH_ENDINGS):
         raise SettingError(

@@ -98,29 +98,31 @@ class CopyInterval:
         step_time_s = max(answer[1] for answer in answers)
         link_s = max(answer[2] for answer in answers)
 
-        # One copy in this many steps costs just the share of the time that is allowed. Example: a
-        # copy costs 12 ms in all, a step takes 100 ms, and copies may take 2 % of the time, which
-        # is 2 ms of each step. So a copy may be made once in 6 steps.
+        # Example: a copy costs 12 ms in all, a step takes 100 ms, and copies may take 2 % of the
+        # time, which is 2 ms of each step. So a copy may be made once in 6 steps.
         full_cost_s = COST_AFTER_COPY * cost_s  # includes that the step after a copy is slower
-        steps_for_cost = full_cost_s / (MAX_COST * step_time_s)
+        min_every_for_cost = full_cost_s / (MAX_COST * step_time_s)
 
         # The same for the time in which a copy is sent to another machine.
-        steps_for_link = link_s / (MAX_SHARE_OF_LINK * step_time_s)
-        self.every = choose_every(self.every, steps_for_cost, steps_for_link)
+        min_every_for_link = link_s / (MAX_SHARE_OF_LINK * step_time_s)
+        self.every = choose_every(self.every, min_every_for_cost, min_every_for_link)
 
         # `choose_every` makes the interval longer in several calls. The user is told at the last of
         # them, and only if the interval has at least doubled or halved since the last message.
-        is_long_enough = self.every >= steps_for_cost
+        is_long_enough = self.every >= min_every_for_cost
         has_doubled = self.every >= 2 * self._announced_every
         has_halved = 2 * self.every <= self._announced_every
         if is_long_enough and (has_doubled or has_halved):
             reason = f"that takes {_milliseconds(cost_s)}"
-            if steps_for_link > steps_for_cost:
+            if min_every_for_link > min_every_for_cost:
                 reason = f"the copy on another machine takes {_milliseconds(link_s)}"
             self._announce(reason, step_time_s)
 
     def _announce(self, reason: str, step_time_s: float) -> None:
         """Tells the user how often a step is kept.
+
+        For example "every 3 steps, one is kept in memory from now on: that takes 13 ms, and a step
+        takes 20 ms".
 
         Args:
             reason: the reason for the interval, for example "that takes 13 ms".
@@ -128,41 +130,41 @@ class CopyInterval:
         """
         self._announced_every = self.every
 
-        # "every 3 steps, one is kept in memory from now on: that takes 13 ms, and a step takes
-        # 20 ms"
-        which = f"every {self.every} steps, one is kept in memory from now on"
         if self.every == 1:
-            which = "every step is kept in memory from now on"
-        self._say(f"{which}: {reason}, and a step takes {_milliseconds(step_time_s)}")
+            how_often = "every step is kept in memory from now on"
+        else:
+            how_often = f"every {self.every} steps, one is kept in memory from now on"
+        self._say(f"{how_often}: {reason}, and a step takes {_milliseconds(step_time_s)}")
 
 
-def choose_every(every: int, steps_for_cost: float, steps_for_link: float) -> int:
+def choose_every(every: int, min_every_for_cost: float, min_every_for_link: float) -> int:
     """Returns the number of steps from one copy to the next: 3 if every third step is kept.
 
+    The interval becomes longer as soon as it is too short; because of the cost, it is at most
+    doubled in one call. It becomes shorter only as far as there is a margin, so that it does not
+    change all the time. With a `MARGIN` of 1.5, from an interval of 10:
+
+        min_every_for_cost     4     8     11     25
+        result                 6    10     11     20
+
     Args:
-        every: the number until now.
-        steps_for_cost: if one copy is made in this many steps, copies take the share `MAX_COST` of
-            the training time. With fewer steps, they take more.
-        steps_for_link: if one copy is made in this many steps, copies to another machine use the
-            link between the machines for the share `MAX_SHARE_OF_LINK` of the time.
+        every: the interval until now.
+        min_every_for_cost: with shorter intervals than this, copies take more than the share
+            `MAX_COST` of the training time.
+        min_every_for_link: with shorter intervals than this, copies to another machine use the link
+            between the machines for more than the share `MAX_SHARE_OF_LINK` of the time.
     """
-    # The cost of copies makes the interval at most twice as long, because a few copies may have
-    # taken long for another reason. The link changes it at once: on a slow network, each copy too
-    # many holds up the training.
-    lower_limit_for_cost = min(math.ceil(steps_for_cost), 2 * every)
-    lower_limit_for_link = math.ceil(steps_for_link)
-    lower_limit = max(1, lower_limit_for_cost, lower_limit_for_link)
+    # A few copies may have taken long for another reason, so their cost counts in steps. The link
+    # counts at once: on a slow network, each copy too many holds up the training.
+    capped_min_for_cost = min(math.ceil(min_every_for_cost), 2 * every)
+    min_every = max(1, capped_min_for_cost, math.ceil(min_every_for_link))
 
-    # Case 1: the present interval is too short, or just right.
-    if lower_limit >= every:
-        return lower_limit
+    is_too_short_or_just_right = min_every >= every
+    if is_too_short_or_just_right:
+        return min_every
 
-    # Case 2: the interval could be shorter. It is made shorter only as far as there is a margin, so
-    # that it does not change all the time. Example with a `MARGIN` of 1.5 and `every` = 10: if 4
-    # steps are enough, the interval becomes 6; if 8 are enough, it would be 12, so it stays 10. (In
-    # this case `steps_for_cost` is below `every`, so it needs no cap.)
-    limit_with_margin = max(1, math.ceil(MARGIN * max(steps_for_cost, steps_for_link)))
-    return min(every, limit_with_margin)
+    min_with_margin = math.ceil(MARGIN * max(min_every_for_cost, min_every_for_link))
+    return min(every, max(1, min_with_margin))
 
 
 def _milliseconds(seconds: float) -> str:

@@ -106,9 +106,9 @@ class EncodedState(NamedTuple):
 def encode(
     state: object,
     *,
-    inside: str = "",
+    name: str = "",
     to_host: Callable[[Tensor], Tensor] | None = None,
-    main: bool = True,
+    is_rank_0: bool = True,
 ) -> EncodedState:
     """Splits a state into a tree and tensors. For a DTensor it takes the shard of this rank.
 
@@ -117,17 +117,17 @@ def encode(
     Args:
         state: any pytree of dict, OrderedDict, Counter, list, tuple, str, int, float, bool, None,
             tensors, numpy arrays and numbers, `torch.dtype`, `torch.device`, `torch.Size`.
-        inside: the name of `state` in error messages.
+        name: the name of the state in error messages.
         to_host: copies a tensor to contiguous CPU memory. The default is `on_cpu`.
-        main: True on rank 0, which stores each tensor that it has completely, as `$tensor`. Any
-            other rank stores only what rank 0 does not have: its shards of DTensors and, under a
-            pipeline, the tensors of its own layers. All of these are stored as `$sharded`.
+        is_rank_0: True on rank 0, which stores each tensor that it has completely, as `$tensor`.
+            What any other rank is given is stored as `$sharded`: its shards of DTensors, or the
+            tensors of its own layers under a pipeline.
 
     Raises:
         CheckpointError: the state holds a value of another type; the message says where.
     """
     # Encoding also collects the tensors, and the region ("box") that each shard has in its tensor.
-    encoder = Encoder(inside, to_host or on_cpu, main)
+    encoder = Encoder(name, to_host or on_cpu, stores_whole_tensors=is_rank_0)
     tree = encoder.encode(state, ())
     return EncodedState(tree, encoder.tensors, encoder.boxes)
 
@@ -160,10 +160,10 @@ def decode(
         ) from error
 
 
-def tensor_places(tree: Tree) -> Iterator[Mapping[str, Any]]:
-    """Yields the objects {"$tensor": ...} and {"$sharded": ...} of a tree, in its order.
+def find_encoded_tensors(tree: Tree) -> Iterator[Mapping[str, Any]]:
+    """Yields the encoded tensors of a tree, in its order: {"$tensor": ...} and {"$sharded": ...}.
 
-    If several names of the state are tied, their common object is yielded once for each of them.
+    If several names of the state are tied, their common tensor is yielded once for each of them.
     """
     # Depth first with a stack, as a deeply nested tree could exceed Python's recursion limit. The
     # last element of the stack is visited next.
@@ -232,12 +232,21 @@ def with_own_storage(tensor: Tensor, storages_in_use: set[int]) -> Tensor:
 
 
 class Encoder:
-    """Encodes one state, and collects its tensors. The arguments are those of `encode`."""
+    """Encodes one state, and collects its tensors.
 
-    def __init__(self, inside: str, to_host: Callable[[Tensor], Tensor], main: bool) -> None:
-        self.name_of_state = inside
+    Args:
+        name: as in `encode`.
+        to_host: as in `encode`.
+        stores_whole_tensors: True to store tensors that are complete on this rank as `$tensor`, and
+            not as `$sharded`.
+    """
+
+    def __init__(
+        self, name: str, to_host: Callable[[Tensor], Tensor], *, stores_whole_tensors: bool
+    ) -> None:
+        self.name_of_state = name
         self._to_host = to_host
-        self._main = main
+        self._stores_whole_tensors = stores_whole_tensors
         self.tensors: dict[str, Tensor] = {}
         """The stored tensors by name, as in `EncodedState`."""
         self.boxes: dict[str, Box] = {}
@@ -338,7 +347,7 @@ class Encoder:
             return tree
 
         if all(type(key) is str and not key.startswith("$") for key in value):
-            return dict(pairs)
+            return dict(pairs)  # a string is encoded as itself
         return {"$dict": pairs}
 
     def _encode_tensor(self, value: Any, path: KeyPath) -> Tree:
@@ -356,18 +365,12 @@ class Encoder:
         if tie in self._tree_of_tie:
             return self._tree_of_tie[tie]
 
-        # The box is the region of the tensor that this rank stores, for example the rows 2 to 4;
-        # None if it stores nothing. If a DTensor is replicated over some ranks, only the first of
-        # them stores it.
-        box = self._box_to_store(value)
-        if is_replicated_copy(value):
-            box = None
-
         # If rank 0 has the whole tensor, it is stored in one piece. Any other tensor is stored as
         # regions, from which it is put together: shards of several ranks, or the whole tensor of
         # another rank, as under a pipeline.
+        box = self._box_to_store(value)  # None if this rank stores nothing
         is_whole = box is not None and box.sizes == value.shape
-        if self._main and is_whole:
+        if self._stores_whole_tensors and is_whole:
             tree = self._add_tensor(self._to_host(local), path)
         else:
             tree = self._add_shard(value, local, box, path)
@@ -376,33 +379,36 @@ class Encoder:
             self._tree_of_tie[tie] = tree
         return tree
 
-    def _add_shard(self, value: Any, local: Tensor, box: Box | None, path: KeyPath) -> Tree:
+    def _add_shard(self, tensor: Any, local: Tensor, box: Box | None, path: KeyPath) -> Tree:
         """Stores this rank's shard of a tensor, and returns the tree of the whole tensor.
 
         Args:
-            value: the tensor.
+            tensor: the whole tensor.
             local: the part of it that this rank has.
             box: the region of the tensor that this rank stores; None if it stores nothing of it.
             path: the location of the tensor in the state.
         """
         # The tree names the tensor even if this rank stores no elements of it.
-        name = self._free_name(path)
+        name = self._unused_name(path)
         if box is not None and 0 not in box.sizes:
             self._store(name, self._to_host(local))
             self.boxes[name] = box
 
         return {
             "$sharded": name,
-            "dtype": dtype_name(value.dtype),
-            "shape": list(value.shape),
+            "dtype": dtype_name(tensor.dtype),
+            "shape": list(tensor.shape),
         }
 
     def _box_to_store(self, value: Any) -> Box | None:
         """Returns the region of a tensor that this rank stores, or None if it stores nothing of it.
 
-        Here it is the region that this rank has, which is the whole tensor unless it is sharded.
-        This is so on every rank. Subclasses may choose a smaller region.
+        It is the region that this rank has: its shard of a DTensor, for example the rows 2 to 4, or
+        the whole of any other tensor. If a shard is replicated over some ranks, only the first of
+        them stores it. Subclasses may choose a smaller region.
         """
+        if is_replicated_copy(value):
+            return None
         if is_sharded(value):
             return Box(*local_box(value))
         return Box(offsets=(0,) * value.dim(), sizes=tuple(value.shape))
@@ -423,7 +429,7 @@ class Encoder:
 
     def _add_tensor(self, tensor: Tensor, path: KeyPath) -> Tree:
         """Stores a whole CPU tensor under a name made from its path, and returns its tree."""
-        name = self._free_name(path)
+        name = self._unused_name(path)
         self._store(name, tensor)
         if tensor.dtype not in DTYPES_STORED_AS_BYTES:
             return {"$tensor": name}
@@ -435,7 +441,7 @@ class Encoder:
             "shape": list(tensor.shape),
         }
 
-    def _free_name(self, path: KeyPath) -> str:
+    def _unused_name(self, path: KeyPath) -> str:
         """Returns a tensor name that is not in use: the path, joined by dots.
 
         `("state", 0, "exp_avg")` becomes "state.0.exp_avg", or "state.0.exp_avg#2" if another
@@ -463,24 +469,31 @@ class Encoder:
         """Builds the error for a value that cannot be stored.
 
         Args:
-            path: the location of the value. `("state", 0, "exp_avg")` is written as
-                "state[0].exp_avg".
+            path: the location of the value.
             problem: what is wrong with the value: "contains itself".
         """
-        place = self.name_of_state  # for example "optimizer"
-        for part in path:
-            is_attribute = type(part) is str and _is_dotted_name(part)
-            if not is_attribute:
-                place += f"[{part!r}]"
-            elif place:
-                place += f".{part}"
-            else:
-                place = str(part)
+        place = _format_path(self.name_of_state, path)
         return CheckpointError(
             "saving the state of the training",
             f"{place or 'the state'} {problem}",
             "let state_dict() return tensors, numbers, text, and lists and dictionaries of these",
         )
+
+
+def _format_path(name: str, path: KeyPath) -> str:
+    """Writes the location of a value in a state: "optimizer.state[0].exp_avg".
+
+    Args:
+        name: the name of the state: "optimizer". Without a name ("") it is "state[0].exp_avg".
+        path: the keys and indices that lead to the value: `("state", 0, "exp_avg")`.
+    """
+    text = name
+    for part in path:
+        if type(part) is str and _is_dotted_name(part):
+            text += f".{part}"
+        else:
+            text += f"[{part!r}]"
+    return text if name else text.removeprefix(".")
 
 
 def _is_dotted_name(text: str) -> bool:
@@ -561,12 +574,11 @@ class _Decoder:
         stored as its bytes. Its tree also has its dtype and shape, by which the bytes are converted
         back.
         """
-        # In the message, "its list" is the manifest, which lists the tensors of the state.
         name = tree["$tensor"]
         if name not in self._tensors:
             raise CheckpointError(
                 "reading a saved state",
-                f"its list names the tensor {str(name)[:80]!r}, which is in none of its files",
+                f"the manifest names the tensor {str(name)[:80]!r}, which is in none of its files",
                 "the files do not belong together: use another checkpoint",
             )
         stored = self._tensors[name]

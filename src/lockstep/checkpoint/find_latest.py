@@ -100,16 +100,16 @@ def check_views(folder: Path, views: Sequence[FolderView]) -> None:
         CheckpointError: all checkpoints are damaged, or another rank sees a checkpoint where rank 0
             sees none.
     """
-    chosen = views[0]
-    if chosen.name is not None:
-        return  # `read_manifest_of` checks that this rank sees the same checkpoint
+    view_of_rank_0 = views[0]
+    if view_of_rank_0.name is not None:
+        return  # whether the others see the same checkpoint, `read_manifest_of` checks on each rank
 
     # Rank 0 has found checkpoints, but all of them are damaged.
-    if chosen.passed_over:
+    if view_of_rank_0.passed_over:
         # The problems begin with a semicolon: "; passed over: step-000000020 (incomplete)".
         raise CheckpointError(
             f"resuming from {folder}",
-            f"none of its checkpoints is sound{chosen.describe_problems()}",
+            f"none of its checkpoints is sound{view_of_rank_0.describe_problems()}",
             f"see `lockstep checkpoint repair {folder}`; to begin anew, choose another folder",
         )
 
@@ -133,12 +133,14 @@ def read_manifest_of(path: Path, checkpoint_id: str | None) -> dict[str, Any]:
     Raises:
         CheckpointError: this rank sees no checkpoint there, or another one.
     """
-    found = "rank 0 has found it there, and this rank does not see it"
-    if path.exists():
+    if not path.exists():
+        found = "rank 0 has found it there, and this rank does not see it"
+    else:
         manifest = layout.read_manifest(path)
         if manifest.get("id") == checkpoint_id:
             return manifest
         found = "this rank sees another checkpoint under that name than rank 0 does"
+
     raise CheckpointError(
         f"resuming from {path}",
         found,

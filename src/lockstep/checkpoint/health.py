@@ -16,7 +16,7 @@ from typing import Any
 from lockstep.checkpoint import layout
 from lockstep.checkpoint.checksums import check_seal, damaged_files
 from lockstep.checkpoint.contents import Contents, open_contents
-from lockstep.checkpoint.encoding import tensor_places
+from lockstep.checkpoint.encoding import find_encoded_tensors
 from lockstep.checkpoint.file_errors import plain_errors
 from lockstep.checkpoint.formats.reading import read_stored
 from lockstep.checkpoint.formats.safetensors import read_header
@@ -117,14 +117,9 @@ def tensor_names_of_files(manifest: Mapping[str, Any]) -> dict[str, set[str]]:
     # The files of rank 0, with the tensors that are not in shards.
     for state_name, tree in layout.trees_of_files(manifest).items():
         names = set()
-        for tensor in tensor_places(tree):
-            # A whole tensor is {"$tensor": name}. A tensor in shards is
-            # {"$sharded": name, "dtype": ..., "shape": ...}; it is added below, because the shards
-            # may be in the files of other ranks.
-            is_whole = "$tensor" in tensor
-            name = tensor["$tensor"] if is_whole else tensor.get("$sharded")
-            if not isinstance(name, str):
-                raise ValueError("a tensor of the state has no name")
+        for encoded in find_encoded_tensors(tree):
+            name = _name_of(encoded)
+            is_whole = "$tensor" in encoded  # otherwise its shards are added below
             if is_whole:
                 names.add(name)
         names_of_files[layout.tensor_file(state_name)] = names
@@ -136,6 +131,18 @@ def tensor_names_of_files(manifest: Mapping[str, Any]) -> dict[str, set[str]]:
                 file_name = layout.tensor_file(state_name, rank)
                 names_of_files.setdefault(file_name, set()).add(name)
     return names_of_files
+
+
+def _name_of(encoded_tensor: Mapping[str, Any]) -> str:
+    """Returns the name of a whole tensor, {"$tensor": name}, or one in shards, {"$sharded": name}.
+
+    Raises:
+        ValueError: it has no name.
+    """
+    name = encoded_tensor.get("$tensor", encoded_tensor.get("$sharded"))
+    if not isinstance(name, str):
+        raise ValueError("a tensor of the state has no name")
+    return name
 
 
 def _problem_of_file(path: Path, file_name: str, tensor_names: set[str]) -> str | None:
@@ -171,16 +178,15 @@ def _problem_of_shards(
         manifest: the manifest of the checkpoint.
         file_names: the files that the checkpoint should have.
     """
-    # `read_stored` reads only files that the manifest lists. As that list may be wrong, it gets the
-    # files that should be there.
-    manifest_with_files = {**manifest, "files": file_names}
+    # `read_stored` reads only files that the manifest lists. The list may be wrong, which another
+    # check reports, so it is replaced by the files that should be there.
+    corrected_manifest = {**manifest, "files": file_names}
     for state_name, tree in layout.trees_of_files(manifest).items():
-        # Each tensor of the state is a node of the tree: {"$tensor": name} or {"$sharded": name}.
-        sharded = [node for node in tensor_places(tree) if "$sharded" in node]
+        sharded = [encoded for encoded in find_encoded_tensors(tree) if "$sharded" in encoded]
         try:
             # With lazy=True no values are read, but the shards are checked: together they must
             # cover their tensor without overlapping.
-            read_stored(path, manifest_with_files, state_name, sharded, lazy=True)
+            read_stored(path, corrected_manifest, state_name, sharded, lazy=True)
         except CheckpointError as error:
             return f"the shards of {state_name} are not sound: {error.found}"
     return None
@@ -201,19 +207,14 @@ class Inspection:
     @property
     def best(self) -> Path | None:
         """The checkpoint with the best metric, or None if the run has not said what is best."""
-        # Each manifest says "min" or "max" for the metric, or None. The checkpoints are in the
-        # order of their steps. So after the loop, `min_or_max` is what the latest checkpoint
-        # without problems says.
-        without_problems = []
-        min_or_max: Any = None
-        for health in self.checkpoints:
+        paths = []
+        min_or_max: Any = None  # what the manifest of the latest checkpoint without problems says
+        for health in self.checkpoints:  # the latest one comes last
             if health.manifest is not None and not health.problems:
-                without_problems.append(health.path)
+                paths.append(health.path)
                 min_or_max = health.manifest.get("best")
 
-        if not min_or_max:
-            return None
-        return layout.best(without_problems, min_or_max)
+        return layout.best(paths, min_or_max) if min_or_max else None
 
     @property
     def sound(self) -> bool:
@@ -236,25 +237,24 @@ def inspect(path: Path, *, name: str | None = None, trust: bool = False) -> Insp
     """
     # A checkpoint is recognised by the name of its folder. So "." is replaced by the full path.
     path = with_name(path)
-    checkpoints = tuple(examine(checkpoint) for checkpoint in checkpoints_at(path))
+    healths = tuple(examine(checkpoint) for checkpoint in checkpoints_at(path))
 
-    is_checkpoint = path in [health.path for health in checkpoints]
+    is_checkpoint = path in [health.path for health in healths]
     leftovers: tuple[Path, ...] = ()
     if path.is_dir() and not is_checkpoint:
         leftovers = tuple(sorted(layout.leftovers(path)))
 
-    readable = [health.path for health in checkpoints if not health.problems]
-    if readable:
-        to_open = readable[-1]  # the newest one
-    elif checkpoints or leftovers:
+    readable = [health.path for health in healths if not health.problems]
+    is_run_folder_or_checkpoint = bool(healths or leftovers)
+    if is_run_folder_or_checkpoint and not readable:
         # All checkpoints are damaged, or there are only interrupted saves.
-        return Inspection(path, checkpoints, leftovers, contents=None)
-    else:
-        to_open = path  # a file of weights, or a folder of another library
+        return Inspection(path, healths, leftovers, contents=None)
 
-    # All models of a checkpoint are described, and also the tensors of optimizers and the like.
+    # The newest checkpoint; or else a file of weights, or a folder of another library. All models
+    # of a checkpoint are described, and also the tensors of optimizers and the like.
+    to_open = readable[-1] if readable else path
     contents = open_contents(to_open, name=name, trust=trust, everything=True, training=True)
-    return Inspection(path, checkpoints, leftovers, contents)
+    return Inspection(path, healths, leftovers, contents)
 
 
 def checkpoints_at(path: Path) -> list[Path]:
@@ -267,7 +267,7 @@ def checkpoints_at(path: Path) -> list[Path]:
     """
     if not path.is_dir():
         return []
-    if layout.is_checkpoint(path):
+    if layout.has_checkpoint_name(path):
         return [path]
     highest_step_first = layout.candidates(path)
     return [candidate for candidate in reversed(highest_step_first) if candidate.is_dir()]

@@ -62,19 +62,21 @@ class HostCopies:
 
         The values of a GPU tensor are complete only after `finish`.
         """
-        if value.device.type == "cpu":
-            # `_addresses_of_training` has all storages of the training. A tensor with another
-            # storage was made only for the checkpoint, so nothing will change it. `on_cpu` copies
-            # such a tensor only if necessary, e.g. if it is not contiguous.
-            address = value.untyped_storage().data_ptr()
-            if address not in self._addresses_of_training:
-                return on_cpu(value)
-
         if value.is_cuda:
             self._copying_gpus.add(value.device)
-        memory = self._pinned_memory if value.is_cuda else self._memory
-        buffer = memory.take(value.shape, value.dtype)
-        return buffer.copy_(value.detach(), non_blocking=value.is_cuda)
+            buffer = self._pinned_memory.take(value.shape, value.dtype)
+            return buffer.copy_(value.detach(), non_blocking=True)
+
+        if value.device.type == "cpu":
+            address = value.untyped_storage().data_ptr()
+            belongs_to_training = address in self._addresses_of_training
+            if not belongs_to_training:
+                # It was made only for the checkpoint, so nothing will change it. It is only copied
+                # if necessary, e.g. if it is not contiguous.
+                return on_cpu(value)
+
+        buffer = self._memory.take(value.shape, value.dtype)
+        return buffer.copy_(value.detach())
 
     def finish(self) -> None:
         """Waits until all copies are complete, and frees the memory that this save has not used."""
@@ -119,9 +121,8 @@ class _ReusedMemory:
         num_bytes = count * dtype.itemsize
         chunk = self._chunk_with_room(num_bytes)
 
-        # The tensor must have a storage of its own size: `encode`, which gets it next, would clone
-        # a tensor that is a part of a larger storage. So it is made from the memory of the chunk. A
-        # slice of a tensor would share the storage of that tensor.
+        # `frombuffer` makes a storage that begins at the offset and has just this size. `encode`,
+        # which gets the tensor next, would clone a slice of a larger storage.
         flat = torch.frombuffer(chunk.memory, dtype=dtype, count=count, offset=chunk.num_used)
         chunk.num_used += ceil_div(num_bytes, ALIGNMENT_BYTES) * ALIGNMENT_BYTES
         return flat.view(shape)

@@ -51,13 +51,18 @@ class _ReadingPlan(NamedTuple):
 
     def missing_on(self, machine: int) -> list[PartReport]:
         """Returns the parts that must be sent to a machine before it can read."""
-        return [part for part in self.parts if part.machine != machine]
+        return [part for part in self.parts if part.holder_machine != machine]
 
 
 def fetch_step(
     collectives: Collectives, kept: KeptStep, module_names: Sequence[str], received: ExitStack
 ) -> dict[str, Any]:
     """Returns the states of a kept step, as `read_step` does. All ranks call this for one step.
+
+    1. Each rank plans for all machines what they read, from the same facts.
+    2. The ranks exchange the random states.
+    3. Each machine is sent the parts that it lacks.
+    4. Each rank reads the parts from the memory of its machine.
 
     Args:
         collectives: the collectives of the run.
@@ -72,7 +77,6 @@ def fetch_step(
     machine = collectives.topology.node_rank
     machine_of_rank: list[int] = collectives.exchange(machine)
 
-    # Every rank plans for all machines, from the same facts, so that all have the same plan.
     plan_of_machine: dict[int, _ReadingPlan] = {}
     for each_machine in sorted(set(machine_of_rank)):
         plan_of_machine[each_machine] = _plan_reading(kept, machine_of_rank, each_machine)
@@ -81,16 +85,14 @@ def fetch_step(
 
     random_states = _gather_random_states(collectives, kept)
 
-    # Send each machine the parts that it lacks.
     transfers = _plan_transfers(plan_of_machine, machine_of_rank)
-    received_paths = _transfer_parts(collectives, transfers, machine_of_rank, received)
+    path_by_writer_rank = _transfer_parts(collectives, transfers, machine_of_rank, received)
 
-    # Read all parts on this machine. The received ones are listed by the rank that wrote them.
-    paths_here = []
-    for part in plan.parts:
-        is_here = part.machine == machine
-        paths_here.append(part.path if is_here else received_paths[part.rank])
+    def path_here(part: PartReport) -> str:
+        was_here_before = part.holder_machine == machine
+        return part.path if was_here_before else path_by_writer_rank[part.writer_rank]
 
+    paths_here = [path_here(part) for part in plan.parts]
     return run_on_all_ranks(
         collectives,
         RESUMING_FROM_MEMORY,
@@ -106,12 +108,11 @@ def _plan_reading(kept: KeptStep, machine_of_rank: Sequence[int], machine: int) 
         machine_of_rank: the machine of each rank of this run.
         machine: the number of the machine.
     """
-    # If each rank finds its shard where it left it, a machine reads the parts of its own ranks,
-    # which have the same numbers as when the step was kept. If not all ranks are on this machine,
-    # it has only a part of each sharded tensor.
     if _every_rank_finds_its_shard(kept, machine_of_rank):
+        # The machine reads the parts of its own ranks.
         ranks_here = [rank for rank, where in enumerate(machine_of_rank) if where == machine]
         parts_here = [_find_copy(kept, rank, machine) for rank in ranks_here]
+        # If there are other machines, they have the other shards of each tensor.
         other_machines_have_ranks = len(ranks_here) < len(machine_of_rank)
         return _ReadingPlan(parts_here, lacks_shards=other_machines_have_ranks)
 
@@ -138,14 +139,11 @@ def _every_rank_finds_its_shard(kept: KeptStep, machine_of_rank: Sequence[int]) 
     if kept.strategy != "fsdp" or kept.world_size != len(machine_of_rank):
         return False
 
-    # `_find_copy` prefers a copy on the given machine, but there may be none. And if there is one,
-    # it may have been written by a rank of the machine, or sent by another machine. Only the first
-    # shows that the rank was on this machine before.
     for rank, machine in enumerate(machine_of_rank):
         part = _find_copy(kept, rank, machine)
-        lies_here = part.machine == machine
-        was_written_here = part.writer_machine == machine
-        if not (lies_here and was_written_here):
+        lies_on_machine = part.holder_machine == machine  # otherwise the machine has no copy
+        was_written_there = part.writer_machine == machine  # otherwise another machine has sent it
+        if not (lies_on_machine and was_written_there):
             return False
     return True
 
@@ -154,7 +152,7 @@ def _find_copy(kept: KeptStep, rank: int, machine: int) -> PartReport:
     """Returns a copy of a rank's part: the one on the given machine, if it has one."""
     copies = kept.copies_of(rank)
     for copy in copies:
-        if copy.machine == machine:
+        if copy.holder_machine == machine:
             return copy
     return copies[0]
 
@@ -181,30 +179,31 @@ def _check_memory(plan: _ReadingPlan, machine: int) -> None:
 
 
 def _gather_random_states(collectives: Collectives, kept: KeptStep) -> list[Any]:
-    """Returns the random states of the ranks that have kept a step; None where it is not known."""
+    """Returns the random states of the ranks that have kept a step; None where it is not known.
+
+    All ranks call this. Each of them reads some of the states, and all get the states of all.
+    """
     present_rank = collectives.topology.rank
 
-    def read_states_on_this_rank() -> dict[str, str]:
-        """Reads the random states that this rank has to read for all ranks.
+    def read_some_states() -> dict[str, str]:
+        """Reads the states of which this rank is the first holder.
 
         Returns:
-            The states by the number of the rank that has kept them: `{"3": "..."}`. The numbers and
-            the states are texts, because the answers of ranks are sent as JSON.
+            The states by the rank that has written them: `{"3": "..."}`. The ranks and the states
+            are texts, because they are sent as JSON.
         """
         texts = {}
-        for rank_that_kept in range(kept.world_size):
-            # There may be several copies of what a rank has kept, on different machines. Only the
-            # first one is read, by the present rank that has it in the memory of its machine.
-            copies = kept.copies_of(rank_that_kept)
-            if copies and copies[0].holder == present_rank:
+        for writer_rank in range(kept.world_size):
+            copies = kept.copies_of(writer_rank)  # there may be several, on different machines
+            if copies and copies[0].holder_rank == present_rank:
                 state = read_random_state(copies[0].path)
-                texts[str(rank_that_kept)] = rng_state_to_text(state)
+                texts[str(writer_rank)] = rng_state_to_text(state)
         return texts
 
     states: list[Any] = [None] * kept.world_size
-    for texts in gather_answers(collectives, RESUMING_FROM_MEMORY, read_states_on_this_rank):
-        for rank_that_kept, text in texts.items():
-            states[int(rank_that_kept)] = rng_state_from_text(text)
+    for texts in gather_answers(collectives, RESUMING_FROM_MEMORY, read_some_states):
+        for writer_rank, text in texts.items():
+            states[int(writer_rank)] = rng_state_from_text(text)
     return states
 
 
@@ -213,8 +212,11 @@ def _plan_transfers(
 ) -> list[_Transfer]:
     """Lists the parts to send to other machines, in an order that is the same on all ranks.
 
+    The holder of a part sends it to the first rank of the machine that needs it.
+
     Args:
-        plan_of_machine: the parts that each machine is going to read, by its number.
+        plan_of_machine: the parts that each machine is going to read, by its number, in the same
+            order on all ranks.
         machine_of_rank: the machine of each rank of this run.
     """
     transfers = []
@@ -233,8 +235,8 @@ def _transfer_parts(
 ) -> dict[int, str]:
     """Sends and receives the parts that machines lack. All ranks call this with the same transfers.
 
-    In a transfer, the holder of the part and the receiver are ranks of this run. `part.rank` is the
-    rank that wrote the part, perhaps in an earlier attempt with other machines.
+    The holder of a part and the receiver are ranks of this run. The writer was a rank of an earlier
+    attempt, perhaps with other machines.
 
     Args:
         collectives: the collectives of the run.
@@ -247,23 +249,21 @@ def _transfer_parts(
     """
     topology = collectives.topology
 
-    # The keys are the ranks that wrote the parts. They are texts, because JSON has no other keys.
-    paths_of_this_rank: dict[str, str] = {}
+    writers_and_paths: list[tuple[int, str]] = []  # of what this rank has received
     for transfer in transfers:
-        if topology.rank == transfer.part.holder:
+        if topology.rank == transfer.part.holder_rank:
             _send(transfer)
         if topology.rank == transfer.receiver:
-            paths_of_this_rank[str(transfer.part.rank)] = _receive(transfer, received)
+            path = _receive(transfer, received)
+            writers_and_paths.append((transfer.part.writer_rank, path))
 
     # One rank has received a part for all ranks of its machine.
-    paths_of_each_rank = gather_answers(
-        collectives, RESUMING_FROM_MEMORY, lambda: paths_of_this_rank
-    )
-    paths: dict[int, str] = {}
-    for rank, paths_of_rank in enumerate(paths_of_each_rank):
+    answers = gather_answers(collectives, RESUMING_FROM_MEMORY, lambda: writers_and_paths)
+    path_by_writer_rank: dict[int, str] = {}
+    for rank, answer in enumerate(answers):
         if machine_of_rank[rank] == topology.node_rank:
-            paths |= {int(writer): path for writer, path in paths_of_rank.items()}
-    return paths
+            path_by_writer_rank.update(dict(answer))
+    return path_by_writer_rank
 
 
 def _send(transfer: _Transfer) -> None:
@@ -282,5 +282,5 @@ def _receive(transfer: _Transfer, received: ExitStack) -> str:
     received.callback(os.close, descriptor)
     os.ftruncate(descriptor, round_up(transfer.part.num_bytes, PAGE_BYTES))
     path = f"/proc/{os.getpid()}/fd/{descriptor}"
-    dist.recv(Area(path).whole(transfer.part.num_bytes), transfer.part.holder)
+    dist.recv(Area(path).whole(transfer.part.num_bytes), transfer.part.holder_rank)
     return path

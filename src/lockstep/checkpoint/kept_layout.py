@@ -69,14 +69,14 @@ class LeafKind(NamedTuple):
 
     dtype: Any
     shape: Shape
-    device: Any
+    device_of_tensor: Any
     """None for a numpy value."""
     is_sharded: bool
 
     @property
     def is_numpy_value(self) -> bool:
         """True for a numpy array or number."""
-        return self.device is None
+        return self.device_of_tensor is None
 
     @property
     def can_be_divided(self) -> bool:
@@ -137,6 +137,21 @@ class _EncodedSection:
     """The offset of each placement in the values of the area."""
     text: str = ""
     """The description of the section in the header; empty until the offsets are known."""
+
+    def replace_tensors(
+        self, leaves: list[Any], local_leaves: list[Tensor], addresses: list[int]
+    ) -> None:
+        """Makes the encoded section refer to other tensors, of the same dtypes and shapes.
+
+        Args:
+            leaves: the tensors of the section.
+            local_leaves: the same as plain tensors: of a DTensor, this rank's shard.
+            addresses: the memory addresses of the local leaves.
+        """
+        self.leaves = leaves
+        self.local_leaves = local_leaves
+        self.addresses = addresses
+        self.sources = _sources(self.placements, local_leaves)
 
 
 class KeptLayout:
@@ -257,7 +272,7 @@ class KeptLayout:
 
     def _assign_offsets(self) -> None:
         """Assigns each placement its offset in the area, one after the other."""
-        self.version += 1
+        self.version += 1  # tells `KeptSteps` to make its views of the areas again
         end = 0
         for encoded in self._encoded.values():
             encoded.offsets = []
@@ -268,6 +283,8 @@ class KeptLayout:
 
     def _reuse_encoded(self, present: _PresentSection) -> _EncodedSection | None:
         """Returns the encoded section of an earlier step, if it can be used for this step, too.
+
+        If the section has other tensors now, the encoded section is changed to refer to these.
 
         Returns:
             The encoded section, or None if the section must be encoded again.
@@ -293,13 +310,7 @@ class KeptLayout:
         if not has_same_ties:
             return None
 
-        # The present tensors take the place of the old ones: the placements (which rows of which
-        # leaf this rank copies) stay, and the sources (the tensors to copy from) are others. The
-        # local leaves are the leaves as plain tensors, e.g. this rank's shards.
-        encoded.leaves = present.leaves
-        encoded.local_leaves = present.local_leaves
-        encoded.addresses = addresses
-        encoded.sources = _sources(encoded.placements, present.local_leaves)
+        encoded.replace_tensors(present.leaves, present.local_leaves, addresses)
         return encoded
 
     def _encode(self, present: _PresentSection) -> _EncodedSection:
@@ -382,12 +393,10 @@ class KeptLayout:
                     rows_of_leaf.append(None)
                     continue
 
-                # Which rows of the leaf are in the range? Both ends are rounded down to whole rows,
-                # on all ranks alike, so that each row is copied by one rank. For a leaf that ends
-                # before the range, both are the number of its rows; for a leaf that begins after
-                # the range, both are 0: such a leaf gets no rows.
-                first_row = _row_at(leaf, range_begin - leaf_begin)
-                end_row = _row_at(leaf, range_end - leaf_begin)
+                # Both ends are rounded down to whole rows, on all ranks alike, so that each row is
+                # copied by one rank. If the leaf is outside the range, they are equal: no rows.
+                first_row = _clamped_row_at(leaf, range_begin - leaf_begin)
+                end_row = _clamped_row_at(leaf, range_end - leaf_begin)
                 rows_of_leaf.append((first_row, end_row))
                 leaf_begin += leaf.nbytes
 
@@ -450,9 +459,9 @@ class _PresentSection:
         for leaf in self.leaves:
             plain_tensor = _local(leaf)  # also of a numpy value
             is_numpy_value = isinstance(leaf, np.ndarray | np.generic)
-            device = None if is_numpy_value else plain_tensor.device  # None: a numpy value
+            device_of_tensor = None if is_numpy_value else plain_tensor.device
             shape = tuple(plain_tensor.shape)
-            kind = LeafKind(plain_tensor.dtype, shape, device, is_sharded(leaf))
+            kind = LeafKind(plain_tensor.dtype, shape, device_of_tensor, is_sharded(leaf))
             self.local_leaves.append(plain_tensor)
             self.leaf_kinds.append(kind)
 
@@ -491,9 +500,11 @@ class _LayoutEncoder(Encoder):
     def __init__(
         self, section: Section, *, is_main: bool, rows_of_leaf: list[Rows | None] | None
     ) -> None:
-        super().__init__(section.file if not section.path else "", _unchanged, is_main)
+        name = section.file if not section.path else ""
+        super().__init__(name, _unchanged, stores_whole_tensors=is_main)
         self.placements: list[Placement] = []
         self._keeps_undivided_leaves = is_main or section.is_partial
+        """True on the first rank of the machine, and if each rank has other entries."""
         self._rows_of_leaf = rows_of_leaf
         self._num_leaves = 0
         """How many leaves were met so far, the present one included."""
@@ -524,29 +535,24 @@ class _LayoutEncoder(Encoder):
         The region is also noted in the present leaf, for `_store`. `_begin_leaf` has noted which
         rows of the leaf this rank stores, or None if the leaf is not divided into rows.
         """
-        leaf = self._leaf
-        own_region = super()._box_to_store(value)  # this rank's shard, or else the whole tensor
-
-        # Each rank stores its shard of a DTensor.
+        box = super()._box_to_store(value)  # this rank's shard, or else the whole tensor
+        rows = self._leaf.rows
         if is_sharded(value):
-            leaf.box = own_region
-
-        # A tensor that is equal on all ranks of the machine is divided between them by rows.
-        elif leaf.rows is not None:
-            first_row, end_row = leaf.rows
+            pass  # each rank stores its shard
+        elif rows is not None:
+            # The tensor is equal on all ranks of the machine, and divided between them by rows.
+            first_row, end_row = rows
             other_sizes = tuple(value.shape[1:])
             offsets = (first_row, *(0 for _ in other_sizes))
-            leaf.box = Box(offsets, (end_row - first_row, *other_sizes))
+            box = Box(offsets, (end_row - first_row, *other_sizes))
+        elif not self._keeps_undivided_leaves:
+            # The first rank of the machine stores the whole tensor.
+            box = None
 
-        # Any other tensor is stored whole: by the first rank of the machine, or by each rank if
-        # each has other entries of the section.
-        elif self._keeps_undivided_leaves:
-            leaf.box = own_region
-        else:
-            leaf.box = None
-        return leaf.box
+        self._leaf.box = box
+        return box
 
-    def _free_name(self, path: KeyPath) -> str:
+    def _unused_name(self, path: KeyPath) -> str:
         """Returns a name for a tensor that no other tensor has: its path, and a number if needed.
 
         `("a", "b") -> "a.b"`, or `"a.b#2"` if "a.b" is taken. Every rank gives a name to every
@@ -573,8 +579,7 @@ class _LayoutEncoder(Encoder):
         """
         leaf = self._leaf
 
-        # The box is the region of the leaf that this rank copies. It is None for a numpy value,
-        # which only the first rank of the machine copies.
+        # This rank copies nothing of the leaf, as of numpy values on all but the first rank.
         if leaf.box is None:
             return
 
@@ -600,9 +605,9 @@ def _skeleton(value: Any, leaves: list[Any]) -> Any:
     Example: `{"lr": 0.1, "w": tensor} -> (dict, ["lr", "w"], [(float, 0.1), "$leaf"])`.
 
     Two skeletons are equal if the values differ only in their leaves. Dictionaries must also have
-    the same order, since the leaves are in that order. Most values stand beside their type, because
-    in Python `1 == 1.0 == True`. The most frequent ones, int, str and None, stand alone: as values
-    of all other types are tuples with their type, an int in a skeleton only equals another int.
+    the same order, since the leaves are in that order. Values stand beside their types: otherwise
+    True and 1 would be equal. Only the most frequent ones, int, str and None, stand alone, which no
+    tuple with a type can equal.
     """
     kind = type(value)
     if value is None or kind is str or kind is int:
@@ -667,10 +672,11 @@ def _find_ties(addresses: Sequence[int]) -> list[int]:
     return [first_index.setdefault(address, index) for index, address in enumerate(addresses)]
 
 
-def _row_at(tensor: Tensor, position: int) -> int:
+def _clamped_row_at(tensor: Tensor, position: int) -> int:
     """Returns the row that holds the byte at a position, which may lie outside the tensor.
 
-    4 rows of 10 bytes: 25 -> 2. A position before the tensor gives 0, one after it gives 4.
+    4 rows of 10 bytes: 25 -> 2. A position before the tensor gives 0, one after its end gives 4,
+    the number of rows.
     """
     num_rows = tensor.shape[0]
     if tensor.nbytes == 0 or position >= tensor.nbytes:
@@ -681,9 +687,9 @@ def _row_at(tensor: Tensor, position: int) -> int:
 def _text_of(section: Section, encoded: _EncodedSection) -> str:
     """Returns the description of a section in the header, as JSON.
 
-    Example, for the rows 2 and 3 of a tensor in float32 (code "F32") with 5 columns, which are
-    stored at byte 64 of the area. The last two lists say which region ("box") of the whole tensor
-    this is: its offsets and its sizes.
+    A *box* is a region of a tensor, given by its offsets and its sizes. Example, for the rows 2 and
+    3 of a tensor in float32 (code "F32") with 5 columns, which are stored at byte 64 of the area.
+    The last two lists are the offsets and the sizes of this box in the whole tensor.
 
         {"file": "training", "path": ["optimizer", "state"], "partial": false,
          "tensors": {"optimizer.state.0.exp_avg": ["F32", [2, 5], 64, [2, 0], [2, 5]]},
@@ -704,12 +710,16 @@ def _text_of(section: Section, encoded: _EncodedSection) -> str:
         "tensors": tensors,
     }
     text = json.dumps(description)
-    if encoded.tree is None:
-        return text
+    return text if encoded.tree is None else _with_json_entry(text, "tree", encoded.tree)
 
-    # The tree is JSON already, so it is added to the text as the last entry of the object.
-    text_without_brace = text.removesuffix("}")
-    return f'{text_without_brace}, "tree": {encoded.tree}}}'
+
+def _with_json_entry(object_text: str, key: str, value_text: str) -> str:
+    """Adds an entry to a JSON object, both as text: `{"a": 1}` and `[2]` -> `{"a": 1, "b": [2]}`.
+
+    The object must have an entry already.
+    """
+    without_brace = object_text.removesuffix("}")
+    return without_brace + f', "{key}": {value_text}' + "}"
 
 
 def sections_of(
@@ -720,8 +730,8 @@ def sections_of(
 ) -> list[Section]:
     """Cuts the states of a training into sections.
 
-    The model and the state of an optimizer are equal on all ranks of a machine, unless each rank
-    has only some entries of them. Their tensors are divided: each rank copies a share of them.
+    A section is *partial* if each rank has only some of its entries. It is *divided* if it is equal
+    on all ranks of a machine, of which each copies a share. So no section is both.
 
     Args:
         states: by name; in the state of a module, tensors that other ranks have are None.
@@ -747,18 +757,18 @@ def sections_of(
         has_section_for_each_entry = (is_optimizer or is_partial) and _can_be_cut(state)
         if has_section_for_each_entry:
             for key, value in state.items():
+                has_tensors = key == "state"
                 section = Section(
                     layout.TRAINING,
                     (name, key),
                     value,
-                    is_partial=key == "state" and is_partial,
-                    is_divided=key == "state" and is_optimizer and not is_partial,
+                    is_partial=has_tensors and is_partial,
+                    is_divided=has_tensors and is_optimizer and not is_partial,
                 )
                 sections.append(section)
             continue
 
-        # Any other object is one section, which is neither partial nor divided: only a separate
-        # section "state" can be that.
+        # Any other object is one section, of which the first rank of each machine keeps all.
         section = Section(layout.TRAINING, (name,), state, is_partial=False, is_divided=False)
         sections.append(section)
     return sections

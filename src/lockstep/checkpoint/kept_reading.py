@@ -3,8 +3,8 @@
 A *part* is what one rank has kept of a step, in one of its memory areas. All parts with the same
 attempt and serial number form a *kept step*. It is complete if the part of every rank is there,
 on its own machine or as a copy on another one (`partner_copies`). If the ranks of each machine
-together have the whole state (there are no shards, for example), its parts are called replicas, and
-those of one machine are enough.
+together have the whole state (there are no shards, for example), the parts of one machine are
+enough.
 
 The ranks of a later attempt, which may be fewer, tell each other what lies in their areas, and all
 choose the same step. They read it like a checkpoint on disk: values are only read when they are
@@ -46,25 +46,25 @@ class PartReport:
     attempt: int
     serial: int
     step: int
-    rank: int
+    writer_rank: int
     """The rank that wrote the part."""
     world_size: int
     folders: list[str]
     """The paths of the checkpoint folder on the machines of the attempt that wrote the part."""
     writer_machine: int
     """The number that the writer's machine had in that attempt."""
-    writers_on_machine: int
+    num_ranks_on_writer_machine: int
     """How many ranks that machine had in that attempt."""
-    is_replica: bool
+    machine_has_whole_state: bool
     """True if the ranks of each machine together have kept the whole state."""
     strategy: str
     """The strategy of the rank that wrote the part."""
     epoch: int
     num_bytes: int
     """How many bytes of the area are in use."""
-    holder: int
+    holder_rank: int
     """The rank that reports the part, and has access to the area."""
-    machine: int
+    holder_machine: int
     """The number of the machine on which the area is now."""
 
 
@@ -93,14 +93,16 @@ class KeptStep:
 
     def paths_on(self, machine: int) -> set[str]:
         """Returns the paths of the areas on a machine that hold a part of this step."""
-        return {part.path for part in self.parts if part.machine == machine}
+        return {part.path for part in self.parts if part.holder_machine == machine}
 
     def copies_of(self, rank: int) -> list[PartReport]:
         """Returns all copies of the part that a rank has written."""
-        return [part for part in self.parts if part.rank == rank]
+        return [part for part in self.parts if part.writer_rank == rank]
 
 
-def report_parts(areas: Sequence[Area], *, holder: int, machine: int) -> list[dict[str, Any]]:
+def report_parts(
+    areas: Sequence[Area], *, holder_rank: int, holder_machine: int
+) -> list[dict[str, Any]]:
     """Describes the parts in the given areas, for the other ranks.
 
     A part was written by a rank of an earlier attempt, maybe on another machine. The rank that
@@ -109,8 +111,8 @@ def report_parts(areas: Sequence[Area], *, holder: int, machine: int) -> list[di
 
     Args:
         areas: memory areas on this machine.
-        holder: the rank of this process.
-        machine: the number that this machine has now.
+        holder_rank: the rank of this process.
+        holder_machine: the number that this machine has now.
 
     Returns:
         A `PartReport` for each part, as a dictionary.
@@ -132,17 +134,17 @@ def report_parts(areas: Sequence[Area], *, holder: int, machine: int) -> list[di
             attempt=seal.attempt,
             serial=seal.serial,
             step=seal.step,
-            rank=facts["rank"],
+            writer_rank=facts["rank"],
             world_size=facts["world_size"],
             folders=facts["folders"],
             writer_machine=facts["machine"],
-            writers_on_machine=facts["ranks_on_machine"],
-            is_replica=facts["is_replica"],
+            num_ranks_on_writer_machine=facts["ranks_on_machine"],
+            machine_has_whole_state=facts["machine_has_whole_state"],
             strategy=facts["strategy"],
             epoch=facts["epoch"],
             num_bytes=seal.end,
-            holder=holder,
-            machine=machine,
+            holder_rank=holder_rank,
+            holder_machine=holder_machine,
         )
         reports.append(asdict(report))
     return reports
@@ -191,11 +193,12 @@ def describe_incomplete(reports: Sequence[PartReport], folders: Collection[str])
     if not parts_of_step:
         return "no step of it is in memory"
 
+    # All parts of a step have the same step, serial number and number of ranks.
     parts_of_newest = max(
         parts_of_step.values(), key=lambda parts: (parts[0].step, parts[0].serial)
     )
-    newest = parts_of_newest[0]  # all its parts have the same step and number of ranks
-    present_ranks = {part.rank for part in parts_of_newest}
+    newest = parts_of_newest[0]
+    present_ranks = {part.writer_rank for part in parts_of_newest}
     missing = set(range(newest.world_size)) - present_ranks
     return (
         f"step {newest.step} in memory is incomplete: what {format_ranks(missing)} kept is missing"
@@ -233,24 +236,22 @@ def _complete_sets(parts: Sequence[PartReport]) -> tuple[tuple[int, ...], ...]:
         is a set for each machine: `((0, 1), (2, 3))`. Otherwise all ranks are needed:
         `((0, 1, 2, 3),)`.
     """
-    # A part is a *replica* if the ranks of its machine together have kept the whole state.
-    each_machine_has_all = all(part.is_replica for part in parts)
-    if not each_machine_has_all:
-        all_ranks = set(range(parts[0].world_size))
-        present_ranks = {part.rank for part in parts}
+    each_machine_has_whole_state = all(part.machine_has_whole_state for part in parts)
+    if not each_machine_has_whole_state:
+        all_ranks = set(range(parts[0].world_size))  # the same for all parts of a step
+        present_ranks = {part.writer_rank for part in parts}
         return (tuple(sorted(all_ranks)),) if present_ranks == all_ranks else ()
 
-    # Collect the parts by the machine that wrote them. The attempt that wrote them had
-    # `writers_on_machine` ranks on the machine, and all of their parts are needed.
-    ranks_of_machine: dict[int, set[int]] = {}
-    size_of_machine: dict[int, int] = {}
+    # Of a machine, the parts of all ranks that it had are needed.
+    present_ranks_of_machine: dict[int, set[int]] = {}
+    num_ranks_of_machine: dict[int, int] = {}
     for part in parts:
-        ranks_of_machine.setdefault(part.writer_machine, set()).add(part.rank)
-        size_of_machine[part.writer_machine] = part.writers_on_machine
+        present_ranks_of_machine.setdefault(part.writer_machine, set()).add(part.writer_rank)
+        num_ranks_of_machine[part.writer_machine] = part.num_ranks_on_writer_machine
 
     sets = []
-    for machine, ranks in sorted(ranks_of_machine.items()):
-        is_complete = len(ranks) == size_of_machine[machine]
+    for machine, ranks in sorted(present_ranks_of_machine.items()):
+        is_complete = len(ranks) == num_ranks_of_machine[machine]
         if is_complete:
             sets.append(tuple(sorted(ranks)))
     return tuple(sets)
@@ -266,7 +267,7 @@ def read_random_state(path: str) -> dict[str, Any]:
         CheckpointError: the area has been overwritten.
     """
     part = _Part(path)
-    state: dict[str, Any] = _assemble_file([part], RANDOM, lacks_shards=False)["state"]
+    state: dict[str, Any] = _assemble_states([part], RANDOM, lacks_shards=False)["state"]
     in_memory: dict[str, Any] = copy_to_memory(state)
     return in_memory
 
@@ -283,7 +284,7 @@ def read_step(
     Args:
         paths: the paths of the memory areas in which the parts of the step lie, one for each rank
             that is needed to have the whole state, in the order of the ranks.
-        module_names: the names of the modules in the step.
+        module_names: the names of the modules of this run, for the manifest.
         random_states: the random states of all ranks; None where it is not known.
         lacks_shards: True if the parts lack the shards of ranks on other machines. No rank of this
             machine needs them, so this is no error.
@@ -296,18 +297,19 @@ def read_step(
     """
     parts = [_Part(path) for path in paths]
 
-    # Nothing was written to files, but each section has the name of the file that would hold it in
-    # a checkpoint on disk: the name of a module, or `layout.TRAINING` for everything else.
+    # Each section of a part belongs to the state of a module, to the random state, or to the states
+    # of all other objects (`layout.TRAINING`). In a checkpoint on disk, these would be files.
     file_names: set[str] = set()
     for part in parts:
         file_names.update(section["file"] for section in part.sections)
 
     saved: dict[str, Any] = {}
-    for module_name in file_names - {layout.TRAINING, RANDOM}:
-        saved[module_name] = _assemble_file(parts, module_name, lacks_shards=lacks_shards)
+    names_of_kept_modules = file_names - {layout.TRAINING, RANDOM}
+    for name in names_of_kept_modules:
+        saved[name] = _assemble_states(parts, name, lacks_shards=lacks_shards)
 
     # This is a dictionary with the states of all other objects, by name.
-    other_states = _assemble_file(parts, layout.TRAINING, lacks_shards=lacks_shards)
+    other_states = _assemble_states(parts, layout.TRAINING, lacks_shards=lacks_shards)
     saved.update(other_states)
 
     # The random states come from the caller, because these parts may lack those of some ranks.
@@ -367,7 +369,9 @@ class _ShardsOfThisMachine(TensorInShards):
     """A tensor with some shards on other machines. Each rank can only read its own shard."""
 
     def read_box(self, offsets: Shape, sizes: Shape) -> Tensor:
-        """Reads the shard with exactly this offset and size.
+        """Reads the shard with exactly this offset and size; other regions cannot be read.
+
+        That is enough: such a tensor is only read if the ranks have the same shards as before.
 
         Raises:
             CheckpointError: there is no such shard on this machine.
@@ -398,8 +402,8 @@ class _ShardsOfThisMachine(TensorInShards):
         )
 
 
-def _assemble_file(parts: Sequence[_Part], file: str, *, lacks_shards: bool) -> Any:
-    """Puts together what the ranks have kept for one file of a checkpoint.
+def _assemble_states(parts: Sequence[_Part], file: str, *, lacks_shards: bool) -> Any:
+    """Puts together what the ranks have kept of the state of a module, or of the other states.
 
     Args:
         parts: the parts of a complete set of ranks.
@@ -407,11 +411,21 @@ def _assemble_file(parts: Sequence[_Part], file: str, *, lacks_shards: bool) -> 
         lacks_shards: see `read_step`.
 
     Returns:
-        The state of the module, or for the other two files a dictionary of states by name.
+        The state of the module; for `TRAINING` and `RANDOM` a dictionary of states by name.
     """
-    # First, the tensors. Each rank has kept some of them, whole or only a region. Which of the two
-    # it is, only the tree says: {"$tensor": name} is a whole tensor, {"$sharded": name} is put
-    # together from regions. So each tensor is collected in both forms.
+    # The tree refers to a tensor as {"$tensor": name} if it is in `whole_tensors`, and as
+    # {"$sharded": name} if it must be joined from pieces.
+    whole_tensors, pieces = _collect_tensors(parts, file, lacks_shards=lacks_shards)
+    return decode(_merge_trees(parts, file), whole_tensors, pieces.join)
+
+
+def _collect_tensors(
+    parts: Sequence[_Part], file: str, *, lacks_shards: bool
+) -> tuple[dict[str, Tensor], _Pieces]:
+    """Collects the tensors that the ranks have kept, each as a whole tensor and as a piece of one.
+
+    Only the tree says which of the two it is. For the arguments, see `_assemble_states`.
+    """
     whole_tensors: dict[str, Tensor] = {}
     pieces = _Pieces(lacks_shards=lacks_shards)
     for part in parts:
@@ -422,25 +436,27 @@ def _assemble_file(parts: Sequence[_Part], file: str, *, lacks_shards: bool) -> 
                 # at [2, 0] and has the size [2, 5].
                 dtype_code, shape, offset, box_offsets, box_sizes = description
                 stored = part.lazy_tensor(dtype_code, shape, offset)
-
-                # Form 1: a region of a tensor. `pieces.join` puts the regions together.
                 pieces.add(name, tuple(box_offsets), tuple(box_sizes), stored)
 
-                # Form 2: a whole tensor, as a view of the area's memory. Several ranks may have
-                # kept the same tensor. The first one is taken.
+                # Several ranks may have kept the same whole tensor. The first one is taken.
                 if name not in whole_tensors:
                     whole_tensors[name] = part.view_of(stored)
+    return whole_tensors, pieces
 
-    # Then, the tree of the file from the trees of its sections. In a partial section, each rank has
-    # only some of the entries, so the trees of several ranks are merged.
+
+def _merge_trees(parts: Sequence[_Part], file: str) -> Any:
+    """Returns the tree of a module, or of the other states, from the trees of its sections.
+
+    A section that is equal on all ranks has a tree on the first rank of each machine. Of a partial
+    section, each rank has a tree with some of the entries, and these are merged.
+    """
     tree: Any = {}
     for part in parts:
         for section in part.sections_of(file):
             if "tree" in section:
                 is_partial = section["partial"]
                 tree = _put(tree, section["path"], section["tree"], is_partial)
-
-    return decode(tree, whole_tensors, pieces.join)
+    return tree
 
 
 class _Pieces:
@@ -480,13 +496,14 @@ class _Pieces:
         for (offsets, sizes), values in self._pieces_of_name.get(name, {}).items():
             shards.append(Shard(offsets, values.view_as(dtype, sizes)))
 
-        # If some shards are on other machines, the tensor cannot be read as a whole here. The
-        # result then lets each rank read its own shard, and raises an error for any other range.
+        # Although the step lacks shards, this tensor may be complete: each machine may have all of
+        # a small tensor. If it is not, each rank can only read its own shard.
         num_elements_here = sum(shard.values.num_elements for shard in shards)
-        is_incomplete = num_elements_here < math.prod(shape)
-        if self._lacks_shards and is_incomplete:
+        tensor_lacks_shards = num_elements_here < math.prod(shape)
+        if self._lacks_shards and tensor_lacks_shards:
             return _ShardsOfThisMachine(name, dtype, shape, tuple(shards))
 
+        # Raises an error if shards are missing.
         return join_shards(name, dtype, shape, shards)
 
 
@@ -504,40 +521,46 @@ def _put(tree: Any, path: Sequence[Any], branch: Any, is_partial: bool) -> Any:
             what is there.
     """
     if not path:
-        is_empty = not tree
-        if is_partial and not is_empty:
-            return _merged(preferred=tree, other=branch)
+        other_ranks_have_put_entries = bool(tree)
+        if is_partial and other_ranks_have_put_entries:
+            return _merged(first=tree, second=branch)
         return branch
 
-    first, *rest = path
-    subtree = tree.get(first)
-    if subtree is None:
-        subtree = {}
-    return {**tree, first: _put(subtree, rest, branch, is_partial)}
+    first_key, *other_keys = path
+    subtree = tree.get(first_key) or {}
+    return {**tree, first_key: _put(subtree, other_keys, branch, is_partial)}
 
 
-def _merged(preferred: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
+def _merged(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:
     """Merges the entries that two ranks have kept of one object.
 
-    Where both have an entry, that of `preferred` is taken.
+    If both have an entry, that of the first rank is taken, as in a checkpoint on disk.
+    """
+    is_module = "$ordered" in first
+    return _merge_by_name(first, second) if is_module else _merge_by_number(first, second)
 
-    There are two forms. A module has an entry for every name, which is None if another rank has it:
+
+def _merge_by_name(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:
+    """Merges the entries of a module. It has each name, with None if another rank has the entry.
 
         {"$ordered": [["a", A], ["b", None]]} and {"$ordered": [["a", None], ["b", B]]}
         -> {"$ordered": [["a", A], ["b", B]]}
 
-    Another object has entries by number, and nothing else, or is {} if it has none:
-
-        {"$dict": [[0, A]]} and {"$dict": [[1, B]]} -> {"$dict": [[0, A], [1, B]]}
+    Its other keys, such as those of torch's versions, are equal on all ranks.
     """
-    if "$ordered" in preferred:
-        other_entries = dict(other["$ordered"])
-        pairs = []
-        for name, entry in preferred["$ordered"]:
-            pairs.append([name, other_entries.get(name) if entry is None else entry])
-        return {**preferred, "$ordered": pairs}
+    second_entries = dict(second["$ordered"])
+    pairs = []
+    for name, entry in first["$ordered"]:
+        pairs.append([name, second_entries.get(name) if entry is None else entry])
+    return {**first, "$ordered": pairs}
 
-    entries = dict(preferred.get("$dict", []))
-    for number, entry in other.get("$dict", []):
+
+def _merge_by_number(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:
+    """Merges the entries of another object. It has only those of this rank; {} if there are none.
+
+    {"$dict": [[0, A]]} and {"$dict": [[1, B]]} -> {"$dict": [[0, A], [1, B]]}
+    """
+    entries = dict(first.get("$dict", []))
+    for number, entry in second.get("$dict", []):
         entries.setdefault(number, entry)
     return {"$dict": [[number, entries[number]] for number in sorted(entries)]}

@@ -168,6 +168,9 @@ class KeptSteps(Extension):
         self._clones_every_source = False
         """True once a tensor that was taken to be steady has changed outside the optimizer's step.
         From then on the background copy never copies from the training's own tensors."""
+        self._copied_to_new_memory = False
+        """True if the last copy was the first one to its area, or the first one after the layout
+        has changed."""
         self._copy_s: float | None = None
         """How long the training stood still while the last copy was made or started. None if this
         was recorded already, or if the copy went to new memory, which takes several times as
@@ -192,7 +195,7 @@ class KeptSteps(Extension):
         for begin in range(0, len(areas), AREAS_PER_RANK):
             self._areas_of_ranks.append(areas[begin : begin + AREAS_PER_RANK])
 
-        # The other areas of a rank are for copies that ranks of another machine send.
+        # A rank writes to its first two areas. The others receive copies from another machine.
         areas_of_this_rank = self._areas_of_ranks[self._topology.local_rank]
         self._own_areas = areas_of_this_rank[:OWN_AREAS_PER_RANK]
 
@@ -205,7 +208,7 @@ class KeptSteps(Extension):
         for areas_of_rank in self._looked_after():
             areas += areas_of_rank
         topology = self._topology
-        return report_parts(areas, holder=topology.rank, machine=topology.node_rank)
+        return report_parts(areas, holder_rank=topology.rank, holder_machine=topology.node_rank)
 
     def _looked_after(self) -> list[list[Area]]:
         """Returns the areas of this rank, and those of some ranks that no longer exist.
@@ -253,12 +256,12 @@ class KeptSteps(Extension):
         self._wait_for_copy()
         self._is_on = False
 
-        # Drop the references to the areas, and to the tensors of the training, which the layout
-        # has. `open` opens the areas again.
+        # Drop the references to the areas. `open` opens them again.
         self._areas_of_ranks = []
         self._own_areas = []
         self._destinations_of_area = {}
         self._layout_version_of_area = {}
+        # The layout refers to the tensors of the training. An empty one refers to none.
         self._layout = KeptLayout(self._topology.local_rank, self._topology.local_size)
 
     def forget_other_steps(self) -> None:
@@ -298,17 +301,9 @@ class KeptSteps(Extension):
             self.keep()
 
     def keep(self) -> None:
-        """Keeps the present step, unless only every k-th step is kept and this is another one."""
-        # The previous copy must have ended. The optimizer may have waited for it as well, so
-        # `_waited_s` is the sum of the waits since the last call.
-        self._wait_for_copy()
-        waited_s = self._waited_s
-        self._waited_s = 0.0
-
-        # All waits since the last call are part of the cost of the last copy, and not of the time
-        # of the step. The two are compared to choose the interval between copies.
-        step_time_s = time.perf_counter() - self._last_time_s - waited_s
-        self._note_cost_of_last_copy(waited_s)
+        """Keeps the present step if it is one of those to be kept: every step, or every k-th."""
+        self._wait_for_copy()  # the previous copy must have ended
+        step_time_s = self._measure_step()
 
         number = self._step.number
         self._last_step_number = number
@@ -321,6 +316,18 @@ class KeptSteps(Extension):
                 self._step.enter_phase(phase_before)
 
         self._last_time_s = time.perf_counter()
+
+    def _measure_step(self) -> float:
+        """Returns how many seconds the present step took, and records what the last copy cost.
+
+        The training has waited for the end of the last copy here, and perhaps before the step of
+        the optimizer. These waits are part of the cost of the copy, and not of the time of the
+        step: the two are compared to choose the interval between copies.
+        """
+        waited_s = self._waited_s
+        self._waited_s = 0.0
+        self._note_cost_of_last_copy(waited_s)
+        return time.perf_counter() - self._last_time_s - waited_s
 
     def _keep(self, number: int, step_time_s: float) -> None:
         """Copies the present state to an area, and starts to send the area to the partner.
@@ -335,26 +342,20 @@ class KeptSteps(Extension):
             if self._partner.last_duration_s is not None:
                 self._interval.note_link_time(self._partner.last_duration_s)
 
-        # Make the copy, unless this rank has given up, because its state cannot be copied any more.
-        # Such a rank has no area to send, but still takes part below, where all ranks communicate.
-        begun_at_s = time.perf_counter()
-        layout_version_of_area_before = self._layout_version_of_area.copy()
-        area: Area | None = None
+        # A rank that has given up copies nothing and has no area to send. But it counts the steps,
+        # and takes part below, where all ranks communicate.
         self._serial += 1
-        if not self._has_given_up:
-            area = self._update_and_copy(number)
+        begun_at_s = time.perf_counter()
+        self._copied_to_new_memory = False
+        area = None if self._has_given_up else self._update_and_copy(number)
 
-        # At the first copy, the ranks also decide together whether steps are kept at all. If one of
-        # them has too little memory, all ranks stop keeping steps (`_is_on` is False).
+        # At their first copy, the ranks may have decided to keep no steps.
         if not self._is_on:
             return
         self._num_copies += 1
 
-        # A copy to memory that was not used before takes several times as long, so its time is not
-        # recorded. That is the first copy to an area, and the first one after the layout has
-        # changed. Both have changed the layout version that is noted for the area.
-        went_to_new_memory = self._layout_version_of_area != layout_version_of_area_before
-        if not went_to_new_memory:
+        # A copy to new memory takes several times as long as others, so its time is not recorded.
+        if not self._copied_to_new_memory:
             self._copy_s = time.perf_counter() - begun_at_s
 
         # Choose how often a step is kept, unless the user asked for every step.
@@ -368,41 +369,45 @@ class KeptSteps(Extension):
     def _update_and_copy(self, number: int) -> Area | None:
         """Collects the present state, and copies it to an area.
 
-        At the first step that is kept, the ranks also agree on whether steps can be kept at all.
-
         Args:
             number: how many optimizer steps are done.
 
         Returns:
-            The area, or None if steps are not kept, or no longer by this rank.
+            The area. None if this rank has a problem and gives up, while the others go on, or if
+            the ranks have decided to keep no steps.
         """
         is_first_copy = self._num_copies == 0
+        if is_first_copy:
+            return self._make_first_copy(number)
+        try:
+            facts, sections = self._take_state()
+            self._layout.update(sections)  # finds the tensors to copy, and their places in an area
+            return self._copy(number, facts)
+        except Exception as error:
+            self._give_up(error)
+            return None
+
+    def _make_first_copy(self, number: int) -> Area | None:
+        """Does what `_update_and_copy` does, at the first step that is kept.
+
+        All ranks decide together whether steps can be kept at all, also about a problem that one of
+        them has with its state.
+        """
         problem: Exception | None = None
         facts: dict[str, Any] = {}
         area_bytes = 0  # how much memory a copy takes, with its header
         try:
             facts, sections = self._take_state()
-            self._layout.update(sections)  # finds the tensors to copy, and their places in an area
-            if is_first_copy:
-                area_bytes = size_of_area(len(self._header(facts)), self._layout.num_bytes)
+            self._layout.update(sections)
+            area_bytes = size_of_area(len(self._header(facts)), self._layout.num_bytes)
         except Exception as error:
             problem = error
 
-        # At the first copy all ranks decide together, also about the problem of one of them. They
-        # may switch keeping off. Later, a rank with a problem gives up by itself, while the others
-        # go on.
-        if is_first_copy:
-            self._agree_to_keep_steps(area_bytes, problem)
-        elif problem is not None:
-            self._give_up(problem)
-
-        # Either all ranks have stopped keeping steps, or this rank alone.
-        if not self._is_on or self._has_given_up:
+        self._agree_to_keep_steps(area_bytes, problem)
+        if not self._is_on:
             return None
 
-        # The areas may still hold steps of earlier attempts.
-        if is_first_copy:
-            self.forget_other_steps()
+        self.forget_other_steps()  # those of earlier attempts
         try:
             return self._copy(number, facts)
         except Exception as error:
@@ -410,11 +415,11 @@ class KeptSteps(Extension):
             return None
 
     def _copy(self, num_steps: int, facts: dict[str, Any]) -> Area:
-        """Copies the state to an area and seals it, on a GPU in the background.
+        """Copies the state to an area and seals it. If the state is on a GPU, a thread does that.
 
         Args:
             num_steps: how many optimizer steps are done.
-            facts: the facts of the state, see `TakenState`.
+            facts: what the header says about the state, see `TakenState`.
 
         Returns:
             The area, which may not be sealed yet.
@@ -422,12 +427,14 @@ class KeptSteps(Extension):
         header = self._header(facts)
         area_number = self._area_to_overwrite()
         area = self._own_areas[area_number]
+        # This breaks the seal. The memory moves if the area becomes larger or smaller.
         memory_has_moved = area.begin_writing(len(header), self._layout.num_bytes)
 
         # The destinations are tensors that are views of the area's memory, one for each tensor to
         # be copied. Those of the last copy to this area are used again, unless the area has other
         # memory now, or the layout (which tensors are copied to where) has changed since.
         has_other_layout = self._layout_version_of_area.get(area_number) != self._layout.version
+        self._copied_to_new_memory = has_other_layout
         if memory_has_moved or has_other_layout:
             self._destinations_of_area[area_number] = self._layout.destinations_in(area)
             self._layout_version_of_area[area_number] = self._layout.version
@@ -457,11 +464,12 @@ class KeptSteps(Extension):
             "world_size": topology.size,
             "machine": topology.node_rank,
             "ranks_on_machine": topology.local_size,
-            "is_replica": self._each_machine_has_all,
+            "machine_has_whole_state": self._each_machine_has_all,
         }
-        facts_text = json.dumps(all_facts)
-        sections_text = self._layout.header_sections  # is JSON already
-        return f'{{"facts": {facts_text}, "sections": {sections_text}}}'.encode()
+        # The sections are JSON already: encoding them again would take too long.
+        facts_json = json.dumps(all_facts)
+        sections_json = self._layout.header_sections
+        return f'{{"facts": {facts_json}, "sections": {sections_json}}}'.encode()
 
     def _copy_in_background(
         self,
@@ -470,6 +478,9 @@ class KeptSteps(Extension):
         seal: Callable[[], None],
     ) -> None:
         """Copies tensors on the CPU at once, and starts to copy those on the GPU in a thread.
+
+        A *steady* tensor changes only in the step of the optimizer, which waits for the thread. Any
+        other tensor may change in the next forward pass, so the thread copies from a clone of it.
 
         Args:
             background: the copier with the thread.
@@ -490,17 +501,9 @@ class KeptSteps(Extension):
                 cpu_sources.append(source)
                 continue
 
-            # The source is a tensor of the training state (the leaf) or some rows of it. A steady
-            # leaf only changes in the optimizer's step, which waits for the thread. Any other one
-            # may change in the next forward pass, so the thread copies from a clone.
+            # The source is a tensor of the training state (the leaf), or some rows of it.
             is_steady = id(leaf) in steady_ids
-            needs_clone = not is_steady
-
-            # If a steady tensor has nevertheless changed during an earlier copy, every source is
-            # cloned from then on.
-            if self._clones_every_source:
-                needs_clone = True
-
+            needs_clone = self._clones_every_source or not is_steady
             gpu_destinations.append(destination)
             gpu_sources.append(source.clone() if needs_clone else source)
 
@@ -514,10 +517,9 @@ class KeptSteps(Extension):
     def _wait_for_copy(self) -> None:
         """Waits until the background copy of the last kept step has ended.
 
-        Parameters, for example, are copied in the background without a clone, because only the step
-        of the optimizer should change them, and this function is called before that step. If the
-        script has changed one of these sources during the copy, all later copies are made from
-        clones.
+        Steady tensors, such as parameters, are copied without a clone: nothing should change them
+        until the optimizer steps, and it waits here first. If the script has changed one of them
+        nevertheless, all later copies are made from clones.
         """
         if self._background is None:
             return
@@ -539,23 +541,17 @@ class KeptSteps(Extension):
         Returns:
             The number of the area: 0 or 1.
         """
-        # One of the areas may hold the step that the run resumed from. Until a later step is
-        # complete, it is the only complete step.
         is_first_copy = self._num_copies == 0
         if is_first_copy:
-            return self._first_to_overwrite(self._own_areas)
+            return self._area_without_resumed_step(self._own_areas)
 
         # The two areas: one has the previous step, the other an older one, which is complete.
         area_of_previous_step = self._last_area
         area_of_older_step = 1 - self._last_area
 
-        # Wait until the previous step is complete, too.
-        deadline = time.perf_counter() + MAX_WAIT_FOR_PEERS_S
-        while not self._last_is_complete():
-            if time.perf_counter() > deadline or self._a_peer_has_given_up():
-                # It stays incomplete, so it is overwritten, and the older step remains.
-                return area_of_previous_step
-            time.sleep(POLL_INTERVAL_S)
+        previous_is_complete = self._wait_for_previous_step()
+        if not previous_is_complete:
+            return area_of_previous_step  # the older step remains
 
         # The previous step is complete, so the resumed step is not needed any more. Parts of it may
         # lie in areas of ranks that this attempt no longer has.
@@ -565,12 +561,24 @@ class KeptSteps(Extension):
             self._resumed_step_is_released = True
         return area_of_older_step
 
-    def _first_to_overwrite(self, areas: Sequence[Area]) -> int:
-        """Returns the index of the first area that may be overwritten.
+    def _wait_for_previous_step(self) -> bool:
+        """Waits until all ranks of the machine have sealed the previous step.
 
-        An area that holds a part of the resumed step must not be overwritten yet.
+        Returns:
+            True if they have; False if the step stays incomplete.
+        """
+        deadline = time.perf_counter() + MAX_WAIT_FOR_PEERS_S
+        while not self._last_is_complete():
+            if time.perf_counter() > deadline or self._a_peer_has_given_up():
+                return False
+            time.sleep(POLL_INTERVAL_S)
+        return True
 
-        There always is one: two areas that are written in turn hold different steps.
+    def _area_without_resumed_step(self, areas: Sequence[Area]) -> int:
+        """Returns the index of the first area that holds no part of the resumed step.
+
+        Until a later step is complete, the resumed one is the only complete step, so that it must
+        not be overwritten. Of two areas that are written in turn, one does not hold it.
         """
         for index, area in enumerate(areas):
             if area.path not in self._areas_of_resumed_step:
@@ -624,7 +632,7 @@ class KeptSteps(Extension):
                 "available": available_memory(),
                 "machine": self._topology.node_rank,
                 "local_rank": self._topology.local_rank,
-                "is_replica": not self._layout.has_own_parts,
+                "has_own_parts": self._layout.has_own_parts,
                 "problem": None if problem is None else str(problem),
             }
         )
@@ -637,7 +645,7 @@ class KeptSteps(Extension):
             return
 
         # Copies on other machines are only needed if each machine does not have the whole state.
-        self._each_machine_has_all = all(answer["is_replica"] for answer in answers)
+        self._each_machine_has_all = not any(answer["has_own_parts"] for answer in answers)
         partners: list[Partners] | None = None
         if not self._each_machine_has_all:
             partners = find_partners(
@@ -698,13 +706,13 @@ class KeptSteps(Extension):
         """
         # A single machine, and a machine that has the whole state, needs no copies elsewhere.
         needs_partners = num_machines > 1 and not self._each_machine_has_all
-        copies = "two copies"
+        has_too_few_ranks_for_copies = needs_partners and not has_partners
+        copies = "two copies"  # in the two areas of a rank
         note = ""
         if has_partners:
             copies = "two copies on its machine and two on another one"
-        elif needs_partners:
-            # There are no partners, because one machine has too few ranks to receive the copies of
-            # another one: each of its ranks can receive those of `MAX_SENDERS_PER_RANK` ranks.
+        elif has_too_few_ranks_for_copies:
+            # A rank can receive the copies of at most `MAX_SENDERS_PER_RANK` ranks.
             note = (
                 f"; one machine has more than {MAX_SENDERS_PER_RANK} times as many ranks as the "
                 "machine that would get its copies, so that no machine has a copy of the shards of "
@@ -739,16 +747,15 @@ class KeptSteps(Extension):
             areas: this rank's areas for the copies that it receives, two for each sender.
             partners: the ranks that this rank sends to and receives from.
         """
-        # Each area of a sender has a copy here.
-        areas_per_sender = OWN_AREAS_PER_RANK
         inboxes = []
-        for number, sender in enumerate(partners.senders):
-            begin = number * areas_per_sender
-            pair = areas[begin : begin + areas_per_sender]
+        for sender_index, sender in enumerate(partners.senders):
+            # A sender writes to `OWN_AREAS_PER_RANK` areas, and each of them has a copy here.
+            first_area = sender_index * OWN_AREAS_PER_RANK
+            pair = areas[first_area : first_area + OWN_AREAS_PER_RANK]
 
             # One of the areas may hold a copy of the resumed step, which must not be overwritten.
-            index_of_next_area = self._first_to_overwrite(pair)
-            inboxes.append(Inbox(sender, pair, index_of_next_area))
+            next_area = self._area_without_resumed_step(pair)
+            inboxes.append(Inbox(sender, pair, next_area))
 
         return PartnerCopies(
             partners.receiver,

@@ -88,9 +88,14 @@ def is_one_of_several_files(file: Path) -> bool:
     return any(file.parent.glob(f"{glob.escape(name)}-rank-*.safetensors"))
 
 
-def is_checkpoint(path: Path) -> bool:
-    """Returns True if a folder has the name of a checkpoint."""
+def has_checkpoint_name(path: Path) -> bool:
+    """Returns True if a folder has the name of a checkpoint: `step-...`, `.step-....replaced`."""
     return CHECKPOINT_NAME.fullmatch(path.name) is not None
+
+
+def is_replaced(checkpoint: Path) -> bool:
+    """Returns True for the former checkpoint of a step, `.step-....replaced`."""
+    return checkpoint.name.startswith(".")
 
 
 def step_of(path: Path) -> int:
@@ -113,23 +118,18 @@ def is_plain_name(name: object) -> bool:
 def candidates(folder: Path) -> list[Path]:
     """Lists the folders that have the name of a checkpoint, complete or not, highest step first.
 
-    If a step has a former checkpoint (`.replaced`), it comes after the new one.
+    If a step has a former checkpoint (`.replaced`) too, the new one comes first.
 
     Raises:
         CheckpointError: `folder` is a file or cannot be read.
     """
     with plain_errors("looking for checkpoints in", folder):
         try:
-            paths = [path for path in folder.iterdir() if is_checkpoint(path)]
+            paths = [path for path in folder.iterdir() if has_checkpoint_name(path)]
         except FileNotFoundError:
             return []
 
-    def sort_key(path: Path) -> tuple[int, bool]:
-        """Sorts by decreasing step; of two folders of one step, the replaced one comes last."""
-        is_replaced = path.name.startswith(".")
-        return -step_of(path), is_replaced
-
-    return sorted(paths, key=sort_key)
+    return sorted(paths, key=lambda path: (-step_of(path), is_replaced(path)))
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
@@ -140,15 +140,14 @@ def list_checkpoints(folder: Path) -> list[Path]:
     Raises:
         CheckpointError: `folder` is a file or cannot be read.
     """
-    # The order of the candidates is reversed, for two reasons: the list is to begin with the lowest
-    # step; and if a step has a new and a former checkpoint (`.replaced`), the new one now comes
-    # after the former one, and takes its place in the dictionary.
-    lowest_step_first = reversed(candidates(folder))
     path_of_step: dict[int, Path] = {}
-    for path in lowest_step_first:
-        if is_complete(path):
-            path_of_step[step_of(path)] = path
-    return list(path_of_step.values())
+    for path in candidates(folder):  # of one step, the new checkpoint before the former one
+        step = step_of(path)
+        if step not in path_of_step and is_complete(path):
+            path_of_step[step] = path
+
+    highest_step_first = list(path_of_step.values())
+    return highest_step_first[::-1]
 
 
 def latest(folder: Path) -> Path | None:
@@ -325,6 +324,7 @@ def check_manifest(manifest: Mapping[str, Any]) -> None:
     for tree in modules.values():
         if not _is_tree_of_dict(tree):
             raise ValueError("the state of a module is not by name")
+    # The name of a module is also that of its file.
     if not all(is_plain_name(name) for name in modules):
         raise ValueError("it names files outside of its folder")
 

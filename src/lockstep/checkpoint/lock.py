@@ -16,7 +16,7 @@ import os
 import secrets
 import socket
 import time
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -76,17 +76,27 @@ class Lock:
                 which the lock was taken.
             OSError: the folder does not exist or is not writable.
         """
-        # Before the first save, the lock is taken, unless another object of this process has it.
-        if self._lock is None:
-            if self._path not in _locks_of_process:
-                _locks_of_process[self._path] = _make_lock(self._path)
-            self._lock = _locks_of_process[self._path]
-            self._lock.owners += 1
-            return
+        if self._lock is None:  # before the first save
+            self._lock = self._take()
+        else:
+            self._check_still_held(self._lock)
 
-        # The lock was taken for an earlier save. The file must still be the one of this run.
+    def _take(self) -> _FileLock:
+        """Takes the system lock, or shares it if another object of this process has it."""
+        if self._path not in _locks_of_process:
+            _locks_of_process[self._path] = _make_lock(self._path)
+        lock = _locks_of_process[self._path]
+        lock.owners += 1
+        return lock
+
+    def _check_still_held(self, lock: _FileLock) -> None:
+        """Checks that the lock file is still the one of this run, and updates its time.
+
+        Raises:
+            CheckpointError: the file is gone, or is that of another run.
+        """
         text = _read_text(self._path)
-        if text != self._lock.text:
+        if text != lock.text:
             found = "its lock file is gone"
             if text:
                 found = f"{_describe_run(text)} has begun to write there"
@@ -100,11 +110,7 @@ class Lock:
             os.utime(self._path)
 
     def release(self) -> None:
-        """Releases the lock if this object has it.
-
-        Several objects of this process may own the lock on one folder together. The last of them
-        removes the lock file.
-        """
+        """Gives up this object's share of the lock. The last owner removes the lock file."""
         lock = self._lock
         self._lock = None
         if lock is None:
@@ -135,46 +141,65 @@ def find_other_writer(folder: Path) -> str | None:
     return None
 
 
+class _OtherRunHasLock(Exception):
+    """Another run has the lock. The argument describes that run."""
+
+
 def _make_lock(path: Path) -> _FileLock:
     """Locks the lock file, which is created if necessary, and writes into it which run this is.
 
     Raises:
         CheckpointError: another run has the lock.
     """
-    attempts = 0
+    # `find_other_writer` of another process takes the lock for an instant, only to see whether it
+    # is free. So a few attempts are made.
+    num_refused = 0
     while True:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        is_acquired = False
         try:
-            other_run = _try_lock(descriptor, path)
-            has_locked_file = other_run is None
+            lock = _try_to_acquire(path)
+        except _OtherRunHasLock as other_run:
+            num_refused += 1
+            if num_refused == MAX_ATTEMPTS:
+                raise CheckpointError(
+                    f"saving a checkpoint in {path.parent}",
+                    f"{other_run} writes into this folder",
+                    "give each run its own folder, or end that one (if it has ended, remove "
+                    f"{path})",
+                ) from None
+            time.sleep(ATTEMPT_INTERVAL_S)
+        else:
+            if lock is not None:
+                return lock
 
-            # Between `os.open` and `_try_lock`, the former owner may have removed the file. Then
-            # this process has locked a file without a name, which no other process would see.
-            if has_locked_file and _is_same_file(descriptor, path):
-                text = json.dumps(_describe_this_process()).encode()
-                os.ftruncate(descriptor, 0)
-                os.pwrite(descriptor, text, 0)
-                is_acquired = True
-                return _FileLock(descriptor, text)
-        finally:
-            if not is_acquired:
-                os.close(descriptor)
 
-        # It has locked a file, but one without a name. Open the file that has the name now.
-        if has_locked_file:
-            continue
+def _try_to_acquire(path: Path) -> _FileLock | None:
+    """Tries once to lock the lock file, and writes into it which run this is.
 
-        # `find_other_writer` of another process takes the lock for an instant, only to see whether
-        # it is free. So a few more attempts are made.
-        attempts += 1
-        if attempts == MAX_ATTEMPTS:
-            raise CheckpointError(
-                f"saving a checkpoint in {path.parent}",
-                f"{other_run} writes into this folder",
-                f"give each run its own folder, or end that one (if it has ended, remove {path})",
-            )
-        time.sleep(ATTEMPT_INTERVAL_S)
+    Returns:
+        The lock. None if the former owner has removed the file just now: another attempt finds, or
+        creates, the file that has the name then.
+
+    Raises:
+        _OtherRunHasLock: another run has the lock.
+    """
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    with ExitStack() as unless_acquired:
+        unless_acquired.callback(os.close, descriptor)
+
+        other_run = _try_lock(descriptor, path)
+        if other_run is not None:
+            raise _OtherRunHasLock(other_run)
+
+        # If the file was removed since it was opened, this process has locked a file without a
+        # name, which no other process would see.
+        if not _is_same_file(descriptor, path):
+            return None
+
+        text = json.dumps(_describe_this_process()).encode()
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, text, 0)
+        unless_acquired.pop_all()  # the descriptor stays open
+        return _FileLock(descriptor, text)
 
 
 def _try_lock(descriptor: int, path: Path) -> str | None:
@@ -192,11 +217,9 @@ def _try_lock(descriptor: int, path: Path) -> str | None:
         return _describe_run(_read_text(path))
     except OSError:  # this file system has no locks
         text = _read_text(path)
-        if _seems_alive(text, path):
-            return _describe_run(text)
-
-    # This process has the lock, or no other run seems to be alive.
-    return None
+        return _describe_run(text) if _seems_alive(text, path) else None
+    else:
+        return None  # this process has the lock
 
 
 def _seems_alive(text: bytes, path: Path) -> bool:
@@ -217,17 +240,17 @@ def _seems_alive(text: bytes, path: Path) -> bool:
             last_save_age_s = time.time() - path.stat().st_mtime
             return last_save_age_s < MAX_SAVE_AGE_S
 
-        # The process with this number is alive. It is that of the run if it has the same start
-        # time; otherwise another process has got the number since. (The start time is computed from
-        # the clock, so it changes a little if the clock is adjusted.)
-        process = psutil.Process(int(run["pid"]))
+        # If the run is still alive, its process has the same number and start time. Otherwise
+        # another process may have got the number since. (The start time is computed from the clock,
+        # so it changes a little if the clock is adjusted.)
+        process = psutil.Process(int(run["pid"]))  # raises psutil.Error if there is no such process
         difference_s = abs(process.create_time() - float(run["started"]))
         is_process_of_run = bool(difference_s < MAX_CLOCK_CHANGE_S)
         is_own_process = process.pid == os.getpid()
         return is_process_of_run and not is_own_process
-    except FileNotFoundError:  # the run has removed its lock file just now
+    except (psutil.Error, FileNotFoundError):  # the process has ended, or removed the file just now
         return False
-    except (psutil.Error, KeyError, ValueError, TypeError):
+    except (KeyError, ValueError, TypeError):  # the text is not that of a lock file
         return False
 
 

@@ -29,12 +29,21 @@ import numpy as np
 import torch
 from torch import Tensor
 
+# The first page of an area, by byte:
+#
+#     0       8             16        80         ...   4088
+#     MAGIC   is sealed     `Seal`    checksum         attempt in which its rank has given up
+#     (the prefix: 0-16)
+#
+# The header begins with the second page.
 MAGIC = b"lockstep"
 PAGE_BYTES = 4096
 ALIGNMENT = 64
 """Each tensor begins at a multiple of this many bytes, so that any dtype can be mapped."""
 _PREFIX = struct.Struct("<8sQ")
-"""Magic, and 1 if the area is sealed, 0 if not."""
+"""`MAGIC`, and 1 if the area is sealed, 0 if not."""
+_FLAG = struct.Struct("<Q")
+"""The second of these alone."""
 _SEAL = struct.Struct("<8Q")
 """The fields of `Seal`."""
 _CRC = struct.Struct("<I")
@@ -218,7 +227,7 @@ class Area:
 
     def break_seal(self) -> None:
         """Marks the area as one that holds nothing."""
-        self._view[_SEALED_AT : _SEALED_AT + 8] = bytes(8)
+        _FLAG.pack_into(self._view, _SEALED_AT, 0)
 
     def begin_writing(self, header_bytes: int, values_bytes: int) -> bool:
         """Breaks the seal, and makes room for a header and values.
@@ -232,18 +241,16 @@ class Area:
         """
         self.break_seal()
 
-        # The usual case: the values have the same size as before, so everything keeps its place.
+        # The usual case: the values have the same size as before, so everything keeps its place. If
+        # they have become smaller, everything is moved too, so that memory is returned.
         header_fits = _HEADER_AT + header_bytes <= self.values_at
         values_fit = self.values_at + values_bytes <= self._size
         has_same_size = values_bytes == self._values_bytes
         if header_fits and values_fit and has_same_size:
             return False
 
-        # Otherwise, everything is moved.
         self.values_at = _place_of_values(header_bytes)
         self._values_bytes = values_bytes
-
-        # Make the area larger or smaller. If it becomes smaller, memory is returned to the system.
         size = size_of_area(header_bytes, values_bytes)
         os.truncate(self.path, size)
         self._map(size)
@@ -272,8 +279,7 @@ class Area:
             values_sum=self._sum(self.values_at, self._values_bytes),
         )
 
-        # The first page begins with "lockstep" and the flag that says "sealed" (together the
-        # prefix), which are followed by the fields of the seal and their checksum.
+        # The fields of the seal follow the prefix, and their checksum follows them.
         _SEAL.pack_into(self._view, _PREFIX.size, *seal)
         crc = zlib.crc32(self._view[_PREFIX.size : _CRC_AT])
         _CRC.pack_into(self._view, _CRC_AT, crc)
@@ -281,7 +287,7 @@ class Area:
         # The flag that says "sealed" is written last, by a write of its own: if the process ends
         # before that, the area has no seal.
         self._view[: len(MAGIC)] = MAGIC
-        self._view[_SEALED_AT : _SEALED_AT + 8] = (1).to_bytes(8, "little")
+        _FLAG.pack_into(self._view, _SEALED_AT, 1)
 
     def free(self) -> None:
         """Returns the memory of the area to the system. The area holds nothing from now on."""

@@ -90,18 +90,25 @@ class PlainState:
     def take(self) -> OrderedDict[str, Any]:
         """Returns the present state. Its tensors are those of the module, including parameters."""
         state = self._module.state_dict(keep_vars=True)
-
-        # Finding the plain names is slow, so it is only done again if the names have changed.
         names = list(state)
         if names != self._names:
-            plain_state = plain_state_dict(self._module)
-            self._plain_names = list(plain_state)  # in the same order
-            self._plain_metadata = state_dict_metadata(plain_state)
-            self._names = names
+            self._update_plain_names(names)
 
-        taken = OrderedDict(zip(self._plain_names, state.values(), strict=True))
-        set_state_dict_metadata(taken, self._plain_metadata)
-        return taken
+        # The plain names are in the same order as the values.
+        plain_state = OrderedDict(zip(self._plain_names, state.values(), strict=True))
+        set_state_dict_metadata(plain_state, self._plain_metadata)
+        return plain_state
+
+    def _update_plain_names(self, names: list[str]) -> None:
+        """Finds the plain names again, and the metadata of the state with these names.
+
+        Args:
+            names: the names in the state of the module as it is wrapped.
+        """
+        plain_state = plain_state_dict(self._module)
+        self._plain_names = list(plain_state)
+        self._plain_metadata = state_dict_metadata(plain_state)
+        self._names = names
 
 
 def plain_names(module: nn.Module) -> Callable[[str], str]:
@@ -117,12 +124,11 @@ def plain_parameter_names(module: nn.Module) -> dict[Tensor, str]:
     depend on the order in which the module defines its layers.
     """
     to_plain_name = plain_names(module)
-    names: dict[Tensor, str] = {}
+    names_of_parameter: dict[Tensor, list[str]] = {}
     with shapes_are_enough():  # a model of `deferred_init` is not initialised for this
         for own_name, parameter in module.named_parameters(remove_duplicate=False):
-            name = to_plain_name(own_name)
-            names[parameter] = min(name, names.get(parameter, name))
-    return names
+            names_of_parameter.setdefault(parameter, []).append(to_plain_name(own_name))
+    return {parameter: min(names) for parameter, names in names_of_parameter.items()}
 
 
 def load_plain(module: nn.Module, state: Mapping[str, Any], *, strict: bool = True) -> None:
@@ -138,26 +144,38 @@ def load_plain(module: nn.Module, state: Mapping[str, Any], *, strict: bool = Tr
 
     # torch expects the module's own names, with the prefixes of its wrappers.
     own_state_to_load: OrderedDict[str, Any] = OrderedDict()
-    with shapes_are_enough():  # a model of `deferred_init` is not initialised for this
+    with shapes_are_enough():  # a model of `deferred_init` computes no values for this
         own_state = module.state_dict()
     for name, tensor in own_state.items():
         plain_name = to_plain_name(name)
         if plain_name in state:
             own_state_to_load[name] = reshard(state[plain_name], tensor)
 
-    # The versions of the submodules, with which torch converts states of older versions. They are
-    # stored by the paths of the submodules, which have the prefixes of wrappers like the names of
-    # tensors.
+    # With the versions of the submodules, torch converts states of older versions.
     versions = state_dict_metadata(state)
     if versions is not None:
-        own_versions: OrderedDict[str, Any] = OrderedDict()
-        for path, _ in module.named_modules(remove_duplicate=False):
-            plain_path = to_plain_name(path)
-            if plain_path in versions:
-                own_versions[path] = versions[plain_path]
+        own_versions = _versions_under_own_names(module, versions)
         set_state_dict_metadata(own_state_to_load, own_versions)
 
     module.load_state_dict(own_state_to_load, strict=strict)
+
+
+def _versions_under_own_names(
+    module: nn.Module, versions: Mapping[str, Any]
+) -> OrderedDict[str, Any]:
+    """Returns the versions of a module's submodules by their paths, with the wrappers' prefixes.
+
+    Args:
+        module: the module.
+        versions: the versions by the plain paths of the submodules.
+    """
+    to_plain_name = plain_names(module)
+    own_versions: OrderedDict[str, Any] = OrderedDict()
+    for path, _ in module.named_modules(remove_duplicate=False):
+        plain_path = to_plain_name(path)
+        if plain_path in versions:
+            own_versions[path] = versions[plain_path]
+    return own_versions
 
 
 def _wrapped_child(module: nn.Module) -> str | None:

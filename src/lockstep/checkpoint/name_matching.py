@@ -34,21 +34,24 @@ class _Renaming:
     added_prefix: str
     """The prefix that is added last."""
 
-    def apply(self, names: Mapping[str, str], model: Collection[str]) -> dict[str, str]:
-        """Returns the name in the model by the name in the file, for names that are in both.
+    def apply(self, cleaned_names: Mapping[str, str], model: Collection[str]) -> dict[str, str]:
+        """Removes and adds the prefixes, and keeps the names that are then in the model.
 
         Args:
-            names: the names after `removed_parts` were removed, by the names in the file.
+            cleaned_names: {name in the file: the same name without `removed_parts`}.
             model: the names in the model.
+
+        Returns:
+            {name in the file: name in the model}.
         """
-        new_names = {}
-        for name_in_file, name in names.items():
-            if not name.startswith(self.removed_prefix):
+        model_names = {}
+        for file_name, cleaned_name in cleaned_names.items():
+            if not cleaned_name.startswith(self.removed_prefix):
                 continue
-            new_name = self.added_prefix + name[len(self.removed_prefix) :]
+            new_name = self.added_prefix + cleaned_name[len(self.removed_prefix) :]
             if new_name in model:
-                new_names[name_in_file] = new_name
-        return new_names
+                model_names[file_name] = new_name
+        return model_names
 
     def num_changes(self) -> int:
         """Returns how many parts this renaming removes or adds."""
@@ -70,10 +73,10 @@ class _Renaming:
 class Match:
     """The names in a file, matched with the names in a model."""
 
-    names: Mapping[str, str]
-    """The name in the model by the name in the file, for those that have one."""
+    name_pairs: Mapping[str, str]
+    """{name in the file: name in the model}, for the names that are in both."""
     num_fitting: int
-    """How many of them have the same shape on both sides."""
+    """How many of these tensors have the same shape on both sides."""
     changes: tuple[str, ...]
     """What was done to the names of the file, as texts."""
 
@@ -91,33 +94,33 @@ def match_names(
         file_shapes: the shapes of the file's tensors by name.
         model_shapes: the shapes of the model's tensors by name.
     """
-    best = Match({}, 0, ())
+    best = Match(name_pairs={}, num_fitting=0, changes=())
     best_score = (-1, -1, 0)  # lower than the score of any renaming
     model_prefixes = _known_prefixes(model_shapes)
     for removed_parts in REMOVABLE_PARTS:
-        inner_names = {name: remove_parts(name, removed_parts) for name in file_shapes}
-        if len(set(inner_names.values())) < len(inner_names):
-            continue  # two names would become equal
-        if removed_parts and list(inner_names.values()) == list(file_shapes):
-            continue  # no name has these parts, so this is the same as removing none
+        cleaned_names = {name: remove_parts(name, removed_parts) for name in file_shapes}
+        two_become_equal = len(set(cleaned_names.values())) < len(cleaned_names)
+        if two_become_equal:
+            continue
+        no_name_has_these_parts = list(cleaned_names.values()) == list(file_shapes)
+        if removed_parts and no_name_has_these_parts:
+            continue  # this is the same as removing none
 
-        file_prefixes = _known_prefixes(inner_names.values())
+        # Prefixes that wrappers may have added, such as "module.".
+        file_prefixes = _known_prefixes(cleaned_names.values())
         for removed_prefix, added_prefix in product(file_prefixes, model_prefixes):
-            # By each name in the file: its new name. Names that the model does not have under their
-            # new name are left out.
             renaming = _Renaming(removed_parts, removed_prefix, added_prefix)
-            names = renaming.apply(inner_names, model_shapes)
-
-            fitting = []
-            for name, new_name in names.items():
-                if file_shapes[name] == model_shapes[new_name]:
-                    fitting.append(name)
+            name_pairs = renaming.apply(cleaned_names, model_shapes)
+            num_fitting = sum(
+                file_shapes[file_name] == model_shapes[model_name]
+                for file_name, model_name in name_pairs.items()
+            )
 
             # The best renaming has the most names with equal shapes; among these the most names;
             # among these the fewest changes.
-            score = (len(fitting), len(names), -renaming.num_changes())
+            score = (num_fitting, len(name_pairs), -renaming.num_changes())
             if score > best_score:
-                best = Match(names, len(fitting), renaming.describe())
+                best = Match(name_pairs, num_fitting, changes=renaming.describe())
                 best_score = score
     return best
 

@@ -27,7 +27,7 @@ from lockstep.wording import join_first
 Names = list[list[str | None]]
 """The name of each parameter, for each group; None if its module is not saved."""
 
-OPTIONS_OF_FEW_CLASSES = (
+OPTIONS_THAT_TELL_CLASSES = (
     "adapt",
     "alpha",
     "amsgrad",
@@ -90,19 +90,23 @@ class SavedNames:
         for module_name, module in modules.items():
             for parameter, plain_name in plain_parameter_names(module).items():
                 name = f"{module_name}.{plain_name}"
-                self._names[parameter] = min(name, self._names.get(parameter, name))
+                former_name = self._names.get(parameter, name)
+                self._names[parameter] = min(name, former_name)  # the first in the alphabet
 
     def of_optimizer(self, optimizer: Optimizer) -> Names:
         """Returns the names of an optimizer's parameters, also of those on other ranks."""
         names_of_groups: Names = []
-        if getattr(optimizer, "partial", False):  # a prepared optimizer under a pipeline
+        is_under_pipeline = getattr(optimizer, "partial", False)
+        if is_under_pipeline:
+            # For each parameter that the optimizer would have on one device: its module, and its
+            # name in the module.
             origins_of_groups = optimizer.origins_on_one_device  # type: ignore[attr-defined]
             for origins in origins_of_groups:
                 names_of_groups.append([self._name_in(module, name) for module, name in origins])
-            return names_of_groups
-
-        for group in optimizer.param_groups:
-            names_of_groups.append([self._names.get(parameter) for parameter in group["params"]])
+        else:
+            for group in optimizer.param_groups:
+                names = [self._names.get(parameter) for parameter in group["params"]]
+                names_of_groups.append(names)
         return names_of_groups
 
     def _name_in(self, module: nn.Module, plain_name: str) -> str | None:
@@ -154,11 +158,14 @@ def match_optimizers(
         else:
             _check_class(action, value, facts[CLASS_OF_OPTIMIZER])
             saved_names = facts[NAMES_OF_PARAMETERS]
-            own_names = names.of_optimizer(value)
+            # Otherwise the facts belong to another state, and the saved order is kept.
             if _are_names_of(saved_names, state):
+                own_names = names.of_optimizer(value)
                 order_matters = loads_replicas or isinstance(_inner(value), torch.optim.LBFGS)
-                order = _match_names(action, saved_names, own_names, order_matters=order_matters)
-                state = _reorder(state, order)
+                saved_positions = _match_names(
+                    action, saved_names, own_names, order_matters=order_matters
+                )
+                state = _reorder(state, saved_positions)
         _check_shapes(action, value, state)
         matched[name] = state
     return matched
@@ -214,7 +221,7 @@ def _check_options(action: str, optimizer: Optimizer, state: Mapping[str, Any]) 
     for own_group, saved_group in zip(optimizer.param_groups, state["param_groups"], strict=False):
         only_saved = []
         only_own = []
-        for option in OPTIONS_OF_FEW_CLASSES:
+        for option in OPTIONS_THAT_TELL_CLASSES:
             if option in saved_group and option not in own_group:
                 only_saved.append(option)
             if option in own_group and option not in saved_group:
@@ -232,8 +239,8 @@ def _check_options(action: str, optimizer: Optimizer, state: Mapping[str, Any]) 
                 f"it was saved from another optimizer than {_class_name(optimizer)}: only the "
                 f"saved one has the options {', '.join(only_saved) or 'none'}, only that of this "
                 f"run {', '.join(only_own) or 'none'}",
-                "build it as it was in the run that saved it; to train on with another optimizer, "
-                "load the weights alone with lockstep.load_weights",
+                "build the optimizer as it was in the run that saved it; to train on with another "
+                "one, load the weights alone with lockstep.load_weights",
             )
 
 
@@ -251,36 +258,38 @@ def _match_names(action: str, saved: Names, own: Names, *, order_matters: bool) 
     Raises:
         CheckpointError: a group has other parameters, or the order differs and matters.
     """
+    advice_on_groups = "give the optimizer the parameters that it had, in the same groups"
     if len(saved) != len(own):
         raise CheckpointError(
             action,
             f"the number of its parameter groups was {len(saved)} in the checkpoint, and is "
             f"{len(own)} now",
-            "give the optimizer the parameters that it had, in the same groups",
+            advice_on_groups,
         )
 
-    order = []
+    saved_positions = []
     for index, (saved_names, own_names) in enumerate(zip(saved, own, strict=True)):
-        only_saved = sorted(set(filter(None, saved_names)) - set(own_names))
-        only_own = sorted(set(filter(None, own_names)) - set(saved_names))
+        # Parameters without a name (None) cannot be compared.
+        only_saved = sorted({name for name in saved_names if name} - set(own_names))
+        only_own = sorted({name for name in own_names if name} - set(saved_names))
         if only_saved or only_own:
             raise CheckpointError(
                 action,
                 f"group {index} of its parameters has other names: in the checkpoint alone "
                 f"{join_first(only_saved, 3) or 'none'}; in this run alone "
                 f"{join_first(only_own, 3) or 'none'}",
-                "give the optimizer the parameters that it had, in the same groups",
+                advice_on_groups,
             )
         if len(saved_names) != len(own_names):
             raise CheckpointError(
                 action,
                 f"the number of parameters in its group {index} was {len(saved_names)} in the "
                 f"checkpoint, and is {len(own_names)} now",
-                "give the optimizer the parameters that it had, in the same groups",
+                advice_on_groups,
             )
-        order.append(_positions(saved_names, own_names))
+        saved_positions.append(_saved_positions(saved_names, own_names))
 
-    is_same_order = all(positions == sorted(positions) for positions in order)
+    is_same_order = all(positions == sorted(positions) for positions in saved_positions)
     if order_matters and not is_same_order:
         raise CheckpointError(
             action,
@@ -289,11 +298,17 @@ def _match_names(action: str, saved: Names, own: Names, *, order_matters: bool) 
             "define the layers of the model, and pass its parameters, in the order in which they "
             "were saved",
         )
-    return order
+    return saved_positions
 
 
-def _positions(saved_names: Sequence[str | None], own_names: Sequence[str | None]) -> list[int]:
-    """Returns for each present parameter of a group its position among the saved ones."""
+def _saved_positions(
+    saved_names: Sequence[str | None], own_names: Sequence[str | None]
+) -> list[int]:
+    """Returns for each present parameter of a group its position among the saved ones.
+
+    Parameters without a name (None) are matched in their order, and all others by name: `["a",
+    None, "b"]` when it was saved and `["b", "a", None]` now give `[2, 0, 1]`.
+    """
     position_of_name = {name: position for position, name in enumerate(saved_names)}
     positions_without_name = [position for position, name in enumerate(saved_names) if name is None]
     positions = []
@@ -306,19 +321,24 @@ def _positions(saved_names: Sequence[str | None], own_names: Sequence[str | None
     return positions
 
 
-def _reorder(state: dict[str, Any], order: Sequence[Sequence[int]]) -> dict[str, Any]:
+def _reorder(state: dict[str, Any], saved_positions: Sequence[Sequence[int]]) -> dict[str, Any]:
     """Returns an optimizer's state with the entries of its parameters in another order.
+
+    For example, a group has the parameters 0 and 1. If they have changed places (`[1, 0]`), the
+    entry of parameter 1 in the saved state becomes that of parameter 0.
 
     Args:
         state: the saved state; it is not changed.
-        order: the result of `_match_names`.
+        saved_positions: for each group and each present parameter in it, the position in the group
+            that the parameter had when it was saved.
     """
     groups = []
-    new_number: dict[Any, Any] = {}
-    for group, positions in zip(state["param_groups"], order, strict=True):
-        numbers = group["params"]
-        for number, position in zip(numbers, positions, strict=True):
-            new_number[numbers[position]] = number
+    number_by_saved_number: dict[Any, Any] = {}
+    for group, positions in zip(state["param_groups"], saved_positions, strict=True):
+        numbers = group["params"]  # of the parameters by position, the same now as in the state
+        for number, saved_position in zip(numbers, positions, strict=True):
+            saved_number = numbers[saved_position]
+            number_by_saved_number[saved_number] = number
 
         # Torch adds the names of parameters that were given to the optimizer with their names.
         reordered = dict(group)
@@ -326,15 +346,17 @@ def _reorder(state: dict[str, Any], order: Sequence[Sequence[int]]) -> dict[str,
             reordered["param_names"] = [group["param_names"][position] for position in positions]
         groups.append(reordered)
 
-    entries = {new_number.get(key, key): entry for key, entry in state["state"].items()}
+    entries = {}
+    for saved_number, entry in state["state"].items():
+        entries[number_by_saved_number.get(saved_number, saved_number)] = entry
     return {**state, "state": entries, "param_groups": groups}
 
 
 def _check_shapes(action: str, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
     """Raises CheckpointError if the tensors of a state are those of parameters of other shapes.
 
-    Only the optimizers of torch and Lockstep are checked: in those of others, a tensor of the same
-    name may have another shape than its parameter.
+    Only the optimizers of torch and Lockstep are checked. Another optimizer may use the same key
+    for a tensor of another shape.
     """
     origin = type(_inner(optimizer)).__module__
     if not origin.startswith(("torch.optim.", "lockstep.optim.")):
@@ -347,26 +369,31 @@ def _check_shapes(action: str, optimizer: Optimizer, state: Mapping[str, Any]) -
         for key in KEYS_OF_PARAMETER_SHAPE:
             saved_shape = shape_of(entry.get(key))
             own_shape = shape_of(parameter)
-            if saved_shape is None or own_shape is None or saved_shape == own_shape:
+            if saved_shape is None or own_shape is None:  # one of them is not known
                 continue
-            raise CheckpointError(
-                action,
-                f"{key} of its parameter {number} has the shape {list(saved_shape)}, and the "
-                f"parameter has {list(own_shape)}",
-                "give the optimizer the parameters that it had, in the same order",
-            )
+            if saved_shape != own_shape:
+                raise CheckpointError(
+                    action,
+                    f"{key} of its parameter {number} has the shape {list(saved_shape)}, and the "
+                    f"parameter has {list(own_shape)}",
+                    "give the optimizer the parameters that it had, in the same order",
+                )
 
 
 def _numbered_parameters(
     optimizer: Optimizer, state: Mapping[str, Any]
 ) -> list[tuple[Any, Tensor]]:
     """Pairs the numbers that a state uses for parameters with the parameters on this rank."""
-    own_parameters = list(chain(*(group["params"] for group in optimizer.param_groups)))
-    numbers = list(chain(*(group["params"] for group in state["param_groups"])))
-    if getattr(optimizer, "partial", False):  # other ranks have the other parameters
+    is_under_pipeline = getattr(optimizer, "partial", False)
+    if is_under_pipeline:
+        # Other ranks have the other parameters. The optimizer knows the numbers that its own ones
+        # would have on one device.
         numbers = list(chain(*optimizer.numbers_on_one_device))  # type: ignore[attr-defined]
+    else:
+        numbers = list(chain(*(group["params"] for group in state["param_groups"])))
 
-    # If their numbers differ, torch will say so.
+    own_parameters = list(chain(*(group["params"] for group in optimizer.param_groups)))
+    # If there are more numbers than parameters, or fewer, torch will say so.
     return list(zip(numbers, own_parameters, strict=False))
 
 

@@ -23,7 +23,7 @@ from lockstep.checkpoint.sharding import map_leaves
 TAKEN_FOR_LISTS_BY_TORCH = (str, bytes, np.ndarray)
 
 
-def load_saved_state(
+def load_into_torch_optimizer(
     optimizer: Optimizer,
     saved: Mapping[str, Any],
     saved_dtypes: Mapping[Tensor, torch.dtype],
@@ -43,13 +43,12 @@ def load_saved_state(
     tensor_options_before = _tensor_options(optimizer)
 
     # Torch would convert strings and arrays to lists, so it gets None in their place.
-    # `_restore_entries` puts them back.
     entries = saved["state"]  # the state of each parameter, by the parameter's number
     safe_entries = {}
     for number, entry in entries.items():
         safe_entries[number] = map_leaves(_none_for_string_or_array, entry)
     optimizer.load_state_dict({**saved, "state": safe_entries})
-    _restore_entries(optimizer, saved, saved_dtypes)
+    _restore_entries(optimizer, saved, saved_dtypes)  # strings and arrays, and the saved dtypes
 
     # Options of a parameter group, such as the learning rate, may be tensors. If the step is
     # compiled, they are on a GPU. Torch has loaded them to the CPU, so they are moved to the device
@@ -67,30 +66,28 @@ def _restore_entries(
 ) -> None:
     """Puts saved values back into the state of an optimizer where torch has changed them.
 
+    Torch has converted all tensors to the dtype of their parameter. If that was the dtype of the
+    parameter when it was saved too, say bfloat16, a momentum in float32 must stay float32: the
+    saved tensor is put back. But if the parameter was float32 and is bfloat16 now, a momentum that
+    was float32 becomes bfloat16 with it.
+
     Args:
         optimizer: the optimizer, into which torch has loaded the state.
         saved: the saved state.
-        saved_dtypes: as in `load_saved_state`.
+        saved_dtypes: as in `load_into_torch_optimizer`.
     """
     entries = saved["state"]
     for number, parameter in _numbered_parameters(optimizer, saved):
         if number not in entries or parameter not in optimizer.state:
             continue
 
-        # When torch loads a state, it converts all tensors to the dtype of the parameter. Whether
-        # that is right depends on the parameter:
-        #
-        # - The parameter has the same dtype as when it was saved, say bfloat16. Then a momentum in
-        #   float32 must stay float32, so the saved tensors are restored.
-        # - The parameter was float32 and is bfloat16 now. Then a momentum that was float32 becomes
-        #   bfloat16 with it, so it stays as torch has converted it.
-        saved_dtype = saved_dtypes.get(parameter, parameter.dtype)
-        dtype_has_changed = saved_dtype != parameter.dtype
-
-        # Tensors that were saved in this dtype stay as torch has converted them.
-        converted_dtype = saved_dtype if dtype_has_changed else None
+        dtype_before = saved_dtypes.get(parameter, parameter.dtype)  # of the parameter
+        dtype_has_changed = dtype_before != parameter.dtype
         optimizer.state[parameter] = _restore_saved(
-            optimizer.state[parameter], entries[number], converted_dtype
+            optimizer.state[parameter],
+            entries[number],
+            # None: all saved tensors are put back.
+            stays_converted_if_saved_as=dtype_before if dtype_has_changed else None,
         )
 
 
@@ -110,7 +107,7 @@ def saved_parameter_dtypes(
         to_plain_name = plain_names(module)
         for name, parameter in module.named_parameters():
             value = saved[module_name].get(to_plain_name(name))
-            was_saved_as_tensor = hasattr(value, "dtype")  # None and values of any other kind: no
+            was_saved_as_tensor = hasattr(value, "dtype")  # False for None, and for other values
             if was_saved_as_tensor:
                 dtypes[parameter] = value.dtype
     return dtypes
@@ -153,7 +150,7 @@ def _none_for_string_or_array(leaf: Any) -> Any:
     return leaf
 
 
-def _restore_saved(loaded: Any, saved: Any, converted_dtype: torch.dtype | None) -> Any:
+def _restore_saved(loaded: Any, saved: Any, stays_converted_if_saved_as: torch.dtype | None) -> Any:
     """Returns a value that an optimizer has loaded, or the saved value if torch has changed it.
 
     Dictionaries are changed in place. Values without a saved counterpart stay as they were loaded.
@@ -161,17 +158,15 @@ def _restore_saved(loaded: Any, saved: Any, converted_dtype: torch.dtype | None)
     Args:
         loaded: the value in the optimizer's state, on the right device.
         saved: the saved value, of any type, from which torch has made it.
-        converted_dtype: the dtype that the parameter had when it was saved, if it has another one
-            now. Tensors that were saved in this dtype stay as torch has converted them; all others
-            get their saved dtype back. None if the dtype of the parameter has not changed: all
-            tensors get their saved dtype back.
+        stays_converted_if_saved_as: tensors that were saved in this dtype stay as torch has
+            converted them. All others, and all tensors if this is None, get their saved dtype back.
     """
     if isinstance(saved, TAKEN_FOR_LISTS_BY_TORCH):
         return saved
 
     if isinstance(saved, Tensor) and isinstance(loaded, Tensor):
         was_not_converted = saved.dtype == loaded.dtype
-        stays_converted = saved.dtype == converted_dtype
+        stays_converted = saved.dtype == stays_converted_if_saved_as
         if was_not_converted or stays_converted:
             return loaded
         return saved.to(loaded.device)
@@ -179,14 +174,14 @@ def _restore_saved(loaded: Any, saved: Any, converted_dtype: torch.dtype | None)
     if isinstance(saved, dict) and isinstance(loaded, dict):
         for key, value in saved.items():
             if key in loaded:
-                loaded[key] = _restore_saved(loaded[key], value, converted_dtype)
+                loaded[key] = _restore_saved(loaded[key], value, stays_converted_if_saved_as)
         return loaded
 
     is_sequence = type(saved) in (list, tuple) and type(loaded) is type(saved)
     if is_sequence and len(saved) == len(loaded):
         items = []
         for loaded_item, saved_item in zip(loaded, saved, strict=True):
-            items.append(_restore_saved(loaded_item, saved_item, converted_dtype))
+            items.append(_restore_saved(loaded_item, saved_item, stays_converted_if_saved_as))
         return type(saved)(items)
 
     return loaded

@@ -129,12 +129,8 @@ class PartnerCopies:
         The first page of an area is sent first. It holds the seal, which tells the receiver how
         much follows. A page without a seal means that nothing follows.
         """
-        # A rank that has stopped keeping steps has no area, and sends a page without a seal. Any
-        # other rank waits until its area is sealed. If it stops keeping steps meanwhile, because
-        # the copy to the area has failed, the page has no seal either.
-        page = torch.zeros(PAGE_BYTES, dtype=torch.uint8)
-        if area is not None:
-            page = self._sealed_page(area, serial)
+        # Without an area, or if the copy to it fails meanwhile, the page has no seal.
+        page = _page_without_seal() if area is None else self._wait_for_sealed_page(area, serial)
 
         sends = [self._send(page)]
         received_pages = []
@@ -169,7 +165,7 @@ class PartnerCopies:
         # All ranks meet, so that each of them knows that the step is on two machines.
         dist.all_reduce(torch.zeros(1), group=self._group)
 
-    def _sealed_page(self, area: Area, serial: int) -> Tensor:
+    def _wait_for_sealed_page(self, area: Area, serial: int) -> Tensor:
         """Waits until an area is sealed with the serial number, and returns its first page.
 
         Another thread may seal the area, once it has copied everything from the GPU. If that copy
@@ -181,7 +177,7 @@ class PartnerCopies:
             if seal is not None and seal.serial == serial:
                 return page
             if self._has_given_up():
-                return torch.zeros_like(page)
+                return _page_without_seal()
             time.sleep(_WAIT_FOR_SEAL_S)
 
     def _send(self, tensor: Tensor) -> dist.Work:
@@ -191,6 +187,11 @@ class PartnerCopies:
 
     def _receive(self, tensor: Tensor, sender: int) -> None:
         dist.recv(tensor, sender, group=self._group)
+
+
+def _page_without_seal() -> Tensor:
+    """Returns the first page of an area that holds nothing."""
+    return torch.zeros(PAGE_BYTES, dtype=torch.uint8)
 
 
 def find_partners(machine_and_local_rank: Sequence[tuple[int, int]]) -> list[Partners] | None:

@@ -94,8 +94,8 @@ class RandomStates:
 
         Args:
             saved: the states of the checkpoint by name, with its `manifest`. `random` has the
-                random states of the ranks; in a step from memory, it has None for a rank on a lost
-                machine.
+                random states of the ranks, with None for a rank whose state is not known, as on a
+                lost machine. It is None itself if no state is known.
 
         Returns:
             "" if the random state was restored. Otherwise the end of a sentence that says why not.
@@ -103,9 +103,8 @@ class RandomStates:
         manifest = saved["manifest"]
         states = saved["random"]
 
-        # Case 1: this run has one common stream for all ranks. It goes on with the first state that
-        # is known. If the saved run had a common stream too, that is its state. Otherwise it is the
-        # state of the first rank whose machine was not lost; there is at least one.
+        # Case 1: this run has one common stream. It goes on with the first state that is known:
+        # that of the saved run's common stream, or else that of one of its ranks.
         if self._common_stream is not None and states is not None:
             known_states = [state for state in states if state is not None]
             self._common_stream.set_common(copy_to_memory(known_states[0]))

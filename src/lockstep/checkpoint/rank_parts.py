@@ -54,22 +54,23 @@ def keys_of_partial_states(
     """
     partial_keys: dict[str, list[int | str]] = {}
 
-    # The state of the run itself has an entry `state` only if gradients are compressed. It holds
-    # the rounding errors of the compression, which are different on each rank. Its form is that of
-    # an optimizer's state: {"state": {0: ..., 1: ...}, ...} has the keys 0 and 1.
-    if "state" in states["world"]:
-        partial_keys["world"] = list(states["world"]["state"])
+    # The run's own state is partial if gradients are compressed: each rank has rounding errors of
+    # its own, in an entry `state` that only exists then. For example {"state": {0: ..., 1: ...}}.
+    state_of_run = states["world"]
+    if "state" in state_of_run:
+        partial_keys["world"] = list(state_of_run["state"])
 
     for name, value in objects.items():
-        state = states[name]
         if isinstance(value, nn.Module):
             # The tensors of other ranks are on the meta device.
-            keys = [key for key, tensor in state.items() if not is_meta(tensor)]
-            if len(keys) < len(state):
+            tensor_of_name = states[name]
+            keys = [key for key, tensor in tensor_of_name.items() if not is_meta(tensor)]
+            if len(keys) < len(tensor_of_name):
                 partial_keys[name] = keys
         elif getattr(value, "partial", False):
             # An optimizer under a pipeline, or the states of virtual ranks.
-            partial_keys[name] = list(state["state"])
+            entry_of_number = states[name]["state"]
+            partial_keys[name] = list(entry_of_number)
     return partial_keys
 
 
@@ -137,9 +138,9 @@ def copy_rank_part(
     for name, state in state_of_file.items():
         encoded = encode(
             state,
-            inside="" if name == layout.TRAINING else name,
+            name="" if name == layout.TRAINING else name,
             to_host=to_host,
-            main=rank == 0,
+            is_rank_0=rank == 0,
         )
         trees[name] = encoded.tree
         boxes[name] = encoded.boxes

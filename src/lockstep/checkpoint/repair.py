@@ -40,7 +40,7 @@ MIN_AGE_S = 600.0
 class Repair:
     """One broken checkpoint or interrupted save, and what to do about it."""
 
-    what: Literal["remove", "finish", "rebuild", "leave"]
+    action: Literal["remove", "finish", "rebuild", "leave"]
     path: Path
     """The folder of a checkpoint, or the hidden folder of a save that was stopped."""
     why: str
@@ -138,13 +138,14 @@ def carry_out(plan: Sequence[Repair]) -> None:
     for repair in plan:
         path = repair.path
         with plain_errors("repairing", path):
-            if repair.what == "finish":
+            if repair.action == "finish":
                 storage.rename(path, _final_path(path))
-            elif repair.what == "rebuild":
+            elif repair.action == "rebuild":
                 _rebuild_file_list(path)
-            elif repair.what == "remove":
-                # Hidden first: if the removal is interrupted, no half checkpoint is left.
-                storage.remove_tree(layout.hide(path))
+            elif repair.action == "remove":
+                # It is renamed first: if the removal is interrupted, no half checkpoint is left.
+                hidden_path = layout.hide(path)
+                storage.remove_tree(hidden_path)
             storage.sync_path(path.parent)
 
 
@@ -229,14 +230,15 @@ def _leave_if_recent(repair: Repair, now_s: float) -> Repair:
         repair: the planned repair.
         now_s: the present time, as `time.time()` returns it.
     """
-    # When was the folder, or a file in it, changed last?
+    if repair.action == "leave":
+        return repair
+
+    # The last change of the folder or of a file in it.
     changed_at_s = repair.path.lstat().st_mtime
     for file in repair.path.iterdir():
         changed_at_s = max(changed_at_s, file.lstat().st_mtime)
-
     is_recent = now_s - changed_at_s <= MIN_AGE_S
-    leaves_it_anyway = repair.what == "leave"
-    if leaves_it_anyway or not is_recent:
+    if not is_recent:
         return repair
 
     why = (
@@ -255,7 +257,7 @@ def _rebuild_file_list(path: Path) -> None:
     # Some time may have passed since the plan was made, so the checkpoint is examined again.
     health = examine(path)
     if health.manifest is None or not health.only_file_list_wrong:
-        raise FileNotFoundError(f"{path} has changed meanwhile")
+        raise OSError(f"{path} has changed meanwhile")
 
     # The tensors in the manifest tell which files there must be.
     sizes = {}

@@ -129,10 +129,10 @@ class RankReports:
             check()
             time.sleep(POLL_INTERVAL_S)
 
-            # As long as the run has not failed, the wait has no limit: disks may be slow.
-            if not run_has_failed():
-                continue
-            seconds_left -= POLL_INTERVAL_S
+            # The wait has a limit once the run has failed. Before that it has none: disks may be
+            # slow.
+            if run_has_failed():
+                seconds_left -= POLL_INTERVAL_S
             if seconds_left <= 0:
                 raise CheckpointError(
                     f"saving the checkpoint {self._folder_name}",
@@ -173,7 +173,7 @@ def begin_checkpoint(
     with plain_errors("saving the checkpoint", layout.step_folder(folder, step)):
         _make_folders(folder)
         if lock is not None:
-            lock.acquire()
+            lock.acquire()  # raises CheckpointError if the folder belongs to another run
 
         # The checkpoints are in the order of their steps.
         checkpoints = _undamaged(folder, damaged_names)
@@ -245,8 +245,7 @@ def write_checkpoint(
             remove_unfinished(temporary)
             raise
 
-        # Damaged checkpoints do not count as kept ones. If one of them had the name of the new
-        # checkpoint, it was replaced, so this name is no longer among the damaged ones.
+        # The new checkpoint may have replaced a damaged one of its name.
         still_damaged = set(damaged_names) - {final.name}
         _remove_old(folder, keep, best, still_damaged)
     return final
@@ -270,7 +269,7 @@ def _complete_manifest(
             checksums[file] = checksum
         # The entries of a state that is divided over the ranks: those of another rank's layers.
         for state_name, entries in report["entries"].items():
-            _add_entries(manifest, state_name, entries)
+            _add_entries(manifest, state_name, entries)  # changes the trees in `manifest`
 
     complete = {"format": layout.FORMAT, **manifest}
     shards = _list_shards(reports)
@@ -314,29 +313,39 @@ def _add_entries(manifest: Mapping[str, Any], state_name: str, entries: Any) -> 
             tensor names, in which the tensors that the rank does not store are None. Of any other
             object it is a dictionary by number, e.g. by parameter number for an optimizer.
     """
-    # A module. Both ranks list all of its names, with None for a tensor that the rank lacks:
-    #   rank 0:     {"$ordered": [["a", A], ["b", None]]}
-    #   other rank: {"$ordered": [["a", None], ["b", B]]}
-    #   result:     {"$ordered": [["a", A], ["b", B]]}
     is_module = state_name in manifest["modules"]
     if is_module:
         module_tree = manifest["modules"][state_name]
-        other_trees = {name: tree for name, tree in entries["$ordered"] if tree is not None}
-        merged_pairs = []
-        for name, tree in module_tree["$ordered"]:
-            merged_pairs.append([name, other_trees.get(name, tree)])
-        module_tree["$ordered"] = merged_pairs
+        module_tree["$ordered"] = _merge_by_name(module_tree["$ordered"], entries["$ordered"])
         return
 
-    # An optimizer, or another object. Each rank lists only the numbers of which it has a state:
-    #   rank 0:     {"$dict": [[0, A]]}
-    #   other rank: {"$dict": [[1, B]]}, or {} without entries
-    #   result:     {"$dict": [[0, A], [1, B]]}
+    # An optimizer, or another object. A rank without entries of its state has {} for it.
     object_tree = manifest["training"][state_name]
     own_pairs = object_tree["state"].get("$dict", [])
     other_pairs = entries.get("$dict", [])
-    all_pairs = sorted([*own_pairs, *other_pairs], key=lambda pair: pair[0])
-    object_tree["state"] = {"$dict": all_pairs}
+    object_tree["state"] = {"$dict": _merge_by_number(own_pairs, other_pairs)}
+
+
+def _merge_by_name(own_pairs: list[list[Any]], other_pairs: list[list[Any]]) -> list[list[Any]]:
+    """Merges the entries of a module. Each rank lists all names, with None for what it lacks.
+
+    Rank 0: `[["a", A], ["b", None]]`, another rank: `[["a", None], ["b", B]]`, merged: `[["a", A],
+    ["b", B]]`.
+    """
+    other_entries = dict(other_pairs)
+    merged = []
+    for name, own_entry in own_pairs:
+        other_entry = other_entries.get(name)
+        merged.append([name, own_entry if other_entry is None else other_entry])
+    return merged
+
+
+def _merge_by_number(own_pairs: list[list[Any]], other_pairs: list[list[Any]]) -> list[list[Any]]:
+    """Merges the entries of an object's state. Each rank lists only the numbers that it has.
+
+    Rank 0: `[[0, A]]`, another rank: `[[1, B]]`, merged: `[[0, A], [1, B]]`.
+    """
+    return sorted([*own_pairs, *other_pairs], key=lambda number_and_entry: number_and_entry[0])
 
 
 def _check_files_visible(temporary: Path, files: Mapping[str, int]) -> None:

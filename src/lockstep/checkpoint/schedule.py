@@ -129,27 +129,43 @@ class SaveSchedule:
         self._requests.listen()
         is_due_by_steps = isinstance(self._every, int) and number % self._every == 0
 
-        # Clocks and signals are only considered in the steps in which the ranks exchange them.
-        is_due_by_time = False
-        save_requested = False
-        stop_requested = False
-        if self._collectives.single_process:
-            is_due_by_time = self._is_due()
-            # A request to save is answered once. A request to stop remains, as the run ends.
-            save_requested = self._requests.take_save()
-            stop_requested = self._requests.stop
-        elif number >= self._next_exchange_step:
-            answers = self._exchange(number)
-            is_due_by_time = answers[0].save_is_due  # the clock of rank 0 decides
-            # A signal may have been sent to any of the ranks.
-            save_requested = any(answer.save_requested for answer in answers)
-            stop_requested = any(answer.stop_requested for answer in answers)
+        # Clocks and signals are only considered in the steps in which the ranks exchange them. In
+        # other steps there are no answers.
+        answers = self._answers_of_ranks(number)
+        is_due_by_time = bool(answers) and answers[0].save_is_due  # the clock of rank 0 decides
+        # A signal may have been sent to any of the ranks.
+        save_requested = any(answer.save_requested for answer in answers)
+        stop_requested = any(answer.stop_requested for answer in answers)
 
         if stop_requested:
             return "stop"
         if is_due_by_steps or is_due_by_time or save_requested:
             return "save"
         return None
+
+    def _answers_of_ranks(self, number: int) -> list[_RankAnswer]:
+        """Returns what the clocks and signals of all ranks say; empty if this step has no exchange.
+
+        Args:
+            number: number of optimizer steps that were made.
+        """
+        if self._collectives.single_process:
+            return [self._own_answer(number)]
+        if number >= self._next_exchange_step:
+            return self._exchange(number)
+        return []
+
+    def _own_answer(self, number: int) -> _RankAnswer:
+        """Returns what the clock and the signals of this rank say."""
+        steps_since_exchange = max(1, number - self._last_exchange_step)
+        time_since_exchange_s = self._clock() - self._last_exchange_at_s
+        return _RankAnswer(
+            # A request to save is answered once. A request to stop remains, as the run ends.
+            save_requested=self._requests.take_save(),
+            stop_requested=self._requests.stop,
+            save_is_due=self._is_due(),
+            step_time_s=time_since_exchange_s / steps_since_exchange,
+        )
 
     def _is_due(self) -> bool:
         """Returns True if the time between two saves has passed, by the clock of this process."""
@@ -163,16 +179,9 @@ class SaveSchedule:
         Args:
             number: number of optimizer steps that were made.
         """
-        steps_since_exchange = max(1, number - self._last_exchange_step)
-        time_since_exchange_s = self._clock() - self._last_exchange_at_s
-        own_answer = _RankAnswer(
-            save_requested=self._requests.take_save(),
-            stop_requested=self._requests.stop,
-            save_is_due=self._is_due(),
-            step_time_s=time_since_exchange_s / steps_since_exchange,
-        )
         # Tuples are sent as lists.
-        answers = [_RankAnswer(*values) for values in self._collectives.exchange(own_answer)]
+        values_of_ranks = self._collectives.exchange(self._own_answer(number))
+        answers = [_RankAnswer(*values) for values in values_of_ranks]
 
         self._set_steps_between_exchanges(answers[0].step_time_s)
         self._next_exchange_step = number + self.steps_between_exchanges

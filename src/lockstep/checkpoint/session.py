@@ -34,7 +34,11 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from lockstep.batch.loader import Loader
 from lockstep.checkpoint import layout, sharding
-from lockstep.checkpoint.bits import check_virtual_ranks, facts_about_bits, restore_threads
+from lockstep.checkpoint.bits import (
+    check_virtual_ranks,
+    facts_about_bits,
+    restore_threads_and_note_differences,
+)
 from lockstep.checkpoint.checks import (
     BUILD_AS_SAVED,
     changed_lengths,
@@ -68,7 +72,7 @@ from lockstep.checkpoint.optimizer_match import (
     match_optimizers,
     optimizer_facts,
 )
-from lockstep.checkpoint.optimizer_state import load_saved_state, saved_parameter_dtypes
+from lockstep.checkpoint.optimizer_state import load_into_torch_optimizer, saved_parameter_dtypes
 from lockstep.checkpoint.preemption import SignalRequests
 from lockstep.checkpoint.random_states import CommonStream, RandomStates
 from lockstep.checkpoint.rank_parts import (
@@ -233,7 +237,7 @@ class Checkpoint:
         self._joined = run.joined
         self._progress = run.step
         self._policy = policy
-        self._state = dict(state)
+        self._objects = dict(state)
         for value in state.values():
             if isinstance(value, Loader):
                 _ = value.fingerprint  # computed now: some datasets change during the training
@@ -246,7 +250,7 @@ class Checkpoint:
         self._copies = HostCopies()
         """The memory to which states are copied before they are written."""
         self._writer = Writer(self.folder, run.collectives)
-        self._kept = self._make_kept_steps(run, memory)
+        self._kept = self._make_kept_steps(run, asked_for=memory)
         self._has_resumed = False
         self._plain_states: dict[str, PlainState] = {}
         self._optimizer_facts: dict[str, Any] = {}
@@ -263,21 +267,22 @@ class Checkpoint:
         # The run gets a separate object: a reference to this one would keep the state alive.
         run.extensions.add(_EndOfRun(self._writer, requests), Place.OBSERVER)
 
-    def _make_kept_steps(self, run: Run, memory: bool | None) -> KeptSteps | None:
+    def _make_kept_steps(self, run: Run, asked_for: bool | None) -> KeptSteps | None:
         """Creates the object that keeps each step in memory, or returns None to keep no steps.
 
         Args:
             run: the run.
-            memory: True to keep every step, False to keep none; None to keep steps if the launcher
-                has memory for them, as often as it costs little.
+            asked_for: True to keep every step, False to keep none. None: as often as it costs
+                little, if the launcher has memory for steps.
         """
         topology = run.topology
-        memory_paths = topology.memory  # empty if the launcher has no memory for steps
-        if memory is False or not memory_paths:
+        paths_of_areas = topology.memory  # empty if the launcher has no memory for steps
+        if asked_for is False or not paths_of_areas:
             return None
 
         # If the launcher is in another container, this process cannot open its memory.
-        if not all(os.access(path, os.R_OK | os.W_OK) for path in memory_paths):
+        can_be_opened = all(os.access(path, os.R_OK | os.W_OK) for path in paths_of_areas)
+        if not can_be_opened:
             return None
 
         return KeptSteps(
@@ -285,9 +290,9 @@ class Checkpoint:
             run.collectives,
             run.step,
             take_state=self._take_state,
-            steady_ids=self._steady_ids,  # ids of tensors that only the optimizer changes
+            steady_ids=self._ids_changed_only_by_optimizer,
             say=self._say,
-            every_step=memory is True or topology.keeps_every_step,
+            every_step=asked_for is True or topology.keeps_every_step,
             timeout=run.settings.collective_timeout,
             bandwidth=None if run.link is None else run.link.bandwidth,
         )
@@ -351,10 +356,6 @@ class Checkpoint:
         if is_skipped:
             return None
 
-        # In `_collect_states`, all ranks have just told each other how the previous save ended, so
-        # it is confirmed. The present save is unconfirmed once its thread has been started below.
-        self._writer.has_unconfirmed_save = False
-
         other_writers: list[int] = []
         for rank, summary in enumerate(summaries):
             if rank > 0 and summary.has_own_tensors:
@@ -374,7 +375,6 @@ class Checkpoint:
             self._writer.cancel()  # removes the hidden folder if it was made
             raise
 
-        self._writer.has_unconfirmed_save = True
         if not self._policy.asynchronous:
             self.wait()
         self._schedule.saved()
@@ -387,7 +387,8 @@ class Checkpoint:
     def _collect_states(self, metric: float | None) -> tuple[dict[str, Any], list[RankSummary]]:
         """Collects the states of this rank, and exchanges short summaries of them with all ranks.
 
-        Every rank first waits for the previous save (see `_summarize_rank`).
+        Every rank first waits for the previous save. If it has failed on any rank, all ranks raise
+        the error.
 
         Returns:
             The states of this rank by name, and the summary of each rank.
@@ -395,6 +396,7 @@ class Checkpoint:
         Raises:
             RanksDifferError: the metric or the common random stream differs between ranks.
         """
+        # Returns the states of this rank, and the summaries that all ranks have exchanged.
         states, answers = exchange_on_all_ranks(
             self._collectives, self._action, lambda: self._summarize_rank(metric)
         )
@@ -402,13 +404,17 @@ class Checkpoint:
 
         self._random_states.check_common([summary.rng_state for summary in summaries])
         check_same_metric("checkpoint.save(metric=...)", [summary.metric for summary in summaries])
+
+        # All ranks know now how the previous save has ended on each of them, unless they skip this
+        # save because it has not ended.
+        if not summaries[0].skip:
+            self._writer.has_unconfirmed_save = False
         return states, summaries
 
     def _summarize_rank(self, metric: float | None) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Collects the states of this rank, after the previous save has ended.
+        """Collects the states of this rank for a save, and summarizes them for the other ranks.
 
-        With `busy="skip"`, a rank whose previous save is still being written does not wait for it,
-        but proposes in its summary to skip this save.
+        First waits for the previous save, or, with `busy="skip"`, proposes to skip this one.
 
         Returns:
             The states by name, and the fields of their `RankSummary`, which can be sent as JSON.
@@ -418,7 +424,7 @@ class Checkpoint:
             self._writer.finish()  # waits, and raises the error of the previous save
 
         # A state is partial if each rank has only some of its entries, as under a pipeline.
-        objects = self._objects()
+        objects = self._objects_and_replicas()
         states = self._states_of(objects)
         partial_keys = keys_of_partial_states(states, objects)
         summary = RankSummary(
@@ -427,8 +433,6 @@ class Checkpoint:
             rng_state=self._random_states.to_text(),
             random_stream_is_common=self._random_states.is_common,
             partial_keys=partial_keys,
-            # True if this rank must store tensors, because rank 0 does not have them: its entries
-            # of partial states, and its shards of DTensors.
             has_own_tensors=has_own_tensors(states, partial_keys),
         )
         return states, asdict(summary)
@@ -449,9 +453,8 @@ class Checkpoint:
         Returns:
             What this rank writes, and on rank 0 the name of the hidden folder (None on the others).
         """
-        # Usually this rank has waited for its previous save in `_summarize_rank`, and this returns
-        # at once. But with `busy="skip"`, it may have proposed to skip the present save instead. If
-        # rank 0 has decided to make the save, the rank waits here.
+        # A rank that has proposed to skip this save has not waited for its previous one. But rank 0
+        # has decided to save.
         self._writer.finish()
 
         rank = self._collectives.topology.rank
@@ -466,9 +469,9 @@ class Checkpoint:
         if rank > 0:
             return PreparedSave(part, manifest={}), None
 
-        # Damaged checkpoints do not count when the old checkpoints to be removed are chosen.
         manifest = self._manifest(states, summaries[0].metric, trees)
         temporary = layout.temporary_folder(self.folder, manifest["step"])
+        # A damaged checkpoint of a later step is no reason to refuse this save.
         self._writer.begin(temporary, self._damaged_names)
         return PreparedSave(part, manifest), temporary.name
 
@@ -477,26 +480,21 @@ class Checkpoint:
     ) -> None:
         """Starts the thread that writes this rank's part, if it has one.
 
+        Rank 0 writes its part, waits for the other writers, and completes the checkpoint. The other
+        writers write their parts, and report that to rank 0. (The thread gets functions without a
+        reference to this object, which would keep the state of the training alive.)
+
         Args:
             prepared: what this rank writes.
             folder_name: name of the hidden folder that rank 0 has created.
-            other_writers: the ranks that write, other than rank 0.
+            other_writers: the ranks that write, besides rank 0.
         """
         writer = self._writer
         rank = self._collectives.topology.rank
         temporary = self.folder / folder_name
-
-        # The writing thread calls this often. It raises an error if this rank's save was given up.
-        raise_if_given_up = writer.raise_if_given_up
-
-        # With these reports the other ranks tell rank 0 that they have written their parts. Rank 0
-        # stops waiting for them if the run has failed (`run_has_failed`).
         reports = RankReports(self._joined, folder_name, other_writers)
 
-        # Rank 0 writes its part, waits for the other ranks, and completes the checkpoint. Then it
-        # removes old checkpoints (`keep`), except the best one. The others only write their parts.
         if rank == 0:
-            wait_for_others = partial(reports.wait, writer.run_has_failed, raise_if_given_up)
             write = partial(
                 write_checkpoint,
                 temporary,
@@ -505,16 +503,23 @@ class Checkpoint:
                 keep=self._policy.keep,
                 best=self._policy.best,
                 damaged_names=self._damaged_names,
-                wait_for_others=wait_for_others,
-                check=raise_if_given_up,
+                # The thread calls the first function when rank 0 has written its part, and the
+                # second one often while it writes, to stop if the save is given up.
+                wait_for_others=partial(
+                    reports.wait, writer.run_has_failed, writer.raise_if_given_up
+                ),
+                check=writer.raise_if_given_up,
             )
             writer.start(write)
         elif rank in other_writers:
             writer.protect_folder(temporary)
             write_part = partial(
-                _write_and_report, temporary, prepared.part, reports, rank, raise_if_given_up
+                _write_and_report, temporary, prepared.part, reports, rank, writer.raise_if_given_up
             )
             writer.start(write_part)
+
+        # The ranks do not know yet how this save ends on the others.
+        writer.has_unconfirmed_save = True
 
     def step(self) -> Path | None:
         """Saves if `every` or a signal asks for it. Call it after each optimizer step.
@@ -537,11 +542,7 @@ class Checkpoint:
             return None
         self._last_step_called = number
 
-        # A step is also kept in memory (`self._kept`), which does not depend on `every`. That is
-        # done once its global batch is done. In a training loop over a prepared loader, the loader
-        # reports that. In any other loop, a global batch is done when the script calls this method.
-        if self._kept is not None and not self._progress.in_training_loop:
-            self._kept.batch_is_done()
+        self._keep_in_memory_outside_training_loop()
 
         decision = self._schedule.decide(number)
         if decision is None:
@@ -550,6 +551,15 @@ class Checkpoint:
         if decision == "stop":
             self._stop_after_sigterm(path)
         return path
+
+    def _keep_in_memory_outside_training_loop(self) -> None:
+        """Keeps the present step in memory, unless a training loop over a prepared loader does so.
+
+        A step is kept once its global batch is done. A prepared loader reports that. In any other
+        loop, the batch is done when the script calls `step`.
+        """
+        if self._kept is not None and not self._progress.in_training_loop:
+            self._kept.batch_is_done()
 
     def _stop_after_sigterm(self, path: Path | None) -> None:
         """Waits for the last checkpoint, and ends the process.
@@ -613,9 +623,9 @@ class Checkpoint:
         )
         found = resumed_step is not None or self._resume_from_disk(why_not_from_memory)
 
-        # Begin to keep the steps of this attempt in memory. All ranks use the number of rank 0.
-        number_of_attempt = int(answers[0]["attempt"])
-        kept.start(number_of_attempt, paths_of_folder, resumed_step)
+        # Begin to keep the steps of this attempt in memory. All ranks use the id of rank 0.
+        attempt_id = int(answers[0]["attempt_id"])
+        kept.start(attempt_id, paths_of_folder, resumed_step)
 
         # The steps in memory are later than the checkpoint to which the run has gone back. If it
         # fails before it keeps a step, its next start must not resume one of these.
@@ -632,13 +642,13 @@ class Checkpoint:
         """
         action = f"resuming from {self.folder}"
 
-        # Each rank tells the others what it sees in the folder. To find out whether a checkpoint is
-        # sound, all files must be read, so only rank 0 does this.
+        # Each rank tells the others what it sees in the folder. Rank 0 reads all files, to find a
+        # checkpoint whose checksums are right. The other ranks only look for one with all files.
         find = find_latest_sound if self._collectives.topology.is_main else find_latest_complete
         answers = gather_answers(self._collectives, action, lambda: find(self.folder).as_json())
         views = [FolderView(**answer) for answer in answers]
         chosen = views[0]  # rank 0 decides
-        self._damaged_names = tuple(chosen.passed_over)  # by name: why it cannot be resumed
+        self._damaged_names = tuple(chosen.passed_over.keys())
         check_views(self.folder, views)
 
         # The folder has no checkpoint. The user is told so only if a step in memory was expected:
@@ -719,7 +729,7 @@ class Checkpoint:
 
         # There may be two states of one step: before and after what a loop does at the end of an
         # epoch. So the epoch is compared too.
-        step_on_disk, epoch_on_disk = answers[0]["disk"]  # as rank 0 sees the folder
+        step_on_disk, epoch_on_disk = answers[0]["latest_on_disk"]  # as rank 0 sees the folder
         disk_is_newer = (step_on_disk, epoch_on_disk) > (chosen.step, chosen.epoch)
         if disk_is_newer:
             return None, f"; it is newer than step {chosen.step} in memory"
@@ -734,7 +744,7 @@ class Checkpoint:
             def check_and_load() -> str:
                 """Loads the states if they fit this run; returns a sentence for the user."""
                 check_virtual_ranks(where, loaded["manifest"], self._settings)
-                check_fits(where, self._state, loaded)
+                check_fits(where, self._objects, loaded)
                 return self._load_states(where, self._match_optimizers(where, loaded))
 
             note = run_on_all_ranks(self._collectives, RESUMING_FROM_MEMORY, check_and_load)
@@ -756,9 +766,9 @@ class Checkpoint:
         Returns:
             A dictionary that can be sent as JSON. `parts`: a `PartReport` of each part of a step in
             the memory of this rank's machine. `folder`: the path of the checkpoint folder here.
-            `disk`: step and epoch of the latest checkpoint in it, -1 if there is none. `attempt`: a
-            random number, to tell the steps of this start of the run from those of other starts
-            (all ranks use the number of rank 0).
+            `latest_on_disk`: step and epoch of the latest checkpoint in it, -1 if there is none.
+            `attempt_id`: a random number, to tell the steps of this start of the run from those of
+            other starts (all ranks use the number of rank 0).
         """
         latest = layout.latest(self.folder)
         kept.open()  # opens the memory of all ranks of this machine
@@ -769,8 +779,8 @@ class Checkpoint:
         return {
             "parts": parts,
             "folder": kept.folder,
-            "disk": [-1, -1] if latest is None else self._step_and_epoch(latest),
-            "attempt": secrets.randbits(63),
+            "latest_on_disk": [-1, -1] if latest is None else self._step_and_epoch(latest),
+            "attempt_id": secrets.randbits(63),
         }
 
     def _step_and_epoch(self, path: Path) -> list[int]:
@@ -799,7 +809,7 @@ class Checkpoint:
         self._extensions.saving_begins()
         try:
             # A state is partial if this rank has only some of its entries, as under a pipeline.
-            objects = self._objects()
+            objects = self._objects_and_replicas()
             states = self._uncopied_states(objects)
             partial_names = list(keys_of_partial_states(states, objects))
             facts = {
@@ -839,34 +849,33 @@ class Checkpoint:
             self._extensions.saving_ended()
 
     def _uncopied_states(self, objects: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the states of these objects and of the world.
+        """Returns the states of these objects and of the world, with the training's own tensors.
 
-        Their tensors are not copies, but those of the training itself. Unlike `_states_of`, this is
-        called in each step, so it must be fast.
+        Unlike `_states_of`, this is called in each step, so it must be fast.
         """
         # `World.state_dict` first waits for the checks of the run that are still going on, which
         # may take as long as a step. This function does not wait.
         states: dict[str, Any] = {"world": self._world_state_without_checks()}
         for name, value in objects.items():
             if isinstance(value, nn.Module):
-                if name not in self._plain_states:
+                if name not in self._plain_states:  # it knows the names of the bare module
                     self._plain_states[name] = PlainState(value)
                 states[name] = self._plain_states[name].take()
             elif self._virtual_ranks is not None and value is self._virtual_ranks:
-                # One rank of each machine keeps what all virtual ranks have in common.
+                # DiLoCo's virtual ranks. One rank of each machine keeps what they have in common.
                 is_first_of_machine = self._collectives.topology.local_rank == 0
                 states[name] = self._virtual_ranks.state_dict(shared=is_first_of_machine)
             else:
                 states[name] = value.state_dict()
         return states
 
-    def _steady_ids(self) -> set[int]:
+    def _ids_changed_only_by_optimizer(self) -> set[int]:
         """Returns the ids of the tensors that change only in the step of a prepared optimizer.
 
         These are the parameters of the optimizer and the tensors of its state.
         """
         ids: set[int] = set()
-        for value in self._state.values():
+        for value in self._objects.values():
             # Prepared optimizers are recognised by their method `load_saved_state`, which those of
             # torch lack: this module must not import the module of their class.
             has_method_of_prepared = hasattr(value, "load_saved_state")
@@ -893,19 +902,20 @@ class Checkpoint:
         Finding the names takes long, so it is only done again if an optimizer has been given
         further parameters since.
         """
-        counts = []
-        for value in self._state.values():
+        counts_of_parameters = []
+        for value in self._objects.values():
             if isinstance(value, Optimizer):
-                counts += [len(group["params"]) for group in value.param_groups]
+                counts_of_parameters += [len(group["params"]) for group in value.param_groups]
 
-        if counts != self._counts_of_parameters:
-            modules = {name: self._state[name] for name in self._module_names()}
+        has_other_parameters = counts_of_parameters != self._counts_of_parameters
+        if has_other_parameters:
+            modules = {name: self._objects[name] for name in self._module_names()}
             names = SavedNames(modules)
             self._optimizer_facts = {}
-            for name, value in self._state.items():
+            for name, value in self._objects.items():
                 if isinstance(value, Optimizer):
                     self._optimizer_facts[name] = optimizer_facts(value, names)
-            self._counts_of_parameters = counts
+            self._counts_of_parameters = counts_of_parameters
         return self._optimizer_facts
 
     # Reading and loading a checkpoint
@@ -927,15 +937,15 @@ class Checkpoint:
         check_virtual_ranks(path, manifest, self._settings)
 
         modules = {name: read_stored(path, manifest, name) for name in manifest["modules"]}
-        training = read_stored(path, manifest, layout.TRAINING)
+        other_states = read_stored(path, manifest, layout.TRAINING)
 
-        # `training` has the states of all objects but the modules, by name. If the manifest is
-        # damaged, it may be no dictionary. `check_fits` then reports all of its states as missing.
-        if not isinstance(training, dict):
-            training = {}
+        # In a damaged manifest the other states may be no dictionary. Then `check_fits` reports all
+        # of them as missing.
+        if not isinstance(other_states, dict):
+            other_states = {}
 
-        saved = {"manifest": manifest, **training, **modules}
-        check_fits(path, self._state, saved)
+        saved = {"manifest": manifest, **other_states, **modules}
+        check_fits(path, self._objects, saved)
 
         # If each virtual rank trains a copy of the model, the copies are saved as "replicas".
         if self._virtual_ranks is not None and "replicas" in saved:
@@ -945,7 +955,7 @@ class Checkpoint:
     def _match_optimizers(self, path: Path | str, saved: Mapping[str, Any]) -> dict[str, Any]:
         """Returns saved states with those of optimizers in the order of the present parameters."""
         has_replicas = self._virtual_ranks is not None
-        return match_optimizers(path, self._state, saved, has_replicas=has_replicas)
+        return match_optimizers(path, self._objects, saved, has_replicas=has_replicas)
 
     def _load_states(self, path: Path | str, saved: Mapping[str, Any]) -> str:
         """Loads saved states into the objects of this run.
@@ -959,7 +969,7 @@ class Checkpoint:
             A sentence that says what was resumed, and what is now different from what was saved.
         """
         modules = {
-            name: value for name, value in self._state.items() if isinstance(value, nn.Module)
+            name: value for name, value in self._objects.items() if isinstance(value, nn.Module)
         }
 
         # Only dtypes are looked up here, so a model of `deferred_init` stays uninitialised.
@@ -967,9 +977,9 @@ class Checkpoint:
             saved_dtypes = saved_parameter_dtypes(modules, saved)
 
         # All notes are the end of one sentence. Each of them begins with "; ", or is empty.
-        notes = ""
-        for name, target in {**self._state, "world": self._world}.items():
-            notes += _note_about_length(name, target, saved[name])
+        notes: list[str] = []
+        for name, target in {**self._objects, "world": self._world}.items():
+            notes.append(_note_about_length(name, target, saved[name]))
             with _explain_misfit(f"resuming {name} from {path}", BUILD_AS_SAVED.format(name)):
                 _load_state(target, saved[name], saved_dtypes)
 
@@ -979,18 +989,22 @@ class Checkpoint:
             ):
                 self._virtual_ranks.load_state_dict(saved.get("replicas"))
         elif "replicas" in saved:
-            # The saved run trained several copies of the model with DiLoCo, and this one does not.
-            # The model was loaded above, with the weights that the copies have in common.
-            notes += "; its replicas are left out, the training goes on from their shared weights"
+            # The saved run trained several replicas of the model with DiLoCo, and this one does
+            # not. The model was loaded above, with the weights that the replicas have in common.
+            notes.append(
+                "; its replicas are left out, the training goes on from their shared weights"
+            )
 
         # The results are the same bits only with the same random states, and with the same number
-        # of threads.
+        # of threads. The sentence begins with the note about the random states.
         manifest = saved["manifest"]
-        rng_note = self._restore_rng(path, saved)
-        bits_note = restore_threads(
-            manifest, self._settings.virtual_ranks, self._collectives.device
+        notes.insert(0, self._restore_rng(path, saved))
+        notes.append(
+            restore_threads_and_note_differences(
+                manifest, self._settings.virtual_ranks, self._collectives.device
+            )
         )
-        return self._describe(path, manifest) + rng_note + notes + bits_note
+        return self._describe(path, manifest) + "".join(notes)
 
     def _describe(self, path: Path | str, manifest: Mapping[str, Any]) -> str:
         """Describes the checkpoint that was resumed, and the run that saved it.
@@ -1025,11 +1039,11 @@ class Checkpoint:
 
     # What is saved
 
-    def _objects(self) -> dict[str, Any]:
+    def _objects_and_replicas(self) -> dict[str, Any]:
         """Returns all objects that are saved, except the world, by name."""
         if self._virtual_ranks is None:
-            return dict(self._state)
-        return {**self._state, "replicas": self._virtual_ranks}
+            return dict(self._objects)
+        return {**self._objects, "replicas": self._virtual_ranks}
 
     def _states_of(self, objects: Mapping[str, Any]) -> dict[str, Any]:
         """Returns the states of these objects by name, and that of the world under "world"."""
@@ -1042,7 +1056,7 @@ class Checkpoint:
         return states
 
     def _module_names(self) -> list[str]:
-        return [name for name, value in self._state.items() if isinstance(value, nn.Module)]
+        return [name for name, value in self._objects.items() if isinstance(value, nn.Module)]
 
     def _manifest(
         self, states: Mapping[str, Any], metric: float | None, trees: Mapping[str, Any]
@@ -1052,12 +1066,13 @@ class Checkpoint:
         Args:
             states: the states of this rank, by name.
             metric: the metric that was given to `save`.
-            trees: the states of the modules and of the training as JSON, from `copy_rank_part`.
+            trees: the states as JSON, from `copy_rank_part`: one by the name of each module, and
+                one as `layout.TRAINING` for everything else.
         """
         from lockstep import __version__  # the package itself imports this module
 
-        # A checkpoint without a metric is never the best one. So is one whose metric is NaN or
-        # infinite, which JSON does not have.
+        # A metric that is NaN or infinite, which JSON does not have, is left out: a checkpoint
+        # without a metric is never the best one.
         if metric is not None and not math.isfinite(metric):
             metric = None
 
@@ -1091,7 +1106,7 @@ class Checkpoint:
             return int(epoch_of_world)
 
         epochs_of_loaders = []
-        for name, value in self._state.items():
+        for name, value in self._objects.items():
             if not isinstance(value, Loader):
                 continue
             epoch = int(states[name]["epoch"])
@@ -1137,21 +1152,17 @@ def _load_state(target: Any, saved: Any, saved_dtypes: Mapping[Tensor, torch.dty
     """
     if isinstance(target, nn.Module):
         load_plain(target, saved)
-        return
-
-    # Any other object may keep the tensors that it gets. So they are copied to memory, because they
-    # may be mapped from a file that is removed later. (The other two branches copy values, too.)
-    if not isinstance(target, Optimizer):
-        target.load_state_dict(sharding.copy_to_memory(saved))
-        return
-
-    # A prepared optimizer has a method of its own for this, because it may have only a part of the
-    # parameters. For an optimizer of torch, the function of the same name does it.
-    state = sharding.reshard_optimizer(saved, target)
-    if hasattr(target, "load_saved_state"):  # it is prepared
-        target.load_saved_state(state, saved_dtypes)
+    elif isinstance(target, Optimizer):
+        state = sharding.reshard_optimizer(saved, target)
+        if hasattr(target, "load_saved_state"):
+            # It is prepared, and may have only a part of the parameters, so it has a method for it.
+            target.load_saved_state(state, saved_dtypes)
+        else:
+            load_into_torch_optimizer(target, state, saved_dtypes)
     else:
-        load_saved_state(target, state, saved_dtypes)
+        # The object may keep the tensors that it gets. So they are copied to memory: they may be
+        # mapped from a file that is removed later.
+        target.load_state_dict(sharding.copy_to_memory(saved))
 
 
 @contextmanager
@@ -1179,9 +1190,9 @@ def _write_and_report(
         rank: the rank that writes.
         raise_if_given_up: called often during writing; it raises an error to interrupt it.
     """
-    report = None  # tells rank 0 that the part could not be written
+    report = None
     try:
         with plain_errors("saving the checkpoint", temporary):
             report = part.write(temporary, raise_if_given_up)
     finally:
-        reports.send(rank, report)
+        reports.send(rank, report)  # None if the part could not be written

@@ -93,19 +93,21 @@ def entries_to_store(
 
     def is_stored_here(key: int | str) -> bool:
         """Returns True if this rank is the first that has the entry."""
-        for other_rank, keys in enumerate(key_sets):
-            has_entry = keys is None or key in keys
-            if has_entry:  # `other_rank` is the first that has it
-                return other_rank == rank
-        # No rank has the entry, because the whole model is on the meta device. Rank 0 takes it, and
-        # then raises the error that it has no values.
-        return rank == 0
+        # None: the rank has all entries.
+        ranks_with_entry = (
+            other_rank for other_rank, keys in enumerate(key_sets) if keys is None or key in keys
+        )
+        # No rank has the entry if the whole model is on the meta device. Rank 0 takes it then, and
+        # raises the error that it has no values.
+        first_rank = next(ranks_with_entry, 0)
+        return first_rank == rank
 
     is_optimizer_state = isinstance(state.get("state"), dict)
     if is_optimizer_state:
         stored = {key: entry for key, entry in state["state"].items() if is_stored_here(key)}
         return {**state, "state": stored}
 
+    # The state of a module. It keeps what torch has attached to it: the versions of its modules.
     module_state = OrderedDict(
         (key, tensor if is_stored_here(key) else None) for key, tensor in state.items()
     )
@@ -124,7 +126,7 @@ def reshard_optimizer(state: Any, optimizer: Optimizer) -> Any:
         optimizer: the optimizer that will load the state.
     """
     # A saved state has numbers in place of parameters. If the optimizer has other groups than the
-    # saved one, `load_state_dict` will tell the user, so `zip` need not be strict here.
+    # saved one, `load_state_dict` will tell the user later: hence `strict=False`.
     parameter_of_number: dict[int, Tensor] = {}
     for saved_group, group in zip(state["param_groups"], optimizer.param_groups, strict=False):
         for number, parameter in zip(saved_group["params"], group["params"], strict=False):
@@ -132,9 +134,9 @@ def reshard_optimizer(state: Any, optimizer: Optimizer) -> Any:
 
     entries = {}
     for number, entry in state["state"].items():
-        # None if the optimizer has no such parameter. The tensors are then not sharded.
+        # If the optimizer has no such parameter, this is None, and `reshard` joins the shards.
         parameter = parameter_of_number.get(number)
-        resharded_entry = map_leaves(partial(reshard, like=parameter), entry)
+        resharded_entry = map_leaves(partial(reshard, own_tensor=parameter), entry)
 
         # `reshard` has copied the shards of this rank to memory. Tensors that are not sharded may
         # still be mapped from a file that is removed later, so they are copied here.
@@ -169,52 +171,57 @@ def _copy_leaf(leaf: Any) -> Any:
     return leaf
 
 
-def reshard(value: Any, like: Any) -> Any:
+def reshard(value: Any, own_tensor: Any) -> Any:
     """Shards a tensor that was read from a file like a tensor of this run.
 
     Args:
         value: a tensor, a `TensorInShards`, or any other value, which is returned unchanged.
-        like: the tensor of this run that `value` belongs to, or None if it is not known.
+        own_tensor: the tensor of this run that `value` belongs to, or None if it is not known.
 
     Returns:
-        If `like` is a DTensor of the same shape, a DTensor for which only this rank's shard was
-        read. If `like` is on the meta device, `like` itself. Otherwise the whole tensor.
+        If `own_tensor` is a DTensor of the same shape, a DTensor for which only this rank's shard
+        was read. If it is on the meta device, `own_tensor` itself. Otherwise the whole value.
     """
-    if is_meta(like):  # this rank has no values of the tensor, e.g. of a layer of another rank
-        return like
+    if is_meta(own_tensor):  # this rank has no values of it, e.g. of a layer of another rank
+        return own_tensor
     if not isinstance(value, Tensor | TensorInShards):
         return value
 
     # A tensor of another shape, for example an optimizer's step counter, is not sharded like its
     # parameter.
-    becomes_dtensor = is_sharded(like) and tuple(value.shape) == tuple(like.shape)
+    becomes_dtensor = is_sharded(own_tensor) and tuple(value.shape) == tuple(own_tensor.shape)
     if not becomes_dtensor:
         return value.read() if isinstance(value, TensorInShards) else value
 
-    # Imported here, because the import is slow. It was done already by the code that made `like`.
+    # Imported here, because the import is slow. The code that made `own_tensor` has done it.
     from torch.distributed.tensor import DTensor
 
-    # Of a `TensorInShards`, this rank's shard is read into new memory. Of a tensor, it is a view,
-    # which is copied, because the tensor may be mapped from a file that is removed later.
-    local = _part_for(value, like)
-    if not isinstance(value, TensorInShards):
-        local = local.clone()
     return DTensor.from_local(
-        local.to(like.device),
-        like.device_mesh,
-        like.placements,
+        _copy_part_for(value, own_tensor).to(own_tensor.device),
+        own_tensor.device_mesh,
+        own_tensor.placements,
         run_check=False,
-        shape=like.shape,
-        stride=like.stride(),
+        shape=own_tensor.shape,
+        stride=own_tensor.stride(),
     )
 
 
-def _part_for(value: Tensor | TensorInShards, like: Any) -> Tensor:
-    """Returns the part of a tensor that this rank has of `like`, a DTensor of the same shape.
+def _copy_part_for(value: Tensor | TensorInShards, own_tensor: Any) -> Tensor:
+    """Returns the same as `_part_for`, in memory of its own.
 
-    The part of a tensor in memory is a view.
+    A tensor may be mapped from a file that is removed later, so its part is copied.
     """
-    offsets, sizes = local_box(like)
+    part = _part_for(value, own_tensor)
+    is_view = not isinstance(value, TensorInShards)
+    return part.clone() if is_view else part
+
+
+def _part_for(value: Tensor | TensorInShards, own_tensor: Any) -> Tensor:
+    """Returns the part of a value that this rank has of `own_tensor`, a DTensor of the same shape.
+
+    The part of a tensor in memory is a view. That of a `TensorInShards` is read.
+    """
+    offsets, sizes = local_box(own_tensor)
     if isinstance(value, TensorInShards):
         return value.read_box(offsets, sizes)
     slices = [slice(begin, begin + size) for begin, size in zip(offsets, sizes, strict=True)]
@@ -283,6 +290,7 @@ def tie_key(tensor: Any) -> tuple[object, ...] | None:
         local.storage_offset(),
         local.is_conj(),
         local.is_neg(),
+        # Those of the whole tensor: empty shards of different tensors look alike.
         tensor.device,
         tensor.shape,
         tensor.stride(),
@@ -304,8 +312,8 @@ def map_leaves(change: Callable[[Any], Any], tree: Any) -> Any:
             mapped_dict[key] = map_leaves(change, value)
         return mapped_dict
 
-    # A list or tuple of another class, such as `torch.Size`, may not be one that can be made of any
-    # values. It is treated as a single value below.
+    # A list or tuple of another class, such as `torch.Size`, cannot hold arbitrary values, so it is
+    # treated as a single value below.
     if type(tree) in (list, tuple):
         return type(tree)(map_leaves(change, value) for value in tree)
 

@@ -204,13 +204,13 @@ def any_overlap(shards: list[Shard]) -> bool:
             cross each other in ways that no program writes.
     """
     num_compared = 0
-    for number, shard in enumerate(shards):
-        for later in shards[number + 1 :]:
-            # Compare the rows first. As the offsets are sorted, all shards from a certain one on
-            # begin after the last row of this one. A tensor without dimensions has no rows.
-            has_rows = len(shard.offsets) > 0
-            if has_rows and later.offsets[0] >= shard.offsets[0] + shard.sizes[0]:
-                break
+    for index, shard in enumerate(shards):
+        has_rows = len(shard.offsets) > 0  # a tensor without dimensions has none
+        end_of_rows = shard.offsets[0] + shard.sizes[0] if has_rows else 0
+        for later in shards[index + 1 :]:
+            begins_after_last_row = has_rows and later.offsets[0] >= end_of_rows
+            if begins_after_last_row:
+                break  # so do all shards after `later`, as they are sorted
 
             num_compared += 1
             if num_compared > MAX_COMPARED_PAIRS_OF_SHARDS:

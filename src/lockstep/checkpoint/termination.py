@@ -24,7 +24,12 @@ SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 
 
 class _Watcher:
-    """A thread that notices signals at once, whatever the main thread is doing."""
+    """A thread that notices signals at once, whatever the main thread is doing.
+
+    Python calls a signal handler in the main thread, which may take long. But it writes the number
+    of the signal to a pipe at once, and this thread reads the pipe. There is only one such pipe in
+    a process: if the program uses it, there must be no watcher, and only the handler is left.
+    """
 
     def __init__(self) -> None:
         self._read_end, self._write_end = os.pipe()
@@ -87,9 +92,7 @@ def protect(cleanup: Callable[[], object]) -> None:
             signal.signal(number, _handle)
             _handled_signals.append(number)
 
-    # The handler runs in the main thread, and only when Python gets to it, which may be late. A
-    # thread that Python notifies through a pipe ends the process at once. There is only one such
-    # pipe. If the program uses it, no thread is started, and only the handler is left.
+    # The watcher ends the process even while the main thread is in C++.
     if _handled_signals and _watcher is None and not _program_uses_wakeup_fd():
         _watcher = _Watcher()
 
@@ -109,7 +112,7 @@ def unprotect(cleanup: Callable[[], object]) -> None:
     if _cleanups:
         return
 
-    _restore_default_actions()
+    _restore_actions()
     if _watcher is not None:
         _watcher.close()
         _watcher = None
@@ -162,8 +165,8 @@ def _program_uses_wakeup_fd() -> bool:
     return current_fd != -1
 
 
-def _restore_default_actions() -> None:
-    """Restores the default actions of the signals that still have our handler."""
+def _restore_actions() -> None:
+    """Gives the signals that still have our handler the default action, which they had before."""
     while _handled_signals:
         number = _handled_signals.pop()
         if signal.getsignal(number) is _handle:
@@ -175,7 +178,7 @@ def _forget_in_child() -> None:
     global _watcher, _ending
     _ending = threading.RLock()  # a thread that the child does not have may hold the parent's lock
     _cleanups.clear()
-    _restore_default_actions()
+    _restore_actions()
 
     # Otherwise the child would write its signals to the pipe of its parent, and so end the parent.
     if _watcher is not None:

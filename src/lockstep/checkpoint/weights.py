@@ -56,12 +56,14 @@ from lockstep.optim.deferred_init import (
     outside_deferred_init,
     sources_of,
 )
-from lockstep.wording import describe_type, group_by_key
+from lockstep.wording import describe_type
 
 MAX_BYTES_IN_MEMORY = 2**26
 """How much `load_weights` reads at a time, besides the model and the mapped file."""
 
 
+ENDING_OF_NAMES_THAT_MAY_BE_MISSING = "num_batches_tracked"
+"""BatchNorm's count of batches. Files from before torch 0.4.1 lack it, and it starts at 0 then."""
 DTYPES_TO_SAVE_AS = {*DTYPES_TO_CAST, torch.float8_e4m3fn, torch.float8_e5m2}
 """The other floats of 8 bits hold scales, or have no code in safetensors."""
 
@@ -194,13 +196,11 @@ def _gather_tensor(value: Any, source: int, collectives: Collectives) -> Any:
         source: the first rank whose value is not on the meta device.
         collectives: the collectives of the run. All ranks call this function.
     """
+    rank_0_lacks_values = source > 0
     if is_sharded(value):
-        # All ranks get the whole tensor. (A model may be kept on the CPU in a run on GPUs, whose
-        # collectives need GPU tensors.)
+        # All ranks get the whole tensor. It must be on the GPU for that, and the model may not be.
         value = value.to(collectives.device).full_tensor()
-    elif source > 0:
-        # Rank 0 does not have the values. This never happens with a DTensor, of which every rank
-        # has a shard.
+    elif rank_0_lacks_values:
         value = collectives.broadcast(value, source)
 
     if not collectives.topology.is_main:
@@ -230,13 +230,9 @@ def _storable_tensors(state: Mapping[str, Any], path: Path) -> dict[str, LazyTen
     action = f"saving weights to {path}"
     tensors: dict[str, LazyTensor] = {}
     for name, value in state.items():
-        # The reason why the value cannot be stored, for example "is a list". None: it can be.
-        problem: str | None
-        if isinstance(value, Tensor):
-            problem = why_unstorable(value)
-        else:
-            problem = f"is {describe_type(value)}"
-
+        is_tensor = isinstance(value, Tensor)
+        # The reason why the value cannot be stored, or None if it can be.
+        problem = why_unstorable(value) if is_tensor else f"is {describe_type(value)}"
         if problem is not None:
             raise CheckpointError(
                 action,
@@ -256,7 +252,7 @@ def _storable_tensors(state: Mapping[str, Any], path: Path) -> dict[str, LazyTen
 class _LoadPlan(NamedTuple):
     """The values that `load_weights` is going to copy."""
 
-    batches: list[dict[str, Any]]
+    groups_of_values: list[dict[str, Any]]
     """The values of the file by the model's plain names, in groups that are read and copied one
     after the other."""
     values: dict[str, Any]
@@ -303,33 +299,31 @@ def _load_weights(model: nn.Module, path: Path, *, strict: bool, trust: bool) ->
 
     The arguments are those of `load_weights`.
     """
+    make_plan = partial(_plan_loading, model, path, strict=strict, trust=trust)
     run = run_of(model)
-    if run is None:
-        # The model is not prepared. It may have tensors on the meta device, which have no memory
-        # yet. `world.prepare` will read their values, so the model remembers which file has them.
-        plan = _plan_loading(model, path, strict=strict, trust=trust)
-        _record_sources_of_meta_tensors(model, plan)
-    else:
+    if run is not None:  # the model is prepared
         # No rank copies anything unless the file fits on all of them.
-        plan = run_on_all_ranks(
-            run.collectives,
-            f"loading {path}",
-            partial(_plan_loading, model, path, strict=strict, trust=trust),
-        )
+        plan = run_on_all_ranks(run.collectives, f"loading {path}", make_plan)
+    else:
+        plan = make_plan()
+        _record_sources_of_meta_tensors(model, plan)
 
     # `load_plain` copies the values. It leaves out tensors on the meta device.
-    for batch in plan.batches:
+    for group in plan.groups_of_values:
         values = {}
-        for name, value in batch.items():
+        for name, value in group.items():
             # Of a tensor in shards, `load_plain` reads only the regions that this rank needs.
             is_in_shards = isinstance(value, TensorInShards)
             values[name] = value if is_in_shards else read_values(value)
-        load_plain(model, values, strict=False)  # each batch has only some of the names
+        load_plain(model, values, strict=False)  # each group has only some of the names
     return plan.report
 
 
 def _record_sources_of_meta_tensors(model: nn.Module, plan: _LoadPlan) -> None:
-    """Records, for tensors on the meta device, from where `world.prepare` can read their values."""
+    """Records, for tensors on the meta device, from where `world.prepare` can read their values.
+
+    Such tensors have no memory yet.
+    """
     to_plain_name = plain_names(model)
     for name, tensor in model.state_dict().items():
         plain_name = to_plain_name(name)
@@ -338,15 +332,14 @@ def _record_sources_of_meta_tensors(model: nn.Module, plan: _LoadPlan) -> None:
 
         module_name, _, own_name = name.rpartition(".")
         owner = model.get_submodule(module_name)
-        earlier_source = find_source(owner, own_name, tensor)
 
         # The new source is this file. It also keeps how the model would have initialised the
-        # tensor. If weights were loaded before, the earlier source is a file, too, which has kept
-        # that. Otherwise the earlier source is the initialisation itself.
-        if isinstance(earlier_source, FileSource):
-            initialisation = earlier_source.recorded
+        # tensor.
+        source = find_source(owner, own_name, tensor)
+        if isinstance(source, FileSource):  # from which weights were loaded before
+            initialisation = source.recorded
         else:
-            initialisation = earlier_source
+            initialisation = source
         sources_of(owner)[own_name] = FileSource(plan.values[plain_name], initialisation)
 
 
@@ -363,7 +356,7 @@ def _plan_loading(model: nn.Module, path: Path, *, strict: bool, trust: bool) ->
     found, match = _best_match(path, own, trust)
 
     # The values of the file, under the names of the model.
-    state = {name: found.state[old_name] for old_name, name in match.names.items()}
+    state = {name: found.state[old_name] for old_name, name in match.name_pairs.items()}
     for name, value in state.items():
         if isinstance(value, LazyTensor) and not isinstance(value, TensorInShards):
             state[name] = in_one_shard(value)
@@ -372,13 +365,13 @@ def _plan_loading(model: nn.Module, path: Path, *, strict: bool, trust: bool) ->
 
     differences = Differences(
         missing=_missing_names(own, state, tied_groups),
-        unexpected=tuple(name for name in found.state if name not in match.names),
+        unexpected=tuple(name for name in found.state if name not in match.name_pairs),
         mismatched=find_differences(state, own).mismatched,
     )
     fitting = {
         name: value for name, value in state.items() if not describe_conflict(value, own[name])
     }
-    num_covered = len(_with_tied(fitting, tied_groups))
+    num_covered = len(_add_tied_names(fitting, tied_groups))
     is_enough = num_covered * 2 >= len(own)  # at least half of the model's names
     if (strict and differences) or not is_enough:
         counts = ", ".join(count for count, _ in differences.counted())
@@ -404,8 +397,8 @@ def _plan_loading(model: nn.Module, path: Path, *, strict: bool, trust: bool) ->
         mismatched=differences.mismatched,
         changes=tuple(changes),
     )
-    batches = _batches(fitting, _names_that_need_memory(fitting, own))
-    return _LoadPlan(batches, fitting, report)
+    groups_of_values = _group_values(fitting, _names_read_into_memory(fitting, own))
+    return _LoadPlan(groups_of_values, fitting, report)
 
 
 def _missing_names(
@@ -420,11 +413,10 @@ def _missing_names(
         state: the values of the file, under the names of the model.
         tied_groups: the groups of tied names in the model.
     """
-    names_with_values = _with_tied(state, tied_groups)
+    names_with_values = _add_tied_names(state, tied_groups)
     missing = []
     for name in own:
-        # Files from before torch 0.4.1 lack BatchNorm's count of batches, which then starts at 0.
-        may_be_missing = name.endswith("num_batches_tracked")
+        may_be_missing = name.endswith(ENDING_OF_NAMES_THAT_MAY_BE_MISSING)
         if name not in names_with_values and not may_be_missing:
             missing.append(name)
     return tuple(missing)
@@ -459,7 +451,8 @@ def _check_values(path: Path, values: Mapping[str, Any], own: Mapping[str, Any])
         own: the state of the model by plain names.
 
     Raises:
-        CheckpointError: a tensor is sparse, or has values beyond the range of the model's dtype.
+        CheckpointError: a tensor has another layout than in the model (one is sparse), or values
+            beyond the range of the model's dtype.
     """
     for name, value in values.items():
         target = own[name]
@@ -476,13 +469,14 @@ def _check_values(path: Path, values: Mapping[str, Any], own: Mapping[str, Any])
                 "save it in the layout of the model, for example with tensor.to_dense()",
             )
 
-        # Only these conversions may lose values.
+        # Only these conversions may lose values. Those of sparse tensors are not checked.
+        is_sparse = isinstance(value, Tensor) and value.layout != torch.strided
         can_lose_values = (
             value.dtype in DTYPES_TO_CAST
             and target.dtype.is_floating_point
             and torch.finfo(target.dtype).max < torch.finfo(value.dtype).max
         )
-        if not can_lose_values or (isinstance(value, Tensor) and value.layout != torch.strided):
+        if is_sparse or not can_lose_values:
             continue
         values_here = to_local(reshard(value, target))
         largest = largest_lost_value(values_here, values_here.to(target.dtype))
@@ -496,11 +490,12 @@ def _check_values(path: Path, values: Mapping[str, Any], own: Mapping[str, Any])
             )
 
 
-def _names_that_need_memory(values: Mapping[str, Any], own: Mapping[str, Any]) -> set[str]:
-    """Returns the names of values that take memory while they are loaded.
+def _names_read_into_memory(values: Mapping[str, Any], own: Mapping[str, Any]) -> set[str]:
+    """Returns the names of values that are read into memory before they are loaded.
 
-    If the values are in shards, or go to a sharded tensor, they are first read into memory. All
-    others are copied straight from a mapped file into a plain tensor, or not copied at all.
+    These are values in shards, and values for a sharded tensor. All others are copied straight from
+    a mapped file into a plain tensor. (A tensor on the meta device takes over the saved values
+    later, without a copy.)
 
     Args:
         values: the values that are loaded, by plain names.
@@ -525,24 +520,23 @@ def _best_match(path: Path, own: Mapping[str, Any], trust: bool) -> tuple[FoundS
     """
     own_shapes = {name: shape_of(value) for name, value in own.items()}
 
-    # A model with sharded tensors, or with tensors without memory, needs only parts of the file, so
-    # the tensors of the file are lazy. For a model that needs all values, the file is mapped into
-    # memory. The ranks of a machine share the memory of a mapped file.
-    lazy = any(is_sharded(value) or is_meta(value) for value in own.values())
+    # A model with sharded tensors, or with tensors without memory, needs only parts of the file.
+    # For any other model the file is mapped into memory, which the ranks of a machine share.
+    needs_only_parts = any(is_sharded(value) or is_meta(value) for value in own.values())
     matches = []
-    for found in read_source(path, trust=trust, lazy=lazy).states:
+    for found in read_source(path, trust=trust, lazy=needs_only_parts).states:
         shapes = {name: shape_of(value) for name, value in found.state.items()}
         matches.append((found, match_names(shapes, own_shapes)))
 
     def quality(state_and_match: tuple[FoundState, Match]) -> tuple[int, int]:
-        """Returns the number of tensors that fit in name and shape, then the number in name."""
+        """Returns how many tensors fit in name and shape, and then how many fit in name."""
         _, match = state_and_match
-        return match.num_fitting, len(match.names)
+        return match.num_fitting, len(match.name_pairs)
 
     return max(matches, key=quality)
 
 
-def _batches(values: Mapping[str, Any], needs_memory: Set[str]) -> list[dict[str, Any]]:
+def _group_values(values: Mapping[str, Any], read_into_memory: Set[str]) -> list[dict[str, Any]]:
     """Splits values into groups that are loaded one after the other, to use little memory.
 
     The values of one submodule stay in one group, because its `load_state_dict` may be overridden
@@ -550,24 +544,27 @@ def _batches(values: Mapping[str, Any], needs_memory: Set[str]) -> list[dict[str
 
     Args:
         values: the values by plain names.
-        needs_memory: the names of values that are copied before they are loaded. The others go
+        read_into_memory: the names of values that take memory while they are loaded. The others go
             directly from a mapped file into a plain tensor.
     """
-    # "block.0.weight" and "block.0.bias" are parameters of the module "block.0".
-    names_of_module = group_by_key((name.rpartition(".")[0], name) for name in values)
-    bytes_to_copy_of_modules = []
-    for module, names in names_of_module.items():
-        bytes_to_copy = sum(values[name].nbytes for name in names if name in needs_memory)
-        bytes_to_copy_of_modules.append((module, bytes_to_copy))
+    names_of_module: dict[str, list[str]] = {}
+    for name in values:
+        module, _, _ = name.rpartition(".")  # "block.0" for "block.0.weight" and "block.0.bias"
+        names_of_module.setdefault(module, []).append(name)
 
-    batches = []
-    for modules in group_by_size(bytes_to_copy_of_modules, MAX_BYTES_IN_MEMORY):
-        batch = {}
+    modules_and_bytes = []
+    for module, names in names_of_module.items():
+        num_bytes = sum(values[name].nbytes for name in names if name in read_into_memory)
+        modules_and_bytes.append((module, num_bytes))
+
+    groups = []
+    for modules in group_by_size(modules_and_bytes, MAX_BYTES_IN_MEMORY):
+        group = {}
         for module in modules:
             for name in names_of_module[module]:
-                batch[name] = values[name]
-        batches.append(batch)
-    return batches
+                group[name] = values[name]
+        groups.append(group)
+    return groups
 
 
 def _tied_groups(own: Mapping[str, Any]) -> list[list[str]]:
@@ -580,19 +577,26 @@ def _tied_groups(own: Mapping[str, Any]) -> list[list[str]]:
     """
     names_of_tie: dict[object, list[str]] = {}
     for name, value in own.items():
-        if shape_of(value) is None:  # not a tensor, or a parameter without a shape yet
-            continue
-
-        # Tied tensors have the same memory, and so the same `tie_key`. It is None for an empty
-        # tensor, which has no memory. Tied tensors on the meta device, which have no memory either,
-        # share a storage object instead.
-        tie: object = storage_key(value) if is_meta(value) else tie_key(value)
+        tie = _tie_of(value)
         if tie is not None:
             names_of_tie.setdefault(tie, []).append(name)
     return [names for names in names_of_tie.values() if len(names) > 1]
 
 
-def _with_tied(names: Iterable[str], tied_groups: list[list[str]]) -> set[str]:
+def _tie_of(value: Any) -> object:
+    """Returns a key that is equal for tied tensors of a model.
+
+    - Tensors with memory are tied if they have the same memory.
+    - Tensors on the meta device, which have no memory, are tied if they share a storage object.
+    - Anything else has no key (None): values that are no tensors, parameters without a shape yet,
+      and empty tensors.
+    """
+    if shape_of(value) is None:
+        return None
+    return storage_key(value) if is_meta(value) else tie_key(value)
+
+
+def _add_tied_names(names: Iterable[str], tied_groups: list[list[str]]) -> set[str]:
     """Returns the given names, plus all names that are tied to one of them."""
     given = set(names)
     result = set(given)
@@ -622,7 +626,7 @@ def _check_tied_are_equal(
 
 
 def _are_equal(first: Any, second: Any) -> bool:
-    """Returns True if two tensors of a file have equal values.
+    """Returns True if two tensors of a file have equal shapes and values.
 
     If their dtypes differ, the second one is converted to the dtype of the first.
 
@@ -630,16 +634,14 @@ def _are_equal(first: Any, second: Any) -> bool:
         first: a tensor that is mapped from the file, or a lazy one.
         second: another tensor of the same kind.
     """
+    if first.shape != second.shape:
+        return False
     if isinstance(first, Tensor):
         return torch.equal(first, second.to(first.dtype))
 
-    # Lazy tensors are read some elements at a time: as many as fit into memory if each takes 8
-    # bytes, which is the size of the largest usual dtypes.
-    if first.shape != second.shape:
-        return False
-    num_at_a_time = MAX_BYTES_IN_MEMORY // 8
-    for begin in range(0, first.num_elements, num_at_a_time):
-        end = min(begin + num_at_a_time, first.num_elements)
+    num_per_read = MAX_BYTES_IN_MEMORY // 8  # an element takes 8 bytes at most
+    for begin in range(0, first.num_elements, num_per_read):
+        end = min(begin + num_per_read, first.num_elements)
         part = first.read_range(begin, end)
         if not torch.equal(part, second.read_range(begin, end).to(part.dtype)):
             return False

@@ -71,7 +71,7 @@ class Writer:
         """
         self._given_up.clear()
         self._unfinished_folder = temporary
-        termination.protect(self._end_at_signal)
+        termination.protect(self._clean_up_at_signal)
 
     def start(self, work: Callable[[], object]) -> None:
         """Starts a thread that calls `work`. The previous thread must have ended.
@@ -96,7 +96,7 @@ class Writer:
         try:
             self._thread.start()
         except RuntimeError:  # the system allows no more threads
-            self._thread = None
+            self._thread = None  # so that nobody waits for its end
             raise
 
     def cancel(self) -> None:
@@ -104,7 +104,7 @@ class Writer:
         self.give_up()
         # While a thread still writes, the signal handlers are needed. `finish` removes them.
         if not self.busy:
-            termination.unprotect(self._end_at_signal)
+            termination.unprotect(self._clean_up_at_signal)
 
     def raise_if_given_up(self) -> None:
         """Raises SaveGivenUp if the save was given up. The thread calls this while it writes."""
@@ -130,13 +130,14 @@ class Writer:
             return
 
         self._given_up.set()
+        # A signal handler may call this in the writing thread, which cannot wait for itself.
         is_writing_thread = threading.current_thread() is self._thread
         if self._thread is not None and not is_writing_thread:
             self._thread_ended.wait(MAX_WAIT_FOR_THREAD_S)
         self._unfinished_folder = None
         remove_unfinished(temporary)
 
-    def _end_at_signal(self) -> None:
+    def _clean_up_at_signal(self) -> None:
         """Cleans up before a signal ends this process. Called by `termination`."""
         self.give_up()
         self.lock.release()
@@ -152,9 +153,9 @@ class Writer:
         Raises:
             Exception: the error that the thread has raised since the last call.
         """
-        # The wait is for an event that the thread sets at its end, and not in `Thread.join`: if
-        # Ctrl-C interrupts a join in Python 3.11 and 3.12, Python takes a running thread for ended.
         if self._thread is not None:
+            # Not in `Thread.join`: if Ctrl-C interrupts a join in Python 3.11 and 3.12, Python
+            # takes a running thread for ended.
             has_ended = self._thread_ended.wait(timeout_s)
             if not has_ended:
                 self.give_up()
@@ -163,7 +164,7 @@ class Writer:
             self._thread = None
 
         # No folder is half-written now, so a signal has nothing to remove.
-        termination.unprotect(self._end_at_signal)
+        termination.unprotect(self._clean_up_at_signal)
 
         error = self._error
         self._error = None
@@ -193,19 +194,28 @@ class Writer:
         # The handler of `checkpoint.step()` for SIGTERM has been removed, so the signal ends the
         # process from now on. The half-written folder must be removed before that.
         if self.busy:
-            termination.protect(self._end_at_signal)
+            termination.protect(self._clean_up_at_signal)
 
-        must_wait_for_others = self.has_unconfirmed_save and not failed
-        if not must_wait_for_others:
-            if failed and self._user_has_interrupted():
-                timeout_s = 0.0  # give the save up at once
+        if failed:
+            give_up_at_once = self._user_has_interrupted()
+            self._close_alone(0.0 if give_up_at_once else timeout_s)
+        elif self.has_unconfirmed_save:
+            self._close_together(timeout_s)
+        else:
+            self._close_alone(timeout_s)
 
-            try:
-                self._finish_and_release(timeout_s)
-            except Exception as error:
-                warnings.warn(f"the last checkpoint is not there: {error}", stacklevel=2)
-            return
+    def _close_alone(self, timeout_s: float | None) -> None:
+        """Completes the part of this rank, and only warns if that does not succeed."""
+        try:
+            self._finish_and_release(timeout_s)
+        except Exception as error:
+            warnings.warn(f"the last checkpoint is not there: {error}", stacklevel=3)
 
+    def _close_together(self, timeout_s: float | None) -> None:
+        """Completes the parts of all ranks, which all call this.
+
+        If a rank cannot write its part, all of them raise the error.
+        """
         # The training loop may have blocked collectives. It has ended, so they are allowed again.
         self._collectives.blocked_reason = None
         try:
@@ -213,10 +223,12 @@ class Writer:
                 self._collectives, self._action, lambda: self._finish_and_release(timeout_s)
             )
         except RuntimeError as error:
-            # An error of another library comes from the process group, which is gone because
-            # another rank has failed. That is reported elsewhere, so only rank 0 raises this error.
-            if isinstance(error, LockstepError) or self._collectives.topology.is_main:
-                raise
+            # If the process group is gone because another rank has failed, the error is torch's.
+            # The failure is reported elsewhere, so only rank 0 raises this error.
+            is_from_process_group = not isinstance(error, LockstepError)
+            if is_from_process_group and not self._collectives.topology.is_main:
+                return
+            raise
 
     def _user_has_interrupted(self) -> bool:
         """Returns True if the user has pressed Ctrl-C while Python waited for the writing thread.
@@ -234,5 +246,5 @@ class Writer:
             self.finish(timeout_s)
         finally:
             self.give_up()
-            termination.unprotect(self._end_at_signal)
+            termination.unprotect(self._clean_up_at_signal)
             self.lock.release()

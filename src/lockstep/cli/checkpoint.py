@@ -277,11 +277,11 @@ def repair_command(ctx: click.Context, folder: Path, yes: bool) -> None:
 
     for repair in plan:
         _print(str(repair.path))
-        for label, text in (("found:", repair.why), ("do:", REPAIR_TEXTS[repair.what])):
+        for label, text in (("found:", repair.why), ("do:", REPAIR_TEXTS[repair.action])):
             _print(f"  {pad_label(translate(label), translate(text))}")
 
     # A problem that cannot be repaired is in the plan, too: as a "repair" that leaves the files.
-    repairs = [repair for repair in plan if repair.what != "leave"]
+    repairs = [repair for repair in plan if repair.action != "leave"]
     if yes:
         carry_out(repairs)
         _say(f"{len(repairs)} done, {len(plan) - len(repairs)} left as they are")

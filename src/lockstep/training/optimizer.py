@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from lockstep.checkpoint.optimizer_state import load_saved_state
+from lockstep.checkpoint.optimizer_state import load_into_torch_optimizer
 from lockstep.distributed.collectives import Collectives, check_same_metric
 from lockstep.distributed.torch_compat import answer_grad_scaler, is_sharded, unscales_gradients
 from lockstep.errors import UsageError, warn
@@ -614,7 +614,9 @@ class PreparedOptimizer(_DelegatesToInner, Optimizer):
             saved_dtypes: the dtypes of the parameters when it was saved, if they are known.
         """
         self._forget_virtual_ranks()
-        load_saved_state(self.inner, self._select_parameters_here(state_dict), saved_dtypes)
+        load_into_torch_optimizer(
+            self.inner, self._select_parameters_here(state_dict), saved_dtypes
+        )
 
     def _forget_virtual_ranks(self) -> None:
         """Drops the states of virtual ranks: all begin with the state that is loaded next."""
@@ -657,7 +659,7 @@ class PreparedOptimizer(_DelegatesToInner, Optimizer):
             self._activate_state_of(number)
             # All virtual ranks are loaded, one after the other, so none begins with this state.
             self._states.pop(_COMMON_STATE, None)
-            load_saved_state(self.inner, {**self.inner.state_dict(), "state": state}, {})
+            load_into_torch_optimizer(self.inner, {**self.inner.state_dict(), "state": state}, {})
 
     def _activate_state_of(self, virtual_rank: int) -> None:
         """Gives the inner optimizer the state of a virtual rank.

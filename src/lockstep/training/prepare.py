@@ -844,7 +844,7 @@ class Preparer:
 
         del optimizer.state[old]
         if new is not None:
-            optimizer.state[new] = map_leaves(partial(reshard, like=new), state)
+            optimizer.state[new] = map_leaves(partial(reshard, own_tensor=new), state)
 
     def _prepare_scheduler(self, scheduler: LRScheduler) -> PreparedScheduler:
         """Makes a scheduler step when its prepared optimizer does.

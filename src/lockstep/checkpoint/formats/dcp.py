@@ -45,7 +45,8 @@ MAX_DEPTH = 64
 """How many dictionaries may be inside each other."""
 
 PlaceOfArchive = tuple[str, Shape | None]
-"""The name of a tensor with the offsets of a shard; or the name of another object with None."""
+"""The name of a tensor with the offsets of a shard; or that of another object with `NO_OFFSETS`."""
+NO_OFFSETS = None
 
 
 class FilePart(io.RawIOBase):
@@ -99,47 +100,69 @@ class Archive:
             device: the device of the loaded tensors. With "meta" their values are not read.
 
         Returns:
-            The content, and the size in bytes of the stored values of each tensor storage.
+            The content, and a list with the number of bytes of each tensor storage in the file.
 
         Raises:
             CheckpointError: the archive cannot be read, or holds objects of other types.
         """
         with opened(self.file) as file:
             part: Any = FilePart(file, self.offset, self.length)
-            members = check_archive(self.file, part)
+            zip_members = check_archive(self.file, part)
             try:
                 content = torch.load(part, weights_only=True, map_location=device)
             except Exception as error:
                 raise load_error(self.file, error) from error
 
-        # The zip file has a member "archive/data/0" with the values of the first storage, etc.
-        value_sizes = [member.file_size for member in members if "/data/" in member.filename]
-        return content, value_sizes
+        # The member "archive/data/0" has the values of the first storage, etc.
+        storage_sizes = [member.file_size for member in zip_members if "/data/" in member.filename]
+        return content, storage_sizes
+
+
+class CacheOfOneShard:
+    """Holds the values of one shard at most: an archive can only be read completely.
+
+    All tensors of a folder share one cache.
+    """
+
+    def __init__(self) -> None:
+        self._archive: Archive | None = None
+        self._values: Tensor | None = None
+
+    def get(self, archive: Archive) -> Tensor | None:
+        """Returns the values of the shard in an archive, flattened, if it was read last."""
+        return self._values if archive == self._archive else None
+
+    def clear(self) -> None:
+        """Frees the memory."""
+        self._archive = None
+        self._values = None
+
+    def put(self, archive: Archive, values: Tensor) -> None:
+        """Puts the values of the shard in an archive, flattened, in the place of the others."""
+        self._archive = archive
+        self._values = values
 
 
 @dataclass(frozen=True)
 class ShardInArchive(LazyTensor):
-    """The values of a shard of a tensor, which are the only content of an archive.
-
-    An archive can only be read completely. So the values of the shard that was read last are kept.
-    """
+    """The values of a shard of a tensor, which are the only content of an archive."""
 
     file: Path
     dtype: torch.dtype
     shape: Shape
     archive: Archive
-    cached_values: dict[Archive, Tensor] = field(compare=False)
-    """The values of the shard that was read last, flattened. All shards of a folder share this
-    dictionary, which has one entry at most."""
+    cache: CacheOfOneShard = field(compare=False)
 
     def read_range(self, begin: int, end: int) -> Tensor:
         """Returns the elements from `begin` to before `end` of the flattened shard."""
-        if self.archive not in self.cached_values:
+        values = self.cache.get(self.archive)
+        if values is None:
             self.check()
-            self.cached_values.clear()  # first, so that two shards are never in memory
+            self.cache.clear()  # first, so that two shards are never in memory
             tensor, _ = self.archive.load()
-            self.cached_values[self.archive] = tensor.reshape(-1)
-        return self.cached_values[self.archive][begin:end]
+            values = tensor.reshape(-1)
+            self.cache.put(self.archive, values)
+        return values[begin:end]
 
     def check(self) -> None:
         """Checks that the archive holds one tensor of this dtype and shape. Reads no values.
@@ -147,24 +170,22 @@ class ShardInArchive(LazyTensor):
         Raises:
             CheckpointError: it holds something else.
         """
-        # On the meta device, a tensor has a dtype and a shape, but no values. `value_sizes` has the
-        # sizes in bytes of the values in the archive: one for each storage.
-        tensor, value_sizes = self.archive.load("meta")
-        is_tensor = type(tensor) is Tensor
-        if not is_tensor or tensor.dtype != self.dtype or tensor.shape != self.shape:
-            raise load_error(
-                self.file,
-                ValueError(
-                    f"it is not the one tensor of {self.dtype} and shape {list(self.shape)}"
-                ),
-            )
+        # On the meta device, a tensor has a dtype and a shape, but no values.
+        tensor, storage_sizes = self.archive.load("meta")
+        is_as_expected = (
+            type(tensor) is Tensor and tensor.dtype == self.dtype and tensor.shape == self.shape
+        )
+        if not is_as_expected:
+            problem = f"it is not exactly one tensor of {self.dtype} and shape {list(self.shape)}"
+            raise load_error(self.file, ValueError(problem))
 
         # A damaged archive may have fewer values than its tensor needs. Then torch.load would take
         # whatever comes after them in the file.
         needed_size = tensor.untyped_storage().nbytes()
-        has_one_storage_of_this_size = value_sizes == [needed_size]
+        has_one_storage_of_this_size = storage_sizes == [needed_size]
         if not has_one_storage_of_this_size:
-            raise load_error(self.file, ValueError(f"its values are to have {needed_size} bytes"))
+            problem = f"its tensor needs {needed_size} bytes, and it has {storage_sizes}"
+            raise load_error(self.file, ValueError(problem))
 
 
 @dataclass(frozen=True)
@@ -189,7 +210,7 @@ class StoredObject:
 
 
 def read_dcp(folder: Path) -> dict[str, Any]:
-    """Returns the content of a folder, nested as it was saved. Reads no values.
+    """Returns the structure of a folder, nested as it was saved. The values are read later.
 
     Returns:
         Nested dictionaries of `TensorInShards` and `StoredObject`. A list that was saved becomes a
@@ -216,7 +237,8 @@ def read_dcp(folder: Path) -> dict[str, Any]:
         raise unreadable(
             folder,
             f"its {METADATA} is refused: {short(f'{kind}{error}', 300)}",
-            "use a folder that torch.distributed.checkpoint.save has written; nothing was run",
+            "use a folder that torch.distributed.checkpoint.save has written; no code of this one "
+            "was run",
         ) from error
 
 
@@ -249,18 +271,15 @@ def _read_entries(
         ValueError, KeyError: the metadata is not sound.
     """
     archives = _find_archives(folder, metadata["storage_data"])
-    # The cache for the values of the shard that was read last. All shards of the folder share it,
-    # and a shard empties it before it puts its own values there. So one shard at most is in memory.
-    cached_values: dict[Archive, Tensor] = {}
+    cache = CacheOfOneShard()  # shared by all tensors
     entries: dict[str, TensorInShards | StoredObject] = {}
     for name, record in metadata["state_dict_metadata"].items():
         is_tensor = record.class_name != "BytesStorageMetadata"
         if is_tensor:
             description = state_of_record(record, "TensorStorageMetadata")
-            entries[name] = _read_tensor(name, description, archives, cached_values)
+            entries[name] = _read_tensor(name, description, archives, cache)
         else:
-            offsets_in_tensor = None  # an object has no shards
-            entries[name] = StoredObject(name, archives[name, offsets_in_tensor])
+            entries[name] = StoredObject(name, archives[name, NO_OFFSETS])
     return entries
 
 
@@ -284,35 +303,41 @@ def _find_archives(folder: Path, storage_data: Mapping[Any, Any]) -> dict[PlaceO
         place = state_of_record(value, "_StorageInfo")
         file_name = place["relative_path"]
 
-        # `as_shape` raises a ValueError unless both are whole numbers of at least 0.
+        # This checks that both are whole numbers of at least 0, as the extents of a shape are.
         offset, length = as_shape((place["offset"], place["length"]))
         if place.get("transform_descriptors"):  # for example compression
             raise ValueError(f"{file_name} was transformed while it was written")
 
         if file_name not in file_sizes:
-            # The whole message is "its .metadata is refused: it names the file ...".
-            if not layout.is_plain_name(file_name):
-                raise ValueError(
-                    f"it names the file {short(file_name)!r}, which is not one beside it"
-                )
-            file_sizes[file_name] = layout.size_of_file(folder / file_name)
+            file_sizes[file_name] = _checked_size_of_file(folder, file_name)
         if offset + length > file_sizes[file_name]:
             raise ValueError(
                 f"{file_name} is to have {offset + length} bytes, and has {file_sizes[file_name]}"
             )
 
-        shard_offsets = None  # for an object that is no tensor
-        if index.get("offset") is not None:
-            shard_offsets = shape_of_record(index["offset"])
-        archives[index["fqn"], shard_offsets] = Archive(folder / file_name, offset, length)
+        is_shard = index.get("offset") is not None
+        offsets = shape_of_record(index["offset"]) if is_shard else NO_OFFSETS
+        archives[index["fqn"], offsets] = Archive(folder / file_name, offset, length)
     return archives
+
+
+def _checked_size_of_file(folder: Path, file_name: Any) -> int:
+    """Returns the size in bytes of a file that the metadata names.
+
+    Raises:
+        ValueError: the name leads out of the folder, or is not that of a plain file.
+        OSError: there is no such file.
+    """
+    if not layout.is_plain_name(file_name):
+        raise ValueError(f"it names the file {short(file_name)!r}, which is not one beside it")
+    return layout.size_of_file(folder / file_name)
 
 
 def _read_tensor(
     name: str,
     description: Mapping[str, Any],
     archives: Mapping[PlaceOfArchive, Archive],
-    cached_values: dict[Archive, Tensor],
+    cache: CacheOfOneShard,
 ) -> TensorInShards:
     """Returns a tensor with all its shards. Reads no values.
 
@@ -320,8 +345,7 @@ def _read_tensor(
         name: the name of the tensor.
         description: its record in the metadata: properties, size and chunks (the shards).
         archives: all archives of the folder. Each holds the values of one shard.
-        cached_values: a cache for the values of the shard that was read last, which is its only
-            entry. It is the same dictionary for all tensors of the folder.
+        cache: the cache that all tensors of the folder share.
 
     Raises:
         ValueError: the description is not sound, or a shard is missing.
@@ -343,10 +367,11 @@ def _read_tensor(
         # read, because a damaged size could claim far too much memory.
         num_value_bytes = math.prod(sizes) * dtype.itemsize
         overhead = archive.length - num_value_bytes
-        if not 0 <= overhead <= MAX_OVERHEAD_BYTES:
+        has_plausible_size = 0 <= overhead <= MAX_OVERHEAD_BYTES
+        if not has_plausible_size:
             raise ValueError(f"{name}: {archive.length} bytes for a shard of shape {list(sizes)}")
 
-        values = ShardInArchive(archive.file, dtype, sizes, archive, cached_values)
+        values = ShardInArchive(archive.file, dtype, sizes, archive, cache)
         shards.append(Shard(offsets, values))
     return join_shards(name, dtype, shape_of_record(description["size"]), shards)
 
@@ -371,7 +396,9 @@ def _nest(entries: Mapping[str, Any], keys_of_entries: Any) -> dict[str, Any]:
         # As the metadata may come from anywhere, the types and the depth are checked.
         has_valid_length = type(keys) is tuple and 0 < len(keys) <= MAX_DEPTH
         if not has_valid_length or not all(type(key) in (str, int) for key in keys):
-            raise ValueError(f"{name} has no place by names and numbers in what was saved")
+            raise ValueError(
+                f"the keys of {name} are no tuple of 1 to {MAX_DEPTH} texts or numbers"
+            )
 
         # Go down to the dictionary that holds the entry.
         *outer_keys, last_key = keys
@@ -380,7 +407,8 @@ def _nest(entries: Mapping[str, Any], keys_of_entries: Any) -> dict[str, Any]:
             if key not in inner:
                 inner[key] = {}
             inner = inner[key]
-            if type(inner) is not dict:
+            another_entry_is_there = type(inner) is not dict
+            if another_entry_is_there:
                 raise ValueError(f"{name} is to be below another entry")
 
         if last_key in inner:

@@ -220,10 +220,12 @@ def dtype_of_properties(name: str, properties: Any) -> torch.dtype:
     """
     if not isinstance(properties, Record) or properties.class_name != "TensorProperties":
         raise ValueError(f"{name} has no properties")
-    # The state is a dictionary, or the tuple that the class's own `__getstate__` returns, in which
-    # the dtype is first.
     state = properties.state
-    dtype = state.get("dtype") if isinstance(state, dict) else state[0]
+    dtype: Any = None
+    if isinstance(state, dict):
+        dtype = state.get("dtype")
+    elif isinstance(state, tuple) and state:  # what the class's own `__getstate__` returns
+        dtype = state[0]
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"{name} has a dtype that is not known here")
     return dtype

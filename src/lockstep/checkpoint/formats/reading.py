@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.checkpoint import layout
-from lockstep.checkpoint.encoding import decode, tensor_places
+from lockstep.checkpoint.encoding import decode, find_encoded_tensors
 from lockstep.checkpoint.file_errors import opened, plain_errors, unreadable
 from lockstep.checkpoint.formats.dcp import METADATA, StoredObject, read_dcp, tensors_in
 from lockstep.checkpoint.formats.safetensors import (
@@ -30,7 +30,7 @@ from lockstep.checkpoint.formats.safetensors_files import (
     INDEX_ENDING,
     index_of,
     names_torch_files,
-    read_index,
+    read_safetensors_index,
     read_weight_map,
 )
 from lockstep.checkpoint.formats.text import short
@@ -76,6 +76,8 @@ class FoundState:
     """Values by name. Tensors are views of the mapped file, or lazy."""
     place: str
     """The place of the state in the file, for example "['model']"; empty for the top level."""
+    keys: tuple[str, ...] = ()
+    """The keys of the dictionaries that lead to the state, for example ("model",)."""
 
 
 def _no_tensors() -> Iterable[tuple[str, LazyTensor]]:
@@ -128,11 +130,12 @@ def read_source(
             folder, or a folder with one of these. In a run's folder, the latest complete checkpoint
             is taken.
         trust: whether a torch file may run its author's code while it is read.
-        name: the name of one model if there are several; in a torch file, the key under which it
-            is, such as "model" in `{"model": state_dict}`.
-        everything: whether to take all models of a checkpoint if none is named, in one state, with
+        name: the name of one model in a checkpoint; or, in a torch file or a DCP folder, the key
+            under which the model is, such as "model" in `{"model": state_dict}`.
+        everything: for checkpoints: whether to take all models if none is named, in one state, with
             the names of the models as prefixes.
-        lazy: whether tensors of safetensors files are `LazyTensor`s, not views of mapped files.
+        lazy: whether tensors of safetensors files, and of checkpoints, are `LazyTensor`s, not views
+            of mapped files.
 
     Raises:
         CheckpointError: the path does not exist, cannot be read, holds no weights, or holds pickled
@@ -141,7 +144,7 @@ def read_source(
     """
     path, kind = locate(path)
     if kind == "checkpoint":
-        return _read_checkpoint(path, name, everything=everything, lazy=lazy)
+        return _read_checkpoint(path, name, all_if_unnamed=everything, lazy=lazy)
 
     if kind == "torch":
         content = read_torch(path, trust)
@@ -152,16 +155,15 @@ def read_source(
     if kind == "dcp":
         return _read_dcp_folder(path, name)
 
-    # Safetensors hold one model, which has no name.
+    # An index or a safetensors file is one model, which has no name.
     if name is not None:
         raise _no_such_name_error(path, name, ["one model without a name of its own"])
 
     if kind == "index":
         return _read_index(path, trust=trust, lazy=lazy)
 
-    # The state is the whole file, so its place in the file is empty.
     tensors = read_header(path)
-    state: Mapping[str, Any] = tensors if lazy else _map_tensors(tensors)
+    state: Mapping[str, Any] = tensors if lazy else _memory_mapped(tensors)
     return Source(path, "a safetensors file", [FoundState(state, place="")], files=[path])
 
 
@@ -170,7 +172,8 @@ def _read_dcp_folder(path: Path, name: str | None) -> Source:
 
     Args:
         path: the folder.
-        name: a key above the model, if there are several models. None: any model.
+        name: the key under which the model is, such as "ema", if there are several models. None:
+            any model.
     """
     tree = read_dcp(path)
     states = _find_states(path, tree, name)
@@ -186,6 +189,7 @@ def _read_dcp_folder(path: Path, name: str | None) -> Source:
         kind="a folder of torch.distributed.checkpoint",
         states=states,
         files=sorted(files),
+        # The tree has the tensors of the optimizer too. Those of the model are left out later.
         find_training_tensors=lambda: tensors_in(tree),
     )
 
@@ -199,16 +203,16 @@ def _read_index(path: Path, *, trust: bool, lazy: bool) -> Source:
         lazy: whether tensors of safetensors files are `LazyTensor`s, not views of mapped files.
     """
     weight_map = read_weight_map(path)  # the file name of each tensor
+    state: Mapping[str, Any]
     if names_torch_files(weight_map):
+        state = read_torch_index(path, weight_map, trust)
         files = sorted({path.parent / file_name for file_name in weight_map.values()})
-        state: Mapping[str, Any] = read_torch_index(path, weight_map, trust)
         kind = f"torch files ({len(files)} of them)"
-        return Source(path, kind, [FoundState(state, place="")], files)
-
-    tensors = read_index(path)
-    files = _files_of(tensors)
-    state = tensors if lazy else _map_tensors(tensors)
-    kind = f"safetensors in {len(files)} files"
+    else:
+        tensors = read_safetensors_index(path)
+        state = tensors if lazy else _memory_mapped(tensors)
+        files = _files_of(tensors)
+        kind = f"safetensors in {len(files)} files"
     return Source(path, kind, [FoundState(state, place="")], files)
 
 
@@ -234,10 +238,12 @@ def locate(path: Path) -> tuple[Path, Kind]:
     if was_split:
         path = index_of(path)
 
-    with opened(path) as file:  # raises an error if it cannot be read
+    # If the file cannot be read, that is the first error.
+    with opened(path) as file:
         looks_like_safetensors = begins_like_safetensors(file)
 
-    if path.suffix == ".json":
+    is_index = path.suffix == ".json"
+    if is_index:
         return path, "index"
     if layout.is_one_of_several_files(path):
         raise unreadable(
@@ -264,27 +270,14 @@ def _locate_in_folder(folder: Path) -> tuple[Path, Kind]:
         return folder, "dcp"
 
     with plain_errors("reading weights from", folder):
-        indexes = sorted(folder.glob(f"*{INDEX_ENDING}"))
-        files = sorted(folder.glob("*.safetensors"))
-        if not indexes and not files:
-            # The usual name of a torch file with published weights. Nothing is found if there is no
-            # such file.
-            files = sorted(folder.glob("pytorch_model.bin"))
-
-    # Many publish the same weights in both formats side by side: "model.safetensors.index.json" and
-    # "pytorch_model.bin.index.json". The safetensors are preferred.
-    safetensors_indexes = [index for index in indexes if ".safetensors" in index.suffixes]
-    if safetensors_indexes:
-        indexes = safetensors_indexes
+        indexes = _preferred_indexes(folder)
+        file = _single_file(folder)
     if len(indexes) == 1:
         return indexes[0], "index"
 
-    # A single file is taken, unless the folder may be a damaged checkpoint: then the file is not
-    # everything that was saved.
-    has_single_file = len(files) == 1 and not indexes
+    # In a damaged checkpoint, the file would not be everything that was saved.
     may_be_damaged_checkpoint = folder.name.startswith(("step-", ".step-"))
-    if has_single_file and not may_be_damaged_checkpoint:
-        file = files[0]
+    if file is not None and not indexes and not may_be_damaged_checkpoint:
         return file, "safetensors" if file.suffix == ".safetensors" else "torch"
 
     raise unreadable(
@@ -293,6 +286,27 @@ def _locate_in_folder(folder: Path) -> tuple[Path, Kind]:
         "file or index, and not one of torch's distributed checkpoint",
         "give a weights file, a checkpoint's folder, or the folder that holds checkpoints",
     )
+
+
+def _preferred_indexes(folder: Path) -> list[Path]:
+    """Returns the indexes in a folder; only those of safetensors, if there are any.
+
+    Many publish the same weights in both formats side by side: "model.safetensors.index.json" and
+    "pytorch_model.bin.index.json".
+    """
+    indexes = sorted(folder.glob(f"*{INDEX_ENDING}"))
+    safetensors_indexes = [index for index in indexes if ".safetensors" in index.suffixes]
+    return safetensors_indexes or indexes
+
+
+def _single_file(folder: Path) -> Path | None:
+    """Returns the only safetensors file of a folder, or else "pytorch_model.bin", or else None.
+
+    That is the usual name of a torch file with published weights.
+    """
+    safetensors_files = sorted(folder.glob("*.safetensors"))
+    files = safetensors_files or sorted(folder.glob("pytorch_model.bin"))
+    return files[0] if len(files) == 1 else None
 
 
 # States in nested dictionaries
@@ -310,65 +324,71 @@ def _find_states(path: Path, content: Any, name: str | None) -> list[FoundState]
         CheckpointError: there is no state.
         SettingError: there is no state below that key.
     """
-    states = list(_walk_states(content, "", MAX_DEPTH_OF_STATES))
+    states = list(_walk_states(content, keys=(), max_depth=MAX_DEPTH_OF_STATES))
     if not states:
         raise _no_weights_error(path, content)
     if name is None:
         return states
 
-    # The place of a state consists of the keys above it: "['ema']['state_dict']".
-    named = [state for state in states if f"[{name!r}]" in state.place]
+    named = [state for state in states if name in state.keys]
     if not named:
         raise _no_such_name_error(path, name, [state.place or "the top" for state in states])
     return named
 
 
-def _walk_states(content: Any, place: str, max_depth: int) -> Iterator[FoundState]:
-    """Yields the states in nested dictionaries, outer ones first; for a pickled module, its state.
+def _walk_states(content: Any, keys: tuple[str, ...], max_depth: int) -> Iterator[FoundState]:
+    """Yields the states in nested dictionaries, outer ones first.
 
     A dictionary is taken for a state if it has any tensors. Its values under `USUAL_KEYS_OF_STATES`
-    (such as "state_dict" and "model") are searched too.
+    (such as "state_dict" and "model") are searched too. Of a pickled module, its state is taken.
 
     Args:
         content: the dictionary or module to search.
-        place: where `content` is in the file: "['model']"; "" at the top level.
+        keys: the keys that lead to `content` in the file.
         max_depth: how many levels of nested dictionaries are searched.
     """
+    place = "".join(f"[{key!r}]" for key in keys)
     if isinstance(content, nn.Module):
-        yield FoundState(plain_state_dict(content), place or "the pickled module")
+        yield FoundState(plain_state_dict(content), place or "the pickled module", keys)
         return
     if not isinstance(content, Mapping) or max_depth == 0:
         return
 
-    state = {}
-    has_tensors = False
-    for name, value in content.items():
-        if not isinstance(name, str):
-            continue
-        # A state consists of tensors and of extra states: what `get_extra_state` of a module
-        # returns, which may be any value.
-        is_tensor = isinstance(value, Tensor | TensorInShards)
-        is_extra_state = name.endswith("_extra_state")
-        if is_tensor or is_extra_state:
-            state[name] = value
-        has_tensors = has_tensors or is_tensor
-    if has_tensors:
-        yield FoundState(state, place)
+    state = _state_in(content)
+    if state is not None:
+        yield FoundState(state, place, keys)
 
     for key in USUAL_KEYS_OF_STATES:
         if key in content:
-            yield from _walk_states(content[key], f"{place}[{key!r}]", max_depth - 1)
+            yield from _walk_states(content[key], (*keys, key), max_depth - 1)
+
+
+def _state_in(content: Mapping[Any, Any]) -> dict[str, Any] | None:
+    """Returns the state of a model in a dictionary; None if the dictionary has no tensors.
+
+    A state has tensors and extra states: what `get_extra_state` of a module returns, which may be
+    any value.
+    """
+    tensors = {}
+    state = {}
+    for name, value in content.items():
+        if not isinstance(name, str):
+            continue
+        if isinstance(value, Tensor | TensorInShards):
+            tensors[name] = value
+            state[name] = value
+        elif name.endswith("_extra_state"):
+            state[name] = value
+    return state if tensors else None
 
 
 def _no_weights_error(path: Path, content: Any) -> CheckpointError:
     """Builds the error for a file without weights; it says what the file holds instead."""
-    # What it holds: "list", "dict with 'epoch', 'losses'" or, for a dictionary without any texts as
-    # keys, "dict with nothing by name in it".
-    held = type(content).__name__
+    held = type(content).__name__  # "list", or "dict with 'epoch', 'losses'"
     if isinstance(content, Mapping):
-        # Keys of other types, such as numbers, are left out.
-        keys = [short(repr(key)) for key in content if isinstance(key, str)]
-        held += f" with {', '.join(keys[:8]) or 'nothing by name in it'}"
+        text_keys = [short(repr(key)) for key in content if isinstance(key, str)]
+        listed = ", ".join(text_keys[:8]) or "no keys that are text"
+        held += f" with {listed}"
     return unreadable(
         path,
         f"no weights: it holds {with_article(held)}",
@@ -405,16 +425,16 @@ def _short_values(content: Any) -> dict[str, Any]:
 # Checkpoints
 
 
-def _read_checkpoint(path: Path, name: str | None, *, everything: bool, lazy: bool) -> Source:
+def _read_checkpoint(path: Path, name: str | None, *, all_if_unnamed: bool, lazy: bool) -> Source:
     """Reads one module of a checkpoint, or all of them.
 
-    Which one is read: the module that is named; if none is named, all of them with `everything`;
-    otherwise the only module, or the one that is called "model".
+    If no module is named, and not all are to be read, it is the only one or the one that is called
+    "model".
 
     Args:
         path: the folder of the checkpoint.
         name: the name of the module, or None.
-        everything: whether to take all modules if none is named.
+        all_if_unnamed: whether to read all modules if none is named.
         lazy: whether all tensors are `LazyTensor`s, not views of the mapped files.
     """
     manifest = layout.read_manifest(path)
@@ -422,20 +442,13 @@ def _read_checkpoint(path: Path, name: str | None, *, everything: bool, lazy: bo
     if name is not None and name not in modules:
         raise _no_such_name_error(path, name, modules)
 
-    # The place of a state says where in the source it was found, for errors. All modules together
-    # are the whole checkpoint, so the place is empty. (A single module keeps its own names, so it
-    # is read like one that is named.)
-    takes_all = name is None and everything and len(modules) > 1
-    if takes_all:
-        state = {}
-        for module in modules:
-            for key, value in read_stored(path, manifest, module, lazy=lazy).items():
-                state[f"{module}.{key}"] = value
-        found = FoundState(state, place="")
+    reads_several = name is None and all_if_unnamed and len(modules) > 1
+    if reads_several:
+        found = FoundState(_read_all_modules(path, manifest, lazy=lazy), place="")
     else:
         module = _default_module(path, modules) if name is None else name
         state = read_stored(path, manifest, module, lazy=lazy)
-        found = FoundState(state, f"{module} of {path.name}")
+        found = FoundState(state, place=f"{module} of {path.name}")
 
     facts = {}  # step, epoch, versions and so on, for the user
     for key in FACTS_IN_MANIFEST:
@@ -452,6 +465,15 @@ def _read_checkpoint(path: Path, name: str | None, *, everything: bool, lazy: bo
     )
 
 
+def _read_all_modules(path: Path, manifest: Mapping[str, Any], *, lazy: bool) -> dict[str, Any]:
+    """Returns the values of all modules of a checkpoint, as "MODULE.NAME"."""
+    state = {}
+    for module in manifest["modules"]:
+        for key, value in read_stored(path, manifest, module, lazy=lazy).items():
+            state[f"{module}.{key}"] = value
+    return state
+
+
 def _find_training_tensors(
     path: Path, manifest: Mapping[str, Any]
 ) -> Iterable[tuple[str, LazyTensor]]:
@@ -459,14 +481,22 @@ def _find_training_tensors(
 
     These are the tensors of optimizers, for example. No values are read.
     """
-    # All objects in the tree that stand for tensors: {"$tensor": name} or {"$sharded": name, ...}.
-    # `read_stored` accepts any tree. A list of such objects is a tree, too, for which it returns a
-    # list of tensors.
-    encoded_tensors = list(tensor_places(manifest["training"]))
-    tensors = read_stored(path, manifest, layout.TRAINING, encoded_tensors, lazy=True)
-
+    # In the manifest, a tensor is {"$tensor": name} or {"$sharded": name, ...}.
+    encoded_tensors = list(find_encoded_tensors(manifest["training"]))
     names = [encoded.get("$tensor", encoded.get("$sharded")) for encoded in encoded_tensors]
+    tensors = _read_encoded_tensors(path, manifest, encoded_tensors)
     return zip(names, tensors, strict=True)
+
+
+def _read_encoded_tensors(
+    path: Path, manifest: Mapping[str, Any], encoded_tensors: list[Mapping[str, Any]]
+) -> list[LazyTensor]:
+    """Returns the lazy tensors that some tensors in the training state of a manifest stand for."""
+    # `read_stored` decodes any tree of JSON values, and a list is one.
+    tensors: list[LazyTensor] = read_stored(
+        path, manifest, layout.TRAINING, tree=encoded_tensors, lazy=True
+    )
+    return tensors
 
 
 def _default_module(path: Path, modules: Sequence[str]) -> str:
@@ -508,11 +538,11 @@ def read_stored(
 
     # Whole tensors are in rank 0's file. Its header has them as lazy tensors.
     lazy_tensors = _read_header_of(path, manifest, name, rank=0)
-    whole_tensors = lazy_tensors if lazy else _map_tensors(lazy_tensors)
+    whole_tensors = lazy_tensors if lazy else _memory_mapped(lazy_tensors)
 
     # Other tensors are put together from shards, in the files of several ranks.
     stored_shards = _StoredShards(path, manifest, name)
-    return decode(tree, whole_tensors, stored_shards.find)
+    return decode(tree, whole_tensors, find_shards=stored_shards.find)
 
 
 class _StoredShards:
@@ -542,17 +572,20 @@ class _StoredShards:
         """
         shards = []
         for rank, offsets, sizes in self._shards_of_tensor.get(tensor_name, ()):
-            # The header of a file lists its tensors, by name; their values are not read yet.
-            if rank not in self._tensors_of_rank:
-                self._tensors_of_rank[rank] = _read_header_of(
-                    self._path, self._manifest, self._name, rank
-                )
-            stored = self._tensors_of_rank[rank][tensor_name]
+            stored = self._tensors_in_file_of(rank)[tensor_name]
             # Some dtypes are stored as bytes. Then the tensor in the file has another dtype and
             # shape than the shard.
             values = stored.view_as(dtype, as_shape(sizes))
             shards.append(Shard(as_shape(offsets), values))
         return join_shards(tensor_name, dtype, shape, shards)
+
+    def _tensors_in_file_of(self, rank: int) -> dict[str, TensorInFile]:
+        """Returns the tensors in the file of a rank by name. Their values are not read yet."""
+        if rank not in self._tensors_of_rank:
+            self._tensors_of_rank[rank] = _read_header_of(
+                self._path, self._manifest, self._name, rank
+            )
+        return self._tensors_of_rank[rank]
 
 
 def _read_header_of(
@@ -570,13 +603,13 @@ def _read_header_of(
         CheckpointError: the manifest does not list the file, or the file cannot be read.
     """
     file_name = layout.tensor_file(name, rank)
-    # The names in the manifest have been checked, so no file outside of the folder is read.
     if file_name not in manifest["files"]:
         raise unreadable(path, f"its manifest has {short(name)!r}, but not {short(file_name)}")
+    # A listed file is inside the folder, which was checked when the manifest was read.
     return read_header(path / file_name)
 
 
-def _map_tensors(tensors: Mapping[str, TensorInFile]) -> dict[str, Tensor]:
+def _memory_mapped(tensors: Mapping[str, TensorInFile]) -> dict[str, Tensor]:
     """Maps the files of tensors into memory, and returns the tensors as views of them.
 
     Args:

@@ -95,8 +95,8 @@ def read_header(path: Path) -> dict[str, TensorInFile]:
 
         # A damaged file may claim a header that is longer than the file, or too long to be read
         # into memory.
-        max_length = min(file_size - LENGTH_BYTES, MAX_HEADER_BYTES)
-        if file_size < LENGTH_BYTES or header_length > max_length:
+        exceeds_file = LENGTH_BYTES + header_length > file_size
+        if exceeds_file or header_length > MAX_HEADER_BYTES:
             raise unreadable(
                 path,
                 f"its header is to have {header_length} bytes, the whole file has {file_size}",
@@ -142,12 +142,12 @@ def _parse_tensor(path: Path, name: str, description: Any, values_begin: int) ->
     if not isinstance(code, str) or code not in DTYPE_OF_CODE:
         raise ValueError(f"{short(name)} has the dtype {short(code)}, which is not known here")
 
-    # `as_shape` raises a ValueError unless all numbers are whole and at least 0. The offsets of the
-    # begin and the end must be such numbers as well, so it checks them, too.
+    # The offsets are those of the begin and the end. Like the extents of a shape, they must be
+    # whole numbers of at least 0.
     try:
         begin, end = as_shape(offsets)
         tensor = TensorInFile(path, DTYPE_OF_CODE[code], as_shape(shape), values_begin + begin)
-    except ValueError:  # there are not two offsets, or some number is negative
+    except ValueError:  # there are not two offsets, or something is no such number
         message = f"{short(name)} has the shape {short(shape)} at {short(offsets)}"
         raise ValueError(message) from None
 
@@ -271,7 +271,7 @@ def _make_header(path: Path, tensors: Sequence[tuple[str, Tensor]]) -> bytes:
 
 def dtype_error(action: str, name: str, dtype: torch.dtype) -> CheckpointError:
     """Builds the error for a tensor whose dtype the format cannot hold."""
-    # The format has one complex dtype. For any other dtype it depends on the values which one fits.
+    # Only for complex values can a dtype be suggested: the format has just one complex dtype.
     example = ", such as torch.complex64" if dtype.is_complex else ""
     return CheckpointError(
         action,

@@ -77,7 +77,8 @@ def read_weight_map(path: Path) -> dict[str, str]:
     # file that holds no weights.
     for file_name in weight_map.values():
         is_in_this_folder = layout.is_plain_name(file_name)
-        if not is_in_this_folder or not file_name.endswith((".safetensors", *TORCH_ENDINGS)):
+        is_weights_file = is_in_this_folder and file_name.endswith((".safetensors", *TORCH_ENDINGS))
+        if not is_weights_file:
             raise unreadable(
                 path,
                 f"it names the file {short(file_name)!r}, which is not one beside it",
@@ -100,7 +101,7 @@ def names_torch_files(weight_map: Mapping[str, str]) -> bool:
     return all(file_name.endswith(TORCH_ENDINGS) for file_name in weight_map.values())
 
 
-def read_index(path: Path) -> dict[str, TensorInFile]:
+def read_safetensors_index(path: Path) -> dict[str, TensorInFile]:
     """Returns the tensors of the safetensors files of an index. Reads the headers of all files.
 
     Raises:
@@ -120,13 +121,13 @@ def read_index(path: Path) -> dict[str, TensorInFile]:
         tensors[name] = headers[file_name][name]
 
     # If a file has tensors that the index does not name, it belongs to other weights.
-    not_named = []
+    names_not_in_index = []
     for header in headers.values():
-        not_named += [name for name in header if name not in weight_map]
-    if not_named:
-        examples = short(", ".join(not_named[:3]))
+        names_not_in_index += [name for name in header if name not in weight_map]
+    if names_not_in_index:
+        examples = short(", ".join(names_not_in_index[:3]))
         raise _mixed_files_error(
-            path, f"it does not name {len(not_named)} tensors of its files ({examples})"
+            path, f"it does not name {len(names_not_in_index)} tensors of its files ({examples})"
         )
     return tensors
 
@@ -188,30 +189,30 @@ def write_weights(
     sizes = {}
     for name, tensor in tensors.items():
         sizes[name] = tensor.num_elements * result_dtype(tensor.dtype, dtype).itemsize
-    names_of_files = group_by_size(sizes.items(), shard_bytes)
+    groups_of_names = group_by_size(sizes.items(), shard_bytes)  # one group for each file
 
     index = index_of(path)
     with plain_errors("saving weights to", path):
         make_parent_folders(path)
-        former_files = _files_of_index(index)
-        if len(names_of_files) == 1:
-            _write_file(path, tensors, names_of_files[0], dtype)
+        # The former weights may be in one file or in several.
+        former_files = {path, index, *_files_of_index(index)}
+        if len(groups_of_names) == 1:
+            _write_file(path, tensors, groups_of_names[0], dtype)
             written = [path]
         else:
-            files = _free_file_names(path, len(names_of_files))
-            _write_files_and_index(index, files, names_of_files, tensors, dtype, sizes)
+            files = _free_file_names(path, len(groups_of_names))
+            _write_files_and_index(index, files, groups_of_names, tensors, dtype, sizes)
             written = [index, *files]
 
-        # The former weights may have been in one file or in several.
-        for old_file in {path, index, *former_files}.difference(written):
-            old_file.unlink(missing_ok=True)
+        for former_file in former_files.difference(written):
+            former_file.unlink(missing_ok=True)
     return written
 
 
 def _write_files_and_index(
     index: Path,
     files: Sequence[Path],
-    names_of_files: Sequence[Sequence[str]],
+    groups_of_names: Sequence[Sequence[str]],
     tensors: Mapping[str, LazyTensor],
     dtype: torch.dtype | None,
     sizes: Mapping[str, int],
@@ -221,7 +222,7 @@ def _write_files_and_index(
     Args:
         index: the path of the index.
         files: the paths of the files.
-        names_of_files: for each file, the names of its tensors.
+        groups_of_names: for each file, the names of its tensors.
         tensors: all tensors by name.
         dtype: the dtype to which tensors are converted; None to keep their dtypes.
         sizes: the size of each tensor in its file in bytes, by name.
@@ -229,14 +230,14 @@ def _write_files_and_index(
 
     def remove_new_files() -> None:
         """Removes the new files, except if the new index is in place already and needs them."""
-        files_in_use = _files_of_index(index)
+        files_in_use = _files_of_index(index)  # of the new index if it is in place, else the old
         for file in files:
             if file not in files_in_use:
                 file.unlink(missing_ok=True)
 
     with termination.cleaned_up_on_failure(remove_new_files):
         weight_map = {}
-        for file, names in zip(files, names_of_files, strict=True):
+        for file, names in zip(files, groups_of_names, strict=True):
             _write_file(file, tensors, names, dtype)
             for name in names:
                 weight_map[name] = file.name
@@ -252,7 +253,14 @@ def _write_file(
     names: Sequence[str],
     dtype: torch.dtype | None,
 ) -> None:
-    """Writes the tensors of these names to one file, completely or not at all."""
+    """Writes the tensors of these names to one file, completely or not at all.
+
+    Args:
+        file: the path of the file.
+        tensors: all tensors by name.
+        names: the names of the tensors to write.
+        dtype: the dtype to which they are converted; None to keep their dtypes.
+    """
     with storage.replacing(file) as temporary:
         values = {name: cast(tensors[name].read(), dtype, name) for name in names}
         write_tensors(temporary, values)
@@ -312,6 +320,8 @@ def cast(tensor: Tensor, dtype: torch.dtype | None, name: str) -> Tensor:
 
 def largest_lost_value(tensor: Tensor, result: Tensor) -> float | None:
     """Returns the largest value that was lost when a tensor was converted to another dtype.
+
+    A value is lost if it is beyond the range of the dtype, so that it became infinite.
 
     Args:
         tensor: a floating-point tensor of at least 16 bits.

@@ -108,7 +108,7 @@ def _load_weights_only(path: Path, *, mapped: bool) -> Any:
     # A private mapping, torch's default, may not be larger than memory. A shared one may, but it
     # needs permission to write to the file. Nothing here writes to it.
     with torch.serialization.set_default_mmap_options(mmap.MAP_SHARED):
-        return torch.load(path, map_location="cpu", mmap=mapped, weights_only=True)
+        return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
 
 
 def read_torch_index(path: Path, weight_map: Mapping[str, str], trust: bool) -> dict[str, Any]:
@@ -126,12 +126,11 @@ def read_torch_index(path: Path, weight_map: Mapping[str, str], trust: bool) -> 
     state: dict[str, Any] = {}
     for file_name, names in names_of_file.items():
         content = read_torch(path.parent / file_name, trust)
-        if not isinstance(content, Mapping):
-            content = {}  # so that the first tensor is reported as missing
+        tensors = content if isinstance(content, Mapping) else {}  # anything else has no names
         for name in names:
-            if not isinstance(content.get(name), Tensor):
+            if not isinstance(tensors.get(name), Tensor):
                 raise misplaced_error(path, name, file_name)
-            state[name] = content[name]
+            state[name] = tensors[name]
 
     # In the order of the index.
     return {name: state[name] for name in weight_map}
@@ -166,11 +165,10 @@ def check_archive(path: Path, file: IO[bytes]) -> list[zipfile.ZipInfo]:
     ]
 
     # Even without compression a small file may claim a lot of memory, if several members are the
-    # same bytes of the file. Then they have more bytes together than the file.
-    total_size = sum(member.file_size for member in members)
-    if compressed or total_size > file_size:
-        # In the message, compressed members are "packed contents". If there are none, because
-        # members overlap, the parentheses are empty.
+    # same bytes of the file.
+    members_overlap = sum(member.file_size for member in members) > file_size
+    if compressed or members_overlap:
+        # "packed" means compressed. If members only overlap, the parentheses are empty.
         raise unreadable(
             path,
             f"it is an archive with packed contents ({short(', '.join(compressed[:3]))}), as "
@@ -198,11 +196,10 @@ def _not_trusted_error(path: Path, error: Exception) -> CheckpointError:
     except Exception:
         code_names = []
 
-    # If none can be listed, the text of the error tells whether the file needs trust or is damaged.
-    # Torch writes "Unsupported class ..." or "unsupported operation ..." only about code that it
-    # refuses to run.
-    uses_code = bool(code_names) or "nsupported" in str(error)
-    is_damaged = not uses_code
+    # If no names can be listed, the error tells whether the file needs trust or is damaged: torch
+    # writes "Unsupported class ..." or "unsupported operation ..." about code that it refuses.
+    refused_code = "unsupported" in str(error).lower()
+    is_damaged = not code_names and not refused_code
     if is_damaged:
         return load_error(path, error)  # to trust the file would not help
 
