@@ -191,7 +191,7 @@ def test_a_replaced_checkpoint_counts_while_it_is_sound(tmp_path: Path) -> None:
     aside = save(tmp_path, 2).rename(tmp_path / ".step-000000002.replaced")
     assert plan(tmp_path) == []
     cut(aside / "model.safetensors")
-    assert [(r.what, r.path) for r in plan(tmp_path)] == [("remove", aside)]
+    assert [(r.action, r.path) for r in plan(tmp_path)] == [("remove", aside)]
 
 
 def test_examine_reads_values_only_if_asked(tmp_path: Path) -> None:
