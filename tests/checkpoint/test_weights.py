@@ -204,7 +204,7 @@ def test_names_are_never_stripped_blindly() -> None:
     match = match_names({"module.net.w": (2,), "module.w": (2,)}, model)
     assert match.name_pairs == {"module.net.w": "net.w", "module.w": "w"}
     assert match_names(model, model).changes == ()
-    assert match_names({"module.w": (2,), "w": (2,)}, {"w": (2,)}).names == {"w": "w"}
+    assert match_names({"module.w": (2,), "w": (2,)}, {"w": (2,)}).name_pairs == {"w": "w"}
 
 
 parts = st.sampled_from(["a", "b", "module", "model", "net", "_orig_mod", "weight"])
@@ -214,7 +214,7 @@ keys = st.lists(parts, min_size=1, max_size=4).map(".".join)
 @settings(deadline=None)
 @given(st.sets(keys, max_size=8), st.sets(keys, max_size=8))
 def test_two_names_never_become_one(file: set[str], model: set[str]) -> None:
-    names = match_names(dict.fromkeys(file), dict.fromkeys(model)).names
+    names = match_names(dict.fromkeys(file), dict.fromkeys(model)).name_pairs
     assert set(names) <= file
     assert set(names.values()) <= model
     assert len(set(names.values())) == len(names)
@@ -224,7 +224,7 @@ def test_two_names_never_become_one(file: set[str], model: set[str]) -> None:
 @given(st.sets(keys, min_size=1, max_size=8), st.sampled_from(["", *PREFIXES]))
 def test_a_common_prefix_is_always_found(model: set[str], prefix: str) -> None:
     file = dict.fromkeys(prefix + name for name in model)
-    names = match_names(file, dict.fromkeys(model)).names
+    names = match_names(file, dict.fromkeys(model)).name_pairs
     assert len(names) == len(model)
 
 
