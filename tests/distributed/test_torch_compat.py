@@ -196,6 +196,32 @@ class TwoLayers(torch.nn.Module):
         return self.layers[number](x)
 
 
+def test_gradients_of_shards_and_others_are_unscaled_together(tmp_path):
+    dist.init_process_group(
+        "gloo", store=dist.FileStore(str(tmp_path / "store")), world_size=1, rank=0
+    )
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        assert torch_compat.can_ignore_fsdp_parameters()
+        for number in range(2):  # a second call changes nothing
+            torch_compat.unscale_shards_with_others()
+            whole = nn.Parameter(torch.tensor(1.0))
+            sharded = nn.Parameter(distribute_tensor(torch.ones(3), mesh, [Shard(0)]))
+            whole.grad = torch.tensor(8.0)
+            sharded.grad = distribute_tensor(
+                torch.full((3,), 16.0 if number else torch.inf), mesh, [Shard(0)]
+            )
+            scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+            scaler.scale(torch.zeros(()))  # it makes the scale
+            optimizer = torch.optim.SGD([whole, sharded], lr=1.0)
+            scaler.unscale_(optimizer)
+            assert whole.grad == 2.0
+            scaler.step(optimizer)
+            assert whole == (-1.0 if number else 1.0)  # with an infinite gradient there is no step
+    finally:
+        dist.destroy_process_group()
+
+
 def test_a_backward_pass_through_a_tensor_gathers_an_fsdp_unit(tmp_path):
     store = dist.FileStore(str(tmp_path / "store"), 1)
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)

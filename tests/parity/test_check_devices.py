@@ -49,11 +49,12 @@ class Net(nn.Module):
         self.hidden = nn.Linear(10, 16)
         self.norm = nn.BatchNorm1d(16)
         self.head = nn.Linear(16, 3)
+        self.logit_scale = nn.Parameter(torch.tensor(0.2))
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         features = F.dropout(F.relu(self.norm(self.hidden(rows))), 0.2, self.training)
         output: torch.Tensor = self.head(features)
-        return output
+        return output * self.logit_scale.exp()
 
 
 def flip_bit(tensor: torch.Tensor, bit: int = 12) -> None:
@@ -100,7 +101,8 @@ class Flips:
 
     Args:
         world: of this process.
-        kind: what is flipped: "product", "product once", "gradient", "weight", "state" or "".
+        kind: what is flipped: "product", "product once", "gradient", "weight", "state", "state of a
+            scalar" or "".
         rank: where.
     """
 
@@ -125,12 +127,15 @@ class Flips:
 
     def stepped(self, model: nn.Module, optimizer: Any) -> None:
         """Called after each step of the optimizer."""
-        parameter = next(iter(model.parameters()))
+        net: Any = getattr(model, "module", model)
+        parameter = net.hidden.weight
         if self._kind == "weight" and self._world.step == EVERY + 1:
             flip_bit(parameter)
         # The step that would use it is the one that is checked.
         if self._kind == "state" and self._world.step == 2 * EVERY - 1:
             flip_bit(optimizer.state[parameter]["exp_avg"])
+        if self._kind == "state of a scalar" and self._world.step == 2 * EVERY - 1:
+            flip_bit(optimizer.state[net.logit_scale]["exp_avg"])
 
 
 def steps_with(world: Any, flips: Flips, steps: int, checkpoints: str = "", **options: Any) -> Any:
@@ -277,9 +282,12 @@ def test_flipped_bits_are_found_with_shards() -> None:
     kinds = ("product", "product once", "gradient")
     for message in run_ranks(messages_of, 3, *kinds, env={"LOCKSTEP_STRATEGY": "fsdp"})[2]:
         assert re.search(rf"step 4, virtual rank \d: .*{DEVICE} got other bits", message)
-    kinds = ("weight", "state")
+    kinds = ("weight", "state", "state of a scalar")
     env = {"LOCKSTEP_STRATEGY": "hsdp:shard_size=2"}
-    for message in run_ranks(messages_of, 4, *kinds, env=env)[2]:
+    *of_shards, of_scalar = run_ranks(messages_of, 4, *kinds, env=env)[2]
+    # All ranks have the same scalar, and only two of them the same shard.
+    assert re.search(rf"exp_avg of logit_scale: {DEVICE} has other bits than 3 ranks", of_scalar)
+    for message in of_shards:
         assert re.search(rf"before step 8, .*: {DEVICE} and rank 3 .* have different bits", message)
 
 

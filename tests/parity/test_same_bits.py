@@ -33,12 +33,13 @@ class Net(nn.Module):
             8, 2, 16, dropout=0.1, batch_first=True, norm_first=True
         )
         self.head = nn.Linear(8, 3)
+        self.logit_scale = nn.Parameter(torch.tensor(0.2))  # fsdp cannot shard it
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         features = F.relu(self.norm(self.convolution(images)))
         tokens = features.flatten(2).transpose(1, 2)
         output: torch.Tensor = self.head(self.attention(tokens).mean(1))
-        return output
+        return output * self.logit_scale.exp()
 
 
 def samples(count: int) -> TensorDataset:

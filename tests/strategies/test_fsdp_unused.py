@@ -38,6 +38,7 @@ class Routed(nn.Module):
         self.experts = nn.ModuleList(nn.Linear(FEATURES, FEATURES) for _ in range(4))
         self.head = nn.Linear(FEATURES, CLASSES)
         self.experts[1].bias.requires_grad_(False)
+        self.gains = nn.ParameterList(torch.tensor(1.0 + i) for i in range(4))
         self.double()
 
     def forward(self, x: Tensor, step: int) -> tuple[Tensor, Tensor]:
@@ -48,7 +49,7 @@ class Routed(nn.Module):
         for number, expert in enumerate(self.experts):
             rows = (chosen == number).nonzero()[:, 0]
             if len(rows):
-                out = out.index_add(0, rows, expert(x[rows]))
+                out = out.index_add(0, rows, self.gains[number] * expert(x[rows]))
         return self.head(out), out
 
 

@@ -270,6 +270,13 @@ def make_fsdp_root(module: FSDPModule) -> None:
     module._get_fsdp_state()._lazy_init()
 
 
+def can_ignore_fsdp_parameters() -> bool:
+    """Returns True if `fully_shard` can leave parameters out (the argument `ignored_params`)."""
+    from torch.distributed.fsdp import fully_shard
+
+    return "ignored_params" in inspect.signature(fully_shard).parameters
+
+
 def gather_in_backward_of(tensors: Sequence[Tensor], unit: FSDPModule) -> None:
     """Makes a backward pass through the given tensors gather an FSDP unit.
 
@@ -928,6 +935,32 @@ def answer_grad_scaler(optimizer_class: type[Optimizer], answer: Callable[[Any],
         answer: called with the optimizer; returns the answer, or raises to refuse the step.
     """
     optimizer_class._step_supports_amp_scaling = property(answer)  # type: ignore[attr-defined]
+
+
+def unscale_shards_with_others() -> None:
+    """Lets torch's GradScaler unscale gradients of which some are DTensors and others are not.
+
+    Torch unscales all gradients in one call. It takes the mesh over which it looks for infinite
+    values from the first gradient of the list, which must therefore be a DTensor.
+    """
+    import torch
+    from torch.distributed.tensor import DTensor
+
+    # Read in torch 2.11 and 2.13.
+    handlers = DTensor._op_dispatcher._custom_op_handlers
+    operation = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
+    original = handlers[operation]
+    if getattr(original, "sorts_gradients", False):  # this function was called before
+        return
+
+    def unscale(op_call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Moves the DTensors to the front. The gradients are changed in place, in any order."""
+        gradients, *others = args
+        sorted_gradients = sorted(gradients, key=is_sharded, reverse=True)
+        original(op_call, (sorted_gradients, *others), kwargs)
+
+    unscale.sorts_gradients = True  # type: ignore[attr-defined]
+    handlers[operation] = unscale
 
 
 # The profiler

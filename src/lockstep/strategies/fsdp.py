@@ -37,7 +37,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -58,6 +58,7 @@ from lockstep.distributed.torch_compat import (
     BatchNorm,
     convert_tensors,
     share_meshes_with_copies,
+    unscale_shards_with_others,
 )
 from lockstep.errors import RanksDifferError, SettingError
 from lockstep.optim.module_filter import ModuleFilter
@@ -83,6 +84,7 @@ from lockstep.strategies.fsdp_misuse import (
 )
 from lockstep.strategies.fsdp_module import ShardedModule
 from lockstep.strategies.fsdp_outputs import UnitOutputs
+from lockstep.strategies.fsdp_scalars import AveragedScalars, SummedScalars, find_scalars
 from lockstep.strategies.fsdp_virtual_ranks import ShardedVirtualRanks
 from lockstep.strategies.moving_buffers import MovingBuffers
 from lockstep.strategies.replication import norm_over_ranks, take_from_first
@@ -104,6 +106,8 @@ class _Model:
     run: Run
     half_dtype: torch.dtype | None
     """The half-precision dtype in which units are computed; None for that of their parameters."""
+    scalars: Mapping[str, nn.Parameter]
+    """The parameters without dimensions, which every rank keeps whole, by name."""
 
     @property
     def root(self) -> nn.Module:
@@ -254,31 +258,43 @@ class FSDP(Strategy):
 
         # The blocks are described before they are sharded, because torch renames their classes.
         choices = self._choices(module, blocks, run)
-        model = _Model(units, self._make_mesh(run), run, self._half_dtype(module, run))
+        model = _Model(
+            units,
+            self._make_mesh(run),
+            run,
+            self._half_dtype(module, run),
+            find_scalars(module),
+        )
         outputs_of_units = self._shard_model(model)
 
-        virtual_ranks, virtual_rank_buffers = _make_virtual_rank_extensions(
-            model, self.average_buffers
-        )
-        sharded = self._make_sharded_module(model, virtual_rank_buffers)
+        virtual_ranks = _make_virtual_rank_extensions(model, self.average_buffers)
+        sharded = self._make_sharded_module(model, virtual_ranks)
         for outputs in outputs_of_units:
             outputs.on_double_backward = sharded.begin_double_backward
 
         _adapt_methods_of_libraries(module, run)
+        if model.scalars:
+            unscale_shards_with_others()
 
         # They are notified of events in this order.
         extensions: list[Extension] = [sharded]
         gradient_bits = None
-        if virtual_ranks is not None and virtual_rank_buffers is not None:
-            extensions = [virtual_ranks, virtual_rank_buffers, sharded]
+        if virtual_ranks is not None:
+            extensions = [*virtual_ranks.extensions(), sharded]
             gradient_bits = virtual_ranks.gradient_bits
+        elif model.scalars:
+            averaged_scalars = AveragedScalars(module, list(model.scalars.values()), run.step)
+            extensions = [averaged_scalars, sharded]
 
+        # Scalars were not replaced.
         shards = dict(module.named_parameters())
         return PreparedModule(
             module=module,
             choices=choices,
             replaced_parameters=[
-                (parameter, shards[name]) for name, parameter in parameters_before.items()
+                (parameter, shards[name])
+                for name, parameter in parameters_before.items()
+                if name not in model.scalars
             ],
             may_unfreeze=True,
             unsharded_parameters=list(sharded.whole_parameters.values()),
@@ -313,8 +329,10 @@ class FSDP(Strategy):
         Returns:
             For each unit, the forward hooks by which torch finds all tensors in its outputs.
         """
-        # Buffers are not sharded: each rank gets all of them.
+        # Buffers and scalars are not sharded: each rank gets all of them.
         _take_from_first(list(model.root.buffers()), model.run.device)
+        scalars_with_memory = [p for p in model.scalars.values() if not p.is_meta]
+        _take_from_first(scalars_with_memory, model.run.device)
 
         # Each rank gets the parameters of rank 0, unit by unit, and keeps its shards of them.
         outputs_of_units = self._shard_units(model)
@@ -328,22 +346,22 @@ class FSDP(Strategy):
         return outputs_of_units
 
     def _make_sharded_module(
-        self, model: _Model, virtual_rank_buffers: VirtualRankBuffers | None
+        self, model: _Model, virtual_ranks: _VirtualRankExtensions | None
     ) -> ShardedModule:
         """Makes the object that follows the training of a model, and of its buffers.
 
         Args:
             model: the model, whose units are sharded already.
-            virtual_rank_buffers: averages the buffers in a run with virtual ranks, else None.
+            virtual_ranks: averages the buffers in a run with virtual ranks, else None.
         """
         # `MovingBuffers` makes the buffers that forward passes change equal on all ranks. With
         # virtual ranks, `VirtualRankBuffers` does this for the buffers that it averages, and
         # `MovingBuffers` leaves them out.
         average: str | Sequence[str] = self.average_buffers
         already_equal: Sequence[str] = ()
-        if virtual_rank_buffers is not None:
+        if virtual_ranks is not None:
             average = ()
-            already_equal = virtual_rank_buffers.combined_names
+            already_equal = virtual_ranks.buffers.combined_names
 
         moving_buffers = MovingBuffers(
             model.root,
@@ -433,7 +451,10 @@ class FSDP(Strategy):
 
         Parameters of inner units, which are sharded already, stay as they are.
         """
-        parameters = [p for p in unit.parameters() if not isinstance(p, DTensor)]
+        scalars = set(model.scalars.values())
+        parameters = [
+            p for p in unit.parameters() if not isinstance(p, DTensor) and p not in scalars
+        ]
         _take_from_first([p for p in parameters if not p.is_meta], model.run.device)
 
         # By default torch frees the parameters of each unit after its forward pass, except those of
@@ -441,6 +462,8 @@ class FSDP(Strategy):
         options: dict[str, Any] = {}
         if not self.reshard_after_forward:
             options["reshard_after_forward"] = False
+        if scalars:
+            options["ignored_params"] = scalars
 
         fully_shard(
             unit,
@@ -469,8 +492,19 @@ class FSDP(Strategy):
 
         # Parameters are sharded over the last dimension of the mesh.
         mesh = gradients[0].device_mesh
-        group = mesh.get_group(mesh.ndim - 1)
-        norm = norm_over_ranks(shards, norm_type, torch.device(mesh.device_type), group)
+        shard_dimension = mesh.ndim - 1
+        group = mesh.get_group(shard_dimension)
+
+        # All of these ranks have the gradients of scalars, and the first one counts them. The
+        # others add empty tensors, so that the norm has the same dtype on all ranks.
+        counts_scalars = mesh.get_local_rank(shard_dimension) == 0
+        parts = list(shards)
+        for parameter in parameters:
+            if parameter.grad is not None and not isinstance(parameter.grad, DTensor):
+                gradient = parameter.grad
+                parts.append(gradient if counts_scalars else gradient.new_empty(0))
+
+        norm = norm_over_ranks(parts, norm_type, torch.device(mesh.device_type), group)
 
         # With `cpu_offload` the shards are on the CPU, and the ranks communicate on the GPU.
         return norm.to(shards[0].device)
@@ -621,9 +655,35 @@ class HSDP(FSDP):
         return Choice("shards", value, reason)
 
 
+class _VirtualRankExtensions(NamedTuple):
+    """The objects that sum gradients and average buffers over virtual ranks."""
+
+    scalars: SummedScalars | None
+    """Sums the gradients of parameters without dimensions; None if there are none."""
+    gradients: ShardedVirtualRanks
+    buffers: VirtualRankBuffers
+
+    def extensions(self) -> list[Extension]:
+        """Returns them in the order in which they are notified of events.
+
+        `gradients` removes what is left in `parameter.grad` when another virtual rank begins, so
+        `scalars` comes before it.
+        """
+        if self.scalars is None:
+            return [self.gradients, self.buffers]
+        return [self.scalars, self.gradients, self.buffers]
+
+    def gradient_bits(self) -> dict[str, Tensor]:
+        """Returns sums over the bits of the gradients of the virtual rank that has just ended."""
+        sums_of_shards = self.gradients.gradient_bits()
+        if self.scalars is None:
+            return sums_of_shards
+        return {**sums_of_shards, **self.scalars.gradient_bits()}
+
+
 def _make_virtual_rank_extensions(
     model: _Model, average_buffers: str | Sequence[str]
-) -> tuple[ShardedVirtualRanks | None, VirtualRankBuffers | None]:
+) -> _VirtualRankExtensions | None:
     """Makes the objects that sum gradients and average buffers over virtual ranks.
 
     Args:
@@ -631,17 +691,17 @@ def _make_virtual_rank_extensions(
         average_buffers: names, or patterns of names, of buffers that are averaged.
 
     Returns:
-        The object for the gradients and the object for the buffers; None and None in a run without
-        virtual ranks.
+        The objects; None in a run without virtual ranks.
     """
     run = model.run
     if run.settings.virtual_ranks is None:
-        return None, None
+        return None
 
     tree = make_virtual_rank_tree(run)
+    scalars = SummedScalars(model.scalars, tree, run.step) if model.scalars else None
     gradients = ShardedVirtualRanks(list(model.units.values()), tree, run.step, model.mesh)
     buffers = VirtualRankBuffers(model.root, tree, run.step, average_buffers)
-    return gradients, buffers
+    return _VirtualRankExtensions(scalars, gradients, buffers)
 
 
 def _adapt_methods_of_libraries(module: nn.Module, run: Run) -> None:

@@ -44,7 +44,7 @@ def _why_not_sharded(parameter: nn.Parameter) -> tuple[str, str] | None:
     """Returns why a parameter cannot be sharded and what to do about it, or None."""
     if isinstance(parameter, DTensor):
         return "is sharded already", "give a plain module to world.prepare, once"
-    if parameter.dim() == 0:
+    if parameter.dim() == 0 and not torch_compat.can_ignore_fsdp_parameters():
         return "has no dimension to cut", "make it a parameter of shape (1,)"
     if not parameter.numel():
         return "has no elements", "leave it out, or make it a buffer"

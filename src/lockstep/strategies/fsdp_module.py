@@ -86,12 +86,21 @@ class ShardedModule(Extension):
         for unit in self._units:
             torch_compat.set_dtypes_of_frozen_unit(unit)
 
-        self._shards: dict[str, DTensor] = dict(root.named_parameters())
+        self._shards: dict[str, DTensor] = {}
+        self._scalars: dict[str, nn.Parameter] = {}
+        """The parameters without dimensions, which every rank keeps whole, by name."""
+        for name, parameter in root.named_parameters():
+            if isinstance(parameter, DTensor):
+                self._shards[name] = parameter
+            else:
+                self._scalars[name] = parameter
+
         self._unused: UnusedParameters | None = None
         if find_unused_parameters:
             root.set_reduce_scatter_unused_params(True)
             whole_parameters = [self.whole_parameters[name] for name in self._shards]
-            self._unused = UnusedParameters(list(root.parameters()), whole_parameters)
+            shards: list[Any] = list(self._shards.values())
+            self._unused = UnusedParameters(shards, whole_parameters)
 
         self._storages = {name: shard.untyped_storage() for name, shard in self._shards.items()}
         """The storage of each shard, by name. It is replaced if the user sets `parameter.data`."""
@@ -370,8 +379,11 @@ class ShardedModule(Extension):
         torch_compat.drop_fsdp_groups(self._units, self._mesh)
 
     def equal_tensors(self) -> Iterator[EqualTensors]:
-        """Yields the buffers, equal on all ranks, and under HSDP the shards, equal on some."""
-        yield EqualTensors({}, dict(self._root.named_buffers()))
+        """Yields the tensors that are equal on several ranks.
+
+        Buffers and scalars are equal on all ranks, and under HSDP each shard is on some.
+        """
+        yield EqualTensors(self._scalars, dict(self._root.named_buffers()))
         if self._mesh.ndim > 1:
             shards = {name: shard.to_local() for name, shard in self._shards.items()}
             yield EqualTensors(shards, {}, self._mesh.get_group(0))
@@ -391,7 +403,7 @@ class ShardedModule(Extension):
             recurse: an argument of torch's method, not used here.
         """
         shards = [shard.to_local() for shard in self._shards.values()]
-        for tensor in [*shards, *self._root.buffers()]:
+        for tensor in [*shards, *self._scalars.values(), *self._root.buffers()]:
             if convert(tensor) is not tensor:
                 raise UsageError(
                     "a model moved or converted after world.prepare",
@@ -525,7 +537,8 @@ def _whole_parameters(units: Mapping[str, nn.Module]) -> dict[str, nn.Parameter]
     for unit_name, unit in units.items():
         unit.unshard()
         for name, parameter in unit.named_parameters(prefix=unit_name):
-            if not isinstance(parameter, DTensor):
+            is_scalar = parameter.dim() == 0  # it is never sharded
+            if not isinstance(parameter, DTensor) and not is_scalar:
                 whole_parameters[name] = parameter
         unit.reshard()
         return_free_memory()  # to the operating system, if the unit was gathered on the CPU

@@ -67,10 +67,21 @@ from lockstep.strategies.bit_sums import bit_sums, gradient_bit_sums
 
 BitSums = dict[str, int]
 """Sums of the bits of tensors, by name."""
-GroupKey = tuple[str, int]
-"""Identifies tensors that must have the same bits on several ranks: their kind (see `message`), and
-the smallest of these ranks. For example, parameters that the ranks 1 and 3 both have are in the
-group `(PARAMETERS, 1)`."""
+
+
+class GroupKey(NamedTuple):
+    """Identifies tensors that must have the same bits on several ranks.
+
+    For example, parameters that the ranks 1 and 3 both have are in the group `(PARAMETERS, 1, 2)`.
+    """
+
+    kind: str
+    """The kind of the tensors (see `message`)."""
+    first_rank: int
+    """The smallest of these ranks."""
+    num_ranks: int
+    """The number of these ranks. Under HSDP, ranks 0 and 2 may have the same shards, and all ranks
+    the same parameters without dimensions."""
 
 
 class Computed(NamedTuple):
@@ -391,20 +402,20 @@ class DeviceCheck(Extension):
         Raises:
             WrongDeviceError: on all ranks, if some rank has other bits.
         """
-        # For each group of this rank, such as ("parameters", 0), the sums of the bits by name.
+        # For each group of this rank, the sums of the bits by name.
         own_bits_of_group = self._bits_of_groups()
         own_entries = []
-        for (kind, first_rank), bits in own_bits_of_group.items():
+        for own_key, bits in own_bits_of_group.items():
             names_digest = digest(list(bits))
             bits_digest = digest(bits)
-            own_entries.append((kind, first_rank, names_digest, bits_digest))
+            own_entries.append((*own_key, names_digest, bits_digest))
         entries_of_ranks = self._run.collectives.exchange(own_entries)
 
         digests_of_group: defaultdict[GroupKey, dict[int, _GroupDigests]] = defaultdict(dict)
         for rank, entries in enumerate(entries_of_ranks):
-            for kind, first_rank, names_digest, bits_digest in entries:
+            for *key_of_entry, names_digest, bits_digest in entries:
                 digests = _GroupDigests(names_digest, bits_digest)
-                digests_of_group[kind, first_rank][rank] = digests
+                digests_of_group[GroupKey(*key_of_entry)][rank] = digests
 
         for key, digests_of_rank in digests_of_group.items():
             # An optimizer that spreads its state over the ranks has other tensors on each of them.
@@ -413,10 +424,9 @@ class DeviceCheck(Extension):
             have_same_tensors = len({digests.names for digests in all_digests}) == 1
             have_same_bits = len({digests.bits for digests in all_digests}) == 1
             if have_same_tensors and not have_same_bits:
-                kind, _ = key
                 ranks = list(digests_of_rank)
                 own_bits = own_bits_of_group.get(key, {})  # empty if this rank is none of `ranks`
-                self._raise_difference(kind, ranks, own_bits)
+                self._raise_difference(key.kind, ranks, own_bits)
 
     def _bits_of_groups(self) -> dict[GroupKey, BitSums]:
         """Returns the sums of the bits of all tensors that must be equal on several ranks.
@@ -442,8 +452,7 @@ class DeviceCheck(Extension):
         """Returns the parameters and optimizer states that must be equal on several ranks.
 
         Returns:
-            For each group, its tensors by name. The key of a group has the kind of its tensors, and
-            the smallest of the ranks that have the same tensors, which stands for these ranks.
+            For each group, its tensors by name.
         """
         tensors_of_group: defaultdict[GroupKey, dict[str, Tensor]] = defaultdict(dict)
         for prefix, wrapped in self._named_modules():
@@ -451,10 +460,10 @@ class DeviceCheck(Extension):
             # state by the parameters themselves, which are found by their names.
             parameter_of_name = dict(users_module(wrapped).named_parameters())
             for equal_tensors in wrapped.equal_tensors():
-                group = equal_tensors.group
-                first_rank = 0 if group is None else min(dist.get_process_group_ranks(group))
-                parameters = tensors_of_group[message.PARAMETERS, first_rank]
-                optimizer_states = tensors_of_group[message.OPTIMIZER_STATE, first_rank]
+                ranks = dist.get_process_group_ranks(equal_tensors.group)
+                key = GroupKey(message.PARAMETERS, min(ranks), len(ranks))
+                parameters = tensors_of_group[key]
+                optimizer_states = tensors_of_group[key._replace(kind=message.OPTIMIZER_STATE)]
                 for name, tensor in equal_tensors.parameters.items():
                     full_name = prefix + name
                     parameters[full_name] = tensor
