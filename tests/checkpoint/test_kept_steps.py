@@ -330,6 +330,17 @@ STRATEGIES: dict[str, Any] = {
 }
 
 
+class Scale(nn.Module):
+    """Multiplies by a parameter without dimensions, which cannot be sharded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.factor
+
+
 def model() -> nn.Module:
     torch.manual_seed(2)
     norm = nn.BatchNorm1d(8).eval()  # statistics that stay, and would be missed
@@ -337,7 +348,8 @@ def model() -> nn.Module:
         assert statistics is not None
         statistics.uniform_(0.5, 1.5)
     first = [nn.Linear(5, 8), norm, nn.Tanh()]
-    return nn.Sequential(*first, nn.Linear(8, 8, bias=False), nn.Tanh(), nn.Linear(8, 3)).double()
+    last = [nn.Linear(8, 8, bias=False), nn.Tanh(), nn.Linear(8, 3), Scale()]
+    return nn.Sequential(*first, *last).double()
 
 
 def data() -> TensorDataset:

@@ -248,8 +248,12 @@ class FSDP(Strategy):
             return self._wrap_without_parameters(module, run)
 
         check_parameters(module)
-        parameters_before = dict(module.named_parameters())
-        check_hooks(parameters_before)
+        scalars = find_scalars(module)
+        sharded_parameters: dict[str, nn.Parameter] = {}
+        for name, parameter in module.named_parameters():
+            if name not in scalars:
+                sharded_parameters[name] = parameter
+        check_hooks(sharded_parameters)
 
         # The whole model is the last unit: it gets the parameters that belong to no block.
         blocks = find_blocks(module, self.blocks)
@@ -258,13 +262,8 @@ class FSDP(Strategy):
 
         # The blocks are described before they are sharded, because torch renames their classes.
         choices = self._choices(module, blocks, run)
-        model = _Model(
-            units,
-            self._make_mesh(run),
-            run,
-            self._half_dtype(module, run),
-            find_scalars(module),
-        )
+        half_dtype = self._half_dtype(module, run)
+        model = _Model(units, self._make_mesh(run), run, half_dtype, scalars)
         outputs_of_units = self._shard_model(model)
 
         virtual_ranks = _make_virtual_rank_extensions(model, self.average_buffers)
@@ -286,15 +285,12 @@ class FSDP(Strategy):
             averaged_scalars = AveragedScalars(module, list(model.scalars.values()), run.step)
             extensions = [averaged_scalars, sharded]
 
-        # Scalars were not replaced.
         shards = dict(module.named_parameters())
         return PreparedModule(
             module=module,
             choices=choices,
             replaced_parameters=[
-                (parameter, shards[name])
-                for name, parameter in parameters_before.items()
-                if name not in model.scalars
+                (parameter, shards[name]) for name, parameter in sharded_parameters.items()
             ],
             may_unfreeze=True,
             unsharded_parameters=list(sharded.whole_parameters.values()),

@@ -54,7 +54,7 @@ def _why_not_sharded(parameter: nn.Parameter) -> tuple[str, str] | None:
 def check_dtypes(units: Sequence[nn.Module]) -> None:
     """Raises UsageError if the trainable parameters of a unit have different dtypes.
 
-    The gradients of a unit are sent in one tensor.
+    The gradients of a unit are sent in one tensor, except those of parameters without dimensions.
 
     Args:
         units: the units of a model, inner units before outer ones. A parameter belongs to the first
@@ -65,7 +65,8 @@ def check_dtypes(units: Sequence[nn.Module]) -> None:
         name_of_dtype: dict[Any, str] = {}  # one parameter of each dtype, for the message
         ids_in_unit: set[int] = set()
         for name, parameter in unit.named_parameters():
-            if parameter.requires_grad and id(parameter) not in ids_in_earlier_units:
+            is_sent = parameter.requires_grad and parameter.dim() > 0
+            if is_sent and id(parameter) not in ids_in_earlier_units:
                 name_of_dtype[parameter.dtype] = name
                 ids_in_unit.add(id(parameter))
 
