@@ -110,7 +110,7 @@ def _accept_parameters_changed_after_steps(
 
         # Some rank has only a part of the parameters.
         names = expected[0].parameters.keys()
-        if not all(rank.parameters.keys() == names for rank in actual):
+        if not all(record.parameters.keys() == names for record in actual):
             continue
 
         next_expected, next_actual = next_pair
@@ -160,25 +160,25 @@ def _with_next_parameters(update: Update, next_update: Update | None) -> Update:
         next_update: the next update that begins with a forward pass, or None if there is none. Then
             the parameters of the next forward pass are not known, and are left out.
     """
-    ranks = []
-    for rank_number, rank in enumerate(update):
+    records = []
+    for rank, record in enumerate(update):
         next_parameters: dict[str, Array] = {}
         if next_update is not None:
             # The script may have changed some parameters between the step and the forward pass. All
             # others still have the values that the step gave them.
-            changed_since_step = next_update[rank_number].rewritten_parameters
-            for name, array_after_step in rank.parameters.items():
+            changed_since_step = next_update[rank].rewritten_parameters
+            for name, array_after_step in record.parameters.items():
                 next_parameters[name] = changed_since_step.get(name, array_after_step)
 
         # Without a forward pass at its start, an update may begin with parameters that the script
         # has not averaged yet, and that are not compared.
         sums_at_start: Mapping[str, Array] = {}
-        if rank.began_with_forward:
-            sums_at_start = rank.parameter_sums
+        if record.began_with_forward:
+            sums_at_start = record.parameter_sums
 
-        ranks.append(
+        records.append(
             replace(
-                rank,
+                record,
                 gradients={},
                 unclipped={},  # the gradients before they were clipped
                 parameter_sums=sums_at_start,
@@ -186,7 +186,7 @@ def _with_next_parameters(update: Update, next_update: Update | None) -> Update:
             )
         )
 
-    return Update(ranks)
+    return Update(records)
 
 
 # Gradients and learning rates that cancel out
@@ -224,11 +224,11 @@ def _accept_gradients_and_rates_that_cancel(
 
 def _without_gradients_losses_and_rates(update: Update) -> Update:
     """Returns an update without gradients, losses and learning rates."""
-    ranks = []
-    for rank in update:
+    records = []
+    for record in update:
         # `unclipped` holds the gradients before they were clipped.
-        ranks.append(replace(rank, gradients={}, unclipped={}, losses=[], learning_rates=()))
-    return Update(ranks)
+        records.append(replace(record, gradients={}, unclipped={}, losses=[], learning_rates=()))
+    return Update(records)
 
 
 # Gradients that optimizers average themselves
@@ -280,7 +280,7 @@ def _optimizers_get_different_values(parallel_run: Sequence[Update]) -> bool:
     has a slice of the parameters, or if some ranks leave a step to others.
     """
     for update in parallel_run:
-        some_leave_step_to_others = not all(rank.stepped for rank in update)
+        some_leave_step_to_others = not all(record.stepped for record in update)
         # `FLOAT64` is the tolerance for rounding in float64.
         gradients_differ = bool(update.ranks_that_differ("gradients", tolerance=FLOAT64))
         parameters_differ = bool(update.ranks_that_differ("parameters", tolerance=FLOAT64))
@@ -288,9 +288,9 @@ def _optimizers_get_different_values(parallel_run: Sequence[Update]) -> bool:
         # Each rank's optimizer may have only some of the parameters, or, instead of the parameters
         # of the models, a tensor that it has made itself from slices of them.
         names_of_first_rank = update[0].gradients.keys()
-        names_differ = any(rank.gradients.keys() != names_of_first_rank for rank in update)
+        names_differ = any(record.gradients.keys() != names_of_first_rank for record in update)
         has_tensor_of_its_own = any(
-            belongs_only_to_optimizer(name) for rank in update for name in rank.gradients
+            belongs_only_to_optimizer(name) for record in update for name in record.gradients
         )
 
         if (
@@ -409,7 +409,7 @@ def _sums_after_updates(run: Sequence[Update], final_sums: SumsOfRanks) -> list[
     """
     sums_after: list[SumsOfRanks] = []
     for next_update in run[1:]:
-        sums_after.append([rank.parameter_sums for rank in next_update])
+        sums_after.append([record.parameter_sums for record in next_update])
     sums_after.append(final_sums)
     return sums_after
 
@@ -431,9 +431,9 @@ def _optimizer_states_agree(expected: Update, actual: Update, tolerance: Toleran
         # The arrays [sum, largest, size] of all ranks that have this tensor, or a slice of it. The
         # constants `LARGEST` and `SIZE` are indices into such an array.
         states = []
-        for rank in actual:
-            if name in rank.optimizer_state:
-                states.append(rank.optimizer_state[name])
+        for record in actual:
+            if name in record.optimizer_state:
+                states.append(record.optimizer_state[name])
 
         # Ranks with the whole tensor.
         for state in states:
@@ -497,19 +497,19 @@ def _without_values_of_step(update: Update) -> Update:
     Parameters that belong to no model but only to an optimizer are removed from all other fields
     too, since the optimizer may use them as buffers during its step.
     """
-    ranks = []
-    for rank in update:
-        ranks.append(
+    records = []
+    for record in update:
+        records.append(
             replace(
-                rank,
+                record,
                 gradients={},
                 unclipped={},  # the gradients before they were clipped
                 reduced_in_step={},  # the gradients after collectives inside of the step
                 parameters={},  # the parameters after the step
                 # Parameters before the first step, and sums over those before this step.
-                initial=_only_arrays_of_models(rank.initial),
-                parameter_sums=_only_arrays_of_models(rank.parameter_sums),
+                initial=_only_arrays_of_models(record.initial),
+                parameter_sums=_only_arrays_of_models(record.parameter_sums),
             )
         )
 
-    return Update(ranks)
+    return Update(records)

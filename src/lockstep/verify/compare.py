@@ -115,7 +115,7 @@ def tolerance_of(*runs: Sequence[Update]) -> Tolerance:
     dtypes = set()
     for updates in runs:
         if updates:
-            dtypes |= {rank.dtype for rank in updates[-1]}
+            dtypes |= {record.dtype for record in updates[-1]}
 
     # The lowest precision has the largest tolerance.
     tolerances = [tolerance_for_dtype(dtype) for dtype in dtypes]
@@ -321,8 +321,8 @@ def tensor_differences(
     names_that_differ = expected_arrays.keys() ^ actual_arrays.keys()
 
     # `actual_arrays` has each array from one rank only, so the arrays are compared rank by rank.
-    for rank in actual:
-        for name, array in getattr(rank, field_name).items():
+    for record in actual:
+        for name, array in getattr(record, field_name).items():
             if name not in expected_arrays:
                 continue
             if tolerance.differ(expected_arrays[name], array, scale=largest_expected_value):
@@ -361,12 +361,12 @@ def _losses_differ(expected: Update, actual: Update, tolerance: Tolerance) -> bo
 def learning_rates_differ(expected: Update, actual: Update, tolerance: Tolerance) -> bool:
     """True if a rank's learning rates differ from those of one process."""
     expected_rates = expected[0].learning_rates
-    for rank in actual:
-        if not rank.stepped:  # it leaves the step to other ranks
+    for record in actual:
+        if not record.stepped:  # it leaves the step to other ranks
             continue
-        if len(rank.learning_rates) != len(expected_rates):
+        if len(record.learning_rates) != len(expected_rates):
             return True
-        if not np.allclose(expected_rates, rank.learning_rates, rtol=tolerance.relative, atol=0):
+        if not np.allclose(expected_rates, record.learning_rates, rtol=tolerance.relative, atol=0):
             return True
 
     return False
@@ -424,8 +424,8 @@ def _digests_by_index(
     A sample has several digests if it was read several times with different contents.
     """
     digests: dict[tuple[int, int, str, int], set[str]] = defaultdict(set)
-    for rank in update:
-        for batch in rank.batches:
+    for record in update:
+        for batch in record.batches:
             indices = batch.ids
             digests_of_batch = batch.contents
             if indices is None or len(indices) != len(digests_of_batch):

@@ -52,11 +52,11 @@ class _PassNames:
 
     def begin_pass(self, loader: Any) -> str:
         """Counts a pass that begins, and returns its name, such as `0-2`."""
-        number = self.number_of(loader)
-        if number is None:
-            number = -1  # loaders without a number share this one
-        self._passes_of_loader[number] += 1
-        return f"{number}-{self._passes_of_loader[number]}"
+        loader_number = self.number_of(loader)
+        if loader_number is None:
+            loader_number = -1  # loaders without a number share this one
+        self._passes_of_loader[loader_number] += 1
+        return f"{loader_number}-{self._passes_of_loader[loader_number]}"
 
 
 class BatchWriter(_PassNames):
@@ -72,12 +72,12 @@ class BatchWriter(_PassNames):
         self._folder = folder / f"rank{rank}"
         self._folder.mkdir(parents=True)
 
-    def write(self, name_of_pass: str, number: int, batch: LoadedBatch) -> None:
+    def write(self, name_of_pass: str, batch_number: int, batch: LoadedBatch) -> None:
         """Writes a batch into a file of its own.
 
         Args:
             name_of_pass: name of the pass, from `begin_pass`.
-            number: number of the batch in the pass, from 0.
+            batch_number: number of the batch in the pass, from 0.
             batch: the batch.
 
         Raises:
@@ -92,7 +92,7 @@ class BatchWriter(_PassNames):
                 "leave the option out, or let the loader give tensors, numbers and text",
             ) from error
 
-        (self._folder / f"{name_of_pass}-{number}.pickle").write_bytes(data)
+        (self._folder / f"{name_of_pass}-{batch_number}.pickle").write_bytes(data)
 
     def write_lengths(self) -> None:
         """Writes the number of batches of each DataLoader that has a length."""
@@ -125,11 +125,11 @@ class BatchReader(_PassNames):
         Raises:
             UsageError: The batches of the ranks cannot be joined.
         """
-        number = 0
+        batch_number = 0
         while True:
             parts: list[LoadedBatch] = []
             for folder in self._folders:
-                path = folder / f"{name_of_pass}-{number}.pickle"
+                path = folder / f"{name_of_pass}-{batch_number}.pickle"
                 # Unpickling is safe: the file was written by `lockstep verify` itself, in a folder
                 # that only this user can enter.
                 if path.exists():
@@ -140,24 +140,25 @@ class BatchReader(_PassNames):
 
             batch = join([part.batch for part in parts])
             yield LoadedBatch(batch, _joined_ids(parts))
-            number += 1
+            batch_number += 1
 
     def length(self, loader: Any) -> int | None:
         """Returns the number of batches that a loader had in the other run; None if not known.
 
         If the ranks had different numbers, that of the first rank which recorded one is returned.
         """
-        number = self.number_of(loader)
-        if number is None:
+        loader_number = self.number_of(loader)
+        if loader_number is None:
             return None
 
         for folder in self._folders:
             path = folder / LENGTHS_FILE
             if not path.exists():
                 continue
-            length_of_loader: dict[str, int] = json.loads(path.read_text())
-            if str(number) in length_of_loader:  # JSON turns keys into strings
-                return length_of_loader[str(number)]
+            length_by_loader: dict[str, int] = json.loads(path.read_text())
+            key = str(loader_number)  # JSON turns keys into strings
+            if key in length_by_loader:
+                return length_by_loader[key]
 
         return None
 

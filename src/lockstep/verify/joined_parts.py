@@ -140,7 +140,7 @@ def _describe_different_tensors(
     # There is one text for all tensors. It depends on the shapes of the first of them.
     first_name = names[0]
     whole_shape = whole_tensors[first_name].shape
-    shapes_differ = any(rank.initial[first_name].shape != whole_shape for rank in first_update)
+    shapes_differ = any(record.initial[first_name].shape != whole_shape for record in first_update)
     how = "of other shapes than one process" if shapes_differ else "with other values"
     return f"the ranks hold different tensors, {how}: {format_items(script_names(names))}"
 
@@ -164,12 +164,12 @@ def _find_parts(
     first_update = parallel_run[0]
 
     for name in first_update.merged("initial"):
-        all_ranks_have_it = all(name in rank.initial for rank in first_update)
+        all_ranks_have_it = all(name in record.initial for record in first_update)
         if name not in whole_tensors or not all_ranks_have_it:
             continue
 
         whole = whole_tensors[name]
-        parts = [rank.initial[name] for rank in first_update]
+        parts = [record.initial[name] for record in first_update]
         are_equal = all(np.array_equal(part, parts[0]) for part in parts)
         if are_equal and whole.shape == parts[0].shape:
             # Every rank has the whole tensor, perhaps with other values than one process.
@@ -256,15 +256,15 @@ def _differ_by_design(name: str, parallel_run: Sequence[Update]) -> bool:
             return False
 
     # DDP or Lockstep has wrapped the model of this tensor, and averages its gradients.
-    for rank in parallel_run[0]:
-        parameters_without_wrapper = rank.unwrapped
+    for record in parallel_run[0]:
+        parameters_without_wrapper = record.unwrapped
         is_wrapped = name not in parameters_without_wrapper
         if is_wrapped:
             return False
 
     # All ranks have the same gradients, so something averages them.
     for update in parallel_run:
-        gradients = [rank.gradients[name] for rank in update if name in rank.gradients]
+        gradients = [record.gradients[name] for record in update if name in record.gradients]
         all_ranks_have_it = len(gradients) == len(update)
         if all_ranks_have_it and all(np.array_equal(gradients[0], g) for g in gradients):
             return False
@@ -316,7 +316,7 @@ def _with_joined_tensors(
     whole_tensors: dict[str, dict[str, Array]] = {}  # by field and name
     for field_name in _TENSOR_FIELDS:
         whole_tensors[field_name] = {}
-        arrays_of_ranks = [getattr(rank, field_name) for rank in update]
+        arrays_of_ranks = [getattr(record, field_name) for record in update]
         for name, concatenation in concatenations.items():
             if all(name in arrays for arrays in arrays_of_ranks):
                 parts = [arrays[name] for arrays in arrays_of_ranks]
@@ -324,7 +324,7 @@ def _with_joined_tensors(
 
     # The parts are removed from all fields. Where a whole tensor is known, it takes their place.
     split_names = {*concatenations, *removed_names}
-    return Update(_replace_split_tensors(rank, split_names, whole_tensors) for rank in update)
+    return Update(_replace_split_tensors(record, split_names, whole_tensors) for record in update)
 
 
 def _without_values_lost_by_joining(
@@ -347,24 +347,24 @@ def _without_values_lost_by_joining(
     kept_tensors: dict[str, dict[str, Array]] = {}  # by field and name
     for field_name in _TENSOR_FIELDS:
         kept_tensors[field_name] = {}
-        arrays_of_replicas = [getattr(rank, field_name) for rank in update]
+        arrays_of_replicas = [getattr(record, field_name) for record in update]
         for name in joined_names:
             if all(name in arrays for arrays in arrays_of_replicas):
                 kept_tensors[field_name][name] = arrays_of_replicas[0][name]
 
     split_names = {*joined_names, *removed_names}
-    return Update(_replace_split_tensors(rank, split_names, kept_tensors) for rank in update)
+    return Update(_replace_split_tensors(record, split_names, kept_tensors) for record in update)
 
 
 def _replace_split_tensors(
-    rank: RankUpdate,
+    record: RankUpdate,
     split_names: set[str],
     whole_tensors: Mapping[str, Mapping[str, Array]],
 ) -> RankUpdate:
     """Returns the record of a rank in which split tensors are replaced by whole ones, or removed.
 
     Args:
-        rank: record of the rank.
+        record: record of the rank.
         split_names: names of the tensors that are split over the ranks. The sums over them and
             their local gradients are always removed.
         whole_tensors: whole tensors by field of `RankUpdate` and by name, such as
@@ -373,7 +373,7 @@ def _replace_split_tensors(
     """
     fields: dict[str, Any] = {}
     for field_name in _TENSOR_FIELDS:
-        arrays = getattr(rank, field_name)
+        arrays = getattr(record, field_name)
         whole_arrays = whole_tensors[field_name]
         unsplit = {name: arrays[name] for name in arrays if name not in split_names}
         joined = {name: whole_arrays[name] for name in arrays if name in whole_arrays}
@@ -382,7 +382,7 @@ def _replace_split_tensors(
     # The sums over a whole tensor do not follow from those over its parts.
     for field_name in _SUM_FIELDS:
         fields[field_name] = {}
-        for name, sums in getattr(rank, field_name).items():
+        for name, sums in getattr(record, field_name).items():
             # Optimizer state has names such as "Net/weight/exp_avg", where "Net/weight" is the
             # parameter. In the other fields, `name` itself is a parameter such as "Net/weight", and
             # the part before the last "/" is "Net", which is no name of a tensor.
@@ -392,11 +392,11 @@ def _replace_split_tensors(
 
     # Gradients of single backward passes, before they were averaged.
     local_gradients = []
-    for gradients in rank.local_gradients:
+    for gradients in record.local_gradients:
         unsplit = {name: gradients[name] for name in gradients if name not in split_names}
         local_gradients.append(unsplit)
 
-    return replace(rank, **fields, local_gradients=local_gradients)
+    return replace(record, **fields, local_gradients=local_gradients)
 
 
 def _count_same_samples_once(update: Update) -> Update:
@@ -406,9 +406,9 @@ def _count_same_samples_once(update: Update) -> Update:
     """
     # `contents` holds a digest of each sample, so equal contents mean the same samples.
     contents_of_first_rank = [batch.contents for batch in update[0].batches]
-    for rank in update:
-        if [batch.contents for batch in rank.batches] != contents_of_first_rank:
+    for record in update:
+        if [batch.contents for batch in record.batches] != contents_of_first_rank:
             return update
 
-    other_ranks = [replace(rank, contributes=False) for rank in update[1:]]
+    other_ranks = [replace(record, contributes=False) for record in update[1:]]
     return Update([update[0], *other_ranks])

@@ -72,7 +72,7 @@ def new_branches(case: Divergence, cause: Cause) -> list[str]:
             places.append(place)
 
     # The text lists the outcome in the run on one process first, and then that of each rank.
-    outcomes_of_processes = [rank.branch_outcomes for rank in (*case.expected, *case.actual)]
+    outcomes_of_processes = [record.branch_outcomes for record in (*case.expected, *case.actual)]
     names_of_processes = [
         *name_reference(len(case.expected)),
         *name_ranks(range(len(case.actual))),
@@ -94,7 +94,7 @@ def _is_new_difference(case: Divergence, place: Place) -> bool:
     Tests that some rank did not reach are left out, because the test that led there differs as
     well.
     """
-    if not all(place in rank.branch_outcomes for rank in case.actual):
+    if not all(place in record.branch_outcomes for record in case.actual):
         return False
     if not _ends_otherwise(case, case.update_index, place):
         return False
@@ -109,8 +109,8 @@ def _ends_otherwise(case: Divergence, update_index: int, place: Place) -> bool:
     one rank and false on another agrees with a test that is both on one process.
     """
     outcome_of_ranks = NOT_REACHED  # 0, with which 1 (true) and 2 (false) are combined as bits
-    for rank in case.parallel_run[update_index]:
-        outcome_of_ranks |= rank.branch_outcomes.get(place, NOT_REACHED)
+    for record in case.parallel_run[update_index]:
+        outcome_of_ranks |= record.branch_outcomes.get(place, NOT_REACHED)
 
     one_process = case.reference_run[update_index][0]
     return outcome_of_ranks != one_process.branch_outcomes.get(place, NOT_REACHED)
@@ -204,10 +204,10 @@ def _stacks_of_writes(case: Divergence, names: Sequence[str]) -> dict[int, tuple
     `names` is used. Ranks that wrote to none of them are left out.
     """
     stack_of_rank = {}
-    for number, rank in enumerate(case.actual):
+    for rank, record in enumerate(case.actual):
         for name in names:
-            if name in rank.write_stacks:
-                stack_of_rank[number] = rank.write_stacks[name]
+            if name in record.write_stacks:
+                stack_of_rank[rank] = record.write_stacks[name]
                 break
     return stack_of_rank
 

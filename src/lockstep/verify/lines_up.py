@@ -388,13 +388,13 @@ def with_idle_ranks(updates: Sequence[Update], idle_ranks: Collection[int]) -> l
     """
     new_updates = []
     for update in updates:
-        ranks = list(update)
+        records = list(update)
         some_record = update[0]  # all records have the same optimizer and number of the step
 
         # In ascending order, so that all lower ranks are present when a rank is inserted.
         for idle_rank in sorted(idle_ranks):
-            ranks.insert(idle_rank, missed_by(some_record))
-        new_updates.append(Update(ranks))
+            records.insert(idle_rank, missed_by(some_record))
+        new_updates.append(Update(records))
 
     return new_updates
 
@@ -413,7 +413,7 @@ def _share_a_backward_pass(earlier: Update, later: Update) -> bool:
         earlier: an update that some ranks may have missed.
         later: the next update, which all ranks have made.
     """
-    nobody_missed_the_earlier = all(rank.stepped for rank in earlier)
+    nobody_missed_the_earlier = all(record.stepped for record in earlier)
     if nobody_missed_the_earlier:
         return False
 
@@ -447,17 +447,17 @@ def _with_inputs_of_missing_ranks(earlier: Update, later: Update) -> Update:
         earlier: step of `own_optimizer`, which some ranks have missed.
         later: step of `optimizer`, which all ranks have made.
     """
-    ranks = []
+    records = []
     for before, after in zip(earlier, later, strict=True):
         # Losses are removed on all ranks, since it is not known which of the two steps they belong
         # to.
         if before.stepped:
-            ranks.append(replace(before, losses=[]))
+            records.append(replace(before, losses=[]))
             continue
 
         # The sums are over the parameters at the start of the backward pass, so they are moved with
         # the batches. `contributes` says whether these batches count.
-        ranks.append(
+        records.append(
             replace(
                 before,
                 batches=after.batches,
@@ -468,7 +468,7 @@ def _with_inputs_of_missing_ranks(earlier: Update, later: Update) -> Update:
             )
         )
 
-    return Update(ranks)
+    return Update(records)
 
 
 def _without_losses_and_parameter_sums(update: Update) -> Update:
@@ -477,7 +477,7 @@ def _without_losses_and_parameter_sums(update: Update) -> Update:
     The losses may belong to the earlier update. The sums over the parameters before the update were
     moved to the earlier one, for ranks that missed it.
     """
-    return Update(replace(rank, losses=[], parameter_sums={}) for rank in update)
+    return Update(replace(record, losses=[], parameter_sums={}) for record in update)
 
 
 # Parameters before the first update
@@ -490,21 +490,21 @@ def _with_initial_parameters_in_first(updates: list[Update]) -> list[Update]:
     rank has missed the first one.
     """
     new_updates = []
-    for number, update in enumerate(updates):
-        is_first = number == 0
-        ranks = []
-        for rank_number, rank in enumerate(update):
+    for update_index, update in enumerate(updates):
+        is_first = update_index == 0
+        records = []
+        for rank, record in enumerate(update):
             if is_first:
-                initial = _initial_parameters(updates, rank_number)
+                initial = _initial_parameters(updates, rank)
             else:
                 initial = {}
-            ranks.append(replace(rank, initial=initial))
-        new_updates.append(Update(ranks))
+            records.append(replace(record, initial=initial))
+        new_updates.append(Update(records))
 
     return new_updates
 
 
-def _initial_parameters(updates: Sequence[Update], rank_number: int) -> dict[str, Array]:
+def _initial_parameters(updates: Sequence[Update], rank: int) -> dict[str, Array]:
     """Returns the initial parameters of a rank, by name; empty if the rank recorded none.
 
     A rank records its parameters once, before its own first step. For example, rank 0 trains
@@ -513,22 +513,18 @@ def _initial_parameters(updates: Sequence[Update], rank_number: int) -> dict[str
     has recorded it. A parameter "Net/b" that nobody has trained before update 2 keeps the value
     that rank 1 has recorded.
     """
-    # Find the update at which the rank has recorded its parameters.
-    number_of_record = None
-    for number, update in enumerate(updates):
-        if update[rank_number].initial:
-            number_of_record = number
-            break
-
-    if number_of_record is None:
+    # The indices of the updates at which the rank has recorded its parameters: one, or none.
+    update_indices = [index for index, update in enumerate(updates) if update[rank].initial]
+    if not update_indices:
         return {}
 
-    recorded = updates[number_of_record][rank_number].initial
-    if number_of_record == 0:  # nothing was trained yet
+    update_index = update_indices[0]
+    recorded = updates[update_index][rank].initial
+    if update_index == 0:  # nothing was trained yet
         return dict(recorded)
 
     trained_before: set[str] = set()  # names of parameters that other ranks have trained
-    for update in updates[:number_of_record]:
+    for update in updates[:update_index]:
         trained_before |= update.merged("parameters").keys()
 
     # What the ranks that made update 0 have recorded before it, such as "Net/a" of rank 0.

@@ -126,26 +126,26 @@ def _end_alike(one: str, other: str) -> bool:
 
 def _renamed_run(updates: Sequence[Update], change: Callable[[str], str]) -> list[Update]:
     """Returns updates in which the tensors of all ranks are renamed by `rename_tensors`."""
-    return [Update(rename_tensors(rank, change) for rank in update) for update in updates]
+    return [Update(rename_tensors(record, change) for record in update) for update in updates]
 
 
-def rename_tensors(rank: RankUpdate, change: Callable[[str], str]) -> RankUpdate:
+def rename_tensors(record: RankUpdate, change: Callable[[str], str]) -> RankUpdate:
     """Returns the record of a rank with other names for its tensors.
 
     Args:
-        rank: record of the rank.
+        record: record of the rank.
         change: function that returns the new name for a name.
     """
     fields: dict[str, Any] = {}
     for field_name in MAPPINGS_FROM_NAMES:
-        fields[field_name] = _with_new_keys(getattr(rank, field_name), change)
+        fields[field_name] = _with_new_keys(getattr(record, field_name), change)
 
     for field_name in LISTS_OF_NAMES:
-        new_names = [change(name) for name in getattr(rank, field_name)]
+        new_names = [change(name) for name in getattr(record, field_name)]
         fields[field_name] = list(dict.fromkeys(new_names))  # without duplicates, in the same order
 
-    local_gradients = [_with_new_keys(gradients, change) for gradients in rank.local_gradients]
-    return replace(rank, **fields, local_gradients=local_gradients)
+    local_gradients = [_with_new_keys(gradients, change) for gradients in record.local_gradients]
+    return replace(record, **fields, local_gradients=local_gradients)
 
 
 def _with_new_keys(values: Mapping[str, Any], change: Callable[[str], str]) -> dict[str, Any]:

@@ -303,7 +303,9 @@ def without_rows_that_are_no_samples(
 
     new_updates = []
     for update in updates:
-        new_updates.append(Update(_without_models(rank, models_without_samples) for rank in update))
+        new_updates.append(
+            Update(_without_models(record, models_without_samples) for record in update)
+        )
 
     return new_updates
 
@@ -317,14 +319,14 @@ def _models_whose_rows_are_no_samples(updates: Sequence[Update]) -> set[str]:
     """Returns the classes of models with a forward pass whose rows are not samples."""
     models = set()
     for update in updates:
-        for rank in update:
-            for forward in rank.forwards:
+        for record in update:
+            for forward in record.forwards:
                 if not forward.rows_are_samples:
                     models.add(_class_of(forward))
     return models
 
 
-def _without_models(rank: RankUpdate, model_classes: Set[str]) -> RankUpdate:
+def _without_models(record: RankUpdate, model_classes: Set[str]) -> RankUpdate:
     """Returns the record of a rank without the forward passes of the given models.
 
     The rows of these models are no samples. The rows of batches may then be no samples either, so
@@ -332,22 +334,22 @@ def _without_models(rank: RankUpdate, model_classes: Set[str]) -> RankUpdate:
     a dataset index for each row.
     """
     forwards = []
-    for forward in rank.forwards:
+    for forward in record.forwards:
         if _class_of(forward) not in model_classes:
             forwards.append(forward)
 
     # The rows that a model is called with may not be samples, so these contents are always removed.
-    model_inputs = [_without_contents(batch) for batch in rank.model_inputs]
+    model_inputs = [_without_contents(batch) for batch in record.model_inputs]
 
-    if rank.batches_are_model_inputs:
-        return replace(rank, forwards=forwards, model_inputs=model_inputs, batches=model_inputs)
+    if record.batches_are_model_inputs:
+        return replace(record, forwards=forwards, model_inputs=model_inputs, batches=model_inputs)
 
     batches = []
-    for batch in rank.batches:
+    for batch in record.batches:
         rows_are_samples = batch.ids is not None  # one index for each row
         batches.append(batch if rows_are_samples else _without_contents(batch))
 
-    return replace(rank, forwards=forwards, model_inputs=model_inputs, batches=batches)
+    return replace(record, forwards=forwards, model_inputs=model_inputs, batches=batches)
 
 
 def _without_contents(batch: Batch) -> Batch:

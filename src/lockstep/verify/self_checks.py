@@ -62,7 +62,7 @@ def findings_without_reference(
 
         findings += _find_same_inputs_on_all_ranks(update)
 
-        if any(rank.optimizer_unprepared for rank in update):
+        if any(record.optimizer_unprepared for record in update):
             step = update[0].step + 1
             text = f"optimizer {update[0].optimizer + 1} of the script, in step {step}"
             findings.append(Finding(Cause("LS407", (text,))))
@@ -138,9 +138,9 @@ def _find_same_inputs_on_all_ranks(update: Update) -> list[Finding]:
     """
     # Ranks that hold parts of a model rightly get the same inputs. A rank records sums only for
     # parameters that it holds as a whole, and gradients for all that it trains.
-    for rank in update:
-        names_of_whole_parameters = rank.parameter_sums.keys()
-        names_of_trained_parameters = rank.gradients.keys()
+    for record in update:
+        names_of_whole_parameters = record.parameter_sums.keys()
+        names_of_trained_parameters = record.gradients.keys()
         names_of_parts = names_of_trained_parameters - names_of_whole_parameters
         if names_of_parts:
             return []
@@ -152,10 +152,10 @@ def _find_same_inputs_on_all_ranks(update: Update) -> list[Finding]:
 
     # For each rank, how often each sample occurs, by the digest of its contents.
     counts_of_ranks = []
-    for rank in update:
-        if rank.contributes:
+    for record in update:
+        if record.contributes:
             counts: Counter[str] = Counter()
-            for batch in rank.batches:
+            for batch in record.batches:
                 counts.update(batch.contents)
             counts_of_ranks.append(counts)
 

@@ -345,8 +345,8 @@ class Update(tuple[RankUpdate, ...]):
 
         The result is empty if the field is empty on all ranks.
         """
-        for rank in self:
-            text: str = getattr(rank, field_name)
+        for record in self:
+            text: str = getattr(record, field_name)
             if text:
                 return text
         return ""
@@ -357,14 +357,14 @@ class Update(tuple[RankUpdate, ...]):
         If several ranks have an array of the same name, that of the lowest rank is returned.
         """
         arrays: dict[str, Any] = {}
-        for rank in reversed(self):  # arrays of lower ranks replace those of higher ranks
-            arrays.update(getattr(rank, field_name))
+        for record in reversed(self):  # arrays of lower ranks replace those of higher ranks
+            arrays.update(getattr(record, field_name))
         return arrays
 
     @property
     def calls(self) -> list[ScriptCall]:
         """The recorded calls of all ranks."""
-        return [call for rank in self for call in rank.calls]
+        return [call for record in self for call in record.calls]
 
     @property
     def clips(self) -> list[ScriptCall]:
@@ -379,7 +379,7 @@ class Update(tuple[RankUpdate, ...]):
     @property
     def losses(self) -> list[float]:
         """The sum of losses of each rank, without ranks whose losses do not count."""
-        return [sum(rank.losses) for rank in self if rank.contributes and rank.losses]
+        return [sum(record.losses) for record in self if record.contributes and record.losses]
 
     @property
     def loss(self) -> float | None:
@@ -392,20 +392,20 @@ class Update(tuple[RankUpdate, ...]):
     @property
     def backward_passes(self) -> int:
         """Number of backward passes on the rank with the most."""
-        return max((len(rank.losses) for rank in self), default=0)
+        return max((len(record.losses) for record in self), default=0)
 
     @property
     def batches(self) -> list[Batch]:
         """The batches of all ranks that contribute, in the order of ranks."""
-        return [batch for rank in self if rank.contributes for batch in rank.batches]
+        return [batch for record in self if record.contributes for batch in record.batches]
 
     @property
     def samples(self) -> int:
         """Number of samples in the update."""
         total = 0
-        for rank in self:
-            if rank.contributes:
-                total += _count_samples(rank)
+        for record in self:
+            if record.contributes:
+                total += _count_samples(record)
         return total
 
     def samples_by_index(self) -> list[Sample] | None:
@@ -479,24 +479,24 @@ class Update(tuple[RankUpdate, ...]):
         return self.ranks_that_differ("parameter_sums", FLOAT64)
 
 
-def _count_samples(rank: RankUpdate) -> int:
+def _count_samples(record: RankUpdate) -> int:
     """Returns the number of samples of one rank.
 
     Without a loader, the inputs of the models are counted instead. A rank may compute the same
     inputs in several passes. Then each sample counts as often as it occurs in a single pass: for
     passes with the samples (a, b), (a, b) and (c, c), the number is 4.
     """
-    contents_are_known = all(batch.contents for batch in rank.batches)
-    if rank.batches_are_model_inputs and contents_are_known:
+    contents_are_known = all(batch.contents for batch in record.batches)
+    if record.batches_are_model_inputs and contents_are_known:
         largest_counts: Counter[str] = Counter()
-        for batch in rank.batches:
+        for batch in record.batches:
             # The union of two counters has the larger count of each sample.
             largest_counts |= Counter(batch.contents)
         return largest_counts.total()
 
     # A batch has an index or a digest for each sample, or both.
     total = 0
-    for batch in rank.batches:
+    for batch in record.batches:
         samples = batch.ids or batch.contents
         total += len(samples)
     return total

@@ -274,8 +274,8 @@ def _describe_compared_values(reference: RunRecord) -> str:
         return "nothing was compared"
 
     first = updates[0]  # later updates have the same tensors
-    which = "the first" if reference.stopped_at else "all"
-    values = [f"{which} {len(updates)} optimizer steps"]
+    first_or_all = "the first" if reference.stopped_at else "all"
+    values = [f"{first_or_all} {len(updates)} optimizer steps"]
     if first.samples:
         values.append(f"{first.samples} samples each")
 

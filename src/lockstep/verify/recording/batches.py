@@ -176,16 +176,16 @@ class UnusedBatches:
         mark(batch, batch=self._last_number)
         self._not_seen_in_models[self._last_number] = record
 
-    def mark_used(self, number: int) -> None:
+    def mark_used(self, batch_number: int) -> None:
         """Removes a batch: a model is called with a tensor that was made from it.
 
         Earlier batches of the same loader are removed with it: they belong to the same optimizer
         step. Those of an earlier epoch were never trained on; the script only looked at them.
 
         Args:
-            number: number of the batch; 0 if the tensor was made from no batch.
+            batch_number: number of the batch; 0 if the tensor was made from no batch.
         """
-        used_batch = self._not_seen_in_models.get(number)
+        used_batch = self._not_seen_in_models.get(batch_number)
         if used_batch is None:  # it was used before, or the number is 0
             return
 
@@ -193,7 +193,7 @@ class UnusedBatches:
 
         for other_number, batch in list(self._not_seen_in_models.items()):
             is_of_same_loader = batch.loader == used_batch.loader
-            is_later = other_number > number
+            is_later = other_number > batch_number
             if not is_of_same_loader or is_later:
                 continue
 

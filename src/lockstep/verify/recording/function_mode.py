@@ -186,10 +186,10 @@ class FunctionMode(TorchFunctionMode):
         # {"statistic train.py:12: ...": a number that stands for the statistic}. With the line in
         # the key, a loss can carry the marks of several statistics.
         if reduces_over_samples(name, args, kwargs):
-            number = summary_number(result)
-            if number is not None:
+            summary = summary_number(result)
+            if summary is not None:
                 kind = f"{STATISTIC}{user_line() or ''}"
-                marks[kind] = number
+                marks[kind] = summary
 
         mark(result, **marks)
 

@@ -951,7 +951,7 @@ def _start_without_larger_groups(
 
     # The new process has its own copy of `process`. Here, the method of the class becomes visible
     # again: the replaced one refers to `process`, and would keep the object alive.
-    del process.run
+    vars(process).pop("run", None)
 
 
 # Helpers

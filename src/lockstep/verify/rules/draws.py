@@ -34,7 +34,7 @@ def random_loss(case: Divergence, *evidence: str) -> Cause | None:
         return None
 
     # The draws of each rank whose loss counts, as pairs of a line and a digest of the numbers.
-    draws_of_ranks = [Counter(rank.loss_draws) for rank in case.actual if rank.contributes]
+    draws_of_ranks = [Counter(record.loss_draws) for record in case.actual if record.contributes]
 
     several_ranks_drew = len([draws for draws in draws_of_ranks if draws]) > 1
     all_are_equal = all(draws == draws_of_ranks[0] for draws in draws_of_ranks)
@@ -59,8 +59,8 @@ def other_random_stream(case: Divergence, *evidence: str) -> Cause | None:
         *evidence: sentences of the calling rule, which come first.
     """
     other_streams: dict[str, None] = {}  # an ordered set
-    for rank in (*case.expected, *case.actual):
-        other_streams.update(dict.fromkeys(rank.random_streams))
+    for record in (*case.expected, *case.actual):
+        other_streams.update(dict.fromkeys(record.random_streams))
 
     if not other_streams:
         return None

@@ -127,12 +127,12 @@ def draws_not_made_by_all_ranks(case: Divergence) -> list[tuple[str, str]]:
     """
     # How often each run made the same draw: the same numbers at the same line.
     counts_of_one_process: Counter[tuple[str, str]] = Counter()
-    for rank in case.expected:
-        counts_of_one_process.update(rank.loss_draws)
+    for record in case.expected:
+        counts_of_one_process.update(record.loss_draws)
 
     counts_of_ranks: Counter[tuple[str, str]] = Counter()
-    for rank in case.actual:
-        counts_of_ranks.update(rank.loss_draws)
+    for record in case.actual:
+        counts_of_ranks.update(record.loss_draws)
 
     all_draws = {**counts_of_ranks, **counts_of_one_process}  # without duplicates
     draws_of_some = []
@@ -156,12 +156,12 @@ def describe_random_numbers_of_one_run(case: Divergence) -> list[str]:
     """
     # Digests of all numbers that each run drew in this step before its losses.
     digests_of_one_process: set[str] = set()
-    for rank in case.expected:
-        digests_of_one_process |= rank.drawn_digests
+    for record in case.expected:
+        digests_of_one_process |= record.drawn_digests
 
     digests_of_ranks: set[str] = set()
-    for rank in case.actual:
-        digests_of_ranks |= rank.drawn_digests
+    for record in case.actual:
+        digests_of_ranks |= record.drawn_digests
 
     digests_of_both_runs = digests_of_one_process & digests_of_ranks
 
@@ -204,8 +204,8 @@ def _lines_with_other_values(case: Divergence, field_name: str, text: str) -> li
 
     lines = []
     for line, expected in getattr(case.expected[0], field_name).items():
-        for rank in case.actual:
-            actual = getattr(rank, field_name).get(line)
+        for record in case.actual:
+            actual = getattr(record, field_name).get(line)
             if actual is None:  # the rank did not run this line
                 continue
             # The absolute tolerance covers numbers that are zero but for rounding.

@@ -291,9 +291,9 @@ def changed_after_right_passes(
     # The sum of each rank's local gradients over its backward passes; empty if it is not known.
     # Ranks whose losses do not count, such as the first stages of a pipeline, are left out.
     local_sums = []
-    for rank in case.actual:
-        if rank.contributes:
-            local_sums.append(sum_of_passes(rank.local_gradients, names))
+    for record in case.actual:
+        if record.contributes:
+            local_sums.append(sum_of_passes(record.local_gradients, names))
 
     gradient_of_one_process = sum_of_passes(case.expected[0].local_gradients, names)
     all_sums_are_known = bool(gradient_of_one_process) and all(local_sums)
@@ -448,9 +448,9 @@ def other_weights(case: Divergence, expected: Gradients, actual: Gradients) -> C
     # A part is the gradient of one backward pass on one rank. Ranks whose losses do not count, such
     # as the first stages of a pipeline, have no parts.
     parts = []
-    for rank in case.actual:
-        if rank.contributes:
-            parts += rank.local_gradients
+    for record in case.actual:
+        if record.contributes:
+            parts += record.local_gradients
 
     # The weights with which the ranks should have added the parts up:
     # expected = right_weights[0] * parts[0] + right_weights[1] * parts[1] + ...
@@ -642,9 +642,9 @@ def _counts_of_parts(case: Divergence, num_parts: int) -> dict[str, list[float]]
     # For each loss, numbers that it may have been divided by. Ranks whose losses do not count, such
     # as the first stages of a pipeline, have no parts, so their losses are left out.
     divisors_of_losses: list[Mapping[str, float]] = []
-    for rank in case.actual:
-        if rank.contributes:
-            divisors_of_losses += rank.loss_divisors
+    for record in case.actual:
+        if record.contributes:
+            divisors_of_losses += record.loss_divisors
 
     counts: dict[str, list[float]] = {}
     if len(counts_of_batches) == num_parts:
@@ -701,7 +701,7 @@ def cause_if_no_rule_applies(case: Divergence) -> Cause:
         scale.
     """
     evidence = []
-    if case.num_ranks > 1 and any(rank.local_gradients for rank in case.actual):
+    if case.num_ranks > 1 and any(record.local_gradients for record in case.actual):
         evidence.append("no weighting of the ranks' own gradients gives that of one process")
     terms, _ = describe_terms(case)
     return unknown_cause(case, *evidence, *terms)
@@ -753,7 +753,7 @@ def unknown_cause(case: Divergence, *evidence: str) -> Cause:
 
 def _shapes_of_inputs(update: Update) -> set[str]:
     """Returns the shapes of the samples that models were called with."""
-    return {batch.shape for rank in update for batch in rank.model_inputs}
+    return {batch.shape for record in update for batch in record.model_inputs}
 
 
 def _describe_inputs(case: Divergence) -> list[str]:
@@ -827,8 +827,8 @@ def _describe_what_is_carried_over(case: Divergence) -> list[str]:
     # Tensors that modules have before the step, besides parameters and buffers: "layer.state" for
     # "Net/layer.state".
     kept_names = set()
-    for rank in case.actual:
-        for name in rank.module_tensors_before:
+    for record in case.actual:
+        for name in record.module_tensors_before:
             _model, _, name_in_model = name.partition("/")
             kept_names.add(name_in_model)
 

@@ -177,7 +177,8 @@ def wrong_after_exchange_in_step(case: Divergence) -> Cause | None:
 
     # Explain the update as if the ranks had stepped with the gradients that they really used.
     update = Update(
-        replace(rank, gradients=used_gradients, unclipped=used_gradients) for rank in case.actual
+        replace(record, gradients=used_gradients, unclipped=used_gradients)
+        for record in case.actual
     )
     case_with_used = replace(case, parallel_run=[update, *case.parallel_run[1:]])
     cause = explain_gradients(case_with_used, expected_gradients, used_gradients)
@@ -232,7 +233,7 @@ def _detached_gather_line(case: Divergence) -> str:
     """
     if case.expected.first("detached_gather_line"):  # one process detaches them too
         return ""
-    if not any(rank.loss_compares_samples for rank in case.expected):
+    if not any(record.loss_compares_samples for record in case.expected):
         return ""
     return case.actual.first("detached_gather_line")
 
@@ -270,7 +271,7 @@ def wrong_after_clipping(case: Divergence) -> Cause | None:
     # The ranks clipped gradients that they had not averaged. If they had averaged first, they would
     # have clipped this mean.
     expected = case.expected.merged("unclipped")
-    mean = mean_of([rank.unclipped for rank in case.actual])
+    mean = mean_of([record.unclipped for record in case.actual])
 
     # The mean was right if mean = ratio * expected for some number; otherwise, the ratio is None.
     ratio = constant_ratio(expected, mean, case.max_error)

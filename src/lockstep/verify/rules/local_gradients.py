@@ -49,7 +49,7 @@ class LocalGradients:
         ranks of the passes before. The result is 0 if this does not explain the differences, or if
         local gradients are not known.
         """
-        num_recorded = min(len(rank.local_gradients) for rank in self.case.actual)
+        num_recorded = min(len(record.local_gradients) for record in self.case.actual)
         for num_passes in range(1, num_recorded + 1):
             if self._differ_by_last_passes(num_passes):
                 return num_passes
@@ -73,10 +73,10 @@ class LocalGradients:
         """
         local_sums = []  # one vector with all values for each rank
         remainders = []
-        for rank in self.case.actual:
-            before_clipping = rank.unclipped
+        for record in self.case.actual:
+            before_clipping = record.unclipped
             used = {name: before_clipping[name] for name in self.names if name in before_clipping}
-            local_sum = _sum_of_last_passes(rank, num_passes, used)
+            local_sum = _sum_of_last_passes(record, num_passes, used)
             local_sums.append(local_sum)
             remainders.append(flat(used) - local_sum)
 
@@ -118,8 +118,8 @@ class LocalGradients:
     def are_unwrapped(self) -> bool:
         """True if these gradients belong to models that neither DDP nor Lockstep has wrapped."""
         unwrapped: set[str] = set()
-        for rank in self.case.actual:
-            unwrapped |= set(rank.unwrapped)
+        for record in self.case.actual:
+            unwrapped |= set(record.unwrapped)
         return set(self.names) <= unwrapped
 
     @property
@@ -137,17 +137,17 @@ class LocalGradients:
 
 
 def _sum_of_last_passes(
-    rank: RankUpdate, num_passes: int, like_gradients: Mapping[str, Array]
+    record: RankUpdate, num_passes: int, like_gradients: Mapping[str, Array]
 ) -> Array:
     """Returns the sum of a rank's local gradients over its last backward passes, as one vector.
 
     Args:
-        rank: record of the rank.
+        record: record of the rank.
         num_passes: number of backward passes to add up, counted from the last one; at least 1.
         like_gradients: gradients with the names, the order and the shapes of those in the vector.
     """
     total = np.zeros_like(flat(like_gradients))
-    for local_gradients in rank.local_gradients[-num_passes:]:
+    for local_gradients in record.local_gradients[-num_passes:]:
         # A pass that does not reach a parameter leaves no gradient for it.
         in_order = {}
         for name, array in like_gradients.items():
@@ -188,8 +188,8 @@ def parameters_unknown_to_ddp(gradients: LocalGradients) -> Cause | None:
     Evidence: that DDP was constructed too early.
     """
     unknown: set[str] = set()
-    for rank in gradients.case.actual:
-        unknown |= set(rank.unknown_to_ddp)
+    for record in gradients.case.actual:
+        unknown |= set(record.unknown_to_ddp)
 
     all_are_unknown = set(gradients.names) <= unknown  # `names` is never empty
     if not all_are_unknown:
@@ -254,11 +254,11 @@ def clipping_on_some_ranks(gradients: LocalGradients) -> Cause | None:
     case = gradients.case
     clips = []
     clipping_ranks = []
-    for number, rank in enumerate(case.actual):
-        clips_of_rank = [call for call in rank.calls if call.name == "clip"]
+    for rank, record in enumerate(case.actual):
+        clips_of_rank = [call for call in record.calls if call.name == "clip"]
         if clips_of_rank:
             clips += clips_of_rank
-            clipping_ranks.append(number)
+            clipping_ranks.append(rank)
 
     if not clips:
         return None
@@ -384,9 +384,9 @@ def _ratios_of_state(expected: RankUpdate, actual: Update) -> dict[str, set[floa
     for name, numbers in expected.optimizer_state.items():
         largest_on_one_process = numbers[LARGEST]
         largest_on_each_rank = []
-        for rank in actual:
-            if name in rank.optimizer_state:
-                largest_on_each_rank.append(rank.optimizer_state[name][LARGEST])
+        for record in actual:
+            if name in record.optimizer_state:
+                largest_on_each_rank.append(record.optimizer_state[name][LARGEST])
 
         is_zero = largest_on_one_process == 0
         if is_zero or not largest_on_each_rank:
@@ -511,7 +511,7 @@ def forward_past_wrapper(gradients: LocalGradients) -> Cause | None:
     """
     if not gradients.sentences_on_bypassed_wrapper or gradients.are_unwrapped:
         return None
-    some_passes_were_wrapped = any(rank.wrapped_passes for rank in gradients.case.actual)
+    some_passes_were_wrapped = any(record.wrapped_passes for record in gradients.case.actual)
     if some_passes_were_wrapped:
         return None
     return Cause(

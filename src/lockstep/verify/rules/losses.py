@@ -183,13 +183,13 @@ def _classify_terms(
         if may_be_rounding:
             continue
 
-        number = index + 1
+        term_number = index + 1
         if near(sum(actual) / len(actual), expected, max_error):
-            means.append(number)
+            means.append(term_number)
         elif near(sum(actual), expected, max_error):
-            sums.append(number)
+            sums.append(term_number)
         else:
-            neither.append(number)
+            neither.append(term_number)
 
     return means, sums, neither
 
@@ -302,8 +302,8 @@ def _first_differing_option(case: Divergence) -> str | None:
         return None
 
     for name, expected in expected_options.items():
-        for rank in case.actual:
-            actual = rank.loss_options.get(name)
+        for record in case.actual:
+            actual = record.loss_options.get(name)
             if actual is None:  # this rank did not run the line
                 continue
             # With `scale=0.0`, the tolerance depends only on the values of this argument.
@@ -414,8 +414,8 @@ def _sample_weights_of_model(forward: MatchedForward, num_ranks: int) -> tuple[s
     num_dropped = (counts_in_expected & ~counts_in_actual).sum()
     num_added = (counts_in_actual & ~counts_in_expected).sum()
     if num_dropped or num_added:
-        which = f"{num_dropped} samples count on one process only, {num_added} on several only"
-        return (same, which)
+        counts = f"{num_dropped} samples count on one process only, {num_added} on several only"
+        return (same, counts)
 
     factor_range = f"from {factors.min():.4g} to {factors.max():.4g}"
     return (same, f"this number is one of its own for each sample, {factor_range}")

@@ -45,10 +45,10 @@ def inputs_by_rank(update: Update) -> list[Counter[str]]:
         empty.
     """
     counts_of_ranks = []
-    for rank in update:
+    for record in update:
         counts: Counter[str] = Counter()
-        if rank.contributes:
-            for arguments in rank.model_inputs:  # of one call of a model
+        if record.contributes:
+            for arguments in record.model_inputs:  # of one call of a model
                 digests = arguments.contents
                 if not digests:  # the arguments could not be split into samples
                     return []
@@ -96,7 +96,7 @@ def _batches_of_both_runs(case: Divergence) -> list[Batch]:
 
     Without a DataLoader, these are the inputs of the models.
     """
-    return [batch for rank in (*case.expected, *case.actual) for batch in rank.batches]
+    return [batch for record in (*case.expected, *case.actual) for batch in record.batches]
 
 
 def _has_loader(case: Divergence) -> bool:
@@ -313,7 +313,7 @@ def _orders_of_ranks(case: Divergence) -> list[str]:
     """
     # For each rank, a digest of the numbers that it drew at each line. (`loss_draws` is a list of
     # such pairs.)
-    draws_of_ranks = [dict(rank.loss_draws) for rank in case.actual if rank.contributes]
+    draws_of_ranks = [dict(record.loss_draws) for record in case.actual if record.contributes]
     if not draws_of_ranks:
         return []
 
@@ -451,7 +451,11 @@ def other_padding(case: Divergence) -> Cause | None:
 
 def _first_input_values(update: Update) -> list[Array]:
     """Returns the inputs of the first forward pass of each rank."""
-    return [rank.forwards[0].input_values for rank in update if rank.contributes and rank.forwards]
+    return [
+        record.forwards[0].input_values
+        for record in update
+        if record.contributes and record.forwards
+    ]
 
 
 def _counts_of_padded_rows(

@@ -34,8 +34,8 @@ def local_batchnorm(case: Divergence) -> Cause | None:
     Evidence: which layers, and whether they belong to a model that is not trained.
     """
     layers: set[str] = set()
-    for rank in case.actual:
-        layers |= set(rank.local_norm_layers)
+    for record in case.actual:
+        layers |= set(record.local_norm_layers)
 
     if not layers or case.num_ranks <= 1:
         return None
@@ -246,8 +246,8 @@ def _wrong_module_tensors(case: Divergence, field_name: str) -> list[str]:
 def _arrays_of_ranks(case: Divergence, field_name: str, name: str) -> list[Array]:
     """Returns the array with this name of each rank that has one, from the given field."""
     arrays = []
-    for rank in case.actual:
-        arrays_by_name = getattr(rank, field_name)
+    for record in case.actual:
+        arrays_by_name = getattr(record, field_name)
         if name in arrays_by_name:
             arrays.append(arrays_by_name[name])
     return arrays

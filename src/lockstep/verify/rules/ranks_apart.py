@@ -39,9 +39,9 @@ def different_optimizers(case: Divergence) -> Cause | None:
     Evidence: the class of each rank.
     """
     class_of_rank = {}
-    for number, rank in enumerate(case.actual):
-        if rank.stepped:
-            class_of_rank[number] = rank.optimizer_class
+    for rank, record in enumerate(case.actual):
+        if record.stepped:
+            class_of_rank[rank] = record.optimizer_class
 
     classes = list(class_of_rank.values())
     if len(set(classes)) < 2:
@@ -138,9 +138,9 @@ def _classes_of_optimizers_with(names: Set[str], updates: Sequence[Update]) -> s
     """Returns the classes of all optimizers that stepped with any of these parameters."""
     classes = set()
     for update in updates:
-        for rank in update:
-            if not names.isdisjoint(rank.optimizer_parameters):
-                classes.add(rank.optimizer_class)
+        for record in update:
+            if not names.isdisjoint(record.optimizer_parameters):
+                classes.add(record.optimizer_class)
     return classes
 
 

@@ -131,16 +131,16 @@ def repeated_samples(case: Divergence) -> Cause | None:
         return None
 
     if _all_ranks_trained_the_same(case):
-        which = "every rank trained the same ones"
+        samples_text = "every rank trained the same ones"
     else:
-        which = _format_samples(repeated, case)
+        samples_text = _format_samples(repeated, case)
 
     is_stream = all(batch.iterable for batch in case.actual.batches)
     return Cause(
         "LS108" if is_stream else "LS101",
         (
             _format_numbers_of_samples(case),
-            f"{len(repeated)} of them were trained before, or by several ranks: {which}",
+            f"{len(repeated)} of them were trained before, or by several ranks: {samples_text}",
         ),
     )
 
@@ -391,16 +391,16 @@ def shuffled_datasets(case: Divergence) -> Cause | None:
     # Digests of all samples that one process trained in any step.
     known_digests: set[str] = set()
     for update in case.reference_run:
-        for rank in update:
-            for batch in rank.batches:
+        for record in update:
+            for batch in record.batches:
                 known_digests.update(batch.contents)
 
     # Digests of the ranks' samples whose contents differ from those on one process. Samples with
     # the same index are compared.
     indices = indices_with_other_contents(case.expected, case.actual)
     digests = []
-    for rank in case.actual:
-        for batch in rank.batches:
+    for record in case.actual:
+        for batch in record.batches:
             if batch.ids is None:  # the indices are not known
                 continue
             # (`strict=False`: without a DataLoader, a batch has contents but no indices.)
@@ -425,7 +425,7 @@ def _random_draws_of_ranks(case: Divergence) -> list[dict[str, str]]:
     it. For torch's stream, the line of the first draw stands in place of a name. Ranks without a
     batch are left out.
     """
-    return [dict(rank.batches[0].random_draws) for rank in case.actual if rank.batches]
+    return [dict(record.batches[0].random_draws) for record in case.actual if record.batches]
 
 
 def other_dataset_on_some_ranks(case: Divergence) -> Cause | None:
@@ -469,7 +469,7 @@ def random_contents(case: Divergence) -> Cause:
     Evidence: which random streams were used.
     """
     contents_text = _describe_other_contents(case)
-    if any(batch.workers for rank in case.actual for batch in rank.batches):
+    if any(batch.workers for record in case.actual for batch in record.batches):
         text = "worker processes read them, whose draws are not seen"
         return Cause("LS107", (contents_text, text))
 
