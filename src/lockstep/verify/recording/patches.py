@@ -950,7 +950,8 @@ def _start_without_larger_groups(
     original_start(process)
 
     # The new process has its own copy of `process`. Here, the method of the class becomes visible
-    # again: the replaced one refers to `process`, and would keep the object alive.
+    # again: the replaced one refers to `process`, and would keep the object alive. (The watch on
+    # processes in `lockstep.run.watch`, which patches `start` too, may have removed it already.)
     vars(process).pop("run", None)
 
 
