@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import random
 import re
 import sys
+import types
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -90,7 +92,10 @@ def what_a_script_sees() -> dict[str, Any]:
     seen["stream"] = bulky.handler.stream is sys.stderr
     for module in (bulky, parts):
         spec = module.__spec__
+        assert spec is not None
         seen[module.__name__] = [spec.origin, spec.name, type(spec.loader).__name__, spec.cached]
+    old_part = parts.Part
+    seen["reloaded"] = importlib.reload(parts).Part is not old_part
     return seen
 
 
@@ -120,6 +125,21 @@ def test_a_script_sees_the_same_as_if_it_had_imported_the_library(tmp_path: Path
     assert prepared == fresh
     assert fresh["before"] is False
     assert fresh["without parts"][1] is False
+
+
+class Odd(types.ModuleType):
+    def __getattribute__(self, name: str) -> object:
+        raise ValueError(name)
+
+
+def test_a_report_runs_no_code_of_modules(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "odd", Odd("odd"))
+    monkeypatch.setitem(sys.modules, ("no", "name"), Odd("odd"))  # type: ignore[misc]
+    monkeypatch.setattr(sys, "path", [Path("ignored by Python"), "folder"])
+    report = script_libraries._report(frozenset(sys.modules) - {"odd", ("no", "name")})
+    assert json.loads(json.dumps(report)) == report
+    assert report["origins"] == {"odd": None}
+    assert report["path"] == ["folder"]
 
 
 DOES_MORE = {
@@ -167,6 +187,7 @@ def test_a_library_that_does_more_is_not_prepared(tmp_path: Path, what: str) -> 
 
 def prepare_elsewhere(folder: Path) -> dict[str, str]:
     install(folder)
+    script_libraries._THREAD_STARTERS["bulky"] = {"starter"}
     report = in_copy(report_of_rank)
     own = folder.parent / "own"
     own.mkdir()
@@ -177,6 +198,7 @@ def prepare_elsewhere(folder: Path) -> dict[str, str]:
         "folder": {"folder": "/"},
         "a module of the user": {"path": [str(own), *sys.path]},
         "nothing to import": {"origins": {}},
+        "a library that starts threads": {"origins": {**report["origins"], "starter": None}},
     }
     return {
         name: in_copy(partial(try_to_prepare, {**report, **other}, {}))

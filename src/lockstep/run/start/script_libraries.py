@@ -54,6 +54,12 @@ from lockstep.run.watch.evidence import write_atomically
 # Some keep random numbers that they have drawn meanwhile, but none for which it matters that all
 # ranks have the same: rich, which scikit-learn imports, numbers its styles from there.
 LIBRARIES = frozenset({"PIL", "joblib", "numpy", "pandas", "scipy", "sklearn", "threadpoolctl"})
+_THREAD_STARTERS = {
+    "pandas": {"numexpr", "pyarrow"},
+    "sklearn": {"numexpr", "pyarrow"},  # it imports pandas where that is installed
+}
+"""Libraries that start threads when one of `LIBRARIES` imports them. If a script has imported them,
+the ranks import that one themselves."""
 REPORT_NAME = "imported.json"
 """The name of the report, in the folder of the rank."""
 _VARIABLE_PREFIXES = (
@@ -109,7 +115,7 @@ def watch_imports(folder: Path) -> None:
             is_written = True
             try:
                 write_atomically(folder / REPORT_NAME, json.dumps(_report(names_before)))
-            except OSError:  # the disk is full: the next attempt imports everything itself
+            except (OSError, ValueError):  # the next attempt imports everything itself
                 return
 
     register_optimizer_step_post_hook(write_once)
@@ -123,9 +129,10 @@ def _report(names_before: frozenset[str]) -> dict[str, Any]:
     """
     origins = {}
     for name, module in list(sys.modules.items()):
-        if name not in names_before:
+        if isinstance(name, str) and name not in names_before:
             origins[name] = _origin(module)
-    return {"origins": origins, "path": list(sys.path), **_surroundings()}
+    path = [entry for entry in sys.path if isinstance(entry, str)]
+    return {"origins": origins, "path": path, **_surroundings()}
 
 
 def _surroundings() -> dict[str, Any]:
@@ -142,9 +149,14 @@ def _surroundings() -> dict[str, Any]:
 
 
 def _origin(module: object) -> str | None:
-    """Returns the path of a module's file; None if it has none."""
-    origin = getattr(getattr(module, "__spec__", None), "origin", None)
-    return origin if isinstance(origin, str) else None
+    """Returns the path of a module's file; None if it has none.
+
+    Only plain modules are looked at: asking another object for an attribute may run code of its.
+    """
+    if type(module) is not types.ModuleType:
+        return None
+    spec = vars(module).get("__spec__")
+    return spec.origin if isinstance(spec, ModuleSpec) else None
 
 
 class Draw(NamedTuple):
@@ -223,7 +235,8 @@ class PreparedModules(MetaPathFinder):
     ) -> ModuleSpec | None:
         """Returns the specification of a prepared module, whose loader returns that module."""
         batch = self._batch_of_name.get(fullname)
-        if batch is None:
+        # A script that imports a module once more, as by `importlib.reload`, gets it from its file.
+        if batch is None or batch not in self._waiting:
             return None
         module = batch.modules[fullname]
         spec = copy.copy(module.__spec__)
@@ -281,11 +294,7 @@ def prepare_modules(report: Mapping[str, Any], variables: Mapping[str, str]) -> 
     import psutil  # noqa: F401
 
     origins: dict[str, str | None] = report["origins"]
-    names = []
-    for name in origins:
-        if name.partition(".")[0] in LIBRARIES and name not in sys.modules:
-            names.append(name)
-
+    names = _names_to_import(origins)
     environment_before = dict(os.environ)
     path_before = list(sys.path)
     names_before = set(sys.modules)
@@ -311,6 +320,18 @@ def prepare_modules(report: Mapping[str, Any], variables: Mapping[str, str]) -> 
     _detach_submodules(batches)
     sys.meta_path.insert(0, PreparedModules(batches))
     gc.freeze()  # the collector leaves these objects alone, so all ranks share them
+
+
+def _names_to_import(imported: Iterable[str]) -> list[str]:
+    """Returns the modules that the zygote imports, of those that the rank has imported."""
+    packages = {name.partition(".")[0] for name in imported}
+    names = []
+    for name in imported:
+        package = name.partition(".")[0]
+        starts_threads = packages & _THREAD_STARTERS.get(package, set())
+        if package in LIBRARIES and name not in sys.modules and not starts_threads:
+            names.append(name)
+    return names
 
 
 def _is_found_again(name: str, origins: Mapping[str, str | None]) -> bool:
