@@ -77,7 +77,6 @@ FIELDS_OF_NUMBERS = (
     "largest",
     "last_epoch",
     "last_step",
-    "length_of_epoch",
     "listed_size",
     "local_rows",
     "local_size",

@@ -68,7 +68,7 @@ def measure(
             gradients[parameter.device] += to_local(parameter).nbytes
 
     # The bytes on each device, by the attribute of DeviceMemory.
-    sizes_of_attribute: dict[str, dict[torch.device, int]] = {
+    bytes_by_attribute_and_device: dict[str, dict[torch.device, int]] = {
         "gathered": {run.device: _gathered_bytes(units)},
         "parameters": bytes_by_device(storages(model.parameters())),
         "buffers": bytes_by_device(storages(model.buffers())),
@@ -79,7 +79,7 @@ def measure(
     common: dict[str, Any] = {"rank": run.topology.rank}
     if loader is not None or loss is not None:
         steps = make_training_steps(preparer, model, optimizer, loader, loss)
-        sizes_of_attribute |= steps.measure()
+        bytes_by_attribute_and_device |= steps.measure()
         common["samples"] = steps.samples
         common["step_s"] = steps.seconds
     elif optimizer is not None:
@@ -87,8 +87,8 @@ def measure(
         if state is None:
             common["state"] = None  # not known
         else:
-            sizes_of_attribute["state"] = state
-    rows = _make_rows(run.device, sizes_of_attribute, common)
+            bytes_by_attribute_and_device["state"] = state
+    rows = _make_rows(run.device, bytes_by_attribute_and_device, common)
     if isinstance(model, DataParallel):
         rows = _rows_of_replicas(rows, model, common.get("samples"))
     rows_of_ranks = run.collectives.exchange([asdict(row) for row in rows])
@@ -103,19 +103,19 @@ def measure(
 
 def _make_rows(
     device_of_rank: torch.device,
-    sizes_of_attribute: Mapping[str, Mapping[torch.device, int]],
+    bytes_by_attribute_and_device: Mapping[str, Mapping[torch.device, int]],
     common: Mapping[str, Any],
 ) -> list[DeviceMemory]:
     """Returns a row for each device that holds something, the device of this rank first.
 
     Args:
         device_of_rank: the device of this rank, which has a row in any case.
-        sizes_of_attribute: for attributes of `DeviceMemory`, the bytes on each device, such as
-            `{"parameters": {cuda:0: 4096}}`.
-        common: values that all rows have, by the attribute.
+        bytes_by_attribute_and_device: for attributes of `DeviceMemory`, the bytes on each device,
+            such as `{"parameters": {cuda:0: 4096}}`.
+        common: values that all rows have, by the attribute of `DeviceMemory`.
     """
     other_devices: set[torch.device] = set()
-    for sizes in sizes_of_attribute.values():
+    for sizes in bytes_by_attribute_and_device.values():
         other_devices.update(sizes)
     other_devices.discard(device_of_rank)
 
@@ -124,7 +124,7 @@ def _make_rows(
     rows: list[DeviceMemory] = []
     for device in [device_of_rank, *sorted_devices]:
         values = dict(common)
-        for attribute, sizes in sizes_of_attribute.items():
+        for attribute, sizes in bytes_by_attribute_and_device.items():
             if device in sizes:
                 values[attribute] = sizes[device]
         rows.append(DeviceMemory(device=str(device), **values))
@@ -162,9 +162,8 @@ def _rows_of_replicas(
             completed.append(replace(row, samples=None))
             continue
 
-        # The backward pass of each replica makes a gradient for every parameter, so all replicas
-        # need as much memory for gradients. Only the first replica's was known: its gradients are
-        # those of the model's parameters, while the others compute with copies of the parameters.
+        # Each replica makes a gradient for every parameter. The other rows lack these gradients, as
+        # the copies of the parameters, with which the other replicas compute, are gone.
         gradients = row_of_first_replica.gradients
         device_samples = samples_of_device[row.device]
         completed.append(replace(row, samples=device_samples, gradients=gradients))
@@ -184,37 +183,42 @@ def _rows_of_sharing_replicas(
         shared: the row of the device, with the bytes of all replicas.
         samples_of_replica: samples that each replica computes; None if no steps were measured.
     """
-    # Activations and losses are only known if steps were measured. If they were not, both are None
-    # in all rows.
-    steps_were_measured = None not in samples_of_replica
-    loss_of_other_replicas = 0 if steps_were_measured else None
-
-    total_samples = sum(samples or 0 for samples in samples_of_replica)
     rows: list[DeviceMemory] = []
     for number, samples in enumerate(samples_of_replica):
-        # The activations are divided in proportion to the samples, because layers that the replicas
-        # compute together, such as BatchNorm, save tensors for all of them. (Steps were measured
-        # here, so None in the row of the device only means that none were found.)
-        activations: int | None = None
-        if samples is not None:
-            activations_of_all = shared.activations or 0
-            activations = activations_of_all * samples // max(1, total_samples)
-
         row = replace(
-            shared, device=f"{REPLICA_PREFIX}{number}", samples=samples, activations=activations
+            shared,
+            device=f"{REPLICA_PREFIX}{number}",
+            samples=samples,
+            activations=_activations_of_replica(shared, samples, samples_of_replica),
         )
         is_first = number == 0
         if not is_first:
+            steps_were_measured = samples is not None
             row = replace(
                 row,
                 parameters=0,
                 copies=shared.parameters,
                 state=0,
-                loss=loss_of_other_replicas,
+                loss=0 if steps_were_measured else None,
                 peak=None,  # the first replica's row has the peak of the device
             )
         rows.append(row)
     return rows
+
+
+def _activations_of_replica(
+    shared: DeviceMemory, samples: int | None, samples_of_replica: Sequence[int | None]
+) -> int | None:
+    """Returns a replica's part of the activations on a device; None if no steps were measured.
+
+    The bytes are divided in proportion to the samples, because layers that the replicas compute
+    together, such as BatchNorm, save tensors for all of them.
+    """
+    if samples is None:
+        return None
+    total_samples = sum(number or 0 for number in samples_of_replica)
+    activations_of_all = shared.activations or 0  # None: the measured steps have kept none
+    return activations_of_all * samples // max(1, total_samples)
 
 
 def _gathered_bytes(units: Sequence[nn.Module]) -> int:
@@ -232,7 +236,8 @@ def _gathered_bytes(units: Sequence[nn.Module]) -> int:
     # Inner units first: a parameter belongs to the innermost unit that has it.
     for unit in reversed(units):
         num_bytes = 0
-        half_dtype = gathered_dtype(unit)  # None if parameters are gathered in their own dtype
+        is_outermost = unit is units[0]
+        dtype_when_gathered = gathered_dtype(unit)  # None: that of the parameter itself
         for parameter in unit.parameters():
             if id(parameter) in counted_ids:
                 continue
@@ -241,12 +246,12 @@ def _gathered_bytes(units: Sequence[nn.Module]) -> int:
 
             # `numel` and `nbytes` of a sharded parameter are those of the whole parameter.
             gathered_bytes = parameter.nbytes
-            if half_dtype is not None and parameter.is_floating_point():
-                gathered_bytes = parameter.numel() * half_dtype.itemsize
+            if dtype_when_gathered is not None and parameter.is_floating_point():
+                gathered_bytes = parameter.numel() * dtype_when_gathered.itemsize
 
             # The parameters of the outermost unit stay gathered for the whole step, so they are not
             # counted here. The table has them in the row "copies".
-            if unit is not units[0]:
+            if not is_outermost:
                 num_bytes += gathered_bytes
 
             # A gradient has the dtype of the gathered parameter. In the buffer that is sent, it has

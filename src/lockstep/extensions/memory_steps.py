@@ -60,11 +60,10 @@ def make_training_steps(
 
     is_empty = loader.steps == 0
 
-    # A loader that was resumed from a checkpoint is in the middle of an epoch too, but no loop over
-    # it is running yet. Its `start`, the global batch that the next loop begins with, is not 0. As
-    # soon as this loop begins, `start` is 0 again.
-    was_resumed = loader.start != 0
-    loop_is_running = loader.mid_epoch and not was_resumed
+    # `mid_epoch` is also True after a checkpoint was loaded, until the next loop begins. Only then
+    # `start`, the global batch with which this loop will begin, is not 0.
+    waits_for_next_loop = loader.start != 0
+    loop_is_running = loader.mid_epoch and not waits_for_next_loop
     if is_empty or loop_is_running:
         raise UsageError(
             "world.memory with a loader that has no batch to give",
@@ -126,16 +125,16 @@ class TrainingSteps:
             `activations`, `loss`, `state`, `peak`.
         """
         with self._undo(), closing(self._endless_batches()) as batches:
-            # With `count_saved`, this step sets `self._sizes` to the sizes of copies, activations
-            # and loss.
+            # This sets `self._sizes` to the sizes of copies, activations and loss.
             self._step(batches, count_saved=True)
 
             # After the first step, the optimizer has a state.
             state = state_tensors(self._optimizer.inner)
             self._sizes["state"] = bytes_by_device(storages(state))
             self._sizes["peak"] = self._measure_peak(batches)
-            step_times = [self._step(batches) for _ in range(NUM_TIMED_STEPS)]
-            self.seconds = statistics.median(step_times)
+
+            seconds_of_steps = [self._step(batches) for _ in range(NUM_TIMED_STEPS)]
+            self.seconds = statistics.median(seconds_of_steps)
         return self._sizes
 
     def _endless_batches(self) -> Generator[Any]:
@@ -154,7 +153,8 @@ class TrainingSteps:
 
         Args:
             batches: the batches of the loader.
-            context: a context that is entered around the computation of each micro-batch.
+            context: a context that is entered around the computation of each micro-batch, so it
+                must be one that can be entered again.
             count_saved: True to count what the first micro-batch keeps for its backward pass (see
                 `_count_saved`), and to note the memory of the gradients for the measurement of the
                 peak.
@@ -170,13 +170,7 @@ class TrainingSteps:
             is_last = micro_batch.last
             begin = synchronized_time(self._gpus)
             with context or nullcontext():
-                # The forward pass and the loss.
-                counting: AbstractContextManager[None] = nullcontext()
-                if count_saved and micro_batch.first:
-                    counting = self._count_saved(micro_batch.local_rows)
-                with counting:
-                    loss = self._loss(self._model, batch)
-
+                loss = self._compute_loss(batch, count_saved=count_saved and micro_batch.first)
                 self._preparer.backward(loss)
 
                 # Gradients are views of larger buckets, which stay alive when the gradients are
@@ -197,6 +191,13 @@ class TrainingSteps:
         gradients = [p.grad for p in self._model.parameters() if p.grad is not None]
         self._gradient_storages = [weakref.ref(storage) for storage in storages(gradients)]
 
+    def _compute_loss(self, batch: Any, *, count_saved: bool) -> Any:
+        """Runs the forward pass and the loss, and counts what they keep if this is asked for."""
+        if not count_saved:
+            return self._loss(self._model, batch)
+        with self._count_saved(self._loader.current.local_rows):
+            return self._loss(self._model, batch)  # it is still alive when the context is left
+
     @contextmanager
     def _count_saved(self, samples: int) -> Iterator[None]:
         """Counts what the forward pass and the loss, computed in this context, keep for backward.
@@ -209,8 +210,7 @@ class TrainingSteps:
             samples: how many samples this rank has in this micro-batch.
         """
         model_storages = storages([*self._model.parameters(), *self._model.buffers()])
-        saved_by_calls: list[SavedTensors] = []
-        """What each call of the model, or of a replica, has saved."""
+        saved_by_calls: list[SavedTensors] = []  # one for each call of the model, or of a replica
         saved_outside = SavedTensors()
         used_parameters: set[torch.UntypedStorage] = set()
 
@@ -231,8 +231,8 @@ class TrainingSteps:
         # parameters of its own. These copies are kept for the backward pass too.
         copies_of_parameters = used_parameters - model_storages
 
-        # Each storage counts once. `count` leaves out the storages in `counted`, which are those of
-        # parameters and copies at first, and adds those that it counts to this set.
+        # Each storage counts once: `count` leaves out the storages in `counted`, and adds those
+        # that it counts to this set. What no call has saved counts as the loss, so it comes last.
         counted = model_storages | copies_of_parameters
         activations: Counter[torch.device] = Counter()
         for saved in saved_by_calls:
@@ -251,7 +251,7 @@ class TrainingSteps:
         """Adds the parameters that layers compute with, in this context, to a set.
 
         They may be copies of the model's parameters if the model is sharded, or if it has replicas.
-        For any other model nothing is added.
+        For any other model nothing is added: the caller has the parameters of the model itself.
 
         Args:
             used: the storages of these parameters are added to it.
@@ -275,8 +275,7 @@ class TrainingSteps:
     def _measure_peak(self, batches: Iterator[Any]) -> dict[torch.device, int]:
         """Returns the most memory that tensors take at one time in a step, by device."""
         if self._run.device.type == "cuda":
-            # The devices that the model computes on, on some of which activations or a loss were
-            # found. (Both sizes are dicts from devices to bytes.)
+            # All devices that hold activations or a loss, and this rank's own.
             devices_with_activations = self._sizes["activations"].keys()
             devices_with_loss = self._sizes["loss"].keys()
             devices = {self._run.device, *devices_with_activations, *devices_with_loss}
@@ -293,17 +292,9 @@ class TrainingSteps:
         Each tensor is counted while it is alive, in all threads that compute: the main thread takes
         the step, and replicas compute in threads of their own.
         """
-        # A thread that has entered `live` counts each tensor that it makes. What is alive already
-        # is counted here: the model, the optimizer's state, and DDP's buckets of gradients. The
-        # gradients themselves were cleared, but their storages are those of the buckets, so a weak
-        # reference to one still returns it.
+        # A thread that has entered `live` counts each tensor that it makes.
         live = LiveTensors()
-        live.count(storages([*self._model.parameters(), *self._model.buffers()]))
-        live.count(storages(state_tensors(self._optimizer.inner)))
-        for reference in self._gradient_storages:
-            storage = reference()
-            if storage is not None:
-                live.count([storage])
+        self._count_existing(live)
         main_thread = threading.get_ident()
 
         def live_in_other_threads(arguments: Any) -> AbstractContextManager[Any]:
@@ -317,6 +308,17 @@ class TrainingSteps:
             self._step(batches, context=live)
         return live.peak
 
+    def _count_existing(self, live: LiveTensors) -> None:
+        """Counts what is alive before a step: the model, the optimizer's state, DDP's buckets."""
+        live.count(storages([*self._model.parameters(), *self._model.buffers()]))
+        live.count(storages(state_tensors(self._optimizer.inner)))
+
+        # The gradients were cleared, but their storages are those of the buckets, which are alive.
+        for reference in self._gradient_storages:
+            storage = reference()
+            if storage is not None:
+                live.count([storage])
+
     @contextmanager
     def _undo(self) -> Iterator[None]:
         """Restores what steps change when the context is left.
@@ -328,22 +330,24 @@ class TrainingSteps:
         precision = self._preparer.precision
 
         # Tensors get their values back in place. A pipeline's other stages are on the meta device.
-        tensors_before: list[Tensor] = []
+        tensors_to_restore: list[Tensor] = []
         for tensor in [*self._model.parameters(), *self._model.buffers()]:
             if not tensor.is_meta:
-                tensors_before.append(tensor)
+                tensors_to_restore.append(tensor)
 
         # Some dictionaries get the entries of a copy back, which removes entries that a step has
         # added: the optimizer's state, the state of each parameter, the options of each group of
         # parameters, and the buffers of each module.
         state: dict[Any, Any] = optimizer.state
-        contents: list[tuple[dict[Any, Any], dict[Any, Any]]] = [(state, dict(state))]
+        dictionaries_with_copies: list[tuple[dict[Any, Any], dict[Any, Any]]] = [
+            (state, dict(state))
+        ]
         for entries in [*optimizer.state.values(), *optimizer.param_groups]:
-            contents.append((entries, _copy_entries(entries)))
-            tensors_before += [value for value in entries.values() if isinstance(value, Tensor)]
+            dictionaries_with_copies.append((entries, _copy_entries(entries)))
+            tensors_to_restore += [value for value in entries.values() if isinstance(value, Tensor)]
         for module in self._model.modules():
             buffers: dict[Any, Any] = members(module).buffers  # `module._buffers`
-            contents.append((buffers, dict(buffers)))
+            dictionaries_with_copies.append((buffers, dict(buffers)))
 
         # The loader and the loss scaler load the state that they have now.
         scaler_state = precision.state_dict()
@@ -351,7 +355,10 @@ class TrainingSteps:
         num_training_passes = self._loader.num_training_passes
 
         # `restored` also restores random streams, and `preserved` the counters of steps.
-        with restored(contents, tensors_before, self._gpus), self._run.step.preserved():
+        with (
+            restored(dictionaries_with_copies, tensors_to_restore, self._gpus),
+            self._run.step.preserved(),
+        ):
             try:
                 yield
             finally:

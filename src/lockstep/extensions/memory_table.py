@@ -6,7 +6,7 @@ several blocks of columns, one below the other.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 COLUMNS_PER_BLOCK = 8
@@ -109,20 +109,21 @@ class Memory:
             _format_line("", [device.device for device in devices]),
         ]
         for label, attribute in ROWS:
-            values = [getattr(device, attribute) for device in devices]  # in this block
-
-            # A row without any figure in the whole table, such as "copies" on a single device, is
-            # left out. The row "optimizer state" is an exception: where the state is not known
-            # (None), the row says so with "?".
-            values_in_table = [getattr(device, attribute) for device in self.devices]
-            has_figures = any(values_in_table)
-            state_is_unknown = attribute == "state" and None in values
-            if not has_figures and not state_is_unknown:
-                continue
-
-            cells = [_format_cell(attribute, value, unit_bytes) for value in values]
-            lines.append(_format_line(label, cells))
+            values = [getattr(device, attribute) for device in devices]
+            if self._shows_row(attribute, values):
+                cells = [_format_cell(attribute, value, unit_bytes) for value in values]
+                lines.append(_format_line(label, cells))
         return lines
+
+    def _shows_row(self, attribute: str, values_in_block: Sequence[int | None]) -> bool:
+        """Returns False for a row to leave out, such as "copies" on a single device.
+
+        These are the rows without any figure in the whole table. But where the optimizer's state is
+        not known (None), its row says so with "?".
+        """
+        has_figures = any(getattr(device, attribute) for device in self.devices)
+        state_is_unknown = attribute == "state" and None in values_in_block
+        return has_figures or state_is_unknown
 
 
 def _choose_unit(devices: Iterable[DeviceMemory]) -> tuple[int, str]:
@@ -130,11 +131,12 @@ def _choose_unit(devices: Iterable[DeviceMemory]) -> tuple[int, str]:
 
     It is the largest unit in which the largest figure is at least 10; if there is none, KiB.
     """
-    largest = 0
+    largest_bytes = 0
     for device in devices:
-        largest = max(largest, device.counted, device.peak or 0)
+        peak_bytes = device.peak or 0
+        largest_bytes = max(largest_bytes, device.counted, peak_bytes)
     for unit_bytes, unit_name in UNITS:
-        if largest >= 10 * unit_bytes:
+        if largest_bytes >= 10 * unit_bytes:
             return unit_bytes, unit_name
     return UNITS[-1]
 

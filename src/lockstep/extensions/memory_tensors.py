@@ -78,17 +78,17 @@ def state_bytes(optimizer: Optimizer) -> dict[torch.device, int] | None:
         return bytes_by_device(storages(state_tensors(inner)))
 
     # Torch wraps the method `step` of an optimizer's class in a function that calls hooks. They
-    # must not see this step, so the original method is called (`__wrapped__`).
-    meta_optimizer, device_of_meta = _copy_on_meta(inner)
-    wrapped_step: Any = type(inner).step
-    original_step = getattr(wrapped_step, "__wrapped__", wrapped_step)
+    # must not see this step, so the method itself is called (`__wrapped__`), as a plain function.
+    meta_optimizer, device_of_meta_parameter = _copy_on_meta(inner)
+    step_with_hooks: Any = type(inner).step
+    step_without_hooks = getattr(step_with_hooks, "__wrapped__", step_with_hooks)
     try:
-        original_step(meta_optimizer)
+        step_without_hooks(meta_optimizer)
     except Exception:  # whatever the optimizer raises without data
         return None
 
     sizes: Counter[torch.device] = Counter()
-    for meta_parameter, device in device_of_meta.items():
+    for meta_parameter, device in device_of_meta_parameter.items():
         num_bytes = 0
         for value in meta_optimizer.state.get(meta_parameter, {}).values():
             # Scalars are step counters, which are not counted, as in `state_tensors`.
@@ -105,17 +105,17 @@ def _copy_on_meta(optimizer: Optimizer) -> tuple[Any, dict[nn.Parameter, torch.d
         The copy; and for each of its parameters the device of the parameter that it stands for.
     """
     meta_optimizer: Any = copy(optimizer)
-    state_type = type(optimizer.state)  # torch's `defaultdict`, unless the optimizer has another
-    meta_optimizer.state = state_type(dict)  # empty
+    state_type = type(optimizer.state)  # `defaultdict`, unless the optimizer has another
+    meta_optimizer.state = state_type(dict)  # an empty one: `defaultdict(dict)`
     meta_optimizer.param_groups = []
-    device_of_meta: dict[nn.Parameter, torch.device] = {}
+    device_of_meta_parameter: dict[nn.Parameter, torch.device] = {}
     for group in optimizer.param_groups:
         meta_parameters: list[nn.Parameter] = []
         for parameter in group["params"]:
             if parameter.requires_grad:
                 meta_parameter = _on_meta(parameter)
                 meta_parameters.append(meta_parameter)
-                device_of_meta[meta_parameter] = parameter.device
+                device_of_meta_parameter[meta_parameter] = parameter.device
 
         # These options choose implementations that do not work on the meta device.
         meta_group = {**group, "params": meta_parameters}
@@ -123,7 +123,7 @@ def _copy_on_meta(optimizer: Optimizer) -> tuple[Any, dict[nn.Parameter, torch.d
             if option in meta_group:
                 meta_group[option] = False
         meta_optimizer.param_groups.append(meta_group)
-    return meta_optimizer, device_of_meta
+    return meta_optimizer, device_of_meta_parameter
 
 
 def _on_meta(parameter: Tensor) -> nn.Parameter:
@@ -168,16 +168,16 @@ class SavedTensors:
         """
         sizes: Counter[torch.device] = Counter()
 
-        # If an argument of the forward pass was saved, only its own bytes count. Its storage may
-        # hold the whole batch, of which this replica has a part. It counts for each replica, so
-        # `counted` does not matter.
-        for storage in self._saved & self._argument_bytes.keys():
+        # Of an argument of the forward pass, only its own bytes count: its storage may hold the
+        # whole batch, of which each replica has a part. So it is not left out by `counted` either.
+        saved_arguments = self._saved & self._argument_bytes.keys()
+        for storage in saved_arguments:
             sizes[storage.device] += min(storage.nbytes(), self._argument_bytes[storage])
 
         # Of everything else, whole storages count.
-        new = self._saved - self._argument_bytes.keys() - counted
-        counted.update(new)
-        return sizes + bytes_by_device(new)
+        other_storages = self._saved - self._argument_bytes.keys() - counted
+        counted.update(other_storages)
+        return sizes + bytes_by_device(other_storages)
 
     def _pack(self, tensor: Tensor) -> Tensor:
         self._saved.update(storages([tensor]))
@@ -242,7 +242,8 @@ class LiveTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._upper_bound += num_new_bytes
                 self._sizes[storage] = num_bytes  # a freed storage leaves this weak dictionary
 
-            if self._upper_bound > self.peak:
+            may_be_new_peak = self._upper_bound > self.peak
+            if may_be_new_peak:
                 exact_sum = self.total  # adds up all sizes
                 self._upper_bound = exact_sum
                 self.peak = max(self.peak, exact_sum)
@@ -254,6 +255,16 @@ class LiveTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
         leaves = pytree.tree_leaves((args, kwargs, result))
         self.count(storages(t for t in leaves if isinstance(t, Tensor)))
         return result
+
+
+class _EnteredContexts(threading.local):
+    """The contexts that a thread has entered, the outermost first. Each thread has its own list.
+
+    There may be several, because a model may call itself in its forward pass.
+    """
+
+    def __init__(self) -> None:
+        self.contexts: list[AbstractContextManager[Any]] = []
 
 
 @contextmanager
@@ -269,18 +280,13 @@ def around_calls(
     """
     module = model.module if isinstance(model, DataParallel) else model
 
-    # For each thread, the contexts that it has entered, the outermost first (`entered.contexts`).
-    # There may be several, because a model may call itself in its forward pass.
-    entered = threading.local()
+    entered = _EnteredContexts()
 
     @outside_compiled_code
     def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
         context = make_context((args, kwargs))
         context.__enter__()
-
-        # Each thread needs a list of its own. In a thread that enters its first context, the
-        # attribute does not exist yet.
-        entered.contexts = [*getattr(entered, "contexts", ()), context]
+        entered.contexts.append(context)
 
     @outside_compiled_code
     def leave(module: nn.Module, args: Any, output: Any) -> None:

@@ -152,31 +152,31 @@ class ScheduleLengths(Extension):
         if line_of_length is None or loader.steps is None or scheduler in self._warned_of:
             return
 
-        micro_batches_of_epoch = loader.num_micro_batches_of_epoch()
-        global_batches_of_epoch = loader.steps
-        if micro_batches_of_epoch == global_batches_of_epoch:
+        num_micro_batches_of_epoch = loader.num_micro_batches_of_epoch()
+        num_global_batches_of_epoch = loader.steps
+        if num_micro_batches_of_epoch == num_global_batches_of_epoch:
             return
 
         # The schedule may be meant for another loader. It is right if the other loader has as many
         # global batches as this loader has micro-batches.
-        micro_batches = num_epochs * micro_batches_of_epoch
+        num_micro_batches = num_epochs * num_micro_batches_of_epoch
         for other in self._loaders:
-            if other.steps is not None and num_epochs * other.steps == micro_batches:
+            if other.steps is not None and num_epochs * other.steps == num_micro_batches:
                 return
 
         state = scheduler.state_dict()
         for name in LENGTH_ATTRIBUTES:
-            if state.get(name) != micro_batches:
+            if state.get(name) != num_micro_batches:
                 continue
 
             self._warned_of.add(scheduler)
-            global_batches = num_epochs * global_batches_of_epoch
+            num_global_batches = num_epochs * num_global_batches_of_epoch
             warn(
-                f"{type(scheduler.inner).__name__} with {name}={micro_batches} in a training of "
-                f"{num_epochs} epochs",
-                f"len(loader) is {micro_batches_of_epoch}, the micro-batches of an epoch, but the "
-                "scheduler steps once for each global batch: it makes at most "
-                f"{global_batches} of its {micro_batches} steps",
+                f"{type(scheduler.inner).__name__} with {name}={num_micro_batches} in a training "
+                f"of {num_epochs} epochs",
+                f"len(loader) is {num_micro_batches_of_epoch}, the micro-batches of an epoch, but "
+                "the scheduler steps once for each global batch: it makes at most "
+                f"{num_global_batches} of its {num_micro_batches} steps",
                 "compute its length before world.prepare, where len(loader) counts global "
                 "batches, or from loader.steps",
                 at=line_of_length,

@@ -102,16 +102,16 @@ class Journal:
         # Tensor 2 is sharded, and its hash is the sum of both (modulo 2**64, in uint64).
         losses: dict[int, float] = {}
         gradients: dict[int, Hashes] = {}
-        weights = np.zeros(len(table.names), np.uint64)
-        state = np.zeros(table.num_parameters, np.uint64)
+        weight_hashes = np.zeros(len(table.names), np.uint64)
+        state_hashes = np.zeros(table.num_parameters, np.uint64)
         for step in steps_of_ranks:
             losses.update(step.losses)
             gradients.update(step.gradients)
             if step.table is not None:
                 indices_of_weights = list(step.table.hashed_weights)
                 indices_of_states = list(step.table.hashed_states)
-                weights[indices_of_weights] += step.weights
-                state[indices_of_states] += step.state
+                weight_hashes[indices_of_weights] += step.weights
+                state_hashes[indices_of_states] += step.state
 
         return JournalStep(
             has_hashes=has_hashes,
@@ -119,8 +119,8 @@ class Journal:
             num_parameters=table.num_parameters,
             losses=losses,
             gradients=gradients,
-            weights=weights,
-            state=state,
+            weights=weight_hashes,
+            state=state_hashes,
         )
 
 
@@ -146,18 +146,19 @@ def read_journal(folder: Path) -> Journal:
 
     # The run as a whole began with the weights of its first start. How it is run now is what rank 0
     # wrote at its last start: it may have been started again with another number of ranks.
-    first = complete_starts[0]
-    last = complete_starts[-1]
-    header = last[0].header
+    first_start = complete_starts[0]
+    last_start = complete_starts[-1]
+    first_file_of_rank_0 = first_start[0]
+    header = last_start[0].header
     journal = Journal(
         folder=folder,
         num_starts=len(files_of_start),
         num_ranks=header["ranks"],
         virtual_ranks=header["virtual_ranks"],
         every=header["every"],
-        manifest=_join_manifests(last),
-        begins_at=first[0].begins_at,
-        weights_at_beginning=_sum_weight_hashes(first),
+        manifest=_join_manifests(last_start),
+        begins_at=first_file_of_rank_0.begins_at,
+        weights_at_beginning=_sum_weight_hashes(first_start),
         notes=notes,
     )
     for files in complete_starts:
@@ -174,9 +175,9 @@ def _read_files(folder: Path) -> dict[str, dict[int, RankFile]]:
         CheckpointError: if the folder has no journal, or a file cannot be read.
     """
     files_of_start: dict[str, dict[int, RankFile]] = {}
-    # The name of a start begins with its time, so sorting the names puts the starts in order:
-    # "01764321000000000000-3f2a81c0.rank1.journal".
+    # The name of a start begins with its time, so sorting the names puts the starts in order.
     for path in sorted(folder.glob(f"*{RANK_INFIX}*{JOURNAL_SUFFIX}")):
+        # "01764321000000000000-3f2a81c0.rank1.journal": the start, and the rank 1
         start_name, _, rank = path.name.removesuffix(JOURNAL_SUFFIX).rpartition(RANK_INFIX)
         files_of_start.setdefault(start_name, {})[int(rank)] = read_file(path)
 
@@ -213,6 +214,8 @@ def _notes_on_files(number: int, files: Mapping[int, RankFile]) -> list[str]:
 def _all_ranks_have_first_step(folder: Path, number: int, files: Mapping[int, RankFile]) -> bool:
     """Returns True if every rank of a start got as far as its first step.
 
+    It is False if no file even has a header.
+
     Args:
         folder: folder of the journal.
         number: number of the start, from 1.
@@ -224,7 +227,8 @@ def _all_ranks_have_first_step(folder: Path, number: int, files: Mapping[int, Ra
     headers = [file.header for file in files.values() if file.header]
     if not headers:
         return False
-    missing = sorted(set(range(headers[0]["ranks"])) - set(files))
+    num_ranks = headers[0]["ranks"]  # the same in every header
+    missing = sorted(set(range(num_ranks)) - set(files))
     if missing:
         raise CheckpointError(
             f"the journal {folder}",
@@ -279,30 +283,30 @@ def _add_start(journal: Journal, files: Mapping[int, RankFile]) -> None:
 
     Example: the journal has the steps 1 to 9 of the first start. The second start began with a
     checkpoint of step 6, and wrote the steps 6 and 7 in its only attempt. Then the journal has the
-    steps 1 to 5 of the first start, and 6 and 7 of the second one. The steps 8 and 9 led to a state
-    that is not used.
+    steps 1 to 5 of the first start, and 6 and 7 of the second one. The first start's steps 8 and 9
+    are removed, too: the run has not gone on from them.
 
     Args:
         journal: the journal, with the steps of all earlier starts.
         files: files of the start, by rank.
     """
     num_attempts = max(len(file.steps_by_attempt) for file in files.values())
-    for number in range(num_attempts):
-        complete_steps = _complete_steps_of_attempt(files, number, journal.notes)
+    for attempt_number in range(num_attempts):
+        complete_steps = _complete_steps_of_attempt(files, attempt_number, journal.notes)
 
         # Step 6 in the example; None if the attempt has no complete step, and it is not known
         # where it began.
-        first_step = _first_step_of_attempt(files, number, complete_steps)
+        first_step = _first_step_of_attempt(files, attempt_number, complete_steps)
         if first_step is None:
             continue
 
         # In the example, remove the steps 6 to 9. Only 6 and 7 of them were trained again.
-        replaced = [step for step in journal.attempt_of_step if step >= first_step]
-        for step in replaced:
+        removed = [step for step in journal.attempt_of_step if step >= first_step]
+        for step in removed:
             del journal.attempt_of_step[step]
-        journal.num_trained_again += len(set(replaced) & set(complete_steps))
+        journal.num_trained_again += len(set(removed) & set(complete_steps))
 
-        attempt = _Attempt(files, number)
+        attempt = _Attempt(files, attempt_number)
         for step in complete_steps:
             journal.attempt_of_step[step] = attempt
 

@@ -39,6 +39,19 @@ def summary_lines(folder: Path, num_steps: int) -> list[str]:
     return lines
 
 
+def _joined_gradient_hash(step: JournalStep) -> int:
+    """Returns one hash of the gradients of all virtual ranks.
+
+    It also changes if two virtual ranks are swapped, since the names begin with the virtual rank.
+    """
+    parameters = step.names[: step.num_parameters]
+    total = 0
+    for virtual_rank, hashes in step.gradients.items():
+        names = [f"{virtual_rank} {name}" for name in parameters]
+        total += _joined_hash(names, hashes)
+    return total % 2**64
+
+
 def _step_line(number: int, step: JournalStep) -> str:
     """Returns the line of a step: "step 7: losses 3f2a..., weights 81c0..., ..."."""
     # `step.losses` has a loss for each virtual rank, or for each rank if there are none. A loss is
@@ -52,13 +65,7 @@ def _step_line(number: int, step: JournalStep) -> str:
     # The names are those of the parameters, followed by those of the buffers.
     parameters = step.names[: step.num_parameters]
     if step.gradients:
-        # The hashes of the virtual ranks are added up. The names begin with the virtual rank, so
-        # the sum also changes if two virtual ranks are swapped.
-        gradients = 0
-        for virtual_rank, hashes in step.gradients.items():
-            names = [f"{virtual_rank} {name}" for name in parameters]
-            gradients += _joined_hash(names, hashes)
-        text += f", gradients {gradients % 2**64:016x}"
+        text += f", gradients {_joined_gradient_hash(step):016x}"
     text += f", weights {_joined_hash(step.names, step.weights):016x}"
     text += f", optimizer state {_joined_hash(parameters, step.state):016x}"
     return text

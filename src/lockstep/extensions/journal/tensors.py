@@ -35,7 +35,11 @@ class NamedParameters(NamedTuple):
 
 
 def collect_tensors(modules: Sequence[nn.Module]) -> NamedParameters:
-    """Returns the tensors of modules, by names that are the same under every strategy."""
+    """Returns the tensors of modules, by names that are the same under every strategy.
+
+    A parameter is returned itself. A module may replace a buffer by another tensor (`self.mean =
+    ...`), so of a buffer its module and its name there are returned.
+    """
     found = NamedParameters(trained={}, frozen={}, buffers={})
     for number, module in enumerate(modules):
         to_plain_name = plain_names(module)
@@ -49,12 +53,10 @@ def collect_tensors(modules: Sequence[nn.Module]) -> NamedParameters:
         known_ids: set[int] = set()
         for module_name, submodule in module.named_modules():
             for name, buffer in submodule.named_buffers(recurse=False):
-                if buffer.numel() == 0 or buffer.is_meta or id(buffer) in known_ids:
+                has_values = buffer.numel() > 0 and not buffer.is_meta
+                if not has_values or id(buffer) in known_ids:
                     continue
                 known_ids.add(id(buffer))
-
-                # A module may replace its buffer by another tensor (`self.mean = ...`), so the
-                # buffer is not stored, but looked up in the module whenever it is hashed.
                 full_name = f"{module_name}.{name}" if module_name else name
                 found.buffers[prefix + to_plain_name(full_name)] = (submodule, name)
     return found
@@ -143,22 +145,30 @@ class HashedTensors:
         are_same_number = len(tensors) == len(self._tensors)
         are_same = are_same_number and all(map(is_, tensors, self._tensors))
         if not are_same:
-            # This sets `self.hashed_entries` and the hashers.
+            # This sets `self.hashed_entries`, and one hasher for each device.
             self._prepare(tensors, entry_of_tensor, owners, keys)
 
-        # Each hasher returns a hash for all of `self.hashed_entries`: 0 if the entry has no tensor
-        # on the hasher's device. So the hashes of all devices can be added up. `_prepare` keeps the
-        # tensors themselves or views of their shards, so `parts` have the present values.
-        total: Any = None
-        for hasher, parts in self._hashers:
-            hashes_of_device = hasher.hashes(parts)
-            if isinstance(hashes_of_device, np.ndarray) and self._device.type != "cpu":
-                hashes_of_device = torch.from_numpy(hashes_of_device).to(self._device)
-            total = hashes_of_device if total is None else total + hashes_of_device
-        if total is not None:
-            return total
+        # `_prepare` keeps the tensors themselves, or views of their shards, so `parts` have the
+        # present values.
+        hashes_of_devices = [hasher.hashes(parts) for hasher, parts in self._hashers]
+        if not hashes_of_devices:
+            return self._no_hashes()
 
-        # This rank has nothing to hash.
+        # Each hasher returns a hash for all of `self.hashed_entries`: 0 if the entry has no tensor
+        # on the hasher's device. So the hashes of all devices can be added up.
+        total, *others = [self._on_own_device(hashes) for hashes in hashes_of_devices]
+        for hashes in others:
+            total = total + hashes
+        return total
+
+    def _on_own_device(self, hashes: Any) -> Any:
+        """Returns hashes, which are an array of numpy if they are on the CPU, on this device."""
+        if isinstance(hashes, np.ndarray) and self._device.type != "cpu":
+            return torch.from_numpy(hashes).to(self._device)
+        return hashes
+
+    def _no_hashes(self) -> Any:
+        """Returns what `hashes` returns on a rank that has nothing to hash."""
         if self._device.type == "cpu":
             return np.zeros(0, np.int64)
         return torch.zeros(0, dtype=torch.int64, device=self._device)

@@ -205,7 +205,7 @@ class Journal(Extension):
         virtual_rank = micro_batch.virtual_rank.number
         if virtual_rank not in self._gradient_hashes:
             self._gradient_hashes[virtual_rank] = self._zeros(len(self._parameters))
-        # Each call is for other parameters, whose hashes are still 0, so adding is setting.
+        # Added to zeros, as each call of a step is for other parameters.
         self._gradient_hashes[virtual_rank][indices_in_model] += new_hashes
 
     def clear_gradients(self) -> None:
@@ -239,8 +239,8 @@ class Journal(Extension):
             self._finished_step = number
             self._losses = losses
 
-            # `after_step` adds each optimizer, also the one that has just stepped: it is called
-            # after this method.
+            # `after_step`, which runs after this method for each optimizer, also for the first one,
+            # adds them again.
             self._stepped_optimizers.clear()
         else:
             self._write_losses(number, losses)
@@ -293,21 +293,8 @@ class Journal(Extension):
         self._are_tensors_known = True
 
         self._tensors = collect_tensors(self._modules)
-
-        # Hashes of gradients, which the present step may have already, are in the order of the
-        # trained parameters. If other parameters are trained now, they cannot be used.
-        ids_before = [id(parameter) for parameter in self._parameters]
-        self._parameters = list(self._tensors.trained.values())
-        if [id(parameter) for parameter in self._parameters] != ids_before:
-            self._gradient_hashes.clear()
-
+        self._update_parameters()
         self._names = (*self._tensors.trained, *self._tensors.buffers)
-        self._index_of_parameter = {
-            id(parameter): index for index, parameter in enumerate(self._parameters)
-        }
-        # The hashers are made again for the new parameters, because they know the old indices.
-        self._hasher_of_group.clear()
-
         sizes = [parameter.nbytes for parameter in self._parameters]
         for module, name in self._tensors.buffers.values():
             sizes.append(getattr(module, name).nbytes)
@@ -317,8 +304,25 @@ class Journal(Extension):
             self._has_begun = True
             self._write_beginning()
 
+    def _update_parameters(self) -> None:
+        """Takes over the trained parameters, and drops what belongs to those before."""
+        ids_before = [id(parameter) for parameter in self._parameters]
+        self._parameters = list(self._tensors.trained.values())
+        ids_now = [id(parameter) for parameter in self._parameters]
+
+        # The present step may have hashes of gradients already, in the order of the parameters.
+        if ids_now != ids_before:
+            self._gradient_hashes.clear()
+
+        self._index_of_parameter = {identifier: index for index, identifier in enumerate(ids_now)}
+        self._hasher_of_group.clear()  # the hashers know the old indices
+
     def _make_gradient_hasher(self, parameters: Sequence[Tensor]) -> _GradientHasher:
-        """Builds the hasher for the gradients of a group of parameters."""
+        """Builds the hasher for the gradients of a group of parameters.
+
+        Its `indices_in_group` select the gradients to hash, and its `indices_in_model` the places
+        of their hashes.
+        """
         parts: list[TensorPart] = []
         indices_in_group: list[int] = []
         indices_in_model: list[int] = []
@@ -352,8 +356,8 @@ class Journal(Extension):
         for name, (module, name_in_module) in self._tensors.buffers.items():
             tensors[name] = getattr(module, name_in_module)
 
-        # Each tensor has a hash (an entry) of its own. This rank only hashes the tensors that it
-        # owns: `hashed_entries` has their indices.
+        # Each tensor has a hash of its own. This rank only hashes the tensors that it owns, and
+        # `hashes` are those of them, in the order of `hashed_entries`, which has their indices.
         names = list(tensors)
         owners = owners_by_size([t.nbytes for t in tensors.values()], self._run.topology.size)
         hasher = HashedTensors(self._run.topology.rank, self._device)
@@ -374,25 +378,8 @@ class Journal(Extension):
         number = self._finished_step
         self._finished_step = None
 
-        # The weights: parameters, then buffers. Each has a hash (an entry) of its own, and each is
-        # hashed by one of the ranks, its owner.
-        weights: list[Tensor] = [*self._parameters]
-        for module, name in self._tensors.buffers.values():
-            weights.append(getattr(module, name))
-        weight_hashes = self._weight_hasher.hashes(
-            weights, entry_of_tensor=range(len(weights)), owners=self._owners
-        )
-
-        # The state of the optimizers: the tensors of one parameter, such as its momentum, have one
-        # hash together, and the same owner as the parameter. The keys tell them apart.
-        state = state_tensors(self._optimizers, self._parameters)
-        owners_of_state = [self._owners[index] for index in state.parameter_indices]
-        state_hashes = self._state_hasher.hashes(
-            state.tensors,
-            entry_of_tensor=state.parameter_indices,
-            owners=owners_of_state,
-            keys=state.keys,
-        )
+        weight_hashes = self._hash_weights()
+        state_hashes = self._hash_state()
         self._write_table_if_changed()
 
         # Write all numbers in the order of `file_format`.
@@ -403,9 +390,34 @@ class Journal(Extension):
             no_gradients = self._zeros(len(self._parameters))
             numbers += [self._gradient_hashes.get(part, no_gradients) for part in parts]
         numbers += [weight_hashes, state_hashes]
+        self._write_numbers(step_head(number, parts), numbers)
+
         self._gradient_hashes.clear()
         self._losses = {}
-        self._write_numbers(step_head(number, parts), numbers)
+
+    def _hash_weights(self) -> Any:
+        """Hashes the parameters and buffers, each of which is hashed by one rank, its owner."""
+        weights: list[Tensor] = [*self._parameters]
+        for module, name in self._tensors.buffers.values():
+            weights.append(getattr(module, name))
+        return self._weight_hasher.hashes(
+            weights, entry_of_tensor=range(len(weights)), owners=self._owners
+        )
+
+    def _hash_state(self) -> Any:
+        """Hashes the state of the optimizers.
+
+        The tensors of one parameter, such as its momentum, have one hash together, and the same
+        owner as the parameter.
+        """
+        state = state_tensors(self._optimizers, self._parameters)
+        owners_of_state = [self._owners[index] for index in state.parameter_indices]
+        return self._state_hasher.hashes(
+            state.tensors,
+            entry_of_tensor=state.parameter_indices,
+            owners=owners_of_state,
+            keys=state.keys,
+        )
 
     def _write_losses(self, number: int, losses: Mapping[int, Any]) -> None:
         """Writes a step without hashes.
@@ -437,8 +449,8 @@ class Journal(Extension):
             hashed_states=self._state_hasher.hashed_entries,
         )
         if table != self._written_table:
-            # In the file, a step belongs to the table before it. So the earlier steps, whose hashes
-            # may still be on their way from the GPU, are written first.
+            # In the file, a step belongs to the last table that was written before it. So the
+            # earlier steps, whose hashes may still be on their way from the GPU, are written first.
             self._write_pending(wait=True)
             self._written_table = table
             self._write(table_record(table))
@@ -490,10 +502,10 @@ class Journal(Extension):
             has_arrived = record.copy_event.query()
             if not has_arrived and not wait:
                 return
-            record.copy_event.synchronize()
+            record.copy_event.synchronize()  # returns at once if the numbers have arrived
             self._pending.pop(0)
 
-            # The numbers are here, but `_write` may collect several records for one system call.
+            # Several records may be collected for one system call.
             self._write(record.head + record.numbers.numpy().tobytes(), may_write_later=True)
 
     def _write(self, content: bytes, *, may_write_later: bool = False) -> None:

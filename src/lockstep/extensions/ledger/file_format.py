@@ -127,10 +127,13 @@ def read_file(path: Path) -> RankFile:
             _add_step(file, data, begin + 1, end)
             continue
 
+        # The keys tell what a JSON record is. A loader also has the key "stream".
         values = json.loads(data[begin + 1 : end])
-        if "loader" in values:  # the description of a loader, which also has the key "stream"
+        is_loader = "loader" in values
+        is_beginning_of_stream = "stream" in values and not is_loader
+        if is_loader:
             file.loaders.append(values)
-        elif "stream" in values:  # the first samples of a stream in an epoch
+        elif is_beginning_of_stream:
             file.beginnings[values["stream"], values["epoch"]] = values["beginning"]
         elif values["ledger"] == FORMAT_VERSION:  # the first record of the file, with the version
             file.num_ranks = values["ranks"]
@@ -177,12 +180,12 @@ def _add_step(file: RankFile, data: bytes | mmap.mmap, begin: int, end: int) -> 
     samples = np.frombuffer(data, "<i8", num_samples, samples_begin)
     batch = TrainedBatch(step, loader, epoch, position, global_samples, (samples,))
 
-    latest_attempt = file.batches_by_attempt[-1]
-    went_back = bool(latest_attempt) and step < latest_attempt[-1].step
+    batches_of_latest_attempt = file.batches_by_attempt[-1]
+    went_back = bool(batches_of_latest_attempt) and step < batches_of_latest_attempt[-1].step
     if went_back:
-        latest_attempt = []
-        file.batches_by_attempt.append(latest_attempt)
-    latest_attempt.append(batch)
+        file.batches_by_attempt.append([batch])
+    else:
+        batches_of_latest_attempt.append(batch)
 
 
 def _find_records(data: bytes | mmap.mmap, file: RankFile) -> Iterator[tuple[int, int]]:
@@ -203,18 +206,20 @@ def _find_records(data: bytes | mmap.mmap, file: RankFile) -> Iterator[tuple[int
     record_begin = 0  # a record is its frame, then its content
     while record_begin < len(data):
         content_begin = record_begin + FRAME.size
-        end = _end_of_record(data, record_begin)
-        if end is not None:
-            yield content_begin, end
-            record_begin = end
+        content_end = _end_of_record(data, record_begin)
+        if content_end is not None:
+            yield content_begin, content_end
+            record_begin = content_end
             continue
 
+        # The first case.
         next_record = _next_complete_record(data, content_begin + 1)
         if next_record is not None:
             file.damaged_at.append(record_begin)
             record_begin = next_record
             continue
 
+        # The second case or, with bytes after the record, the third.
         if _has_bytes_after_record(data, record_begin):
             file.damaged_at.append(record_begin)
         file.is_cut_off = True
@@ -234,7 +239,7 @@ def _has_bytes_after_record(data: bytes | mmap.mmap, record_begin: int) -> bool:
 
     length: int
     length, _ = FRAME.unpack(data[record_begin:content_begin])
-    if length == 0:  # no record is empty, so this is not the length of one
+    if length == 0:  # no record is empty, so the length is not known
         return False
 
     record_end = content_begin + length
@@ -267,7 +272,8 @@ def _end_of_record(data: bytes | mmap.mmap, record_begin: int) -> int | None:
     Returns:
         None if there is no record, or it is incomplete or damaged.
     """
-    # The content begins with "S" (a step) or "J{" (a JSON object).
+    # The content begins with "S" (a step) or "J{" (a JSON object). If it does, the frame before it
+    # is complete.
     content_begin = record_begin + FRAME.size
     if _BEGINNING_OF_CONTENT.match(data, content_begin) is None:
         return None

@@ -72,17 +72,17 @@ def judge(folder: str | Path) -> LedgerReport:
     loaders = _collect_loaders(attempts, report)
     _report_kinds_of_loaders(loaders, attempts, report)
 
-    # The global batches that were trained in each epoch: a list for each pair (loader, epoch).
-    epochs = _join_ranks(attempts, final_attempts, report)
-    _check_beginnings(attempts, epochs, final_attempts, report)
+    # The global batches that were trained: a list for each pair (loader, epoch).
+    batches_of_epoch = _join_ranks(attempts, final_attempts, report)
+    _check_beginnings(attempts, batches_of_epoch, final_attempts, report)
     _check_steps(final_attempts, report)
-    for loader, epoch in sorted(epochs):
+    for loader, epoch in sorted(batches_of_epoch):
         if loader not in loaders:  # the record that describes it is damaged, which was reported
             report.notes.append(f"epoch {epoch} of loader {loader} cannot be judged")
             continue
 
-        batches = sorted(epochs[loader, epoch], key=lambda batch: batch.step)
-        next_batch = _first_batch_of_next_epoch(epochs, loader, epoch)
+        batches = sorted(batches_of_epoch[loader, epoch], key=lambda batch: batch.step)
+        next_batch = _first_batch_of_next_epoch(batches_of_epoch, loader, epoch)
         _check_epoch(loaders[loader], batches, next_batch, final_attempts, report)
     return report
 
@@ -136,6 +136,7 @@ def read_folder(folder: Path) -> list[Attempt]:
             "train with lockstep run --ledger FOLDER, and give that folder",
         )
 
+    # A start is split where the run went back to an earlier step.
     attempts: list[Attempt] = []
     for start_name, files in files_of_start.items():
         attempts += _split_start(start_name, files)
@@ -162,11 +163,10 @@ def _split_start(start_name: str, files: Mapping[int, RankFile]) -> list[Attempt
             has_attempt = number < len(file.batches_by_attempt)
             batches_of_rank[rank] = file.batches_by_attempt[number] if has_attempt else []
 
-        # Later, the files of all attempts are checked for damage and for other settings. The
-        # attempts of a start have the same files, so only the first one (number 0) gets them. Then
-        # each file is checked once.
-        files_of_attempt = files if number == 0 else {}
-        attempts.append(Attempt(start_name, num_ranks, files_of_attempt, batches_of_rank))
+        # The files, which all attempts of a start have in common, are checked once: as those of the
+        # first attempt.
+        files_to_check = files if number == 0 else {}
+        attempts.append(Attempt(start_name, num_ranks, files_to_check, batches_of_rank))
     return attempts
 
 
@@ -174,14 +174,13 @@ def _check_files(attempt: Attempt, number: int, report: LedgerReport) -> None:
     """Adds files of an attempt that are missing, cut off or damaged to the report.
 
     Args:
-        attempt: the attempt.
+        attempt: the attempt, which the report calls a start.
         number: the number of the attempt, from 1.
         report: findings and notes are added to it.
     """
-    # Each rank that has a file also has a list of batches, even if it is empty in this attempt.
+    ranks_with_file = attempt.batches_of_rank.keys()
     for rank in range(attempt.num_ranks):
-        has_file = rank in attempt.batches_of_rank
-        if not has_file:
+        if rank not in ranks_with_file:
             report.add_finding("LS102", f"start {number}: the file of rank {rank} is missing")
 
     # The files of a start belong to its first attempt, so each file is looked at once.
@@ -207,7 +206,7 @@ def _find_final_attempts(attempts: Sequence[Attempt], report: LedgerReport) -> F
     trained again, here 2 (`report.again`), and that of the steps that count, here 10
     (`report.steps`).
     """
-    final_attempts: dict[int, int] = {}
+    final_attempts: dict[int, int] = {}  # the index of the attempt, by the step
     for index, attempt in enumerate(attempts):
         steps: set[int] = set()
         for batches in attempt.batches_of_rank.values():
@@ -248,21 +247,18 @@ def _collect_loaders(
     A setting that differs in another file is added to the report, once for each loader.
     """
     loaders: dict[int, dict[str, Any]] = {}
-    reported: set[tuple[int, str]] = set()  # a loader and the setting that differs
+    reported: set[tuple[int, str]] = set()  # a loader and the setting, or "data", that differs
     for number, attempt in enumerate(attempts, 1):
         for rank, file in sorted(attempt.files.items()):
+            where = f"rank {rank} of start {number}"
             for description in file.loaders:
                 loader = description["loader"]
                 first_description = loaders.setdefault(loader, description)
-
-                for name in ("length", "batch_size", "drop_last"):
-                    differs = description[name] != first_description[name]
-                    if differs and (loader, name) not in reported:
+                for name in _changed_settings(first_description, description):
+                    if (loader, name) not in reported:
                         reported.add((loader, name))
-                        where = f"rank {rank} of start {number}"
-                        _report_other_setting(first_description, description, name, where, report)
+                        _report_changed_setting(first_description, description, name, where, report)
 
-                # The data may have changed, too.
                 if (loader, "data") not in reported:
                     has_reported = _report_other_data(
                         first_description, description, number, report
@@ -272,7 +268,15 @@ def _collect_loaders(
     return loaders
 
 
-def _report_other_setting(
+def _changed_settings(
+    first_description: Mapping[str, Any], description: Mapping[str, Any]
+) -> list[str]:
+    """Returns the settings in which two descriptions of a loader differ."""
+    names = ("length", "batch_size", "drop_last")
+    return [name for name in names if description[name] != first_description[name]]
+
+
+def _report_changed_setting(
     first: Mapping[str, Any],
     description: Mapping[str, Any],
     name: str,
@@ -288,11 +292,12 @@ def _report_other_setting(
         where: the file that has it, such as "rank 1 of start 2".
         report: the report, which is added to.
     """
+    # LS104: a new length of the dataset means that the data has changed. LS109: a setting has
+    # changed, so that global batches consist of other samples.
+    code = "LS104" if name == "length" else "LS109"
     loader = first["loader"]
     report.add_finding(
-        # LS104: a new length of the dataset means that the data has changed. LS109: a setting has
-        # changed, so that global batches consist of other samples.
-        "LS104" if name == "length" else "LS109",
+        code,
         f"loader {loader}: {name} is {description[name]} on {where}, and was {first[name]}",
         loader=loader,
     )
@@ -308,7 +313,7 @@ def _report_kinds_of_loaders(
 
     Args:
         loaders: the descriptions, by number.
-        attempts: all of the run.
+        attempts: all attempts of the run.
         report: numbers of loaders are appended to its lists.
     """
     trained_loaders: set[int] = set()
@@ -316,7 +321,8 @@ def _report_kinds_of_loaders(
         for batches in attempt.batches_of_rank.values():
             trained_loaders.update(batch.loader for batch in batches)
     for loader in sorted(loaders.keys() & trained_loaders):
-        if loaders[loader]["stream"] is not None:
+        is_stream = loaders[loader]["stream"] is not None
+        if is_stream:
             report.by_position.append(loader)
         elif loaders[loader]["own_order"]:
             report.by_batch.append(loader)
@@ -351,7 +357,8 @@ def _report_other_data(
         return False
 
     loader = first["loader"]
-    if difference.other_samples:  # otherwise they are the same samples, read differently
+    are_other_samples = difference.other_samples
+    if are_other_samples:
         report.add_finding(
             "LS104",
             f"loader {loader}: the data of start {number} are not those of the first start: "
@@ -431,8 +438,8 @@ def _parts_by_batch(
         final_attempts: for each step, the index of the attempt that counts.
 
     Returns:
-        The parts by the rank, for each pair of a step and a loader, as a step trains one global
-        batch of a loader.
+        For each pair (step, loader), which stands for one global batch, the part of each rank. A
+        step on samples of no prepared loader is left out.
     """
     parts_by_batch: dict[tuple[int, int], dict[int, TrainedBatch]] = defaultdict(dict)
     for rank, batches in sorted(attempt.batches_of_rank.items()):
@@ -482,8 +489,8 @@ def _find_fault(
             )
     if absent_ranks:
         return _Fault("LS102", f"{format_ranks(absent_ranks)} did not record {place}")
-    if len(parts) < num_ranks:
-        # Files are missing, and the samples in them too. That is reported once for each file.
+    some_files_are_missing = len(parts) < num_ranks
+    if some_files_are_missing:  # which was reported, and their samples are missing, too
         return None
 
     num_recorded = sum(part.num_recorded for part in parts.values())
@@ -513,19 +520,19 @@ def _check_beginnings(
     The first difference in an epoch is added to the report, in which attempts are called starts.
     """
     for (loader, epoch), batches in sorted(epochs.items()):
-        # The indices of the attempts that have trained global batches of this epoch.
-        attempts_of_epoch = {final_attempts[batch.step] for batch in batches}
+        # The attempts that have trained global batches of this epoch.
+        attempt_indices = {final_attempts[batch.step] for batch in batches}
 
         # The digests of the first samples, by the index of the attempt.
         beginnings: dict[int, list[Any]] = {}
-        for index in sorted(attempts_of_epoch):
+        for index in sorted(attempt_indices):
             beginning = _beginning_of_stream(attempts[index], loader, epoch)
             if beginning is not None:
                 beginnings[index] = beginning
         if not beginnings:
             continue
 
-        # Each attempt is compared with the earliest one.
+        # Each attempt is compared with the earliest one. The report counts them as starts, from 1.
         first_index = min(beginnings)
         for index, beginning in beginnings.items():
             sample = first_differing_sample(beginnings[first_index], beginning)
@@ -692,35 +699,30 @@ def _check_positions(
     Returns:
         True if no global batch was left out.
     """
-    first = batches[0]
-    last = batches[-1]
+    epoch = batches[0].epoch
+    last_step = batches[-1].step
     positions = {batch.position for batch in batches}
-    num_steps = loader["steps"]  # of a whole epoch; None: a stream that does not say its length
-    trained_end = max(positions) + 1  # the position behind the last one that was trained
+    end = max(positions) + 1  # behind the last position that was trained
+    end_of_epoch = loader["steps"]  # None: a stream that does not say its length
 
-    # All positions before `required_end` must have been trained. The cases are those of the example
-    # above. First: the epoch is finished (as far as that is known), or the run ended in it.
+    is_finished = end_of_epoch is None or end == end_of_epoch  # as far as that is known
     explanation = ""
-    is_finished = num_steps is None or trained_end == num_steps
-    if is_finished or next_batch is None:
-        required_end = trained_end
-    elif final_attempts[next_batch.step] == final_attempts[last.step]:
-        # The same start went on with another epoch: a `break` in the script's loop, for example.
-        required_end = trained_end
-        report.notes.append(
-            f"loader {loader['loader']}: the script left epoch {first.epoch} after global "
-            f"batch {trained_end - 1} of {num_steps}"
-        )
-    else:
-        # A restart went on with another epoch.
-        required_end = num_steps
-        explanation = "; the run was then taken up in another epoch"
+    if next_batch is not None and not is_finished:  # otherwise the run ended in this epoch
+        same_start_went_on = final_attempts[next_batch.step] == final_attempts[last_step]
+        if same_start_went_on:  # a `break` in the script's loop, for example
+            report.notes.append(
+                f"loader {loader['loader']}: the script left epoch {epoch} after global "
+                f"batch {end - 1} of {end_of_epoch}"
+            )
+        else:
+            end = end_of_epoch  # the restart should have trained the rest, too
+            explanation = "; the run was then taken up in another epoch"
 
-    missing = [n for n in range(begin_position, required_end) if n not in positions]
+    missing = [position for position in range(begin_position, end) if position not in positions]
     if missing:
         places = format_ranges(missing, MAX_ITEMS_IN_TEXT)
         what = f"global batches were left out: {places}{explanation}"
-        _add_epoch_finding(loader, first.epoch, "LS102", what, (), report)
+        _add_epoch_finding(loader, epoch, "LS102", what, (), report)
     return not missing
 
 
@@ -732,6 +734,8 @@ def _check_samples(
 ) -> None:
     """Adds samples of an epoch that were trained more than once or left out to the report.
 
+    These are findings with the codes LS101 and LS102.
+
     Args:
         loader: the description of the loader.
         batches: the global batches of the epoch that were trained, ordered by step.
@@ -742,9 +746,8 @@ def _check_samples(
     repeated, absent = repeats_and_gaps(batches, required_samples)
     if repeated.count:
         number = count_noun(repeated.count, "sample")
-
-        # The text shows `MAX_ITEMS_IN_TEXT` samples. One more is passed, so that `join_first` adds
-        # ", ..." if there are more.
+        # One more than are shown, so that `join_first` adds ", ..." if there are more. (Describing
+        # all of them would take long.)
         first_samples = repeated.first_samples[: MAX_ITEMS_IN_TEXT + 1].tolist()
         examples = [_describe_sample_with_steps(sample, batches) for sample in first_samples]
         what = f"{number} trained more than once: {join_first(examples, MAX_ITEMS_IN_TEXT)}"
@@ -775,8 +778,8 @@ def _required_samples(
 ) -> range:
     """Returns the indices of the samples that must have been trained in an epoch.
 
-    No global batch of the epoch is missing. The range is empty if the ledger does not tell which
-    samples must have been trained.
+    It is only called if no global batch of the epoch is missing. The range is empty if the ledger
+    does not tell which samples must have been trained.
 
     - A shuffled dataset of 100 samples, trained to its end: `range(0, 100)`.
     - The same, but the epoch is unfinished: `range(0, 0)`, as any sample may still be to come.
@@ -807,12 +810,17 @@ def _required_samples(
     # A stream's samples are numbered as they come, so all must be there from the first global batch
     # of the ledger to the last sample that was trained.
     first_sample = begin_position * loader["batch_size"]
+    return range(first_sample, _last_sample(batches) + 1)
+
+
+def _last_sample(batches: Sequence[TrainedBatch]) -> int:
+    """Returns the largest index of a sample in some batches; -1 if they have no samples."""
     last_sample = -1
     for batch in batches:
         for samples in batch.samples:
             if len(samples):
                 last_sample = max(last_sample, int(samples.max()))
-    return range(first_sample, last_sample + 1)
+    return last_sample
 
 
 class SampleCount:

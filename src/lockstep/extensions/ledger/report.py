@@ -111,14 +111,12 @@ class LedgerReport:
 
     def as_json(self) -> dict[str, Any]:
         """Returns the fields of the report and a verdict, as values for `json.dumps`."""
-        # There is one verdict for all loaders, so it claims no more than is known of each of them:
-        # only positions if some loader reads a stream, or only global batches if some loader has a
-        # sampler of the script's own. `by_position` and `by_batch` are lists of such loaders.
+        # There is one verdict for all loaders, so it claims no more than is known of each of them.
         if self.findings:
             verdict = "REPEATS OR GAPS"
-        elif self.by_position:
+        elif self.by_position:  # some loader reads a stream, of which only positions are known
             verdict = "EVERY POSITION ONCE"
-        elif self.by_batch:
+        elif self.by_batch:  # some loader has a sampler of the script's own
             verdict = "EVERY GLOBAL BATCH ONCE"
         else:
             verdict = "EVERY SAMPLE ONCE"

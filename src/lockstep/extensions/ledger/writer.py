@@ -86,11 +86,10 @@ class Ledger(Extension):
         """
         wrote_samples = False
         for loader, batches in self._untrained.items():
-            # If the loop over the loader is going on, this step has trained its batches. If the
-            # script has left the loop by a `break` before, it has dropped these batches, and the
-            # step has trained something else.
-            pass_is_running = loader.mid_epoch
-            if pass_is_running:
+            # If the script has left the loop over the loader by a `break`, it has dropped these
+            # batches, and the step has trained something else.
+            loop_goes_on = loader.mid_epoch
+            if loop_goes_on:
                 self._write_step(number, loader, batches)
                 wrote_samples = True
         self._untrained.clear()
@@ -119,8 +118,7 @@ class Ledger(Extension):
             samples=np.concatenate([batch.samples for batch in batches]),
         )
         self._write(content)
-
-        self._write_beginning(loader_number, loader, first.epoch)
+        self._write_beginning_of_stream(loader_number, loader, first.epoch)
 
     def _describe_loader(self, loader: Loader) -> int:
         """Writes the description of a loader if the file does not have it.
@@ -140,7 +138,7 @@ class Ledger(Extension):
         description = {
             "loader": number,
             "dataset": type(source.dataset).__name__,
-            "stream": source.sharding,  # None unless the dataset is a stream
+            "stream": source.sharding,  # how the ranks divide a stream; None for other datasets
             "length": source.length if length_is_known else None,
             "steps": source.steps,
             "batch_size": source.batch_size,
@@ -151,7 +149,7 @@ class Ledger(Extension):
         self._write(json_content(description))
         return number
 
-    def _write_beginning(self, loader_number: int, loader: Loader, epoch: int) -> None:
+    def _write_beginning_of_stream(self, loader_number: int, loader: Loader, epoch: int) -> None:
         """Writes digests of the first samples of a stream, once in each epoch."""
         if (loader_number, epoch) in self._recorded_beginnings:
             return

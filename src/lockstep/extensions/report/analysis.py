@@ -157,8 +157,9 @@ def speed(start: Start) -> Speed | None:
     The time of evaluations and checkpoints is left out, since neither is in `WORK_PHASES`.
     """
     record = start.main  # of rank 0
-    rows = steady_rows(record)  # without the first ones
-    seconds = record.seconds((*WORK_PHASES, "communication"))[rows].sum()
+    rows = steady_rows(record)  # without the first ones, which include the warm-up
+    phases_of_training = (*WORK_PHASES, "communication")
+    seconds = record.seconds(phases_of_training)[rows].sum()
     num_steps = record.column("steps")[rows].sum()
     num_samples = record.column("samples")[rows].sum()
     if not num_steps or not seconds:
@@ -209,7 +210,7 @@ def scaling(starts: Sequence[Start]) -> list[tuple[Speed, float]]:
 def working_fraction(start: Start) -> float | None:
     """Returns the fraction of the ranks' time in which they did not wait for each other.
 
-    Multiplied by the number of ranks it says how many times as fast as one rank they are at most.
+    The fraction times the number of ranks is an upper bound of the speedup over one rank.
 
     Returns:
         The fraction, or None if it is not known: on GPUs, for which the CPU's times say little, for
@@ -266,27 +267,32 @@ class _LauncherMessage(NamedTuple):
 
 def _launcher_findings(record: Record) -> Iterator[Finding]:
     """Yields a finding for each different message of the launchers: failures, signals, findings."""
-    # For each message, the lines that have it, each with the number of its start.
-    occurrences: dict[_LauncherMessage, list[tuple[int, LauncherLine]]] = {}
-    for number, start in enumerate(record.starts, 1):
-        for line in start.launcher_lines:
-            if line["kind"] in LEVEL_OF_LAUNCHER_KIND:
-                # Without the log folder, which differs, the messages of several launchers about
-                # one failure are equal.
-                message = _LauncherMessage(line["kind"], _lines_without_log_folder(line["text"]))
-                if message not in occurrences:
-                    occurrences[message] = []
-                occurrences[message].append((number, line))
-
-    for message, numbered_lines in occurrences.items():
-        start_numbers = sorted({number for number, _ in numbered_lines})
+    for message, occurrences in _occurrences_by_message(record).items():
+        start_numbers = sorted({start_number for start_number, _ in occurrences})
         in_starts = f"in start {format_ranges(start_numbers)}" if len(record.starts) > 1 else ""
 
         # The first line of the message's text is the finding, and all that follows is evidence.
-        headline, *more_lines = message.lines
-        launcher_lines = [line for _, line in numbered_lines]
-        evidence = [*more_lines, *_evidence_of_lines(launcher_lines, in_starts)]
+        headline, *rest_of_text = message.lines
+        launcher_lines = [line for _, line in occurrences]
+        evidence = [*rest_of_text, *_evidence_of_lines(launcher_lines, in_starts)]
         yield Finding(LEVEL_OF_LAUNCHER_KIND[message.kind], headline, tuple(evidence))
+
+
+def _occurrences_by_message(
+    record: Record,
+) -> dict[_LauncherMessage, list[tuple[int, LauncherLine]]]:
+    """Returns the lines in which launchers wrote each message, each with the number of its start.
+
+    Several launchers write about one failure. Without the log folder, in which their texts differ,
+    it is one message.
+    """
+    occurrences: dict[_LauncherMessage, list[tuple[int, LauncherLine]]] = {}
+    for start_number, start in enumerate(record.starts, 1):
+        for line in start.launcher_lines:
+            if line["kind"] in LEVEL_OF_LAUNCHER_KIND:
+                message = _LauncherMessage(line["kind"], _lines_without_log_folder(line["text"]))
+                occurrences.setdefault(message, []).append((start_number, line))
+    return occurrences
 
 
 def _evidence_of_lines(lines: Sequence[LauncherLine], in_starts: str) -> Iterator[str]:
@@ -320,9 +326,8 @@ def _when(lines: Sequence[LauncherLine], in_starts: str) -> str:
     if in_starts:
         text = f"{text}, {in_starts}"
 
-    # Each machine has a launcher, with one file for all starts that it makes. If the ranks of two
-    # machines fail in two starts, there are four lines, two in each file. The text then says "2
-    # times": only the lines in the file of the last one are counted.
+    # The launchers of all machines write the same message, each to a file of its own, so only the
+    # lines of one launcher are counted.
     lines_of_one_launcher = [line for line in lines if line["file"] == last["file"]]
     times = len(lines_of_one_launcher)
     if times > 1:
@@ -388,36 +393,35 @@ def _restart_findings(number: int, before: Start, after: Start) -> Iterator[Find
         yield _bad_end_finding(number, before, after)
 
 
-def _bad_end_finding(number: int, before: Start, after: Start) -> Finding:
+def _bad_end_finding(number: int, start: Start, next_start: Start) -> Finding:
     """Returns the warning about a start that ended badly: how, and what was trained again.
 
     Args:
         number: the number of the start, counted from 1.
-        before: the start.
-        after: the next start.
+        start: the start.
+        next_start: the next start.
     """
-    text = f"start {number} of {count_noun(before.num_ranks, 'rank')} ended {ENDINGS[before.end]}"
+    text = f"start {number} of {count_noun(start.num_ranks, 'rank')} ended {ENDINGS[start.end]}"
     evidence = []
-    if not before.reached_init:
+    if not start.reached_init:
         evidence.append("none of its ranks came to lockstep.init")
 
-    # `main` is the record of rank 0 in each start. Its columns are arrays of floats, and so is the
-    # one of the numbers of steps.
-    if before.main.rows and after.main.rows:
-        steps = before.main.column("step")
+    # `main` is the record of rank 0. Its columns are arrays of floats, also the step numbers.
+    if start.main.rows and next_start.main.rows:
+        steps = start.main.column("step")
         last_step = steps[-1]
-        next_first_step = first_step(after.main)
+        next_first_step = first_step(next_start.main)
         is_repeated = steps >= next_first_step
         if is_repeated.any():
             text += f"; the next one trained steps {next_first_step:.0f} to {last_step:.0f} again"
-            seconds = float(before.main.seconds()[is_repeated].sum())
+            seconds = float(start.main.seconds()[is_repeated].sum())
             evidence.append(f"time spent on steps that were trained again: {duration(seconds)}")
         evidence.append(
             f"its last step: {last_step:.0f}, the next one's first: {next_first_step:.0f}"
         )
 
     # `last_time` is when rank 0 or another rank wrote its last row.
-    pause = after.time - before.last_time
+    pause = next_start.time - start.last_time
     evidence.append(f"from its last sign to the next start: {duration(pause)}")
     return Finding("warning", text, tuple(evidence))
 
@@ -504,14 +508,14 @@ def _straggler_findings(start: Start) -> Iterator[Finding]:
     for rank in slowest_first[:MAX_STRAGGLERS]:
         host = start.records[rank].header.get("host", "an unknown host")
         excess = {phase: phases[rank][phase] - phases_of_others[phase] for phase in WORK_PHASES}
-        longest_excess = max(WORK_PHASES, key=lambda phase: excess[phase])
+        slowest_phase = max(WORK_PHASES, key=lambda phase: excess[phase])
         yield Finding(
             "warning",
             f"rank {rank} on {host} is a straggler: it works {work[rank] * 1e3:.3g} ms a step, the "
             f"others {usual_work * 1e3:.3g} ms, and they wait for it; most of the difference is in "
-            f"{longest_excess}",
+            f"{slowest_phase}",
             tuple(_compare_phases(phases[rank], phases_of_others)),
-            ADVICE_FOR_STRAGGLER.get(longest_excess, ADVICE_FOR_SLOW_DEVICE),
+            ADVICE_FOR_STRAGGLER.get(slowest_phase, ADVICE_FOR_SLOW_DEVICE),
         )
 
     if len(slow_ranks) > MAX_STRAGGLERS:
@@ -529,8 +533,7 @@ def _phases_of_other_ranks(
     """
     other_ranks = [rank for rank in phases if rank not in slow_ranks]
     if not other_ranks:
-        # If all times are 0, all ranks count as slow: each one works 0 s longer than usual, and
-        # that is not less than a tenth of its step, 0 s.
+        # All ranks count as slow if all times are 0: 0 s is not less than a tenth of 0 s.
         other_ranks = [*phases]
 
     medians = {}
@@ -547,15 +550,15 @@ def _compare_phases(slow: Mapping[str, float], usual: Mapping[str, float]) -> It
 
 
 def _phase_findings(start: Start) -> Iterator[Finding]:
-    """Yields a warning for each phase that takes too much of a step, even on the fastest rank."""
+    """Yields a warning for each phase on which all ranks spend too much of a step."""
     phases = phases_by_rank(start)
     if not phases:
         return
 
     hosts = {record.header.get("host") for record in start.records.values()}
-    for phase, limit in LONG_PHASES.items():
-        if phase == "communication" and len(hosts) == 1:
-            limit = LIMIT_OF_COMMUNICATION_ON_ONE_HOST
+    for phase, usual_limit in LONG_PHASES.items():
+        is_within_host = phase == "communication" and len(hosts) == 1
+        limit = LIMIT_OF_COMMUNICATION_ON_ONE_HOST if is_within_host else usual_limit
 
         fractions_of_ranks = []
         for seconds in phases.values():
@@ -563,7 +566,7 @@ def _phase_findings(start: Start) -> Iterator[Finding]:
             fractions_of_ranks.append(seconds[phase] / step_seconds)
 
         # `ranks_do` completes the sentence, for example with "wait for data".
-        fraction = min(fractions_of_ranks)
+        fraction = min(fractions_of_ranks)  # of the rank that spends least on the phase
         if fraction >= limit.min_fraction:
             yield Finding(
                 "warning",
@@ -606,18 +609,17 @@ def _findings_on_gaps(start: Start) -> Iterator[Finding]:
             "what the launcher has seen",
         )
 
-    # On a GPU, no time of the record is what the GPU needed. On a CPU the times are right, except
-    # for a strategy that communicates within its passes.
     header = start.main.header
     strategy = header.get("strategy")
     on_gpu = str(header.get("device", "")).startswith("cuda")
+    communicates_within_passes = strategy in STRATEGIES_THAT_COMMUNICATE_WITHIN_PASSES
     if on_gpu:
         yield Finding(
             "note",
             "the times are those of the CPU, which runs ahead of the GPU: what the GPU takes, also "
             "to wait for other GPUs, is counted where the CPU waits for it",
         )
-    elif strategy in STRATEGIES_THAT_COMMUNICATE_WITHIN_PASSES and start.num_ranks > 1:
+    elif communicates_within_passes and start.num_ranks > 1:
         yield Finding(
             "note",
             f"{strategy} communicates within forward and backward passes; that part of "
@@ -634,9 +636,8 @@ def _findings_on_missing_ranks(start: Start) -> Iterator[Finding]:
     if not ranks_with_rows or len(ranks_with_rows) == start.num_ranks:
         return
 
-    # The loss is in the rows. What world.log was given is in lines of their own: these are complete
-    # if each rank has a file, even one without rows.
     missing = format_ranks(set(range(start.num_ranks)) - ranks_with_rows)
+    # The loss is in the rows. What world.log was given is known if each rank has a file at all.
     ranks_with_file = [rank for rank, record in start.records.items() if record.header]
     all_files_are_here = len(ranks_with_file) == start.num_ranks
     if all_files_are_here:
@@ -665,9 +666,10 @@ def totals(start: Start) -> Totals | None:
     if not record.rows:
         return None
 
+    peaks = [record.column("memory").max() for record in start.records.values() if record.rows]
+
     # The columns "at" (seconds), "sent" (bytes to other ranks) and "shared" (bytes written into
     # shared memory) are running totals since the start, so the last value of each is the total.
-    peaks = [record.column("memory").max() for record in start.records.values() if record.rows]
     return Totals(
         seconds=float(record.column("at")[-1]),
         bytes_sent=float(record.column("sent")[-1] + record.column("shared")[-1]),

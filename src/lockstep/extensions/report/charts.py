@@ -26,7 +26,7 @@ MAX_ROWS = 256  # of the same chart
 MAX_BARS = 64  # of the chart that shows the phases by rank
 
 
-def averaged(values: Floats, weights: Floats, max_points: int = MAX_POINTS) -> Floats:
+def average_neighbours(values: Floats, weights: Floats, max_points: int = MAX_POINTS) -> Floats:
     """Thins out the values of a curve: averages neighbours until at most `max_points` remain.
 
     Args:
@@ -37,9 +37,12 @@ def averaged(values: Floats, weights: Floats, max_points: int = MAX_POINTS) -> F
     if len(values) <= max_points:
         return values
 
-    # The indices at which the groups of neighbours begin, shape (max_points,): for 5 values and 2
-    # points they are 0 and 2. Each group becomes one value; `reduceat` sums up each group.
-    group_begins = np.linspace(0, len(values), max_points + 1).astype(int)[:-1]
+    # The indices at which the groups of neighbours begin, shape (max_points,). For 5 values and 2
+    # points the bounds are 0, 2.5 and 5, and the groups begin at 0 and 2.
+    bounds = np.linspace(0, len(values), max_points + 1)
+    group_begins = bounds.astype(int)[:-1]
+
+    # Each group becomes one value; `reduceat` sums up each group.
     weighted_sums = np.add.reduceat(values * weights, group_begins)
     weight_sums = np.add.reduceat(weights, group_begins)
 
@@ -49,7 +52,10 @@ def averaged(values: Floats, weights: Floats, max_points: int = MAX_POINTS) -> F
 
 
 def numbers_for_json(values: Floats) -> list[float | int | None]:
-    """Returns values with six significant digits; None, a gap in a line, for what is not finite."""
+    """Returns values with six significant digits, and whole numbers as they are.
+
+    Values that are not finite become None, which a chart shows as a gap.
+    """
     numbers: list[float | int | None] = []
     for value in values.tolist():
         if not math.isfinite(value):
@@ -98,16 +104,16 @@ def curve_charts(records: Sequence[Record], names: Sequence[str]) -> list[dict[s
                 charts[curve.title] = {"title": curve.title, "unit": curve.unit, "lines": []}
 
             for line in curve.lines:
-                # `averaged` thins out a curve that has more points than a chart can show. All
-                # points weigh the same.
+                # A curve with more points than a chart can show is thinned out. All points weigh
+                # the same.
                 weights = np.ones(len(line.steps))
                 charts[curve.title]["lines"].append(
                     {
                         "run": run_number,
                         "name": names[run_number],
-                        "steps": numbers_for_json(averaged(line.steps, weights)),
-                        "seconds": numbers_for_json(averaged(line.seconds, weights)),
-                        "values": numbers_for_json(averaged(line.values, weights)),
+                        "steps": numbers_for_json(average_neighbours(line.steps, weights)),
+                        "seconds": numbers_for_json(average_neighbours(line.seconds, weights)),
+                        "values": numbers_for_json(average_neighbours(line.values, weights)),
                     }
                 )
     return list(charts.values())
@@ -208,7 +214,7 @@ def _lines_of_start(start: Start, clock: _Clock) -> dict[str, Line]:
 
 
 def _mean_over_gpus(start: Start, key: str) -> tuple[Floats, Floats]:
-    """Returns the mean over the ranks of what NVML said of their GPUs, at the first one's steps.
+    """Returns the mean over the ranks of what NVML said of their GPUs: the steps, and the means.
 
     Each rank asks NVML after steps of its own: for example one after steps 10 and 20, another after
     12 and 22. The means are taken at the steps of the first rank that has asked, here 10 and 20.
@@ -227,27 +233,29 @@ def _mean_over_gpus(start: Start, key: str) -> tuple[Floats, Floats]:
     if not curves_of_ranks:
         return np.empty(0), np.empty(0)
 
-    steps, _ = curves_of_ranks[0]  # of the first rank
-    values_of_ranks = [np.interp(steps, xs, values) for xs, values in curves_of_ranks]
+    common_steps, _ = curves_of_ranks[0]  # of the first rank
+    values_of_ranks = [np.interp(common_steps, steps, values) for steps, values in curves_of_ranks]
     means: Floats = np.mean(values_of_ranks, axis=0)
-    return steps, means
+    return common_steps, means
 
 
 def logged_values(start: Start) -> dict[str, tuple[Floats, Floats]]:
     """Returns the steps and values of what the script logged in one start, by title.
 
-    What was logged under one name in training and in an evaluation are different curves. They are
-    told apart by their titles, such as "accuracy (validation)".
+    A name that was logged in training and in an evaluation gives two curves. They are told apart by
+    their titles, such as "accuracy (validation)".
     """
     # If several values were logged at one step, the last one counts.
-    value_at_step: dict[str, dict[float, float]] = {}
+    values_by_title: dict[str, dict[float, float]] = {}
     for logged in start.logged:
-        value_at_step.setdefault(logged.title, {})[logged.step] = logged.mean
-    found = {}
-    for title, values in value_at_step.items():
-        steps = np.array(sorted(values), dtype=np.float64)
-        found[title] = (steps, np.array([values[step] for step in steps], dtype=np.float64))
-    return found
+        value_at_step = values_by_title.setdefault(logged.title, {})
+        value_at_step[logged.step] = logged.mean
+
+    curves = {}
+    for title, value_at_step in values_by_title.items():
+        steps, values = zip(*sorted(value_at_step.items()), strict=True)
+        curves[title] = (np.array(steps, dtype=np.float64), np.array(values, dtype=np.float64))
+    return curves
 
 
 def restarts(record: Record) -> list[float]:
@@ -293,15 +301,16 @@ def phases_over_time(start: Start) -> dict[str, Any] | None:
     # To fit the chart, neighbouring rows are averaged: their values, and the numbers of their steps
     # too. A row over 4 steps weighs four times as much as a row over 1 step.
     num_rows = _num_common_rows(records)
-    steps_of_row = records[0].column("steps")[:num_rows]
-    step_numbers = averaged(records[0].column("step")[:num_rows], weights=steps_of_row)
+    last_step_of_row = records[0].column("step")[:num_rows]
+    num_steps_of_row = records[0].column("steps")[:num_rows]
+    step_numbers = average_neighbours(last_step_of_row, weights=num_steps_of_row)
 
     heights: dict[str, Floats] = {}  # milliseconds of a step, one value for each point
     for phase in STACKED_PHASES:
         by_record = [record.column(phase)[:num_rows] for record in records]
         seconds_of_row = np.mean(by_record, axis=0)  # over the ranks
-        seconds_of_step = seconds_of_row / steps_of_row
-        milliseconds = averaged(seconds_of_step, weights=steps_of_row) * 1e3
+        seconds_of_step = seconds_of_row / num_steps_of_row
+        milliseconds = average_neighbours(seconds_of_step, weights=num_steps_of_row) * 1e3
         if milliseconds.any():
             heights[phase] = milliseconds
     if not heights:
@@ -346,12 +355,13 @@ def slow_ranks(start: Start) -> dict[str, Any] | None:
     # weighted by how many steps it covers.
     records = [start.records[rank] for rank in ranks]
     num_rows = _num_common_rows(records)
-    steps_of_row = records[0].column("steps")[:num_rows]
-    step_numbers = averaged(records[0].column("step")[:num_rows], steps_of_row, MAX_COLUMNS)
+    last_step_of_row = records[0].column("step")[:num_rows]
+    num_steps_of_row = records[0].column("steps")[:num_rows]
+    step_numbers = average_neighbours(last_step_of_row, num_steps_of_row, MAX_COLUMNS)
     work_of_rank = []
     for record in records:
-        work_per_step = record.seconds(WORK_PHASES)[:num_rows] / steps_of_row
-        work_of_rank.append(averaged(work_per_step, steps_of_row, MAX_COLUMNS))
+        work_per_step = record.seconds(WORK_PHASES)[:num_rows] / num_steps_of_row
+        work_of_rank.append(average_neighbours(work_per_step, num_steps_of_row, MAX_COLUMNS))
     percent = _percent_over_median(np.array(work_of_rank))  # shape (ranks, columns)
 
     # Choose the ranks that deviate most from the median rank, and show them in order of rank.

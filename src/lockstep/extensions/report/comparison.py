@@ -64,9 +64,11 @@ def run_names(records: Sequence[Record]) -> list[str]:
 def compare(records: Sequence[Record]) -> Comparison:
     """Compares the last starts of several runs."""
     names = run_names(records)
+    first_record, *other_records = records
+    first_name, *other_names = names
     sentences = []
-    for index in range(1, len(records)):
-        sentences += _sentences(records[0], records[index], names[0], names[index])
+    for record, name in zip(other_records, other_names, strict=True):
+        sentences += _sentences_on_difference(first_record, record, first_name, name)
 
     # One column of figures for each run. All columns have the same names, which are the rows.
     columns = [_figures(record) for record in records]
@@ -78,7 +80,7 @@ def compare(records: Sequence[Record]) -> Comparison:
     return Comparison(names, sentences, rows, _differing_facts(records))
 
 
-def _sentences(run: Record, other: Record, name: str, other_name: str) -> list[str]:
+def _sentences_on_difference(run: Record, other: Record, name: str, other_name: str) -> list[str]:
     """Returns sentences that compare the speed of two runs, and their loss at the same step."""
     sentences = []
     speed = analysis.speed(run.starts[-1])
@@ -88,9 +90,9 @@ def _sentences(run: Record, other: Record, name: str, other_name: str) -> list[s
         sentences.append(_compare_speeds(speed, other_speed, name, other_name, main_phase))
 
     # The losses are compared in the last row of the record that both runs have.
-    losses_of_both = _losses_of_last_common_row(run, other)
-    if losses_of_both is not None:
-        row, other_loss = losses_of_both
+    common_row_and_other_loss = _losses_of_last_common_row(run, other)
+    if common_row_and_other_loss is not None:
+        row, other_loss = common_row_and_other_loss
         sentences.append(_compare_losses(row, other_loss, name, other_name))
     return sentences
 
@@ -129,8 +131,9 @@ def _compare_speeds(
         other_speed: of the other run.
         name: of the run.
         other_name: of the other run.
-        main_phase: a sentence that names the phase with most of the difference, as it is added to
-            another sentence: " Most of the difference is in data, ...". It may be empty.
+        main_phase: a sentence that names the phase with most of the difference, with a space before
+            it, as it is added to another sentence: " Most of the difference is in data, ...". It
+            may be empty.
     """
     if speed.samples_per_second == 0 or other_speed.samples_per_second == 0:
         return (
@@ -207,7 +210,8 @@ def _losses_of_last_common_row(run: Record, other: Record) -> tuple[LossRow, flo
     if not common:
         return None
 
-    # The one with the highest last step, and of these the one that covers the most steps.
+    # The keys are (last step of the row, number of its steps). So this is the row with the highest
+    # last step, and of these the one that covers the most steps.
     last_common = max(common)
     return rows[last_common], other_rows[last_common].loss
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from lockstep.columns import pad, width_of, wrap
 from lockstep.language import translate
@@ -38,22 +38,25 @@ def open_console() -> Console:
     if _bar_console is not None:
         return _bar_console
 
-    # The columns of the launcher's terminal, if the launcher prints what this process writes.
-    columns = launcher_columns()
-    prints_through_launcher = columns is not None
+    # The pipe to the launcher is no terminal to rich, although its text ends on one. With None,
+    # rich finds out itself whether stdout is a terminal.
+    columns_of_launcher = launcher_columns()
+    prints_through_launcher = columns_of_launcher is not None
+    force_terminal = True if prints_through_launcher else None
+
+    # In a notebook, rich prints through the kernel, which replaces `sys.stdout`. In a rank that was
+    # forked from the kernel, `sys.stdout` is the ordinary one again, and the notebook would ignore
+    # what rich prints through the kernel. With None, rich decides itself.
     stdout_is_ordinary = sys.stdout is sys.__stdout__
+    force_jupyter = False if stdout_is_ordinary else None
+
     return Console(
         markup=False,
         emoji=False,
         highlight=False,
-        width=columns,
-        # With None, rich finds out itself whether stdout is a terminal. The pipe to the launcher is
-        # no terminal to rich, although its text ends on one.
-        force_terminal=True if prints_through_launcher else None,
-        # In a notebook, rich prints through the kernel, which replaces `sys.stdout`. In a rank that
-        # was forked from the kernel, `sys.stdout` is the ordinary one again, and the notebook would
-        # ignore what rich prints through the kernel. With None, rich decides itself.
-        force_jupyter=False if stdout_is_ordinary else None,
+        width=columns_of_launcher,
+        force_terminal=force_terminal,
+        force_jupyter=force_jupyter,
     )
 
 
@@ -156,14 +159,8 @@ def print_choices(title: str, choices: Sequence[Choice]) -> None:
 
     from rich.text import Text
 
-    # The rows are wrapped at the width of the terminal that shows them: the launcher's, if it
-    # prints what this process writes, or else this process's own. Where no terminal shows them, as
-    # in a notebook, they are not wrapped.
     console = open_console()
-    width = launcher_columns()
-    if width is None and on_terminal():
-        width = console.width
-    for row in choice_rows(title, choices, width):
+    for row in choice_rows(title, choices, _wrapping_width(console)):
         name, value, reason = [encodable(part, console.encoding) for part in row]
         line = Text.assemble((name, "dim"), (value, "bold"), reason)
         console.print(line, soft_wrap=True)  # rich must not wrap the line a second time
@@ -204,41 +201,75 @@ def choice_rows(
         The rows. Each part is padded with blanks, so that joined together they form the line.
     """
     rows = [("", line, "") for line in _wrap(title, width)]
+    columns = _lay_out_columns(choices, width)
+    for choice in choices:
+        rows += _rows_of_choice(choice, columns)
+    return rows
+
+
+class _Columns(NamedTuple):
+    """The layout of a block of choices. All widths are numbers of terminal columns."""
+
+    name_width: int
+    """The width of the names, with the gap behind them."""
+    value_width: int | None
+    """The width of the values, with the gap behind them. None on a narrow terminal, which has no
+    column of reasons: each reason follows its value directly."""
+    rest_width: int | None
+    """The width of a value and its reason together; None if it is not limited."""
+
+
+def _lay_out_columns(choices: Sequence[Choice], width: int | None) -> _Columns:
+    """Returns the layout of a block of choices in `width` columns; None if they are unlimited.
+
+    The column of reasons is as far to the right as the longest value needs, not counting very long
+    values.
+    """
     longest_name = max((width_of(choice.name) for choice in choices), default=0)
     name_width = max(MIN_NAME_WIDTH, longest_name) + GAP
-
-    # Reasons stand below each other, in a column behind the values. The column is as far to the
-    # right as the longest value needs, not counting very long values. The reason of a very long
-    # value follows it directly.
-    value_widths = [width_of(choice.value) for choice in choices]
-    aligned_widths = [width for width in value_widths if width <= MAX_ALIGNED_VALUE_WIDTH]
+    widths_of_values = [width_of(choice.value) for choice in choices]
+    aligned_widths = [number for number in widths_of_values if number <= MAX_ALIGNED_VALUE_WIDTH]
     value_width = max(aligned_widths, default=0) + GAP
+    if width is None:
+        return _Columns(name_width, value_width, rest_width=None)
 
-    # How many columns are left for a value and its reason; None if they are not limited. On a
-    # narrow terminal, each reason follows its value directly.
-    width_behind_name = None
-    has_column_of_reasons = True
-    if width is not None:
-        width_behind_name = width - INDENT - name_width
-        has_column_of_reasons = width_behind_name - value_width >= MIN_REASON_WIDTH
+    rest_width = width - INDENT - name_width
+    has_room_for_reasons = rest_width - value_width >= MIN_REASON_WIDTH
+    return _Columns(name_width, value_width if has_room_for_reasons else None, rest_width)
 
-    for name, value, reason in choices:
-        if has_column_of_reasons and width_of(value) + GAP <= value_width:
-            text = pad(value, value_width) + reason
-            hanging_indent = value_width  # more lines of the reason begin where it begins
-        else:
-            text = value + " " * GAP + reason
-            hanging_indent = GAP  # more lines are indented a little under the value
 
-        first_line, *more_lines = _wrap(text.rstrip(), width_behind_name, hanging_indent)
-        padded_name = " " * INDENT + pad(name, name_width)
+def _rows_of_choice(choice: Choice, columns: _Columns) -> list[tuple[str, str, str]]:
+    """Returns the row of a choice, and further rows for more lines of its reason."""
+    value = choice.value
+    value_width = columns.value_width
+    if value_width is not None and width_of(value) + GAP <= value_width:
+        text = pad(value, value_width) + choice.reason
+        hanging_indent = value_width  # more lines of the reason begin where it begins
+    else:
+        text = value + " " * GAP + choice.reason
+        hanging_indent = GAP  # more lines are indented a little under the value
 
-        # The first line begins with the value, and what follows it is the reason. Should the value
-        # itself be wrapped, the whole first line belongs to the value.
-        rows.append((padded_name, first_line[: len(value)], first_line[len(value) :]))
-        for line in more_lines:
-            rows.append((" " * width_of(padded_name), "", line))
+    first_line, *more_lines = _wrap(text.rstrip(), columns.rest_width, hanging_indent)
+    padded_name = " " * INDENT + pad(choice.name, columns.name_width)
+
+    # The first line begins with the characters of the value, and what follows is the reason. Should
+    # the value itself be wrapped, the whole first line belongs to the value.
+    rows = [(padded_name, first_line[: len(value)], first_line[len(value) :])]
+    for line in more_lines:
+        rows.append((" " * width_of(padded_name), "", line))
     return rows
+
+
+def _wrapping_width(console: Console) -> int | None:
+    """Returns the width of the terminal that shows what this process prints.
+
+    It is the launcher's terminal, if that prints what this process writes, or else this process's
+    own. It is None where no terminal shows it, as in a notebook.
+    """
+    columns_of_launcher = launcher_columns()
+    if columns_of_launcher is not None:
+        return columns_of_launcher
+    return console.width if on_terminal() else None
 
 
 def _wrap(text: str, width: int | None, hanging_indent: int = 0) -> list[str]:

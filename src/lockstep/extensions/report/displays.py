@@ -76,9 +76,9 @@ class Display:
         """Replaces what was drawn by one line that stays.
 
         Args:
-            final_means: the means of the whole pass; None if the pass was left before its end. An
-                error of the GPU may have ended it, and the means on that GPU could not be read.
-                Then the line shows the means of the last call of `step`.
+            final_means: the means of the whole pass; None if the pass was left early, perhaps by an
+                error of the GPU that has them. Then the line shows those of the last call of
+                `step`.
         """
         state = self.state
         state.seconds = time.perf_counter() - self._begin_s
@@ -152,7 +152,10 @@ def open_display(state: PassState) -> Display:
 
 
 def _open_live_display() -> Live:
-    """Opens the display of `rich` that draws all bars, and lets all printed lines go through it."""
+    """Opens the display of `rich` that draws all bars, and sets `_live_display` to it.
+
+    From now on, `print_line` prints above the bars.
+    """
     global _live_display
     from rich.console import Group
     from rich.live import Live
@@ -172,11 +175,8 @@ def _open_live_display() -> Live:
     )
     _live_display.start()
     console.show_cursor(True)  # rich hides it, and a run that is killed would leave it hidden
-    set_bar_console(console)  # from now on `print_line` prints above the bars
-
-    # A pass is a generator, which clears its bar when it ends or is garbage-collected. If the
-    # script keeps an unfinished one in a variable, neither happens before Python exits.
-    atexit.register(_close_live_display)
+    set_bar_console(console)
+    atexit.register(_close_live_display)  # for bars of passes that the script never finishes
     return _live_display
 
 

@@ -7,7 +7,7 @@ A *start* is one attempt of a run. These facts come from the first line of each 
 from __future__ import annotations
 
 import shlex
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -62,22 +62,21 @@ def script_arguments(command: Sequence[str]) -> list[tuple[str, str]]:
     ("--deep", ""), ("model.width", "8") and ("argument", "data").
     """
     pairs: list[tuple[str, str]] = []
-    option = ""  # an option whose value may follow
+    option_without_value = ""  # the last pair, if its value may follow
     for word in command[1:]:
         is_option = word.startswith("-") and not _is_number(word)
-        if option and not is_option:
-            # The word is the value of the option before it, which was added without a value.
-            pairs[-1] = (option, word)
-            option = ""
+        if option_without_value and not is_option:
+            pairs[-1] = (option_without_value, word)
+            option_without_value = ""
             continue
 
         name, equals_sign, value = word.partition("=")
-        if equals_sign:
+        if equals_sign:  # --lr=0.1, or model.width=8, which begins with no dash
             pairs.append((name, value))
-            option = ""
+            option_without_value = ""
         elif is_option:
             pairs.append((word, ""))
-            option = word
+            option_without_value = word
         else:
             pairs.append(("argument", word))
     return pairs
@@ -123,15 +122,15 @@ def _hosts(start: Start) -> list[Fact]:
     if not start.reached_init:
         return []
 
-    ranks_of_host: dict[str, list[int]] = {}
-    devices_of_host: dict[str, Counter[_Device]] = {}
+    ranks_of_host: defaultdict[str, list[int]] = defaultdict(list)
+    devices_of_host: defaultdict[str, Counter[_Device]] = defaultdict(Counter)
     for rank, record in sorted(start.records.items()):
         host = str(record.header.get("host", "not known"))
-        device = str(record.header.get("device") or "")
-        name = str(record.header.get("device_name") or device)
-        is_gpu = device.startswith("cuda")
-        ranks_of_host.setdefault(host, []).append(rank)
-        devices_of_host.setdefault(host, Counter())[_Device(name, is_gpu)] += 1
+        device = str(record.header.get("device") or "")  # such as "cuda:0"
+        name = str(record.header.get("device_name") or device)  # such as "H100"
+        used_device = _Device(name, is_gpu=device.startswith("cuda"))
+        ranks_of_host[host].append(rank)
+        devices_of_host[host][used_device] += 1
 
     facts = []
     for host, ranks in ranks_of_host.items():

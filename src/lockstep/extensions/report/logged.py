@@ -52,21 +52,18 @@ def new_sums(run: Run) -> WeightedSums:
 
 def _add_to_pass(run: Run, open_pass: OpenPass, epoch: int, name: str, value: Any) -> None:
     """Adds a value to the sums of a pass, weighted by the samples of the present micro-batch."""
-    # Passes over one loader that begin at the same step are counted, so that the ranks can tell
-    # them apart. Only passes in which something is logged count: this one now does.
+    # Only passes in which something is logged have a number: this one now has.
     run.step.assign_number(open_pass)
 
     if open_pass.sums is None:
         open_pass.sums = new_sums(run)
         open_pass.description = f"epoch {epoch}" if open_pass.is_training else ""
 
-    # Remember which micro-batch the loop trains on while it logs this name. A script may log "loss"
-    # in the loop and once more after it. The second "loss" comes with the same micro-batch as the
-    # one before, which shows that it does not belong to the loop (`includes_logged_value`).
+    # A script may log "loss" in the loop and once more after it. The second "loss" comes with the
+    # same batch as the one before, by which `includes_logged_value` recognises it.
     training_pass = open_pass.training_pass
     if training_pass is not None:
-        present_micro_batch = training_pass.batch_in_use
-        open_pass.delivery_of_name[name] = present_micro_batch
+        open_pass.delivery_of_name[name] = training_pass.batch_in_use
 
     num_samples = open_pass.micro_batch.counted_rows
     open_pass.sums.add(num_samples, **{name: value})
@@ -123,23 +120,22 @@ def means_over_ranks(run: Run) -> dict[str, float]:
     """
     step = run.step
     has_left_loop = step.just_ended is not None
-    just_ended = _logged_in(step.just_ended)
-    present = _logged_in(_present_pass(step.open_passes) or step.last_pass)
-    of_ranks = run.collectives.exchange((has_left_loop, just_ended, present))
+    in_ended_loop = _logged_in(step.just_ended)
+    in_present_loop = _logged_in(_present_pass(step.open_passes) or step.last_pass)
+    of_ranks = run.collectives.exchange((has_left_loop, in_ended_loop, in_present_loop))
 
-    # All ranks have just left a loop, and some have logged in it. A rank without samples in an
-    # evaluation has logged nothing. A loop that one rank alone has left does not count.
-    all_have_left = all(has_left for has_left, _, _ in of_ranks)
-    some_have_logged = any(identity is not None for _, (identity, _), _ in of_ranks)
-    is_of_ended_loop = all_have_left and some_have_logged
-    chosen = []
-    for _, just_ended_of_rank, present_of_rank in of_ranks:
-        values = just_ended_of_rank if is_of_ended_loop else present_of_rank
-        chosen.append(LoggedValues(*values))
-    _check_same_pass([values.identity for values in chosen])
+    # The values of the ended loop are used if all ranks have left one, and some have logged in it:
+    # a rank without samples in an evaluation has logged nothing.
+    ranks_have_left_loop = [has_left for has_left, _, _ in of_ranks]
+    in_ended_loops = [LoggedValues(*values) for _, values, _ in of_ranks]
+    in_present_loops = [LoggedValues(*values) for _, _, values in of_ranks]
+    some_have_logged = any(values.identity is not None for values in in_ended_loops)
+    uses_ended_loop = all(ranks_have_left_loop) and some_have_logged
+    values_of_ranks = in_ended_loops if uses_ended_loop else in_present_loops
+    _check_same_pass([values.identity for values in values_of_ranks])
 
     totals: dict[str, list[float]] = {}  # [weighted sum, sum of weights] by name
-    for values in chosen:
+    for values in values_of_ranks:
         for name, (total, weight) in values.sums.items():
             so_far = totals.setdefault(name, [0.0, 0.0])
             so_far[0] += total
@@ -174,7 +170,7 @@ def _check_same_pass(identities: Sequence[Any]) -> None:
     Args:
         identities: for each rank, the `OpenPass.identity` of the pass in which it has logged:
             (loader, is it training, steps made before it, number of the pass). None for a rank that
-            has logged nothing, which is in no other pass than the others.
+            has logged nothing; it is not compared.
     """
     # One rank for each different pass, to name in the error.
     rank_of_pass: dict[tuple[int, ...], int] = {}

@@ -94,24 +94,24 @@ class WeightedSums:
             weight: the weight of the values: a number of samples or of tokens. With weight 0 the
                 values are ignored, even if they are NaN, as the mean over no samples is.
             values: one number each, or a tensor with one element, which is detached and not waited
-                for. What is not one real number is left out, with a warning: logging does not end a
-                training.
+                for. A value that is not one real number is left out, with a warning: logging does
+                not end a training.
         """
         for name, value in values.items():
             number = self._to_number(name, value)
             if number is None:
                 continue
 
-            # The name is noted even with weight 0: all ranks of a reduction must have the same
+            # The name gets a sum even with weight 0: all ranks of a reduction must have the same
             # names, also a rank without samples.
-            entry = self._sums.get(name)
-            if entry is None:
-                entry = self._new_sum(name)
+            weighted_sum = self._sums.get(name)
+            if weighted_sum is None:
+                weighted_sum = self._new_sum(name)
 
             # A rank that repeats another rank's work does not contribute to the sums.
             if weight and self._contributes:
-                entry.total.add_(number, alpha=weight)
-                entry.weight += weight
+                weighted_sum.total.add_(number, alpha=weight)
+                weighted_sum.weight += weight
 
     def read(self) -> dict[str, tuple[float, float]]:
         """Returns the weighted sum and the weight of each name. It waits for the device."""
@@ -209,8 +209,9 @@ class WeightedSums:
     def _read_number(self, value: Any) -> float | Tensor | None:
         """Returns a tensor as a 0-dimensional one on the device, and any other value as a float.
 
-        Returns None if the value is not one number. May raise any error, since `float(value)` calls
-        a method of the value's class.
+        Returns None for a tensor or a text that is not one number. For any other value that is none
+        `float(value)` raises an error, which may be of any kind: it calls a method of the value's
+        class.
         """
         if isinstance(value, Tensor):
             scalar = _as_scalar(value)
@@ -308,9 +309,10 @@ class RunningMeans:
         if len(names) > MAX_SHOWN_NAMES:
             self._warn_of_many_names(len(names))
 
-        # The packed tensor has a hash of all names, but the values of only `shown_names`.
-        packed = self._pack(names)
+        # The packed tensor has the values of `shown_names`, and a hash of all names, by which is
+        # seen whether all ranks have logged the same.
         shown_names = names[:MAX_SHOWN_NAMES]
+        packed = self._pack(names, shown_names)
 
         if self._on_cuda:
             self._pending.append(self._start_on_cuda(shown_names, packed))
@@ -320,36 +322,18 @@ class RunningMeans:
             work = dist.all_reduce(packed, async_op=True)
             self._pending.append(_Reduction(shown_names, packed, work.is_completed, work.wait))
 
-    def _pack(self, names: list[str]) -> Tensor:
+    def _pack(self, names: list[str], shown_names: list[str]) -> Tensor:
         """Returns the float64 tensor of shape `(PACKED_SIZE,)` that a reduction sums up.
 
         The tensor consists of
 
-            1, h, h ** 2, number of samples      4 values; h is a hash of the names
-            the weight of each name              32 values (`MAX_SHOWN_NAMES`)
-            the weighted sum of each name        32 values
+            the header                           4 values, see `_header`
+            the weight of each shown name        32 values (`MAX_SHOWN_NAMES`)
+            the weighted sum of each shown name  32 values
 
-        A rank that has no samples and logs nothing has 0, 0, 0, 0 instead of the first four. With
-        fewer than 32 names, the rest of the weights and of the sums is 0. With more names, only the
-        first 32 are sent.
-
-        Ranks that log different names must not be averaged. After the reduction, the first three
-        values are n, sum(h) and sum(h ** 2) over the n ranks that log. All of them have the same h
-        if and only if n * sum(h ** 2) == sum(h) ** 2.
+        With fewer than 32 names, the rest of the weights and of the sums is 0.
         """
-        # A rank without samples may have logged nothing; that does not make the ranks differ.
-        logs = bool(names) or self.samples > 0
-        num_logging = 1 if logs else 0
-        name_hash = 0
-        if logs:
-            # At most 2 ** 16, so that sums of squares over a thousand ranks are exact in float64.
-            name_hash = (zlib.crc32("\0".join(names).encode()) & 0xFFFF) + 1
-
-        # A rank that repeats another rank's work, as in a pipeline, does not count its samples.
-        samples = self.samples if self._contributes else 0
-
-        shown_names = names[:MAX_SHOWN_NAMES]
-        numbers: list[float] = [num_logging, name_hash, name_hash**2, samples]
+        numbers = self._header(names)
         numbers += self.sums.weights(shown_names)
         numbers += [0.0] * (PACKED_SIZE - len(numbers))
         packed = torch.tensor(numbers, dtype=torch.float64, pin_memory=self._on_cuda)
@@ -360,6 +344,23 @@ class RunningMeans:
             start = HEADER_SIZE + MAX_SHOWN_NAMES
             packed[start : start + len(shown_names)] = self.sums.totals(shown_names)
         return packed
+
+    def _header(self, names: list[str]) -> list[float]:
+        """Returns [1, h, h ** 2, number of samples], where h is a hash of the names.
+
+        Ranks that log different names must not be averaged. After the reduction, the first three
+        values are n, sum(h) and sum(h ** 2) over the n ranks that log, from which
+        `_all_hashes_are_equal` sees whether they differ.
+        """
+        # A rank that repeats another rank's work, as in a pipeline, does not count its samples.
+        samples = self.samples if self._contributes else 0
+
+        # A rank without samples may have logged nothing; that does not make the ranks differ.
+        logs = bool(names) or self.samples > 0
+        if not logs:
+            return [0, 0, 0, samples]
+        name_hash = (zlib.crc32("\0".join(names).encode()) & 0xFFFF) + 1  # at most 2 ** 16
+        return [1, name_hash, name_hash**2, samples]
 
     def _start_on_cuda(self, names: list[str], packed: Tensor) -> _Reduction:
         """Starts a reduction on a stream of its own, so that the next step does not wait for it."""
@@ -374,7 +375,7 @@ class RunningMeans:
         # of a pass that the script leaves early. Its memory must not be given to another tensor
         # until then.
         packed.record_stream(stream)
-        return _Reduction(names, on_host, arrived.query, arrived.synchronize)
+        return _Reduction(names, on_host, has_arrived=arrived.query, wait=arrived.synchronize)
 
     def _read(self, *, wait: bool) -> None:
         """Reads the reductions that have arrived, in order, and sets the means by each of them.
@@ -392,20 +393,13 @@ class RunningMeans:
 
         If the ranks have logged different names, there are no means: which of the numbers belong
         together is not known. The user is warned of that once per pass.
-
-        The result begins with four sums over the ranks: how many ranks log, the hashes of their
-        names, the squares of these hashes, and the samples. Two ranks with the hashes 3 and 3 give
-        2 * (9 + 9) == (3 + 3) ** 2. With the hashes 3 and 5 it is 2 * (9 + 25) > (3 + 5) ** 2.
         """
-        numbers = reduction.result.tolist()
+        numbers = reduction.result.tolist()  # as in `_pack`, summed up over the ranks
         num_ranks, hash_sum, square_sum, samples = numbers[:HEADER_SIZE]
         self.values = {}
         self.total_samples = int(samples)
 
-        # For n hashes h, n * sum(h ** 2) == sum(h) ** 2 if and only if all h are equal (the
-        # inequality of Cauchy and Schwarz). The floats may be compared by `==`: they are integers,
-        # and as a hash is at most 2 ** 16, float64 holds them exactly for a thousand ranks.
-        names_are_equal = num_ranks * square_sum == hash_sum * hash_sum
+        names_are_equal = _all_hashes_are_equal(num_ranks, hash_sum, square_sum)
         if not names_are_equal:
             self._warn_of_other_names(reduction.names)
             return
@@ -452,3 +446,14 @@ class _Reduction(NamedTuple):
     has_arrived: Callable[[], bool] = lambda: True
     wait: Callable[[], object] = lambda: None
     """Waits for the result; raises the error if the reduction failed."""
+
+
+def _all_hashes_are_equal(number: float, total: float, total_of_squares: float) -> bool:
+    """Returns True if some hashes are equal, from their number, their sum, and that of squares.
+
+    For n hashes h, n * sum(h ** 2) == sum(h) ** 2 if and only if all are equal (the inequality of
+    Cauchy and Schwarz). For 3 and 3 it is 2 * (9 + 9) == (3 + 3) ** 2, and for 3 and 5 it is
+    2 * (9 + 25) > (3 + 5) ** 2. The floats may be compared by `==`: they are integers, and as a
+    hash is at most 2 ** 16, float64 holds them exactly for a thousand ranks.
+    """
+    return number * total_of_squares == total * total

@@ -11,6 +11,7 @@ import itertools
 import socket
 import statistics
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -107,18 +108,12 @@ class NetworkAdvice(Extension):
         if not topology.is_main:
             return
 
-        # All ranks wait for the network, and the faster ones wait for the slowest rank too. So the
-        # shortest waiting time of a machine is that of its slowest rank.
-        waiting_of_machine: dict[str, float] = {}
-        for name, seconds in waiting_of_ranks:
-            shortest = waiting_of_machine.get(name, seconds)
-            waiting_of_machine[name] = min(shortest, seconds)
-
         # The slowest rank of the run waits for no other rank, only for the network. So the shortest
         # waiting time of all is the time that the network takes.
+        waiting_of_machine = _shortest_waiting_by_machine(waiting_of_ranks)
         network_waiting_s = min(waiting_of_machine.values())
         network = self._describe_network(
-            times.step_s, network_waiting_s, seconds_without_core=times.run_delay_s
+            times.step_s, network_waiting_s, run_delay_s=times.run_delay_s
         )
 
         # The ranks of a machine share the work: each compresses a part of the gradients.
@@ -132,16 +127,14 @@ class NetworkAdvice(Extension):
         if warning:
             print_labelled_note("network", warning)
 
-    def _describe_network(
-        self, step_s: float, waiting_s: float, *, seconds_without_core: float
-    ) -> Network:
+    def _describe_network(self, step_s: float, waiting_s: float, *, run_delay_s: float) -> Network:
         """Returns what the advice is computed from: times per step, and what is sent.
 
         Args:
             step_s: seconds of a step.
             waiting_s: seconds of a step that are spent waiting for the network.
-            seconds_without_core: seconds of a step in which the training thread was ready to run,
-                but the operating system gave it no CPU core.
+            run_delay_s: seconds of a step in which the training thread was ready to run, but the
+                operating system gave it no CPU core.
         """
         models = []
         for reference in self._run.prepared:
@@ -169,5 +162,23 @@ class NetworkAdvice(Extension):
             compressed=any(getattr(model, "compressed", None) is not None for model in models),
             # The time without a core is a part of the computing. The kernel measures it by a clock
             # of its own, so it may seem to be a little longer than the computing.
-            run_delay_s=min(seconds_without_core, compute_s),
+            run_delay_s=min(run_delay_s, compute_s),
         )
+
+
+def _shortest_waiting_by_machine(
+    waiting_of_ranks: Sequence[tuple[str, float]],
+) -> dict[str, float]:
+    """Returns how long the slowest rank of each machine waited in a step.
+
+    All ranks wait for the network, and the faster ones wait for the slowest rank too. So the
+    shortest waiting time of a machine is that of its slowest rank.
+
+    Args:
+        waiting_of_ranks: for each rank, its machine and the seconds.
+    """
+    waiting_of_machine: dict[str, float] = {}
+    for machine, seconds in waiting_of_ranks:
+        shortest = waiting_of_machine.get(machine, seconds)
+        waiting_of_machine[machine] = min(shortest, seconds)
+    return waiting_of_machine

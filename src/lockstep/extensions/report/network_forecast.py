@@ -93,6 +93,10 @@ class Forecast(NamedTuple):
 def measure_compression_costs(count: int, peers: int) -> dict[str, CompressionCost]:
     """Measures what it costs a rank to compress its gradients and to add up those of its peers.
 
+    Some values are copied, encoded and decoded once, which is timed. From these times follows what
+    a step takes that does each of the three several times, first with as many values, and then
+    scaled up to `count` gradients.
+
     Args:
         count: how many gradients the rank compresses in a step.
         peers: how many machines exchange them.
@@ -100,9 +104,8 @@ def measure_compression_costs(count: int, peers: int) -> dict[str, CompressionCo
     Returns:
         The cost by method of compression.
     """
-    # If there are many gradients, only as many values as `MAX_VALUES_TRIED` are compressed here,
-    # and the time is scaled up. Values are encoded in blocks of 128 (`BLOCK`), so a whole number of
-    # blocks is tried: 7 blocks for 1000 gradients, and at least one.
+    # Values are encoded in blocks of 128 (`BLOCK`), so a whole number of blocks is tried: 7 blocks
+    # for 1000 gradients, and at least one.
     num_blocks = max(1, min(count, MAX_VALUES_TRIED) // BLOCK)
     num_values = num_blocks * BLOCK
     values = torch.ones(1, num_values)
@@ -116,14 +119,12 @@ def measure_compression_costs(count: int, peers: int) -> dict[str, CompressionCo
     costs: dict[str, CompressionCost] = {}
     for _ in range(3):  # the first time memory is new and slow, so the shortest time counts
         for method, rounding_errors in methods:
-            # What copying, encoding and decoding the values once takes, and then what a step takes
-            # that does each of these several times.
             times = _time_compression(values, buffer, method, rounding_errors)
-            step_with_tried_s = _compression_seconds_of_step(times, peers)
-            step_with_all_gradients_s = step_with_tried_s * count / num_values
+            step_s_of_tried_values = _compression_seconds_of_step(times, peers)
+            step_s_of_all_gradients = step_s_of_tried_values * count / num_values
             cost = CompressionCost(
                 sent_share=times.encoded_bytes / values.nbytes,
-                compress_s=step_with_all_gradients_s,
+                compress_s=step_s_of_all_gradients,
             )
             shortest = costs.get(method)
             if shortest is None or cost.compress_s < shortest.compress_s:
@@ -284,18 +285,18 @@ def describe_network(
 def describe_slow_machine(step_s: float, waited_s: Mapping[str, float]) -> str:
     """Names the machine that all others wait for; returns an empty text if none stands out.
 
-    All machines wait for the network. For a slow machine all others wait, and it alone does not. So
-    the slowest machine is the one that waits least.
+    A slow machine makes all others wait, and waits itself only for the network. So the slowest
+    machine is the one that waits least.
 
     Args:
         step_s: seconds of a step.
         waited_s: for each machine by its name, the seconds of a step in which it waits for others.
             There are two machines or more.
     """
-    slowest_first = sorted(waited_s, key=lambda machine: waited_s[machine])
-    slowest = slowest_first[0]
-    next_slowest = slowest_first[1]
-    if waited_s[next_slowest] - waited_s[slowest] <= NOTABLE_SHARE_OF_STEP * step_s:
+    least_waiting_first = sorted(waited_s, key=lambda machine: waited_s[machine])
+    slowest, next_slowest = least_waiting_first[:2]
+    difference_s = waited_s[next_slowest] - waited_s[slowest]
+    if difference_s <= NOTABLE_SHARE_OF_STEP * step_s:
         return ""
 
     # What a machine does not wait in a step, it computes.

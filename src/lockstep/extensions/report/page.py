@@ -35,7 +35,7 @@ from lockstep.session.extension import PHASES
 from lockstep.units import format_bytes
 from lockstep.wording import replace_unprintable
 
-SILENT_S = 60.0
+MIN_SILENCE_S = 60.0
 """A start without an end is not running if it wrote nothing for this long and for four steps."""
 PHASE_NAMES = {phase: phase for phase in PHASES}
 """How the template and the script of the page call each phase: in each language by its own name."""
@@ -64,9 +64,8 @@ def render(record: Record, others: Sequence[Record] = (), *, refresh_s: float | 
     environment.filters["with_code"] = _with_code
     template = environment.from_string(_web_text("page.html"))
 
-    # The code and the data are marked as `Markup`, since Jinja would change them by escaping. The
-    # data go into a <script> element, which a "</script" in them would end. So each "<" in the JSON
-    # is written as "\u003c", which means the same.
+    # The data go into a <script> element, which a "</script" in them would end. So each "<" in the
+    # JSON is written as "\u003c", which means the same.
     scripts = [_web_text(name) for name in SCRIPTS]
     data = json.dumps(_chart_data(record, others), ensure_ascii=False, separators=(",", ":"))
     data_without_tags = data.replace("<", "\\u003c")
@@ -74,6 +73,7 @@ def render(record: Record, others: Sequence[Record] = (), *, refresh_s: float | 
     # The Content-Security-Policy of the page lets the browser run only scripts with these hashes.
     script_hashes = " ".join([_script_hash(script) for script in scripts])
 
+    # `Markup` keeps Jinja from escaping what is code or data.
     text = template.render(
         **_template_variables(record, others),
         refresh_s=refresh_s,
@@ -120,14 +120,8 @@ def _chart_data(record: Record, others: Sequence[Record]) -> dict[str, Any]:
     records = [record, *others]
     names = comparison.run_names(records)
 
-    # A curve that Lockstep measures gets a caption in the reader's language, for example
-    # "Throughput in samples/s". A curve that the script logs keeps the script's own title.
     curves = charts.curve_charts(records, names)
-    captions = _captions_of_measured_curves()
-    for curve in curves:
-        if curve["title"] in captions:
-            curve["title"] = captions[curve["title"]]
-
+    _translate_titles(curves)
     return {
         "run_names": names,
         "phase_names": PHASE_NAMES,
@@ -135,6 +129,7 @@ def _chart_data(record: Record, others: Sequence[Record]) -> dict[str, Any]:
             "median": translate("like the median rank"),
             "longer": translate("longer than the median rank"),
             "shorter": translate("shorter than the median rank"),
+            # Shown when the page asks its server for changes, and gets none.
             "no_answer": translate("no answer, and the page is as it was"),
         },
         "restarts": charts.restarts(record),
@@ -210,6 +205,17 @@ def _template_variables(record: Record, others: Sequence[Record]) -> dict[str, A
     return variables
 
 
+def _translate_titles(curves: Sequence[dict[str, Any]]) -> None:
+    """Gives each curve that Lockstep measures a caption, such as "Throughput in samples/s".
+
+    A curve that the script logs keeps the script's own title.
+    """
+    captions = _captions_of_measured_curves()
+    for curve in curves:
+        if curve["title"] in captions:
+            curve["title"] = captions[curve["title"]]
+
+
 def _parts(variables: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Returns the parts of the page that are not empty, as pairs of a title and an anchor.
 
@@ -220,19 +226,18 @@ def _parts(variables: Mapping[str, Any]) -> list[tuple[str, str]]:
         variables: what the template is filled with. "had_several_ranks" is True if the last start
             had several ranks; then "Scaling" says how long they waited for each other.
     """
-    has_content = {
-        (translate("Comparison"), "comparison"): bool(variables["comparison"]),
-        (translate("Curves"), "curves"): bool(variables["curves"]),
-        (translate("Time of a step"), "time"): bool(variables["bars"]),
-        (translate("Scaling"), "scaling"): bool(
-            variables["scaling"] or variables["had_several_ranks"]
-        ),
-        (translate("Starts"), "starts"): True,
-        (translate("What was run"), "run"): True,
-        (translate("Traces"), "traces"): bool(variables["traces"]),
-        (translate("Samples"), "samples"): bool(variables["ledger"]),
-    }
-    return [part for part, is_shown in has_content.items() if is_shown]
+    has_scaling = bool(variables["scaling"] or variables["had_several_ranks"])
+    parts = [  # title, anchor, whether the part has content
+        (translate("Comparison"), "comparison", bool(variables["comparison"])),
+        (translate("Curves"), "curves", bool(variables["curves"])),
+        (translate("Time of a step"), "time", bool(variables["bars"])),
+        (translate("Scaling"), "scaling", has_scaling),
+        (translate("Starts"), "starts", True),
+        (translate("What was run"), "run", True),
+        (translate("Traces"), "traces", bool(variables["traces"])),
+        (translate("Samples"), "samples", bool(variables["ledger"])),
+    ]
+    return [(title, anchor) for title, anchor, has_content in parts if has_content]
 
 
 class Badge(NamedTuple):
@@ -264,7 +269,8 @@ def _badge(start: Start) -> Badge:
             longest_step_s = max(longest_step_s, record.column("longest_s").max())
             steps_per_row = max(steps_per_row, record.column("steps").max())
     longest_row_s = longest_step_s * steps_per_row
-    if silent_s < SILENT_S + 4 * longest_row_s:
+    longest_silence_of_running_s = MIN_SILENCE_S + 4 * longest_row_s
+    if silent_s < longest_silence_of_running_s:
         return Badge(translate("Running"), level="running")
     return Badge(translate(f"Without a word for {clock(silent_s)}"), level="")
 
@@ -381,9 +387,11 @@ def _sent(start: Start, num_bytes: float) -> str:
 
 
 def _scaling_rows(records: Sequence[Record]) -> list[tuple[object, ...]]:
-    """Returns the rows of the table that compares the runs with one rank."""
-    # For example, this run was started on 1 and on 4 ranks. Of the other runs, a start on 2 ranks
-    # is added, and a start on 4 ranks is not.
+    """Returns the rows of the table of speedups by the number of ranks.
+
+    Of other runs, only starts on other numbers of ranks are added. For example, if this run was
+    started on 1 and on 4 ranks, a start of another run on 2 ranks is, and one on 4 ranks is not.
+    """
     starts = list(records[0].starts)
     own_numbers_of_ranks = {start.num_ranks for start in starts}
     for record in records[1:]:
@@ -420,6 +428,18 @@ def _working_sentence(start: Start) -> str:
     )
 
 
+def _longest_step(record: RankRecord) -> str:
+    """Returns the duration of a rank's longest step as a text; empty if it is not known.
+
+    The first rows are left out, whose steps are always long.
+    """
+    rows = analysis.steady_rows(record)
+    longest_of_rows = record.column("longest_s")[rows]
+    if not len(longest_of_rows):
+        return ""
+    return comparison.milliseconds_or_seconds(float(longest_of_rows.max()))
+
+
 def _rank_row(record: RankRecord) -> dict[str, Any]:
     """Returns the cells of a rank in the table of times.
 
@@ -432,14 +452,6 @@ def _rank_row(record: RankRecord) -> dict[str, Any]:
     if phases:
         phase_cells = [f"{phases[phase] * 1e3:.3g}" for phase in PHASES]
 
-    # The longest step. `steady_rows` is a slice that leaves out the first rows, whose steps are
-    # always long.
-    longest = ""
-    steady_rows = analysis.steady_rows(record)
-    longest_of_rows = record.column("longest_s")[steady_rows]
-    if len(longest_of_rows):
-        longest = comparison.milliseconds_or_seconds(float(longest_of_rows.max()))
-
     memory = ""
     if record.rows:
         memory = format_bytes(int(record.column("memory").max()))
@@ -449,7 +461,7 @@ def _rank_row(record: RankRecord) -> dict[str, Any]:
         "rank": record.rank,
         "host": record.header.get("host", "not known"),
         "phases": phase_cells,
-        "longest": longest,
+        "longest": _longest_step(record),
         "memory": memory,
         "gpu_use": "" if gpu_use is None else f"{gpu_use:.0f} %",
     }
@@ -470,6 +482,7 @@ def _start_row(number: int, start: Start) -> dict[str, Any]:
         "steps": steps,
         "end": badge.text,
         "level": badge.level,
+        # The first failure, from which the others usually follow.
         "why": _failure_in_one_line(failures[0]) if failures else "",
     }
 
@@ -497,13 +510,12 @@ def ledger_text(record: Record) -> str:
             # The record is read on another machine; the ledger may have come with it.
             folder = record.folder
 
-        # The sizes say whether the ledger has grown since it was judged last.
+        # The result is cached by these arguments: it is judged again only if a file has grown.
         files_and_sizes: list[tuple[Path, int]] = []
         for path in sorted(folder.glob(f"*{LEDGER_SUFFIX}")):
             files_and_sizes.append((path, path.stat().st_size))
         return _judge_ledger(folder, tuple(files_and_sizes))
-    except CheckpointError as error:
-        # The error of all files that cannot be read, those of a ledger as well as of a checkpoint.
+    except CheckpointError as error:  # also raised for files of a ledger that cannot be read
         return error.message
 
 
@@ -518,8 +530,8 @@ def _judge_ledger(folder: Path, files_and_sizes: tuple[tuple[Path, int], ...]) -
     """
     from lockstep.extensions.ledger.judge import judge
 
-    # The report may quote text from foreign files. A finding is one entry of two lines, so the text
-    # is split into lines before they are cleaned: a line break counts as unprintable too.
+    # The report may quote text from foreign files. It is joined and split before it is cleaned, as
+    # an entry may itself have two lines, and cleaning would replace the line break.
     text = "\n".join(judge(folder).lines())
     clean_lines = [replace_unprintable(line) for line in text.split("\n")]
     return "\n".join(clean_lines)

@@ -114,18 +114,19 @@ def bar_layout(state: PassState, width: int) -> BarLayout:
     has_bar = bool(state.total)
     needed_for_bar = MIN_BAR_WIDTH + len(GAP) if has_bar else 0
 
-    # Leave out parts of the text from its end until the shortest bar has room.
-    words = _state_words(state, done_without_total=str(state.done))
-    while len(words) > 1 and needed_for_bar + width_of(GAP.join(words)) > available:
-        words.pop()
-    text = GAP.join(words)
+    # Leave out parts of the text from its end until the shortest bar has room. The first part is
+    # the number of global batches.
+    parts = _state_words(state, done_without_total=str(state.done))
+    while len(parts) > 1 and needed_for_bar + width_of(GAP.join(parts)) > available:
+        parts.pop()
+    text = GAP.join(parts)
 
-    if not state.total:
+    if not state.total:  # there is no bar
         return BarLayout(state.description, fraction=None, bar_width=0, text=text)
 
     fraction = min(1.0, state.done / state.total)
     bar_width = min(MAX_BAR_WIDTH, available - width_of(text) - len(GAP))
-    if bar_width < MIN_BAR_WIDTH:  # even the first word alone leaves no room for it
+    if bar_width < MIN_BAR_WIDTH:  # even the first part alone leaves no room for it
         bar_width = 0
     return BarLayout(state.description, fraction, bar_width, text)
 

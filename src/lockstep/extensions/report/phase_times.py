@@ -33,7 +33,7 @@ class PhaseTimes(Extension):
         self._has_begun = False
         self._phase = "other"
         self._seconds = dict.fromkeys(PHASES, 0.0)
-        self._blocked_before_phase_s = traffic.blocked_s
+        self._total_blocked_at_phase_begin_s = traffic.blocked_s
         """The value of `traffic.blocked_s` when the present phase began."""
 
     def phase_entered(self, phase: str) -> None:
@@ -47,8 +47,8 @@ class PhaseTimes(Extension):
 
         if self._has_begun:
             seconds_in_phase = now - self.phase_begin_s
-            if total_blocked_s != self._blocked_before_phase_s:
-                blocked_in_phase_s = total_blocked_s - self._blocked_before_phase_s
+            if total_blocked_s != self._total_blocked_at_phase_begin_s:  # tested to save time
+                blocked_in_phase_s = total_blocked_s - self._total_blocked_at_phase_begin_s
                 self._seconds["communication"] += blocked_in_phase_s
                 seconds_in_phase -= blocked_in_phase_s
             self._seconds[self._phase] += seconds_in_phase
@@ -59,7 +59,7 @@ class PhaseTimes(Extension):
 
         self._phase = phase
         self.phase_begin_s = now
-        self._blocked_before_phase_s = total_blocked_s
+        self._total_blocked_at_phase_begin_s = total_blocked_s
 
     def take(self) -> dict[str, float]:
         """Returns the seconds spent in each phase, in the order of `PHASES`, and resets the sums.

@@ -114,14 +114,32 @@ class LoggedMean(NamedTuple):
         return f"{self.name} ({self.kind})" if self.kind else self.name
 
 
+def _numbered_kind(kind: str, loader: int, loaders_so_far: list[int]) -> str:
+    """Returns the kind of values of a loader, numbered if other loaders have values of this kind.
+
+    Two loaders may be evaluated after the same step. If both have an `accuracy` of the kind
+    "evaluation", the second one is called "evaluation 2".
+
+    Args:
+        kind: the kind of the values.
+        loader: the loader that they come from.
+        loaders_so_far: the loaders with values of the same name, kind and step. The loader is added
+            to the list if it is not among them.
+    """
+    if loader not in loaders_so_far:
+        loaders_so_far.append(loader)
+    number = loaders_so_far.index(loader) + 1
+    return kind if number == 1 else f"{kind} {number}"
+
+
 def _kind_of_values(line: dict[str, Any], name: str) -> str:
     """Returns what stands in parentheses behind the name of a curve, or "" for nothing.
 
     - A value `accuracy` from a training loop has the curve `accuracy (training)`.
     - From an evaluation that the script called "validation": `accuracy (validation)`.
     - From an evaluation without a name: `accuracy (evaluation)`.
-    - From outside of any loop: `accuracy`. But a value `loss` has `loss (logged)`, since the record
-      has a curve `loss` of its own.
+    - From outside of any loop: `accuracy`. But a value with the name of a curve of the record
+      itself (`CURVES_OF_RECORDS`), such as `loss`, has `loss (logged)`.
     """
     is_outside_of_loops = "loader" not in line
     if is_outside_of_loops:
@@ -130,8 +148,8 @@ def _kind_of_values(line: dict[str, Any], name: str) -> str:
     if line["training"]:
         return "training"
 
-    # An evaluation that the script gave no name has no description, or only the number of the
-    # epoch, such as `epoch 3`.
+    # The description of the pass in its progress bar: the name that the script gave the evaluation;
+    # without a name, the number of the epoch, such as `epoch 3`, or nothing.
     description: str = line["pass"]
     if description == "" or re.fullmatch(r"epoch \d+", description):
         return "evaluation"
@@ -210,15 +228,15 @@ class RankRecord:
 
         The key is the last step and the number of steps: (10, 4) for a row over steps 7 to 10.
         """
-        last_steps = self.column("step").tolist()
-        numbers_of_steps = self.column("steps").tolist()
-        losses = self.column("loss").tolist()
+        last_step_of_row = self.column("step").tolist()
+        num_steps_of_row = self.column("steps").tolist()
+        loss_of_row = self.column("loss").tolist()
 
-        loss_by_steps: dict[tuple[float, float], float] = {}
-        for index, has_loss in enumerate(self.rows_have_loss):
+        losses: dict[tuple[float, float], float] = {}
+        for row, has_loss in enumerate(self.rows_have_loss):
             if has_loss:
-                loss_by_steps[last_steps[index], numbers_of_steps[index]] = losses[index]
-        return loss_by_steps
+                losses[last_step_of_row[row], num_steps_of_row[row]] = loss_of_row[row]
+        return losses
 
     def curves(self) -> dict[str, Floats]:
         """Returns all curves over the steps except the loss: by name, one value per row."""
@@ -312,8 +330,8 @@ class Start:
         records = self._contributing_records()
         means: list[LoggedMean] = []
 
-        # The loaders that have values of a name and kind at a step, in the order of their passes.
-        loaders: dict[tuple[str, str, float], list[int]] = {}
+        # The loaders of the values of one name, kind and step, in the order of their passes.
+        loaders_of_curve: dict[tuple[str, str, float], list[int]] = {}
 
         for line_of_rank in _lines_of_all_ranks(records):
             lines = list(line_of_rank.values())
@@ -329,17 +347,9 @@ class Start:
             loader = lines[0].get("loader")  # None outside of any loop
             for name, (mean, weight) in _average(lines).items():
                 kind = _kind_of_values(lines[0], name)
-
-                # Two loaders may be evaluated after the same step. If both have an `accuracy` of
-                # the kind "evaluation", the second one is called "evaluation 2".
                 if loader is not None:
-                    loaders_so_far = loaders.setdefault((name, kind, step), [])
-                    if loader not in loaders_so_far:
-                        loaders_so_far.append(loader)
-                    position = loaders_so_far.index(loader)
-                    if position > 0:
-                        kind = f"{kind} {position + 1}"
-
+                    loaders_so_far = loaders_of_curve.setdefault((name, kind, step), [])
+                    kind = _numbered_kind(kind, loader, loaders_so_far)
                 means.append(LoggedMean(int(step), name, kind, mean, weight))
         return means
 
@@ -431,7 +441,8 @@ class Record:
                 "make it readable, or copy the folder",
             ) from error
 
-        # Starts with files of ranks, and starts that failed so early that only a launcher wrote.
+        # `_read_file` has added to the starts with files of ranks, and to the lines of launchers.
+        # Some starts failed so early that only a launcher wrote of them.
         starts = [*self._starts_of_ranks.values(), *self._starts_without_ranks()]
         self.starts = sorted(starts, key=lambda start: start.name)
         self._assign_launcher_lines()
@@ -450,20 +461,18 @@ class Record:
             self._files[path.name] = _GrowingFile(path)
         lines = self._files[path.name].read_new_lines()
 
-        # In 01764318000000000000-1f2e3d4c.rank3.record, what stands before ".rank" is the name of
-        # the start, and "3" is the rank. The name of a launcher's file has no ".rank".
-        start_name, _, rank = path.name.removesuffix(RECORD_SUFFIX).rpartition(RANK_INFIX)
-        nanoseconds, _, _ = start_name.partition("-")
-        is_rank_file = rank.isdecimal() and nanoseconds.isdecimal()
-        if not is_rank_file:
+        start_and_rank = _start_and_rank(path.name)
+        if start_and_rank is None:
             return self._add_launcher_lines(path.name, lines)
 
-        record = self._record_of_rank(start_name, int(rank))
+        start_name, rank = start_and_rank
+        record = self._record_of_rank(start_name, rank)
         num_lines = 0  # counted in the loop, since `lines` are read one by one
         for line in lines:
             num_lines += 1
 
-            # The first line of the file has its version under the key "record".
+            # The first line of the file has its version under the key "record"; others have no such
+            # key.
             if isinstance(line, dict) and line.get("record", FORMAT_VERSION) != FORMAT_VERSION:
                 raise CheckpointError(
                     f"the record of a run in {self.folder}",
@@ -528,7 +537,8 @@ class Record:
         # A line of the kind "failure", "interrupted" or "end" says that the start has ended. After
         # a failure the launcher may start the ranks again, and then there is a line "restart" too.
         kinds = {line["kind"] for line in last.launcher_lines}
-        start_has_ended = any(kind in _ENDING_OF_KIND for kind in kinds)
+        kinds_that_end_a_start = _ENDING_OF_KIND.keys()
+        start_has_ended = not kinds.isdisjoint(kinds_that_end_a_start)
         return start_has_ended and "restart" not in kinds
 
     def _has_launcher(self, last: Start) -> bool:
@@ -552,12 +562,8 @@ class Record:
         """
         times_of_rank_files = [start.time for start in self._starts_of_ranks.values()]
         for lines in self._launcher_lines.values():
-            for index, line in enumerate(lines):
-                if line["kind"] != "start":
-                    continue
-
+            for line, end in _starts_with_ends(lines):
                 begin = line["time"]
-                end = _time_of_end(lines[index + 1 :])  # infinity if it is not over
                 reached_init = any(begin <= time <= end for time in times_of_rank_files)
                 if reached_init:
                     continue
@@ -571,6 +577,8 @@ class Record:
 
 def _lines_of_all_ranks(records: Sequence[RankRecord]) -> list[dict[int, dict[str, Any]]]:
     """Groups the lines of logged values that several ranks have written about the same thing.
+
+    In a loop this is the same pass; outside of any loop, the same name and step.
 
     Returns:
         The groups, sorted by step. Each is a dict from ranks to their lines, such as
@@ -607,8 +615,28 @@ def _logged_lines_by_key(record: RankRecord) -> dict[tuple[Any, ...], dict[str, 
         for name, line_of_name in _split_by_name(line).items():
             step = line["step"]
             times_logged[step, name] += 1
-            lines[step, name, times_logged[step, name]] = line_of_name
+            count = times_logged[step, name]
+            lines[step, name, count] = line_of_name
     return lines
+
+
+def _start_and_rank(file_name: str) -> tuple[str, int] | None:
+    """Returns the name of the start and the rank of a rank's file; None for a launcher's file.
+
+    For 01764318000000000000-1f2e3d4c.rank3.record these are "01764318000000000000-1f2e3d4c" and 3.
+    The name of a launcher's file has no ".rank".
+    """
+    start_name, _, rank = file_name.removesuffix(RECORD_SUFFIX).rpartition(RANK_INFIX)
+    nanoseconds, _, _ = start_name.partition("-")
+    is_rank_file = rank.isdecimal() and nanoseconds.isdecimal()
+    return (start_name, int(rank)) if is_rank_file else None
+
+
+def _starts_with_ends(lines: Sequence[LauncherLine]) -> Iterator[tuple[LauncherLine, float]]:
+    """Yields the line of each start of a launcher, and when it ended: infinity if it goes on."""
+    for index, line in enumerate(lines):
+        if line["kind"] == "start":
+            yield line, _time_of_end(lines[index + 1 :])
 
 
 def _key_of_pass(line: dict[str, Any]) -> tuple[Any, ...]:

@@ -52,7 +52,7 @@ from lockstep.extensions.report.record_format import (
     RECORD_SUFFIX,
 )
 from lockstep.extensions.report.source_code import describe_commit
-from lockstep.session.extension import Extension
+from lockstep.session.extension import PHASES, Extension
 from lockstep.session.micro_batch import MicroBatch
 
 ROWS_BEFORE_DOUBLING = 64
@@ -174,11 +174,11 @@ class Recorder(Extension):
         # After a failure a GPU may never finish its work, so the loss is not waited for.
         device_may_hang = failed and self._device.type == "cuda"
         if self._num_steps > 0 and not device_may_hang:
-            num_steps_made = self._step.number
-            self._end_row(num_steps_made - 1)  # steps are counted from 0 here
+            last_step = self._step.number - 1  # counted from 0
+            self._end_row(last_step)
         self._finish_pending(wait=not failed)
 
-        # Lines that are still pending are lost, since their numbers will not arrive any more.
+        # After a failure lines may still be pending. They are lost.
         end: dict[str, Any] = {"end": "failed" if failed else "ok", "time": time.time()}
         if self._pending or self._has_lost_lines:
             end["lost"] = True
@@ -190,7 +190,8 @@ class Recorder(Extension):
         # To save a reading of the clock, the step is taken to end when its phase "optimizer" began,
         # just before the optimizer stepped. So a step lasts from one such time to the next.
         times = self._phase_times
-        step_end_s = times.phase_begin_s
+        optimizer_phase_begin_s = times.phase_begin_s
+        step_end_s = optimizer_phase_begin_s
         step_s = step_end_s - times.last_step_end_s
         if step_s > self._longest_step_s:
             self._longest_step_s = step_s
@@ -202,13 +203,14 @@ class Recorder(Extension):
         self._losses.append(training_pass.loss)
         if self._num_steps == self._steps_per_row:
             self._end_row(number)
-        elif len(self._losses) == MAX_KEPT_LOSSES:
+        elif len(self._losses) == MAX_KEPT_LOSSES:  # each keeps memory
             self._sum_up_losses()
 
     def _sum_up_losses(self) -> None:
-        """Adds the latest losses to the sum of the row.
+        """Adds the latest losses to the sum of the row, `_loss_sum`.
 
-        Losses on a GPU are summed up there: reading their values would wait for the GPU.
+        This is a float on the CPU. On a GPU it is a tensor, as reading values would wait for the
+        GPU.
         """
         # The loss is no tensor if the script gave none to World.backward.
         losses = [loss for loss in self._losses if isinstance(loss, Tensor)]
@@ -302,10 +304,10 @@ class Recorder(Extension):
         The row waits for its loss, and the next row begins with all sums at 0. Once a second, lines
         that are ready are written.
         """
-        # `take` reads the clock and lets the present phase begin anew, so the begin of the phase is
-        # the present time.
+        # `take` reads the clock, and lets the present phase begin anew at this time.
         phase_seconds = self._phase_times.take()
-        now_s = self._phase_times.phase_begin_s - self._begin_s
+        present_time_s = self._phase_times.phase_begin_s
+        now_s = present_time_s - self._begin_s
 
         self._sum_up_losses()
         row = self._make_row(number, now_s, phase_seconds)
@@ -315,7 +317,10 @@ class Recorder(Extension):
 
         # When the next global batch begins, `begin` adds what the script has logged up to here.
         self._means_are_due = True
+        self._do_what_is_due(number, now_s)
 
+    def _do_what_is_due(self, number: int, now_s: float) -> None:
+        """Asks for the use of the GPU, and writes the lines that are ready, if it is time to."""
         if self._measures_gpu and now_s - self._gpu_measured_at_s >= self._gpu_interval_s:
             self._gpu_measured_at_s = now_s
             self._note_gpu_use(number, now_s)
@@ -339,7 +344,7 @@ class Recorder(Extension):
         )
         self._num_gpu_measurements += 1
         if self._num_gpu_measurements % MEASUREMENTS_BEFORE_DOUBLING == 0:
-            self._gpu_interval_s *= 2
+            self._gpu_interval_s *= 2  # so that a long run writes few of these lines
 
     def _make_row(self, number: int, now_s: float, phase_seconds: Mapping[str, float]) -> list[Any]:
         """Returns the present row, a value for each of `COLUMNS`. The loss is not known yet.
@@ -347,7 +352,7 @@ class Recorder(Extension):
         Args:
             number: the number of its last step, counted from 0.
             now_s: seconds since the record began.
-            phase_seconds: how long this rank was in each phase, in the order of `PHASES`.
+            phase_seconds: how long this rank was in each phase.
         """
         if now_s - self._memory_measured_at_s >= MEMORY_INTERVAL_S:
             self._peak_memory_bytes = self._measure_peak_memory()
@@ -365,7 +370,7 @@ class Recorder(Extension):
             self._peak_memory_bytes,
             traffic.sent,
             traffic.shared,
-            *phase_seconds.values(),
+            *[phase_seconds[phase] for phase in PHASES],
         ]
 
     def _begin_next_row(self) -> None:
@@ -385,23 +390,18 @@ class Recorder(Extension):
             self._steps_per_row *= 2
 
     def _start_copying_loss(self, row: list[Any]) -> _PendingLine:
-        """Returns the row as a pending line, which gets the mean loss of its steps when it is made.
+        """Returns the row as a pending line, into which the mean loss of its steps is put later.
 
         If the loss is on a GPU, its copy to the host is started here and arrives later.
 
         Args:
-            row: a value for each of `COLUMNS`. The loss is put in when the row is finished.
+            row: a value for each of `COLUMNS`, without the loss.
         """
-        if self._num_losses == 0:
-            return _PendingLine(arrival_event=None, make_line=partial(_row_with_loss, row, None))
-
-        # Losses on the CPU are summed up as floats, so there is no copy to wait for.
-        mean = self._loss_sum / self._num_losses
-        if not isinstance(mean, Tensor):
-            return _PendingLine(arrival_event=None, make_line=partial(_row_with_loss, row, mean))
-
-        loss_on_host, arrival_event = start_copy_to_host(mean)
-        return _PendingLine(arrival_event, partial(_row_with_loss, row, loss_on_host))
+        loss = None if self._num_losses == 0 else self._loss_sum / self._num_losses
+        arrival_event = None  # a loss on the CPU is a float, and there already
+        if isinstance(loss, Tensor):
+            loss, arrival_event = start_copy_to_host(loss)
+        return _PendingLine(arrival_event, make_line=partial(_row_with_loss, row, loss))
 
     def _finish_pending(self, *, wait: bool) -> None:
         """Appends the pending lines that have arrived to `_unwritten_lines`, in their order.
@@ -411,19 +411,12 @@ class Recorder(Extension):
         """
         while self._pending:
             pending = self._pending[0]
-            if pending.arrival_event is not None:
-                try:
-                    if wait:
-                        pending.arrival_event.synchronize()
-                    elif not pending.arrival_event.query():
-                        return
-                except RuntimeError:
-                    return  # the device has failed, and the training's next CUDA call says so
+            if not _has_arrived(pending, wait=wait):
+                return
 
-            # There is no line if nothing was logged, or everything with weight 0.
             self._pending.popleft()
             line = pending.make_line()
-            if line is not None:
+            if line is not None:  # None: nothing was logged, or everything with weight 0
                 self._unwritten_lines.append(line)
 
     def _learning_rate(self) -> float | None:
@@ -449,7 +442,7 @@ class Recorder(Extension):
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
     def _write(self, *new_lines: object) -> None:
-        """Writes the lines that were not written yet and then the new ones.
+        """Writes the lines that were collected since the last call, and then the new ones.
 
         If that fails the record ends here with a warning, and the training goes on.
         """
@@ -459,9 +452,6 @@ class Recorder(Extension):
             return
 
         text = "".join([f"{line_as_json(line)}\n" for line in lines])
-
-        # The warning names the setting and the folder: "report='runs': it cannot be written ...;
-        # the training goes on, and its record ends here".
         append_or_end(
             self._file, text.encode(), setting="report", folder=self._folder, content="record"
         )
@@ -469,20 +459,17 @@ class Recorder(Extension):
 
 def line_as_json(line: object) -> str:
     """Returns a line of the record as JSON; the floats of a row (a list) have seven digits."""
+    # `%` is faster than `json.dumps`, but cannot write None, the value of a row without a loss or a
+    # learning rate, and writes NaN and infinity as "nan" and "inf", which is no JSON.
     if isinstance(line, list):
-        # `%` cannot format None, the value of a row without a loss or a learning rate.
         try:
             text = _ROW_FORMAT % tuple(line)
         except TypeError:
             return json.dumps(line)
-
-        # `%` writes "nan" and "inf", but JSON needs "NaN" and "Infinity". A row with one of them
-        # has an "n" in its text. Other numbers, such as 1.5e-05, have none.
-        has_nan_or_infinity = "n" in text
+        has_nan_or_infinity = "n" in text  # other numbers, such as 1.5e-05, have no "n"
         if not has_nan_or_infinity:
             return text
 
-    # A loss may be NaN or infinite. Strict JSON does not have these, but Python reads them.
     return json.dumps(line)
 
 
@@ -506,3 +493,21 @@ def _line_of_means(line: dict[str, Any], copy: SumsCopy) -> dict[str, Any] | Non
     line["logged"] = copy.means()
     line["weights"] = copy.weights
     return line if line["logged"] else None
+
+
+def _has_arrived(pending: _PendingLine, *, wait: bool) -> bool:
+    """Returns True if all numbers of a line are on the host; False also if the device has failed.
+
+    Args:
+        pending: the line.
+        wait: True to wait until they are.
+    """
+    if pending.arrival_event is None:
+        return True
+    try:
+        if wait:
+            pending.arrival_event.synchronize()
+            return True
+        return bool(pending.arrival_event.query())
+    except RuntimeError:  # the training's next CUDA call says that the device has failed
+        return False

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from lockstep.session.extension import PHASES
@@ -143,11 +143,10 @@ def parse_line(line: bytes) -> Row | dict[str, Any] | None:
     try:
         value = json.loads(line)
 
-        # JSON can write half of a surrogate pair, such as "\udcff". It is no character and could
-        # not be printed, so it is replaced. The check is only a quick one: whole pairs, such as
-        # "\ud83d\ude00" for a smiley, pass it too, and are not changed.
-        may_have_surrogates = b"\\ud" in line
-        if may_have_surrogates:
+        # Half of a surrogate pair, such as "\udcff", is no character and could not be printed, so
+        # it is replaced. A whole pair, such as "\ud83d\ude00", is not changed.
+        may_have_half_of_pair = b"\\ud" in line
+        if may_have_half_of_pair:
             value = _without_surrogates(value)
 
         if isinstance(value, list):
@@ -155,9 +154,8 @@ def parse_line(line: bytes) -> Row | dict[str, Any] | None:
     except (ValueError, TypeError, OverflowError, RecursionError):
         return None
 
-    if isinstance(value, dict) and _is_known_object(value):
-        return value
-    return None
+    is_known = isinstance(value, dict) and _is_known_object(value)
+    return value if is_known else None
 
 
 def _without_surrogates(value: Any) -> Any:
@@ -207,17 +205,21 @@ def _is_known_object(value: dict[str, Any]) -> bool:
     present_keys = [key for key in _FIELDS_BY_KEY if key in value]
     if not present_keys:
         return False
-    key = present_keys[0]
 
-    fields = _FIELDS_BY_KEY[key]
-    if key == "kind" and value["kind"] == "start":
-        # A launcher writes this line when it starts the ranks. It has more fields than others.
-        fields = _FIELDS_OF_A_LAUNCHER_START
-    if key == "logged" and "loader" in value:
-        # Values that were logged in a loop belong to a pass.
-        fields = {**fields, **_FIELDS_OF_A_PASS}
-
+    # A missing field counts as None, which no check accepts.
+    fields = _required_fields(present_keys[0], value)
     return all(is_valid(value.get(name)) for name, is_valid in fields.items())
+
+
+def _required_fields(key: str, value: Mapping[str, Any]) -> Mapping[str, Callable[[Any], bool]]:
+    """Returns the checks of the fields that an object with this key must have, by name."""
+    is_start_of_launcher = key == "kind" and value["kind"] == "start"
+    was_logged_in_loop = key == "logged" and "loader" in value
+    if is_start_of_launcher:
+        return _FIELDS_OF_A_LAUNCHER_START
+    if was_logged_in_loop:
+        return {**_FIELDS_BY_KEY[key], **_FIELDS_OF_A_PASS}
+    return _FIELDS_BY_KEY[key]
 
 
 def is_of_another_version(value: dict[str, Any]) -> bool:

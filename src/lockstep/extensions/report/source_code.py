@@ -77,7 +77,7 @@ def parse_status(text: str) -> dict[str, Any] | None:
             commit = line.removeprefix("# branch.oid ")
         elif line.startswith("# branch.head "):
             branch = line.removeprefix("# branch.head ")
-        elif line.startswith("1 "):  # a changed file
+        elif line.startswith("1 "):  # a changed file, whose path follows 8 fields
             changed.append(_path_after(8, line))
         elif line.startswith("2 "):  # a renamed file, with its old path after the tab
             new_path, _, _ = _path_after(9, line).partition("\t")

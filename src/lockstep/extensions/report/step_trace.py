@@ -34,7 +34,7 @@ class StepTrace(Extension):
     def __init__(self, run: Run, recorder: Recorder, step: int) -> None:
         self._run = run
         self._recorder = recorder
-        self._step = step
+        self._step_to_trace = step
         self._profiler: Any = None
         self._phase: Any = None
         """The range in the trace that marks the present phase, while the profiler runs."""
@@ -47,10 +47,10 @@ class StepTrace(Extension):
 
         # For example, if step 5 is traced, 4 steps are made until its optimizer has stepped.
         num_steps_made = self._run.step.number
-        traced_step = self._step  # counted from 1
+        step_is_unfinished = num_steps_made < self._step_to_trace
         leaves_the_loop = phase in ("evaluation", "checkpoint")
 
-        if num_steps_made < traced_step:
+        if step_is_unfinished:
             if leaves_the_loop:
                 # The loop asked for a batch, but the loader was at its end. The step comes after
                 # the evaluation, which may be long. So this trace is dropped, and another one is
@@ -62,7 +62,7 @@ class StepTrace(Extension):
 
         # The optimizer has stepped. What follows, such as the step of a second optimizer, still
         # belongs to the traced step, until the loop gets the next batch or does something else.
-        next_step_has_begun = phase == "data" or num_steps_made > traced_step
+        next_step_has_begun = phase == "data" or num_steps_made > self._step_to_trace
         if next_step_has_begun or leaves_the_loop:
             self._write_trace()
         else:
@@ -70,17 +70,17 @@ class StepTrace(Extension):
 
     def _start_if_step_begins(self, phase: str) -> None:
         """Starts the trace if the new phase begins the step that is to be traced."""
-        steps_made = self._run.step.number
-
-        # The run was resumed from a checkpoint after the step that was to be traced.
-        if steps_made >= self._step:
+        num_steps_made = self._run.step.number
+        step_is_over = num_steps_made >= self._step_to_trace
+        if step_is_over:  # the run was resumed from a checkpoint after it
             self._run.extensions.remove(self)
             return
 
         # A step begins when the loop asks for a batch ("data"). A script without a prepared loader
         # has no such phase, so its step begins with the backward pass or the optimizer.
+        step_is_next = num_steps_made == self._step_to_trace - 1
         begins_step = phase in ("data", "backward", "optimizer")
-        if steps_made != self._step - 1 or not begins_step:
+        if not (step_is_next and begins_step):
             return
 
         if profiler_is_running():
@@ -100,26 +100,27 @@ class StepTrace(Extension):
             return
 
         steps_made = self._run.step.number
-        step_is_made = steps_made >= self._step
+        step_is_made = steps_made >= self._step_to_trace
         is_tracing = self._profiler is not None
 
-        if is_tracing and step_is_made:
-            self._write_trace()
-        elif is_tracing:
-            self._stop_profiler()  # and drop the trace of a step that did not end
+        if step_is_made:
+            if is_tracing:
+                self._write_trace()
+            return
 
-        if not step_is_made:
-            warn(
-                f"trace_step={self._step}",
-                f"the run has ended after step {steps_made}",
-                "choose a step that the run makes",
-            )
+        if is_tracing:
+            self._stop_profiler()  # and drop the trace of a step that did not end
+        warn(
+            f"trace_step={self._step_to_trace}",
+            f"the run has ended after step {steps_made}",
+            "choose a step that the run makes",
+        )
 
     def _give_up_for_profiler_of_script(self) -> None:
         """Warns that the step is not traced, since the script's own profiler runs in it."""
         self._run.extensions.remove(self)
         warn(
-            f"trace_step={self._step}",
+            f"trace_step={self._step_to_trace}",
             "a profiler of the script's own is running in that step, and torch runs one at a time",
             "read its trace, or choose a step that it does not record",
         )
@@ -158,7 +159,7 @@ class StepTrace(Extension):
         profiler = self._stop_profiler()
         self._run.extensions.remove(self)
 
-        path = self._recorder.path_beside(f".step{self._step}{TRACE_SUFFIX}")
+        path = self._recorder.path_beside(f".step{self._step_to_trace}{TRACE_SUFFIX}")
         if path is None:
             # The record could not be written any more, for example because the disk is full. Then
             # there is no record that could name the trace.
@@ -168,10 +169,10 @@ class StepTrace(Extension):
             profiler.export_chrome_trace(str(path))
         except OSError as error:
             warn(
-                f"trace_step={self._step}",
+                f"trace_step={self._step_to_trace}",
                 f"the trace cannot be written: {error}",
                 "make room; the training goes on without the trace",
             )
             return
 
-        self._recorder.trace_written(path.name, self._step)
+        self._recorder.trace_written(path.name, self._step_to_trace)

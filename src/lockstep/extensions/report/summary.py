@@ -82,12 +82,16 @@ def _logged(start: Start) -> dict[str, dict[str, float] | None]:
 
 def _start(start: Start) -> dict[str, Any]:
     """Returns when one start of the run began and ended, with how many ranks, and its steps."""
-    has_steps = bool(start.main.rows)
+    first_step = None
+    last_step = None
+    if start.main.rows:  # of rank 0
+        first_step = int(analysis.first_step(start.main))
+        last_step = analysis.last_step(start)
     return {
         "time": start.time,
         "ranks": start.num_ranks,
-        "first_step": int(analysis.first_step(start.main)) if has_steps else None,
-        "last_step": analysis.last_step(start) if has_steps else None,
+        "first_step": first_step,
+        "last_step": last_step,
         "end": start.end,
     }
 

@@ -60,12 +60,13 @@ def scalars(start: Start) -> list[Scalar]:
         found.append(Scalar(int(step), "loss", float(loss), loss_time))
 
     # The means that the script logged. The record does not say when it logged them, so they get the
-    # time of the last row before.
+    # time of the last row up to their step.
     for logged in start.logged:
-        steps_before = [step for step in time_of_step if step <= logged.step]
-        time_of_row_before = time_of_step[max(steps_before)] if steps_before else begin
+        steps_of_rows_before = [step for step in time_of_step if step <= logged.step]
+        last_step_before = max(steps_of_rows_before, default=None)
+        logged_time = begin if last_step_before is None else time_of_step[last_step_before]
         title = f"{logged.kind}/{logged.name}" if logged.kind else logged.name
-        found.append(Scalar(logged.step, title, logged.mean, time_of_row_before))
+        found.append(Scalar(logged.step, title, logged.mean, logged_time))
 
     return sorted(found, key=lambda scalar: (scalar.step, scalar.name))
 
@@ -190,15 +191,16 @@ class Exporter:
     def write(self) -> int:
         """Writes the values that were not written yet; returns how many these are."""
         # A curve may have several values at one step, for example if the script evaluates twice
-        # after it. The record only grows, so the values that were written are the first ones: if 2
-        # were written, the third value of this curve at this step is new.
-        num_in_record: Counter[tuple[str, str, int]] = Counter()
+        # after it. Each call goes through the whole record, which only grows, so the values that
+        # were written are the first ones: if 2 were written, the third value of this curve at this
+        # step is new.
+        num_seen: Counter[tuple[str, str, int]] = Counter()
         total_before = self._num_written.total()
         for start in self._record.starts:
             for scalar in scalars(start):
                 key = (start.name, scalar.name, scalar.step)
-                num_in_record[key] += 1
-                is_new = num_in_record[key] > self._num_written[key]
+                num_seen[key] += 1
+                is_new = num_seen[key] > self._num_written[key]
                 if is_new:
                     self._num_written[key] += 1
                     self._writer.add_scalar(
