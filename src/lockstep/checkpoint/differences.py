@@ -6,7 +6,7 @@ A name is *missing* if only the model has it, and *unexpected* if only the saved
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any, NamedTuple
@@ -66,8 +66,13 @@ class Differences:
     """Names that only the module has."""
     unexpected: tuple[str, ...]
     """Names that only the saved state has."""
-    mismatched: tuple[str, ...]
-    """Names with both shapes: "weight: [2, 8] in the file, [5, 8] in the model"."""
+    mismatched: Mapping[str, str]
+    """Both shapes by name: {"weight": "[2, 8] in the file, [5, 8] in the model"}."""
+
+    @property
+    def mismatched_texts(self) -> tuple[str, ...]:
+        """The same as texts: "weight: [2, 8] in the file, [5, 8] in the model"."""
+        return tuple(f"{name}: {shapes}" for name, shapes in self.mismatched.items())
 
     def __bool__(self) -> bool:
         return bool(self.missing or self.unexpected or self.mismatched)
@@ -82,7 +87,7 @@ class Differences:
         for kind, names in (
             ("missing", self.missing),
             ("unexpected", self.unexpected),
-            ("of another shape", self.mismatched),
+            ("of another shape", self.mismatched_texts),
         ):
             if names:
                 counted.append((f"{len(names)} {kind}", names))
@@ -96,16 +101,16 @@ def find_differences(saved: Mapping[str, Any], own: Mapping[str, Any]) -> Differ
         saved: the values of the saved state by plain names (without those that wrappers add).
         own: the values of the module's state by plain names.
     """
-    mismatched = []
+    mismatched = {}
     for name in own:
         if name in saved:
             conflict = describe_conflict(saved[name], own[name])
             if conflict is not None:
-                mismatched.append(f"{name}: {conflict}")
+                mismatched[name] = conflict
     return Differences(
         missing=tuple(name for name in own if name not in saved),
         unexpected=tuple(name for name in saved if name not in own),
-        mismatched=tuple(mismatched),
+        mismatched=mismatched,
     )
 
 
@@ -127,23 +132,20 @@ def table_of_differences(
         saved: the values of the file by their names.
         own: the values of the model by their names.
     """
-    rows = []
-    for name in differences.missing[:MAX_ROWS_OF_A_KIND]:
-        text = _shape_and_nearest(own[name], name, differences.unexpected, "in the file")
-        rows.append(_Row("missing", short(name), text))
-    rows += _rows_for_rest("missing", differences.missing)
 
-    for name in differences.unexpected[:MAX_ROWS_OF_A_KIND]:
-        text = _shape_and_nearest(saved[name], name, differences.missing, "in the model")
-        rows.append(_Row("unexpected", short(name), text))
-    rows += _rows_for_rest("unexpected", differences.unexpected)
+    def text_of_missing(name: str) -> str:
+        return _shape_and_nearest(own[name], name, differences.unexpected, "in the file")
 
-    for description in differences.mismatched[:MAX_ROWS_OF_A_KIND]:
-        # "weight: [2, 8] in the file, [5, 8] in the model"
-        name, _, shapes = description.partition(": ")
-        rows.append(_Row("other shape", name, shapes))
-    rows += _rows_for_rest("other shape", differences.mismatched)
+    def text_of_unexpected(name: str) -> str:
+        return _shape_and_nearest(saved[name], name, differences.missing, "in the model")
 
+    rows = [
+        *_rows_of_kind("missing", differences.missing, text_of_missing),
+        *_rows_of_kind("unexpected", differences.unexpected, text_of_unexpected),
+        *_rows_of_kind(
+            "other shape", tuple(differences.mismatched), differences.mismatched.__getitem__
+        ),
+    ]
     width = max((len(row.name) for row in rows), default=0)
     lines = [f"    {row.kind:<13}{row.name:<{width}}  {row.text}".rstrip() for row in rows]
     return "\n".join(lines)
@@ -170,9 +172,16 @@ def _shape_and_nearest(
     return text
 
 
-def _rows_for_rest(kind: str, names: Sequence[str]) -> list[_Row]:
-    """Returns a row "... and 3 more" if the table has no rows for some names, otherwise no row."""
+def _rows_of_kind(kind: str, names: Sequence[str], text_of: Callable[[str], str]) -> list[_Row]:
+    """Returns a row for each of the first names, and a row "... and 3 more" if there are others.
+
+    Args:
+        kind: the kind of difference.
+        names: the names that differ in this way.
+        text_of: returns what the row says about a name.
+    """
+    rows = [_Row(kind, short(name), text_of(name)) for name in names[:MAX_ROWS_OF_A_KIND]]
     num_left_out = len(names) - MAX_ROWS_OF_A_KIND
-    if num_left_out <= 0:
-        return []
-    return [_Row(kind, f"... and {num_left_out} more", "")]
+    if num_left_out > 0:
+        rows.append(_Row(kind, f"... and {num_left_out} more", ""))
+    return rows

@@ -394,7 +394,7 @@ def _plan_loading(model: nn.Module, path: Path, *, strict: bool, trust: bool) ->
         matched=tuple(name for name in own if name in fitting),
         missing=differences.missing,
         unexpected=differences.unexpected,
-        mismatched=differences.mismatched,
+        mismatched=differences.mismatched_texts,
         changes=tuple(changes),
     )
     groups_of_values = _group_values(fitting, _names_read_into_memory(fitting, own))
