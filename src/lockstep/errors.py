@@ -86,12 +86,12 @@ class LockstepError(Exception):
         found: what is wrong with it.
         do: what to change.
         code: code of the entry in the catalogue (`lockstep.verify.catalogue`), if there is one.
-        may_pass: replaces the class attribute `may_pass` for this error.
+        may_be_temporary: replaces the class attribute `may_be_temporary` for this error.
         of_rank: the rank that has failed, if this rank only reports the failure of another one.
     """
 
     exit_code = 1
-    may_pass = True
+    may_be_temporary = True
     """False if the same command on the same machines would always fail with this error. Then
     `lockstep run --max-restarts` does not start the ranks again."""
 
@@ -102,15 +102,15 @@ class LockstepError(Exception):
         do: str,
         *,
         code: str | None = None,
-        may_pass: bool | None = None,
+        may_be_temporary: bool | None = None,
         of_rank: int | None = None,
     ) -> None:
         self.was_set = was_set
         self.found = found
         self.do = do
         self.code = code
-        if may_pass is not None:
-            self.may_pass = may_pass
+        if may_be_temporary is not None:
+            self.may_be_temporary = may_be_temporary
         self.of_rank = of_rank
         self.rank = _rank
         self.line = user_line()
@@ -166,7 +166,7 @@ class SettingError(LockstepError, ValueError):
     """An argument, flag or variable that cannot be honoured."""
 
     exit_code = 2
-    may_pass = False
+    may_be_temporary = False
 
 
 class UsageError(LockstepError, RuntimeError):
@@ -237,7 +237,7 @@ class DuplicateRankError(JoinError):
 class WorldSizeError(JoinError):
     """The ranks were started with different world sizes."""
 
-    may_pass = False
+    may_be_temporary = False
 
 
 class MasterUnreachableError(JoinError):
@@ -255,7 +255,7 @@ class StaleInitFileError(JoinError):
 class TokenDiffersError(JoinError):
     """The machine that serves the run's store has another token."""
 
-    may_pass = False
+    may_be_temporary = False
 
 
 class RankFailedError(LockstepError, RuntimeError):

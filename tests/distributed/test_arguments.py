@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lockstep.distributed.arguments import command_of_script
-from lockstep.distributed.manifest import mismatches, without_harmless_differences
+from lockstep.distributed.manifest import describe_mismatches, without_harmless_differences
 from lockstep.distributed.topology import SET_BY_SCRIPT, SET_BY_VARIABLES, Topology
 
 pytestmark = pytest.mark.unit
@@ -56,7 +56,7 @@ def differ(values: str, arguments: str, machines: tuple[int, ...], started: str)
     for value in values.split():
         manifests.append({"arguments": f"train.py {arguments.replace('{}', value)}"})
     assert len(manifests) == len(topologies)
-    return mismatches(without_harmless_differences(manifests, topologies)) != []
+    return describe_mismatches(without_harmless_differences(manifests, topologies)) != []
 
 
 @pytest.mark.parametrize(
@@ -218,4 +218,6 @@ def test_the_rank_may_stand_anywhere_and_be_left_out_for_the_first_process(
     topologies = []
     for rank in range(2):
         topologies.append(Topology(rank=rank, size=2, local_rank=rank, local_size=2, source=source))
-    assert (mismatches(without_harmless_differences(manifests, topologies)) != []) == is_told
+    assert (
+        describe_mismatches(without_harmless_differences(manifests, topologies)) != []
+    ) == is_told

@@ -168,10 +168,10 @@ def test_rocm_lists_gpus_in_a_variable_of_its_own(monkeypatch: pytest.MonkeyPatc
         choose(monkeypatch, 0, [[]], "cuda", HIP_VISIBLE_DEVICES="7", CUDA_VISIBLE_DEVICES="0")
 
 
-def tell() -> list[list[str]]:
+def tell() -> list[list[str] | None]:
     with lockstep.init() as world:
         joined = world._run.joined
-        late = []
+        late: list[str] | None = []
         if world.is_main:  # the other one says nothing
             late = _exchange_on_this_machine(joined, 0.05, "mine")
             joined.store.delete_key("here/0")
@@ -183,4 +183,4 @@ def test_processes_of_a_machine_tell_each_other() -> None:
     [first, late], [second, _] = run_ranks(tell, 2)
     assert second == ["GPU 0", "GPU 1"]
     assert first[1] == "GPU 1"
-    assert late == ["mine", "mine"]
+    assert late is None

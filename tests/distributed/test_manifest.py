@@ -9,7 +9,7 @@ import torch.distributed as dist
 from lockstep.distributed.manifest import (
     collect,
     cuda_version,
-    mismatches,
+    describe_mismatches,
     nccl_version,
     without_harmless_differences,
 )
@@ -35,12 +35,14 @@ def test_ranks_in_words(ranks: list[int], words: str) -> None:
 
 def test_equal_manifests_have_no_mismatches() -> None:
     records = [{"a": "1"} for _ in range(3)]
-    assert mismatches(records) == []
-    assert mismatches(records[:1]) == []
+    assert describe_mismatches(records) == []
+    assert describe_mismatches(records[:1]) == []
 
 
 def test_a_difference_names_the_field_both_values_and_the_ranks() -> None:
-    lines = mismatches([{"arguments": "--lr 0.1", "x": "1"}, {"arguments": "--lr 0.2", "x": "1"}])
+    lines = describe_mismatches(
+        [{"arguments": "--lr 0.1", "x": "1"}, {"arguments": "--lr 0.2", "x": "1"}]
+    )
     assert lines == ["arguments: rank 0 has '--lr 0.1', rank 1 has '--lr 0.2'"]
 
 
@@ -53,7 +55,9 @@ def test_arguments_that_number_the_process_are_not_compared() -> None:
 
 
 def test_ranks_that_agree_are_grouped_and_a_missing_field_is_said() -> None:
-    lines = mismatches([{"seed": "0", "a": "1"}, {"seed": "0"}, {"seed": "0"}, {"seed": "7"}])
+    lines = describe_mismatches(
+        [{"seed": "0", "a": "1"}, {"seed": "0"}, {"seed": "0"}, {"seed": "7"}]
+    )
     assert lines == [
         "seed: ranks 0-2 have '0', rank 3 has '7'",
         "a: rank 0 has '1', ranks 1-3 have none",
@@ -61,7 +65,7 @@ def test_ranks_that_agree_are_grouped_and_a_missing_field_is_said() -> None:
 
 
 def test_many_values_are_cut_short() -> None:
-    (line,) = mismatches([{"seed": str(rank)} for rank in range(10)])
+    (line,) = describe_mismatches([{"seed": str(rank)} for rank in range(10)])
     assert line.endswith("rank 3 has '3', and 6 more values")
 
 
@@ -72,7 +76,7 @@ def test_the_manifest_of_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     assert record["torch"] == torch.__version__
     assert (record["seed"], record["s"]) == ("3", "None")
     assert all(isinstance(value, str) for value in record.values())
-    assert mismatches([record, dict(record)]) == []
+    assert describe_mismatches([record, dict(record)]) == []
 
 
 def test_another_script_is_noticed(monkeypatch: pytest.MonkeyPatch, tmp_path: object) -> None:
@@ -83,7 +87,7 @@ def test_another_script_is_noticed(monkeypatch: pytest.MonkeyPatch, tmp_path: ob
             file.write(text)
         monkeypatch.setattr(sys.modules["__main__"], "__file__", path, raising=False)
         records.append(collect({}))
-    (line,) = mismatches(records)
+    (line,) = describe_mismatches(records)
     assert line.startswith("script: rank 0 has 'sha256 ca978112")
 
 

@@ -23,7 +23,7 @@ NAMES = {
 
 
 def endpoint(host: str) -> network.Endpoint:
-    return network.Endpoint(host, 29400, one_node=network.means_loopback(host))
+    return network.Endpoint(host, 29400, at_loopback=network.means_loopback(host))
 
 
 @pytest.fixture

@@ -152,7 +152,7 @@ def a_hook(x: torch.Tensor) -> torch.Tensor:
 
 
 def test_a_function_that_runs_as_it_is_is_compiled_inside_of_others_only():
-    marked = torch_compat.run_as_it_is(around)
+    marked = torch_compat.compile_only_callees(around)
     assert marked is around
     assert graphs_of(marked) == [1]  # `doubled` alone
     assert graphs_of(lambda x: marked(x) + 1, whole=True) == [3]
@@ -283,7 +283,7 @@ def test_an_fsdp_unit_in_half_precision_adds_up_gradients_in_fp32(tmp_path):
 def test_default_groups_are_told_of_when_they_are_opened(monkeypatch):
     c10d, opened = dist.distributed_c10d, []
     monkeypatch.setattr(c10d, "_update_default_pg", c10d._update_default_pg)  # set back at the end
-    torch_compat.on_default_group(opened.append)
+    torch_compat.call_on_new_default_group(opened.append)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     assert opened == [dist.group.WORLD]
     dist.destroy_process_group()
@@ -453,7 +453,7 @@ def test_a_store_elsewhere_serves_an_address(monkeypatch):
     rendezvous = importlib.import_module("torch.distributed.rendezvous")
     monkeypatch.setattr(rendezvous, "_create_c10d_store", rendezvous._create_c10d_store)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    torch_compat.store_elsewhere(1, store.port)
+    torch_compat.redirect_store(from_port=1, to_port=store.port)
     for method in ("env", "tcp"):
         monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
         monkeypatch.setenv("MASTER_PORT", "1")
@@ -472,7 +472,7 @@ def test_the_flight_recorder_is_there():
     for name in torch_compat.RECORDERS[:1]:
         assert hasattr(c10d, name)
         assert hasattr(c10d, f"{name}_json")
-    for record in json.loads(torch_compat.flight_record(lines=False)):
+    for record in json.loads(torch_compat.flight_record(stacks=False)):
         assert "version" in record
 
 
@@ -902,7 +902,7 @@ def test_a_truncated_normal_is_drawn_by_a_function_that_can_be_replaced():
         return original(tensor, *args, **kwargs)
 
     torch.manual_seed(0)
-    with torch_compat.trunc_normal_replaced(draw):
+    with torch_compat.replacing_trunc_normal(draw):
         drawn = nn.init.trunc_normal_(torch.empty(20), std=2.0)
     assert calls == [((0.0, 2.0, -2.0, 2.0), {"generator"})]
     torch.manual_seed(0)

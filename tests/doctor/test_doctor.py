@@ -215,7 +215,7 @@ def test_a_check_that_hangs_or_raises_hides_no_other(monkeypatch: Any) -> None:
     assert findings["hostname"].found == "not known: no answer within 0.2 s"
     assert findings["cores"].found == "not known: ZeroDivisionError: no cores"
     assert [finding.level for finding in findings.values()] == [WARNING, WARNING, OK]
-    text = doctor.lines(findings)
+    text = doctor.format_findings(findings)
     assert text[0].startswith("warning  hostname  not known")
     assert text[-1].startswith("ok       clock")
 
@@ -422,7 +422,7 @@ def test_findings_stand_in_columns_in_chinese(monkeypatch: pytest.MonkeyPatch) -
         "shared_memory": Finding("ok", "23.5 GiB of 23.5 GiB free in /dev/shm"),
         "clock": Finding("warning", "it is nearly full", "use a newer Python"),
     }
-    assert doctor.lines(findings) == [
+    assert doctor.format_findings(findings) == [
         "正常     共享内存  /dev/shm 剩余 23.5 GiB，共 23.5 GiB",
         "警告     时钟      几乎已满",
         "                   建议：使用更新的 Python",

@@ -154,7 +154,7 @@ def test_batchnorm_over_the_group(device: str) -> None:
 
 
 def recorded() -> list[CollectiveCall]:
-    groups, records = torch_compat.process_groups(), torch_compat.flight_record(lines=False)
+    groups, records = torch_compat.process_groups(), torch_compat.flight_record(stacks=False)
     text = f'{{"request": 1, "stacks": {{}}, "groups": {json.dumps(groups)}, "records": {records}}}'
     state = with_answer(RankState(rank=0, host="", pid=0, alive=True), text, 0)
     assert state.answered, text

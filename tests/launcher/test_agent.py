@@ -102,13 +102,13 @@ def test_a_signal_that_comes_while_a_ranks_end_is_read_waits_until_it_is_noted()
     process = Process(rank=0, local_rank=0, folder=Path(), pid=4321)
     agent: Any = object.__new__(Agent)
     agent.attempts = [Attempt([process], world_size=1, node=0, nodes=1, folder=Path())]
-    agent.interrupted, agent._delayed_interrupt, agent._zygote = None, None, Zygote()
+    agent.received_signal, agent._delayed_interrupt, agent._zygote = None, None, Zygote()
     with pytest.raises(SignalException):
         agent._read_events()
     assert process.code == 0
     agent._read_events()  # a second signal ends nothing a second time
     assert agent._kill_at_once
-    agent.interrupted = None
+    agent.received_signal = None
     with pytest.raises(SignalException):
         agent.interrupt(signal.SIGTERM)
 

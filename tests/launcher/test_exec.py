@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from launched import launch
 
-from lockstep.run.start.exec_hook import EXECUTED, option_without_hook, with_hook
+from lockstep.run.start.exec_hook import EXECUTED_VARIABLE, option_that_disables_hook, with_hook
 
 pytestmark = pytest.mark.launcher
 
@@ -58,7 +58,7 @@ def test_variables_that_the_caller_gives_are_kept() -> None:
     assert given["NAME"] == os.fsdecode(b"\xff")
     assert given["OTHER"] == "x"
     assert given["PYTHONPATH"].endswith("/start/executed:/a:/b")
-    assert json.loads(given[EXECUTED])["pid"] == 7
+    assert json.loads(given[EXECUTED_VARIABLE])["pid"] == 7
 
 
 def test_what_the_new_program_raises_is_recorded(tmp_path: Path) -> None:
@@ -115,7 +115,7 @@ def test_a_hang_of_the_new_program_is_reported(tmp_path: Path, execute: str) -> 
 def test_options_with_which_an_interpreter_would_not_be_watched(
     line: list[str], option: str
 ) -> None:
-    assert option_without_hook(line) == option
+    assert option_that_disables_hook(line) == option
 
 
 @pytest.mark.thorough

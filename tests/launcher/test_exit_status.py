@@ -17,8 +17,8 @@ from ranks import HANG_S
 from lockstep.run.start.process import Process, describe_exit_code, exit_status_of
 from lockstep.run.start.process_memory import (
     OomCounts,
-    kernel_log_on,
     oom_between,
+    oom_message_of,
     peak_memory,
     read_oom_counts,
 )
@@ -87,7 +87,7 @@ def test_oom_kills_are_counted_in_control_groups_of_version_1(tmp_path: Path) ->
 def test_without_the_kernels_files_nothing_is_known(tmp_path: Path) -> None:
     assert read_oom_counts(tmp_path) == OomCounts(None, None)
     assert peak_memory(1, tmp_path) is None
-    assert kernel_log_on(1, tmp_path) is None
+    assert oom_message_of(1, tmp_path) is None
 
 
 @pytest.mark.parametrize(
@@ -113,10 +113,10 @@ def test_the_kernels_log_has_the_message_about_one_process(tmp_path: Path) -> No
         "3,901,99,-;Out of memory: Killed process 421 (pt_data) total-vm:1kB, anon-rss:1kB\n"
     )
     write(tmp_path, {"dev/kmsg": log})
-    assert kernel_log_on(42, tmp_path) == (
+    assert oom_message_of(42, tmp_path) == (
         "Memory cgroup out of memory: Killed process 42 (python) total-vm:9kB"
     )
-    assert kernel_log_on(4, tmp_path) is None
+    assert oom_message_of(4, tmp_path) is None
 
 
 def test_the_files_of_this_machines_kernel_can_be_read() -> None:
@@ -126,7 +126,7 @@ def test_the_files_of_this_machines_kernel_can_be_read() -> None:
     peak = peak_memory(os.getpid())
     assert peak is not None
     assert peak > 1 << 20
-    assert kernel_log_on(2**30) is None
+    assert oom_message_of(2**30) is None
 
 
 def start(tmp_path: Path, code: str) -> Process:
@@ -262,12 +262,12 @@ def test_a_rank_that_still_runs_has_no_exit_status(tmp_path: Path) -> None:
 GROUP = """
 import subprocess
 import sys
-from lockstep.run.start.process_memory import kernel_log_on, oom_between, read_oom_counts
+from lockstep.run.start.process_memory import oom_message_of, oom_between, read_oom_counts
 
 before = read_oom_counts()
 hog = subprocess.Popen([sys.executable, "-c", "x = [bytearray(1 << 20) for _ in range(4096)]"])
 code = hog.wait()
-print(code, oom_between(before, read_oom_counts()), kernel_log_on(hog.pid))
+print(code, oom_between(before, read_oom_counts()), oom_message_of(hog.pid))
 """
 
 

@@ -24,7 +24,7 @@ from lockstep.run.start.job_control import (
     give_keyboard,
     handled,
     in_foreground,
-    take_keyboard,
+    take_keyboard_from,
 )
 
 pytestmark = pytest.mark.launcher
@@ -180,7 +180,7 @@ def test_without_a_terminal_there_is_no_foreground() -> None:
         os.dup2(nothing.fileno(), 0)
         try:
             assert not in_foreground()
-            take_keyboard(os.getpgrp())
+            take_keyboard_from(os.getpgrp())
             give_keyboard(os.getpgrp())
         finally:
             os.dup2(saved, 0)

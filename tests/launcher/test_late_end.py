@@ -335,17 +335,17 @@ def test_a_process_that_uses_processor_time_is_waited_for_longer(
     monkeypatch.setattr(late_end, "read_process", read_process)
     monkeypatch.setattr(late_end.time, "monotonic", lambda: now)
     idle = late_end.LateEnd(7)
-    assert not idle.check_given_up()
+    assert idle.check() is late_end.Progress.IN_TIME
     now += 9.9
-    assert not idle.check_given_up()
-    assert not idle.is_late
+    assert idle.check() is late_end.Progress.IN_TIME
     now += 0.1
-    assert idle.is_late
-    assert idle.check_given_up()
+    assert idle.check() is late_end.Progress.GIVEN_UP
     busy = late_end.LateEnd(7)
     while busy.waited_s < 59:
-        assert not busy.check_given_up()
+        is_late = busy.waited_s >= late_end.GIVE_UP_IDLE_AFTER_S
+        expected = late_end.Progress.LATE if is_late else late_end.Progress.IN_TIME
+        assert busy.check() is expected
         now += 1.0
         cpu_s += 0.01
     now += 1.0
-    assert busy.check_given_up()
+    assert busy.check() is late_end.Progress.GIVEN_UP

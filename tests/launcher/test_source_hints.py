@@ -9,8 +9,8 @@ import pytest
 
 from lockstep.run.start.source_hints import (
     SourceHints,
-    hidden_by,
     large_modules,
+    modules_hidden_by_loaded,
     read_script,
     read_source,
 )
@@ -139,15 +139,15 @@ def test_modules_beside_the_script_that_hide_imported_ones_are_found(tmp_path: P
         "d": module(there / "d.py"),
         "__main__": module(there / "command.py"),
     }
-    assert hidden_by(str(here), loaded) == []
+    assert modules_hidden_by_loaded(str(here), loaded) == []
     for name in ("a.py", "built_in.py", "os.py", "c.cpython-311-x.so", "e.py", "d.txt"):
         (here / name).touch()
     (here / "__main__.py").touch()  # which nobody imports by its name
     (here / "b").mkdir()
     (here / "d").mkdir()  # without __init__.py it is found last
     (here / "b" / "__init__.py").touch()
-    assert hidden_by(str(here), loaded) == ["a.py", "b", "c.cpython-311-x.so"]
-    assert hidden_by(str(here / "nowhere.zip"), loaded) == []
+    assert modules_hidden_by_loaded(str(here), loaded) == ["a.py", "b", "c.cpython-311-x.so"]
+    assert modules_hidden_by_loaded(str(here / "nowhere.zip"), loaded) == []
 
 
 def module(file: Path) -> ModuleType:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.run.start.unread_arguments import never_reads_arguments, words_of_options
+from lockstep.run.start.unread_arguments import misplaced_launcher_options, never_reads_arguments
 from lockstep.run.start.worker import Script
 
 pytestmark = [pytest.mark.launcher, pytest.mark.unit]
@@ -57,4 +57,10 @@ def test_a_script_that_is_not_there_may_read_them(tmp_path: Path) -> None:
 def test_options_among_the_arguments_of_a_script() -> None:
     takes_value = {"--nproc": True, "-q": False, "--seed": True}
     words = ["--lr", "1", "--nproc", "2", "-q", "3", "--seed=4", "5", "--nproc"]
-    assert words_of_options(words, takes_value) == ["--nproc", "2", "-q", "--seed=4", "--nproc"]
+    assert misplaced_launcher_options(words, takes_value) == [
+        "--nproc",
+        "2",
+        "-q",
+        "--seed=4",
+        "--nproc",
+    ]

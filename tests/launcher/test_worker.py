@@ -228,8 +228,8 @@ def test_a_script_is_given_its_local_rank_as_an_argument(
 def test_the_command_of_a_fresh_interpreter_carries_the_script() -> None:
     script = Script(path="a b.py", arguments=("--x", "ü"), module=True, local_rank_flag="--r")
     command = fresh_interpreter(script)
-    assert command.line[0] == sys.executable
-    assert command.line[-2:] == ("--x", "ü")
+    assert command.words[0] == sys.executable
+    assert command.words[-2:] == ("--x", "ü")
     assert Script(**json.loads(command.environment["LOCKSTEP_SCRIPT"])) == Script(
         path="a b.py",
         arguments=[],  # type: ignore[arg-type]
@@ -241,7 +241,7 @@ def test_the_command_of_a_fresh_interpreter_carries_the_script() -> None:
 def test_the_macro_in_a_command_is_replaced_by_the_local_rank() -> None:
     script = Script(path="s.py", arguments=("--k=${local_rank}", "$x", "$$"))
     command = fresh_interpreter(script).for_rank(3)
-    assert command.line[-3:] == ("--k=3", "$x", "$$")
+    assert command.words[-3:] == ("--k=3", "$x", "$$")
     assert Command(("./a.sh", "x${local_rank}"), {}).for_rank(0) == Command(("./a.sh", "x0"), {})
 
 
@@ -262,8 +262,8 @@ def test_a_process_is_bound_to_processors_by_torchs_command(
         "_get_logical_cpus_to_bind_to",
         lambda numa_options, **index: cpus[sum(index.values())],
     )
-    assert bound.for_rank(0).line == ("numactl", "--physcpubind=0-2", "python", "s.py")
-    assert bound.for_rank(1).line == ("numactl", "--physcpubind=3", "python", "s.py")
+    assert bound.for_rank(0).words == ("numactl", "--physcpubind=0-2", "python", "s.py")
+    assert bound.for_rank(1).words == ("numactl", "--physcpubind=3", "python", "s.py")
     (tmp_path / "numactl").unlink()
     with pytest.raises(SettingError, match="numactl"):
         bound.for_rank(0)

@@ -19,7 +19,7 @@ from lockstep.run.start.zygote import (
     FreshZygote,
     Server,
     Zygote,
-    _is_gone_or_zombie,
+    _has_ended_completely,
     control_sockets,
 )
 
@@ -349,14 +349,14 @@ def test_a_process_whose_main_thread_has_ended_has_not_ended_itself() -> None:
     process = psutil.Process(started_process.pid)
     try:
         assert becomes_true(lambda: process.status() == psutil.STATUS_ZOMBIE)
-        assert not _is_gone_or_zombie(process)
+        assert not _has_ended_completely(process)
         started_process.kill()
         assert becomes_true(lambda: process.num_threads() == 1)
-        assert _is_gone_or_zombie(process)
+        assert _has_ended_completely(process)
     finally:
         started_process.kill()
         started_process.wait()
-    assert _is_gone_or_zombie(process)
+    assert _has_ended_completely(process)
 
 
 FRESH = """

@@ -77,7 +77,7 @@ def rank_raised(
         chain=rest.pop("chain", ()),
         exit_code=rest.pop("exit_code", 1),
         from_lockstep=rest.pop("from_lockstep", False),
-        may_pass=rest.pop("may_pass", True),
+        may_be_temporary=rest.pop("may_be_temporary", True),
         of_rank=rest.pop("of_rank", None),
     )
     code = rest.pop("code", error.exit_code)
@@ -843,10 +843,13 @@ def test_a_deadlock_shows_the_source_lines(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_a_restart_is_vain_only_if_nothing_that_came_first_may_pass() -> None:
-    wrong = rank_raised(0, "precision='fp61'", 1.0, type="SettingError", may_pass=False)
-    for other, may_pass in (
-        (rank_raised(1, "precision='fp61'", 1.0, type="SettingError", may_pass=False), False),
-        (rank_raised(1, "device='x'", 1.0, type="SettingError", may_pass=False), False),
+    wrong = rank_raised(0, "precision='fp61'", 1.0, type="SettingError", may_be_temporary=False)
+    for other, may_be_temporary in (
+        (
+            rank_raised(1, "precision='fp61'", 1.0, type="SettingError", may_be_temporary=False),
+            False,
+        ),
+        (rank_raised(1, "device='x'", 1.0, type="SettingError", may_be_temporary=False), False),
         (rank_raised(1, "no route", 1.1, type="OSError"), True),  # which was first is not known
         (rank_raised(1, "no route", 9.0, type="OSError"), False),
         (rank_raised(1, CLOSED, 1.1), False),
@@ -854,7 +857,7 @@ def test_a_restart_is_vain_only_if_nothing_that_came_first_may_pass() -> None:
     ):
         first = first_failure([wrong, other])
         assert first is not None
-        assert first.may_pass == may_pass, other
+        assert first.may_be_temporary == may_be_temporary, other
 
 
 def test_an_exit_status_survives_json() -> None:

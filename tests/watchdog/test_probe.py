@@ -342,10 +342,10 @@ def test_a_request_while_the_process_ends_does_no_harm(tmp_path: Path) -> None:
 def test_a_request_right_behind_the_end_does_not_hide_it(tmp_path: Path) -> None:
     original, answering, go = torch_compat.flight_record, threading.Event(), threading.Event()
 
-    def slowly(*, lines: bool) -> str:
+    def slowly(*, stacks: bool) -> str:
         answering.set()
         assert go.wait(HANG_S)
-        return original(lines=lines)
+        return original(stacks=stacks)
 
     def write_request(data: bytes) -> None:  # before the thread reads again
         descriptor = os.open(tmp_path / "ask", os.O_WRONLY | os.O_NONBLOCK)
@@ -405,7 +405,7 @@ def test_the_thread_that_answers_takes_the_gpu_of_its_rank(monkeypatch: pytest.M
 
 
 def last_completed_collective(group_id: int) -> int:
-    record = json.loads(torch_compat.flight_record(lines=False))[0]
+    record = json.loads(torch_compat.flight_record(stacks=False))[0]
     return int(record["pg_status"][str(group_id)]["last_completed_collective"])
 
 
@@ -424,7 +424,7 @@ def _private_parts() -> None:
         assert groups[0]["description"] == "default_pg"
         assert "pair" in groups[1]["description"]
         # A build with NCCL has its recorder as well, which has nothing to tell here.
-        record, *others = json.loads(torch_compat.flight_record(lines=False))
+        record, *others = json.loads(torch_compat.flight_record(stacks=False))
         assert not any(other.get("entries") for other in others)
         calls = record["entries"]
         assert [c["profiling_name"] for c in calls] == ["gloo:all_reduce", "gloo:barrier"]
@@ -477,7 +477,7 @@ def _one_group_after_another() -> None:
             for _ in range(count):
                 dist.all_reduce(torch.ones(2))
             groups = json.dumps(torch_compat.process_groups())
-            records = torch_compat.flight_record(lines=False)
+            records = torch_compat.flight_record(stacks=False)
     text = f'{{"request": 1, "stacks": {{}}, "groups": {groups}, "records": {records}}}'
     state = state_from_answer(text)
     # The recorder still has those of the first, which had the same name and the same numbers.
@@ -493,4 +493,4 @@ def test_calls_of_the_group_before_are_not_taken_for_those_of_the_present_one() 
 
 def test_a_torch_without_a_recorder_gives_no_records(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch_compat, "RECORDERS", ("_dump_of_no_torch",))
-    assert torch_compat.flight_record(lines=False) == "[]"
+    assert torch_compat.flight_record(stacks=False) == "[]"

@@ -196,4 +196,4 @@ def _report_lines(findings: Mapping[str, Finding], repairs: Iterable[str]) -> li
 
     fixed = pad(translate("fixed"), doctor.LEVEL_WIDTH)
     repair_lines = [f"{fixed}{translate(repair)}" for repair in repairs]
-    return [*repair_lines, *doctor.lines(findings)]
+    return [*repair_lines, *doctor.format_findings(findings)]

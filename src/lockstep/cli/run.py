@@ -49,7 +49,7 @@ from lockstep.run.start.plan import HangRules, LaunchSpec
 from lockstep.run.start.rank_imports import without_garbage_collection
 from lockstep.run.start.step_memory import check_keep_in_memory
 from lockstep.run.start.torchrun_flags import check_flags_usable_with, has_node_flags, parse_flags
-from lockstep.run.start.unread_arguments import never_reads_arguments, words_of_options
+from lockstep.run.start.unread_arguments import misplaced_launcher_options, never_reads_arguments
 from lockstep.run.start.worker import Script
 from lockstep.settings import DECLARATIONS, FROM_FILE_VARIABLE, QUIET_VARIABLE, is_quiet
 from lockstep.units import parse_seconds
@@ -1103,7 +1103,7 @@ def _say_if_options_are_not_read(ctx: click.Context, script: str, args: tuple[st
         if isinstance(param, click.Option):
             for flag in param.opts:
                 takes_value[flag] = not param.is_flag
-    words = words_of_options(args, takes_value)
+    words = misplaced_launcher_options(args, takes_value)
     if not words or not never_reads_arguments(Script(path=script, module=ctx.params["module"])):
         return
 

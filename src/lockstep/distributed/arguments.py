@@ -116,12 +116,13 @@ def blank_out_harmless_differences(
         if any(_values_of_flag(command, flag) for command in aligned):
             aligned = [_with_flag_last(command, flag) for command in aligned]
 
-    num_arguments = {len(command) for command in aligned}
-    if len(num_arguments) != 1:
+    lengths = {len(command) for command in aligned}
+    if len(lengths) != 1:
         return aligned  # nothing says which of their arguments belong together
 
+    [num_arguments] = lengths
     differing_positions = []
-    for position in range(num_arguments.pop()):
+    for position in range(num_arguments):
         if len({command[position] for command in aligned}) > 1:
             differing_positions.append(position)
 
@@ -178,11 +179,13 @@ def _split_off(command: Sequence[str], flag: str) -> tuple[list[str], list[str]]
     values = []
     value_follows = False
     for argument in command:
-        name, equals_sign, value = argument.partition("=")
         if value_follows:  # `--rank 1`: the value is the next argument
             values.append(argument)
             value_follows = False
-        elif name != flag:
+            continue
+
+        name, equals_sign, value = argument.partition("=")
+        if name != flag:
             others.append(argument)
         elif equals_sign:
             values.append(value)
@@ -200,7 +203,8 @@ def _may_differ(name: str, values: list[str], launch: Launch, *, no_other_differ
         name: name of the argument; empty if it has none.
         values: its value on each rank.
         launch: how the ranks were started.
-        no_other_differs: True if no other argument differs.
+        no_other_differs: True if no other argument differs. Only then may an argument of any name
+            be taken for the rank.
     """
     # The devices of the process: `--gpu 0`, `--device cuda:1`.
     if _names_devices(name) and all(_are_devices(value) for value in values):
@@ -213,29 +217,27 @@ def _may_differ(name: str, values: list[str], launch: Launch, *, no_other_differ
 
     # The number of the process or its machine: `--rank 1`, `--node_rank 1`.
     if _names_place(name):
-        return _are_numbers_of_places(name, numbers, launch)
+        return _say_where_ranks_are(name, numbers, launch)
 
     # The number of processes on the machine: `--nproc_per_node 2`.
     if _names_count(name):
         return numbers == [place.processes_of_machine for place in launch.places]
 
-    # The number of the process, under any name. The script has given it to `init` itself, and may
-    # have read it from any argument: `train.py -x 0`, `train.py -x 1`.
+    # A script that gives `init` the rank may have read it from any argument: `train.py -x 1`.
     if launch.rank_set_by_script:
         return no_other_differs and _are_ranks_or_machines(numbers, launch.places)
 
-    # The user wrote `train.py -x ${local_rank}`, and the launcher has put each process's local rank
-    # in place of the macro `${local_rank}`.
+    # The user wrote `train.py -x ${local_rank}`, and the launcher has replaced the macro.
     return launch.has_macro and numbers == [place.local_rank for place in launch.places]
 
 
-def _are_numbers_of_places(name: str, numbers: list[int], launch: Launch) -> bool:
-    """True if an argument that is named like a rank or a machine has such numbers.
+def _say_where_ranks_are(name: str, numbers: list[int], launch: Launch) -> bool:
+    """True if the numbers are ranks, local ranks, machines, or first ranks of machines.
 
-    The examples are of four ranks, of which two are on each of two machines.
+    The examples below are of four ranks, of which two are on each of two machines.
 
     Args:
-        name: name of the argument.
+        name: name of the argument, which is that of a rank or a machine.
         numbers: its value on each rank.
         launch: how the ranks were started.
     """

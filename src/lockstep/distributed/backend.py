@@ -48,12 +48,12 @@ def choose_backend(backend: str | None, device: torch.device) -> tuple[str, str]
         return "gloo", "this torch was built without nccl"
 
     check_backend(backend)
-    if backend in ("nccl", CUDA_BACKENDS):  # the latter is "cpu:gloo,cuda:nccl"
+    if backend in ("nccl", CUDA_BACKENDS):  # CUDA_BACKENDS is "cpu:gloo,cuda:nccl"
         if on_gpu and dist.is_nccl_available():
             return CUDA_BACKENDS, "nccl was asked for; gloo serves what is on the CPU"
-        if on_gpu:
-            found = f"torch {torch.__version__} was built without NCCL"
-        else:
+
+        found = f"torch {torch.__version__} was built without NCCL"
+        if not on_gpu:
             found = f"the device is {device}; NCCL moves data of GPUs only"
         raise SettingError("backend='nccl'", found, "use 'gloo', which serves GPUs too, slower")
 
@@ -155,19 +155,22 @@ def _set_nccl_interfaces(topology: Topology, addresses: network.Addresses) -> li
     # Find the interface through which packets to the master leave this machine. On the master's own
     # machine this is loopback, which does not lead to the other machines, so it is not used.
     own_address = network.address_reaching(topology.master_addr)
-    reaching_master = None
+    interface_to_master = None
     if own_address is not None and not network.is_loopback_address(own_address):
-        reaching_master = network.find_interface(addresses, lambda address: address == own_address)
+        interface_to_master = network.find_interface(
+            addresses, lambda address: address == own_address
+        )
 
     chosen = interface.choose_nccl_interfaces(
-        os.environ, network.running_interfaces(), reaching_master
+        os.environ, network.running_interfaces(), interface_to_master
     )
     if chosen is None:
         return []
 
-    # For NCCL, "eth0" would also match the interface eth01. "=eth0" matches eth0 only.
     value, reason = chosen
     interface.use_nccl_interfaces(value)
+
+    # NCCL is told "=eth0", as "eth0" would match the interface eth01, too. The log shows the name.
     names = value.removeprefix("=")
     return [Choice("network of nccl", names, reason)]
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -111,8 +111,7 @@ class CallDescription(NamedTuple):
 
         problem: Problem | None = None
         if problem_fields is not None:
-            was_set, found, do = problem_fields
-            problem = (was_set, found, do)
+            problem = cast("Problem", tuple(problem_fields))
 
         return cls(name, detail, structure, tuple(leaves), problem, user_call)
 
@@ -139,7 +138,7 @@ class CallDescription(NamedTuple):
         if len(set(self.leaves)) == 1 and self.is_list:
             leaf = self.leaves[0]
             plural = f"tensors {leaf}" if leaf.kind == "tensor" else f"{leaf}s"
-            return f"{self.structure} {plural}"
+            return f"{self.structure} {plural}"  # the structure is "a list of 251"
 
         first_leaves = ", ".join(str(leaf) for leaf in self.leaves[:_MAX_LEAVES_SHOWN])
         return f"{first_leaves}, ... ({num_leaves} values)"
@@ -159,11 +158,10 @@ def describe_call(name: str, leaves: Sequence[Any], spec: pytree.TreeSpec) -> Ca
         if problem is not None:
             break
 
-    # Torch's text for a list has a star, and often a line, for each item.
-    structure = str(spec)
-    is_list = spec.type is list and spec == pytree.tree_structure([0] * len(leaves))
-    if is_list:
-        structure = _structure_of_list(len(leaves))
+    # Torch's text of a long list would be huge, as it has a star, and often a line, for each item.
+    flat_list = pytree.tree_structure([0] * len(leaves))
+    is_flat_list = spec.type is list and spec == flat_list
+    structure = _structure_of_list(len(leaves)) if is_flat_list else str(spec)
 
     return CallDescription(
         name,
@@ -234,11 +232,9 @@ def find_problem(name: str, leaf: Any) -> Problem | None:
 
 def _find_problem_of_tensor(name: str, tensor: Tensor) -> Problem | None:
     """Returns why the collective with this name cannot take the tensor, or None if it can."""
-    # A backend can send the dtypes with which torch computes (which it promotes to others), and
-    # those that are sent as another dtype, their carrier.
     was_set = f"world.{name} of a tensor of {tensor.dtype}"
-    can_be_carried = _takes_part_in_promotion(tensor.dtype) or tensor.dtype in CARRIER_DTYPES
-    if not can_be_carried:
+    is_sent_as_other_dtype = tensor.dtype in CARRIER_DTYPES
+    if not _torch_computes_with(tensor.dtype) and not is_sent_as_other_dtype:
         return was_set, "no backend can carry this dtype", "convert it first"
     if tensor.layout is not torch.strided or tensor.is_meta:
         return was_set, "it is sparse, or has no data", "convert it first, with .to_dense()"
@@ -247,13 +243,13 @@ def _find_problem_of_tensor(name: str, tensor: Tensor) -> Problem | None:
     return None
 
 
-def _takes_part_in_promotion(dtype: torch.dtype) -> bool:
-    """Returns True if torch can compute with a dtype.
+def _torch_computes_with(dtype: torch.dtype) -> bool:
+    """Returns True if torch can compute with a dtype, which backends can then send, too.
 
     It cannot compute with dtypes that are only for storage: quantized ones and those of a few bits.
     """
     try:
-        return torch.promote_types(dtype, torch.bool) is not None
+        return torch.promote_types(dtype, torch.bool) is not None  # raises for these dtypes
     except RuntimeError:
         return False
 
@@ -281,18 +277,13 @@ def pack_nest(value: Any) -> PackedNest:
     leaves, spec = pytree.tree_flatten(value)
     problem = describe_call("broadcast", leaves, spec).problem
 
-    try:
-        structure = pytree.treespec_dumps(spec)
-        can_be_restored = pytree.treespec_loads(structure) == spec
-    except Exception:  # a user's own container type may raise any error when it is serialized
-        can_be_restored = False
-    if problem is None and not can_be_restored:
+    structure = _serialize(spec)
+    if problem is None and structure is None:
         problem = (
             "world.broadcast of a nest",
             f"its structure cannot be sent: {spec}",
             "send plain dictionaries with text as keys, lists and tuples",
         )
-
     if problem is not None:
         return PackedNest(form={}, tensors=[], problem=problem)
 
@@ -307,6 +298,15 @@ def pack_nest(value: Any) -> PackedNest:
 
     form = {"leaves": sent_leaves, "structure": structure}
     return PackedNest(form, tensors, problem=None)
+
+
+def _serialize(spec: pytree.TreeSpec) -> str | None:
+    """Returns the structure of a nest as text; None if it cannot be restored from the text."""
+    try:
+        structure = pytree.treespec_dumps(spec)
+        return structure if pytree.treespec_loads(structure) == spec else None
+    except Exception:  # a user's own container type may raise any error when it is serialized
+        return None
 
 
 def calls_differ_error(calls: Sequence[CallDescription]) -> RanksDifferError:

@@ -187,8 +187,9 @@ class Collectives:
         descriptions_of_rank = self._agree_on_call(call, can_be_joined)
 
         # Either all ranks take part in the backward pass of a leaf or none, even if the leaf
-        # requires a gradient on some ranks only.
-        if gradient and not self.single_process:
+        # requires a gradient on some ranks only. (In a single process a tensor is passed through.)
+        gradients_cross_ranks = gradient and not self.single_process
+        if gradients_cross_ranks:
             leaves = self._with_equal_requires_grad(leaves)
 
         gathered: list[Any] = []
@@ -203,8 +204,8 @@ class Collectives:
             rows_of_rank = [
                 descriptions[position].num_rows for descriptions in descriptions_of_rank
             ]
-            needs_gradient = gradient and leaf.requires_grad and torch.is_grad_enabled()
-            if needs_gradient and not self.single_process:
+            needs_gradient = leaf.requires_grad and torch.is_grad_enabled()
+            if gradients_cross_ranks and needs_gradient:
                 joined: Any = _GatherWithGradient.apply(leaf, self, rows_of_rank)  # type: ignore[no-untyped-call]
                 gathered.append(joined)
             else:
@@ -259,8 +260,34 @@ class Collectives:
         if self.single_process:
             return value
 
-        # Only rank `source` has something to send; the other ranks keep this empty nest.
-        sent = PackedNest(form={}, tensors=[], problem=None)
+        # If there is a problem on any rank, all ranks raise it here.
+        packed = self._pack_on_source(value, source)
+        self._agree_on_call(
+            CallDescription("broadcast", f"from rank {source}", problem=packed.problem)
+        )
+
+        # First the form is sent: the structure, with the numbers and strings in it. This is an
+        # exchange among all ranks, in which the ranks other than `source` send an empty form.
+        form_of_rank = self._exchange(packed.form)
+        form = form_of_rank[source]
+
+        # Then the tensors are sent one by one. In the form, a tensor's description is in its place.
+        tensors_to_send = iter(packed.tensors)
+        received = []
+        for leaf_or_description in form["leaves"]:
+            if _is_description(leaf_or_description):
+                tensor_to_send = next(tensors_to_send, None)  # None on the ranks that receive
+                description = LeafDescription(*leaf_or_description)
+                received.append(self._broadcast_tensor(tensor_to_send, description, source))
+            else:
+                received.append(leaf_or_description)
+        return pytree.tree_unflatten(received, pytree.treespec_loads(form["structure"]))
+
+    def _pack_on_source(self, value: Any, source: int) -> PackedNest:
+        """Returns what rank `source` sends in a broadcast, and an empty nest on the other ranks.
+
+        If `source` is not the number of a rank, the nest has a problem, on every rank.
+        """
         is_a_rank = type(source) is int and 0 <= source < self.topology.size
         if not is_a_rank:
             problem = (
@@ -268,33 +295,11 @@ class Collectives:
                 f"it is not the number of a rank: there are {self.topology.size} of them",
                 f"give an integer from 0 to {self.topology.size - 1}",
             )
-            sent = PackedNest(form={}, tensors=[], problem=problem)
-        elif self.topology.rank == source:
-            sent = pack_nest(value)
+            return PackedNest(form={}, tensors=[], problem=problem)
 
-        # If there is a problem on any rank, all ranks raise it here.
-        self._agree_on_call(
-            CallDescription("broadcast", f"from rank {source}", problem=sent.problem)
-        )
-
-        # First, the structure is sent as JSON, with the numbers and strings in it. A tensor is
-        # represented by its `LeafDescription`, which JSON turns into a list. This is an exchange
-        # among all ranks, in which the other ranks send an empty form.
-        form_of_rank = self._exchange(sent.form)
-        form = form_of_rank[source]
-
-        # Then the tensors are sent one by one.
-        tensors_to_send = iter(sent.tensors)
-        received = []
-        for leaf in form["leaves"]:
-            is_tensor = isinstance(leaf, list)  # its description; numbers and strings are no lists
-            if is_tensor:
-                tensor_to_send = next(tensors_to_send, None)  # None on the ranks that receive
-                description = LeafDescription(*leaf)
-                received.append(self._broadcast_tensor(tensor_to_send, description, source))
-            else:
-                received.append(leaf)
-        return pytree.tree_unflatten(received, pytree.treespec_loads(form["structure"]))
+        if self.topology.rank != source:
+            return PackedNest(form={}, tensors=[], problem=None)
+        return pack_nest(value)
 
     def barrier(self) -> None:
         """Returns when every rank has called it."""
@@ -344,22 +349,30 @@ class Collectives:
 
         reduced = []
         for position, leaf in enumerate(leaves):
-            # Python numbers and 0-dimensional tensors have been reduced above, by an exchange.
-            # `number_like` makes a 0-dimensional tensor again if this rank has passed one.
-            if position in reduced_numbers:
-                number = reduced_numbers[position]
-                check_fits(name, number, descriptions_of_leaf[position])
-                reduced.append(number_like(leaf, number, descriptions_of_leaf[position]))
-            else:
-                # Every rank must take part in an all-reduce. A rank that does not contribute passes
-                # a tensor that leaves the result unchanged, such as zeros for a sum.
-                contribution = leaf if self.contributes else identity_element(leaf, operation)
-                reduced.append(all_reduced_copy(contribution, operation))
+            if position not in reduced_numbers:
+                reduced.append(self._reduce_tensor(leaf, operation))
+                continue
+
+            # A Python number or 0-dimensional tensor. `number_like` makes a tensor again if this
+            # rank has passed one.
+            number = reduced_numbers[position]
+            descriptions = descriptions_of_leaf[position]
+            check_fits(name, number, descriptions)
+            reduced.append(number_like(leaf, number, descriptions))
 
         if name == "sum":
             for listener in self.sum_listeners:  # they look for mistakes in the user's script
                 listener(leaves, reduced)
         return pytree.tree_unflatten(reduced, spec)
+
+    def _reduce_tensor(self, tensor: Tensor, operation: dist.ReduceOp.RedOpType) -> Tensor:
+        """Reduces a tensor over the ranks that contribute; all ranks take part.
+
+        A rank that does not contribute passes a tensor that leaves the result unchanged, such as
+        zeros for a sum.
+        """
+        contribution = tensor if self.contributes else identity_element(tensor, operation)
+        return all_reduced_copy(contribution, operation)
 
     def _reduce_numbers(
         self,
@@ -389,17 +402,14 @@ class Collectives:
         if not positions:
             return {}
 
+        # The ranks that contribute come first. Each has sent a number for each position.
         numbers_of_rank = self._exchange(local_numbers)
+        contributed_numbers_of_rank = numbers_of_rank[: self.num_contributing_ranks]
 
-        # The ranks that contribute come first.
-        contributed = numbers_of_rank[: self.num_contributing_ranks]
-
-        # Transposed from [rank][number] to [number][rank], so that each number can be reduced.
-        numbers_over_ranks = zip(*contributed, strict=True)
-        return {
-            position: combine(list(numbers))
-            for position, numbers in zip(positions, numbers_over_ranks, strict=True)
-        }
+        reduced = {}
+        for index, position in enumerate(positions):
+            reduced[position] = combine([numbers[index] for numbers in contributed_numbers_of_rank])
+        return reduced
 
     def _agree_on_call(
         self,
@@ -433,8 +443,9 @@ class Collectives:
         call_for_message = f"{call.name} {call.detail}".rstrip()
         self.check_not_in_main_process_first(call_for_message)
 
-        # The usual case: 16 bytes from each rank show that all make the same call. They also show
-        # that all did the same before it, such as training with the same number of batches.
+        # The usual case: 16 bytes from each rank show that all make the same call, and that all did
+        # the same before it. There is a history for each thing that all ranks must do alike, such
+        # as the batches of the loaders.
         history_digests = [history.history_digest() for history in self.rank_histories]
         if self.single_process or self._digests_agree(call, history_digests):
             return self._same_leaves_on_all_ranks(call)
@@ -461,37 +472,41 @@ class Collectives:
         Returns:
             For each rank, the descriptions of the leaves that it passed.
         """
-        # The errors name the line of each rank's script, such as "world.gather()". It is only
-        # looked up here, since that takes time.
-        call_with_user_call = call._replace(user_call=user_call())
-        details = [history.history_details() for history in self.rank_histories]
-        answers = self._exchange([call_with_user_call, details])
+        # Errors name the line of the script that each rank has come to, such as "world.gather()".
+        # It is only looked up here, since that takes time.
+        call_with_script_line = call._replace(user_call=user_call())
+        own_histories = [history.history_details() for history in self.rank_histories]
+        answers = self._exchange([call_with_script_line, own_histories])
 
-        # First the histories, of which there are several kinds. If the ranks have different
-        # histories of one kind, this raises an error, unless the difference is harmless.
+        # First compare the histories, kind by kind. If the ranks have different histories of a
+        # kind, this raises an error, unless the difference is harmless.
         for index, history in enumerate(self.rank_histories):
-            history.compare_histories([details_of_rank[index] for _, details_of_rank in answers])
+            history.compare_histories([histories[index] for _, histories in answers])
 
-        # Then the calls, which may come from another line of the script on each rank. If the calls
-        # are equal, only the histories differed, in a harmless way.
+        # Then compare the calls, which may be made at another line of the script on each rank. If
+        # they are equal, only the histories differed, in a harmless way.
         calls = [CallDescription.from_json(call_fields) for call_fields, _ in answers]
-        calls_without_user_call = {other._replace(user_call=None) for other in calls}
-        if len(calls_without_user_call) == 1:
+        calls_without_script_line = {other._replace(user_call=None) for other in calls}
+        if len(calls_without_script_line) == 1:
             return self._same_leaves_on_all_ranks(call)
 
-        return self._compatible_leaves(calls, is_compatible)
+        # Raises an error if the calls differ in a way that is not allowed.
+        return self._check_leaves_are_compatible(calls, is_compatible)
 
-    def _compatible_leaves(
+    def _check_leaves_are_compatible(
         self,
         calls: Sequence[CallDescription],
         is_compatible: Callable[[Sequence[LeafDescription]], bool] | None,
     ) -> list[tuple[LeafDescription, ...]]:
-        """Returns the leaves that each rank passed, if the calls differ in an allowed way.
+        """Checks that the calls differ in their leaves only, and in an allowed way.
 
         Args:
             calls: the call of each rank.
             is_compatible: function that takes the descriptions of one leaf on all ranks, and
                 returns True if their differences are allowed. If None, they must be equal.
+
+        Returns:
+            For each rank, the descriptions of the leaves that it passed.
 
         Raises:
             UsageError: all ranks called the same collective, but one of them cannot take part.
@@ -510,6 +525,7 @@ class Collectives:
         calls_without_leaves = {(call.name, call.detail, call.structure) for call in calls}
         only_leaves_differ = len(calls_without_leaves) == 1
         if only_leaves_differ and is_compatible is not None:
+            # For each leaf, its description on every rank.
             descriptions_of_leaf = zip(*leaves_of_rank, strict=True)
             if all(is_compatible(descriptions) for descriptions in descriptions_of_leaf):
                 return leaves_of_rank
@@ -546,22 +562,12 @@ class Collectives:
         try:
             digest_of_rank = self._all_gather(digest)  # shape (ranks, 16)
         except RanksDifferError as error:
-            called = user_call()
-            if called is None:  # the user's call is not known, so the error cannot name it
+            difference = _error_naming_users_call(error)
+            if difference is None:  # the user's call is not known
                 raise
-            do = advise_call_on_all_ranks([called])
-            if error.__context__ is not None:  # the script handles it, in `finally` for example
-                in_flight = find_error_that_led_here(error.__context__)
-                if in_flight is not None:
-                    do = (
-                        f"look first at the {type(in_flight).__name__} that this rank was handling "
-                        f"when it called {called}"
-                    )
-            difference = RanksDifferError(f"{called} on some ranks only", error.found, do)
 
-        # This is outside of the `except` block, as the original error says the same with a
-        # traceback through Lockstep. `from None` would also hide an exception that the script
-        # handles, in whose `finally` block it has called this, for example.
+        # It is raised outside of the `except` block, so that the original error, which says the
+        # same, is not shown too. `from None` would also hide an exception that the script handles.
         if difference is not None:
             raise difference
 
@@ -628,10 +634,11 @@ class Collectives:
             tensor: this rank's rows. A 0-dimensional tensor is taken as one row.
             rows_of_rank: the number of rows of each rank.
         """
+        rows = tensor if tensor.dim() else tensor.detach().reshape(1)
         if self.single_process:
-            return tensor if tensor.dim() else tensor.detach().reshape(1)
+            return rows
 
-        rows = tensor.detach() if tensor.dim() else tensor.detach().reshape(1)
+        rows = rows.detach()
         if not self.contributes:
             rows = rows[:0]
 
@@ -661,15 +668,15 @@ class Collectives:
         dtype: torch.dtype = getattr(torch, description.dtype)
         shape = torch.Size(description.shape)
 
+        # `data` is the memory of the returned tensor, so it must not be that of the user's tensor.
         if tensor is None:
             num_bytes = shape.numel() * dtype.itemsize
             data = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
         else:
-            # A copy, because the returned tensor uses this memory and must not be the user's own.
             data = to_bytes(tensor).to(self.device, copy=True)
 
         routing.broadcast(data, source)
-        received = from_bytes(data, dtype, shape)
+        received = from_bytes(data, dtype, shape)  # a view of `data`
         return received if tensor is None else received.to(tensor.device)
 
 
@@ -687,19 +694,20 @@ class _GatherWithGradient(torch.autograd.Function):
     def forward(
         ctx: Any, tensor: Tensor, collectives: Collectives, rows_of_rank: list[int]
     ) -> Tensor:
-        """Concatenates the rows of all contributing ranks. A rank may also not contribute.
+        """Concatenates the rows of all contributing ranks, and returns the result on every rank.
 
         Args:
             ctx: object that keeps what `backward` needs.
             tensor: this rank's rows.
             collectives: the collectives of the run.
-            rows_of_rank: the number of rows of each rank.
+            rows_of_rank: the number of rows that each rank has passed, also those that do not
+                contribute.
         """
         ctx.shape = tensor.shape
         ctx.contributes = collectives.contributes
 
-        # The result has the rows of rank 0, then those of rank 1, and so on. On a rank that does
-        # not contribute, `backward` does not use these numbers.
+        # The result has the rows of rank 0, then those of rank 1, and so on. `backward` uses these
+        # two numbers only on a rank that contributes.
         rank = collectives.topology.rank
         ctx.first_row = sum(rows_of_rank[:rank])
         ctx.num_rows = rows_of_rank[rank]
@@ -730,6 +738,38 @@ class _GatherWithGradient(torch.autograd.Function):
 
 def _bytes_to_tensor(data: bytes) -> Tensor:
     return torch.tensor(list(data), dtype=torch.uint8)
+
+
+def _is_description(leaf: Any) -> bool:
+    """Returns True if a leaf of a received form describes a tensor.
+
+    JSON has turned the description into a list, and numbers and strings are no lists.
+    """
+    return isinstance(leaf, list)
+
+
+def _error_naming_users_call(error: RanksDifferError) -> RanksDifferError | None:
+    """Returns an error like the given one that names the call in the user's script.
+
+    Args:
+        error: the error of shared memory: other ranks have called another collective.
+
+    Returns:
+        None if the user's call is not known.
+    """
+    called = user_call()
+    if called is None:
+        return None
+
+    do = advise_call_on_all_ranks([called])
+    if error.__context__ is not None:  # the script handles it, in `finally` for example
+        in_flight = find_error_that_led_here(error.__context__)
+        if in_flight is not None:
+            do = (
+                f"look first at the {type(in_flight).__name__} that this rank was handling "
+                f"when it called {called}"
+            )
+    return RanksDifferError(f"{called} on some ranks only", error.found, do)
 
 
 T = TypeVar("T")
@@ -772,12 +812,9 @@ def gather_answers(
         error_type: type of the error that the other ranks raise.
     """
 
-    # `exchange_on_all_ranks` also returns a result that is not sent to the other ranks. There is
-    # none here.
+    # `exchange_on_all_ranks` wants two values: a result that stays on this rank, and the answer.
     def make_answer_only() -> tuple[None, Any]:
-        own_result = None
-        answer_for_all = make_answer()
-        return own_result, answer_for_all
+        return None, make_answer()
 
     _, answers = exchange_on_all_ranks(collectives, action, make_answer_only, error_type)
     return answers
@@ -841,18 +878,18 @@ def exchange_on_all_ranks(
     return result, [message["answer"] for message in messages]
 
 
-def check_same_metric(was_set: str, values: Sequence[Any], code: str | None = None) -> None:
+def check_same_metric(setting: str, values: Sequence[Any], code: str | None = None) -> None:
     """Raises RanksDifferError if the ranks have different values of a metric.
 
     Args:
-        was_set: the call or setting by which the user passed the metric, for the message.
+        setting: the call or setting by which the user passed the metric, for the message.
         values: the value of the metric on each rank. NaN counts as equal to NaN.
         code: code of the error in the catalogue of findings.
     """
     distinct_values = {str(value) for value in values}
     if len(distinct_values) > 1:
         raise RanksDifferError(
-            was_set,
+            setting,
             ", ".join(f"rank {rank}: {value}" for rank, value in enumerate(values)),
             "give it a value that is equal everywhere: world.mean(metric) or world.sum(...)",
             code=code,

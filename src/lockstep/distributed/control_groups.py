@@ -52,24 +52,34 @@ def own_cgroups(controller: str, root: Path = Path("/")) -> Iterator[tuple[int, 
         hierarchy, _, rest = line.partition(":")
         controllers, _, path = rest.partition(":")
         if hierarchy == "0":
+            # Version 2 has one hierarchy for all controllers.
             version = 2
             mounts = [mount_point, mount_point / "unified"]
         elif controller in controllers.split(","):
-            version = 1
-
             # Usually the folder `cpu,cpuacct`, and a link `cpu` to it. Some systems have only one.
+            version = 1
             mounts = [mount_point / controllers, mount_point / controller]
         else:
             continue
 
-        # For "/job/step", this yields the folders MOUNT, MOUNT/job and MOUNT/job/step. In a
-        # container, MOUNT may itself be the folder of the group /job/step of the host. Then only
-        # the folder MOUNT exists.
-        parts = Path(path.lstrip("/")).parts
-        different_mounts = dict.fromkeys(mounts)  # `controllers` may be only the controller
-        for mount in different_mounts:
-            for depth in range(len(parts) + 1):
-                yield version, mount.joinpath(*parts[:depth])
+        for mount in dict.fromkeys(mounts):  # without duplicates
+            for folder in _folders_of_group(mount, path):
+                yield version, folder
+
+
+def _folders_of_group(mount: Path, group: str) -> Iterator[Path]:
+    """Yields the folders of a group and of its parents: MOUNT, MOUNT/job and MOUNT/job/step.
+
+    In a container, MOUNT may itself be the folder of the group /job/step of the host. Then only the
+    folder MOUNT exists.
+
+    Args:
+        mount: the folder at which the control groups are mounted.
+        group: the path of the group, such as "/job/step".
+    """
+    parts = Path(group.lstrip("/")).parts
+    for depth in range(len(parts) + 1):
+        yield mount.joinpath(*parts[:depth])
 
 
 def available_in_group(root: Path) -> int | None:

@@ -103,8 +103,8 @@ def nondeterministic_error(operation: str) -> UsageError:
         "virtual_ranks, which promise the same bits on any number of processes",
         f"torch computes {operation} in no fixed order, so its bits may differ from run to run",
         "use another operation (the documentation of torch.use_deterministic_algorithms lists "
-        "those that have a fixed order), or leave virtual_ranks out; around what reaches no "
-        "weight, such as a metric, turn torch.use_deterministic_algorithms off",
+        "those that have a fixed order), or leave virtual_ranks out; for code that does not affect "
+        "the weights, such as a metric, turn torch.use_deterministic_algorithms off",
     )
 
 

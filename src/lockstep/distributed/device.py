@@ -31,7 +31,7 @@ def choose_device(
     environ: Mapping[str, str],
     *,
     may_share: bool,
-    on_this_machine: Callable[[str], Sequence[str]],
+    on_this_machine: Callable[[str], Sequence[str] | None],
 ) -> tuple[torch.device, str]:
     """Chooses the device that this process computes on.
 
@@ -41,7 +41,7 @@ def choose_device(
         environ: the environment variables; `CUDA_VISIBLE_DEVICES` renumbers the GPUs.
         may_share: True if several processes may use one GPU. Gloo allows it; NCCL refuses it.
         on_this_machine: function that exchanges a text with the other processes on this machine,
-            and returns the texts of all of them.
+            and returns the texts of all of them; None if some have not come in time.
 
     Returns:
         The device, and the reason for the choice, for the log.
@@ -65,7 +65,7 @@ def choose_device(
             f"device={wanted!r}",
             "no CUDA device is visible" + _format_visible_devices(environ),
             "use device='cpu', or install a build of torch for CUDA or ROCm and check the driver",
-            may_pass=True,
+            may_be_temporary=True,
         )
 
     _check_cuda_works(num_gpus, environ)
@@ -101,9 +101,9 @@ def _parse_device(wanted: str) -> torch.device:
 
 
 def _every_process_sees_another_gpu(
-    index: int, on_this_machine: Callable[[str], Sequence[str]]
+    index: int, on_this_machine: Callable[[str], Sequence[str] | None]
 ) -> bool:
-    """Returns True if no two processes on this machine have chosen the same physical GPU.
+    """Returns True if certainly no two processes on this machine have chosen the same physical GPU.
 
     Even if each process sees only one GPU, with the number 0, these may be different GPUs. That is
     so with `srun --gpus-per-task=1`, with `--virtual-local-rank` of `lockstep run` and torchrun,
@@ -111,11 +111,12 @@ def _every_process_sees_another_gpu(
 
     Args:
         index: the number of the GPU that this process has chosen, as the process sees it.
-        on_this_machine: function that exchanges a text with the other processes on this machine,
-            and returns the texts of all of them.
+        on_this_machine: see `choose_device`.
     """
     # NCCL compares the PCI addresses, too. All MIG slices of one GPU have the same address.
     pci_addresses = on_this_machine(_pci_address(index))
+    if pci_addresses is None:
+        return False
     return len(set(pci_addresses)) == len(pci_addresses)
 
 
@@ -152,11 +153,19 @@ def _nccl_can_share_gpus() -> bool:
 def _too_few_gpus_error(
     topology: Topology, num_gpus: int, environ: Mapping[str, str], *, has_slices: bool
 ) -> SettingError:
-    """Returns the error to raise if processes on one machine would have to share a GPU."""
-    # A slice is a part of a GPU (MIG), which torch counts as a GPU. NCCL counts all slices of one
-    # GPU as the same GPU.
+    """Returns the error to raise if processes on one machine would have to share a GPU.
+
+    Example: "2 visible GPUs (CUDA_VISIBLE_DEVICES=0,1); NCCL needs one for each".
+
+    Args:
+        topology: this process's rank, and how many processes this machine has.
+        num_gpus: the number of visible GPUs.
+        environ: the environment variables.
+        has_slices: True if some of the visible GPUs are slices: parts of a GPU (MIG).
+    """
     found = f"{count_noun(num_gpus, 'visible GPU')}{_format_visible_devices(environ)}; "
     if has_slices:
+        # torch counts a slice as a GPU. NCCL counts all slices of one GPU as the same GPU.
         found += "MIG slices are among them, and NCCL takes slices of one GPU for one GPU"
         do = (
             "use slices of different GPUs, one for each process, or device='cpu', or "
@@ -198,7 +207,7 @@ def _check_cuda_works(num_gpus: int, environ: Mapping[str, str]) -> None:
             f"{count_noun(num_gpus, 'visible GPU')}{_format_visible_devices(environ)}",
             f"CUDA does not work: {problem}",
             "mend that, or use device='cpu'",
-            may_pass=True,
+            may_be_temporary=True,
         )
 
 
@@ -225,8 +234,7 @@ def _check_given_gpu(device: torch.device, topology: Topology, num_gpus: int) ->
         )
 
     if device.index >= num_gpus:
-        # With an empty environment, `_visible_devices_variable` returns the default name of the
-        # variable, which is CUDA_VISIBLE_DEVICES on NVIDIA's GPUs.
+        # The variable may not be set, so its usual name is shown, that for an empty environment.
         raise SettingError(
             f"device='{device}'",
             f"{count_noun(num_gpus, 'visible GPU')}, numbered from 0",
@@ -307,6 +315,9 @@ def is_out_of_memory(error: BaseException) -> bool:
 def add_memory_advice(error: BaseException | None, samples: int, devices: int = 1) -> None:
     """Adds a note to an out-of-memory error that says what the user can do about it.
 
+    Example: "lockstep: out of memory with 8 samples at a time on this rank. Take fewer at a time,
+    say micro_batch_size=4: ..."
+
     Args:
         error: the error. If it is None, another error, or has the note already, nothing happens.
         samples: the number of samples that this rank was computing at a time.
@@ -315,8 +326,8 @@ def add_memory_advice(error: BaseException | None, samples: int, devices: int = 
     if error is None or not is_out_of_memory(error):
         return
 
-    # The note begins with `ADVICE_BEGINNING`, by which `add_note_once` finds a note that the error
-    # has already. The text continues this sentence.
+    # This continues the sentence `ADVICE_BEGINNING`, by which `add_note_once` finds a note that the
+    # error has already.
     text = f" with {count_noun(samples, 'sample')} at a time on this rank"
     if devices > 1:
         text += f" of {devices} devices"

@@ -88,14 +88,19 @@ def _check_not_stale(path: Path, timeout_s: float) -> None:
     if not reason:
         return
 
-    # "3 days, 4:05:06" becomes "3 days", and "0:05:12" stays as it is.
-    age, _, _ = str(timedelta(seconds=round(age_s))).partition(", ")
+    age = _format_age(age_s)
     raise errors.StaleInitFileError(
         f"init_method='file://{path}'",
         f"the file is left over from an earlier run: last changed {age} ago, owner "
         f"{_owner(path)}; {reason}",
         f"make sure that no run uses it, then remove it (rm {path}), or name another file",
     )
+
+
+def _format_age(age_s: float) -> str:
+    """Returns an age as text: "3 days", or, below one day, "0:05:12"."""
+    age, _, _ = str(timedelta(seconds=round(age_s))).partition(", ")  # "3 days, 4:05:06"
+    return age
 
 
 def _reason_file_is_stale(content: bytes, age_s: float, timeout_s: float) -> str:
@@ -110,17 +115,16 @@ def _reason_file_is_stale(content: bytes, age_s: float, timeout_s: float) -> str
     own_start = psutil.Process().create_time()
     ended = [request for request in _find_requests(content) if _has_ended(request)]
 
+    # Ranks that wrote into the file have ended. Usually they belong to an earlier run. But they may
+    # belong to this run, if its rank 0 has decided that it cannot start, and they have read that.
+    # This process must read it, too.
     if ended:
-        # Some ranks that wrote into the file have ended. Usually they belong to an earlier run. But
-        # rank 0 of this run may have decided that the run cannot start, and these ranks may have
-        # read the decision and ended. They were started at the same time as this process, which
-        # then must read the decision too.
-        cannot_start = ERROR_MARK.encode() in content
-        started_together = all(abs(request.started - own_start) < SAME_START_S for request in ended)
-        if cannot_start and started_together:
-            return ""
-
-        return f"written by {ended[0].process}, which has ended"
+        rank_0_decided_against_start = ERROR_MARK.encode() in content
+        started_with_this_process = all(
+            abs(request.started - own_start) < SAME_START_S for request in ended
+        )
+        may_be_of_this_run = rank_0_decided_against_start and started_with_this_process
+        return "" if may_be_of_this_run else f"written by {ended[0].process}, which has ended"
 
     process_age_s = time.time() - own_start
     if age_s > process_age_s + timeout_s:

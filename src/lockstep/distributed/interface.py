@@ -65,16 +65,14 @@ def choose_interface(
     Raises:
         SettingError: the user named an interface that does not exist here, or none can be chosen.
     """
-    from_environment = _interface_from_environment(environ, addresses)
-    if from_environment is not None:
-        name, _ = from_environment  # may be several names, such as "eth0,eth1"
+    chosen_by_user = _interface_from_environment(environ, addresses)
+    if chosen_by_user is not None:
+        name, _ = chosen_by_user  # may be several names, such as "eth0,eth1"
         is_loopback = name in addresses and _has_only_loopback(addresses[name])
 
-        # If the user has set the loopback interface on one machine, the same interface is chosen
-        # below, with a reason that says more than "the variable is set".
-        would_be_chosen_anyway = one_node and is_loopback
-        if not would_be_chosen_anyway:
-            return from_environment
+        # On one machine, loopback is chosen below anyway, with a better reason for the log.
+        if not (one_node and is_loopback):
+            return chosen_by_user
 
     if one_node:
         loopback = find_interface(addresses, is_loopback_address)
@@ -191,7 +189,7 @@ def _no_such_interface_error(variable: str, value: str, addresses: Addresses) ->
         f"{variable}={value}",
         f"no such interface on {socket.gethostname()}, which has {listing(addresses)}",
         "set it to one of these, or unset it to have one chosen",
-        may_pass=True,  # an interface comes up and goes down
+        may_be_temporary=True,  # an interface comes up and goes down
     )
 
 

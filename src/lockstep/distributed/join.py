@@ -28,12 +28,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 import psutil
 from torch.distributed import Store
 
 from lockstep import errors
-from lockstep.distributed.manifest import mismatches, without_harmless_differences
+from lockstep.distributed.manifest import describe_mismatches, without_harmless_differences
 from lockstep.distributed.network import boot_id, wait_until
 from lockstep.distributed.topology import Topology
 from lockstep.wording import format_ranks, group_by_key
@@ -139,30 +140,34 @@ class Join:
             JoinError, RanksDifferError: the run does not start. All ranks raise the same error.
         """
         try:
-            # Two processes may claim rank 0 by mistake. Then only the first one decides, and the
-            # second one waits for its decision, as other ranks do.
-            decides = False
-            if self.topology.is_main:
-                num_claims_of_rank_0 = self.store.add("ranks 0", 1)  # with this one
-                decides = num_claims_of_rank_0 == 1
-
-            request = self._write_request()
-            if decides:
-                return self._decide(request)
-            return self._await_decision(request)
+            return self._decide_or_await_decision()
         except RuntimeError as error:  # torch's stores raise this type, and so does Lockstep
             if isinstance(error, errors.LockstepError):
                 raise
 
             reason = str(error).partition("\n")[0]
 
-        # This is raised outside the `except` block, so that the new error does not refer to the old
-        # one, whose traceback would keep the store alive.
+        # Raised here, the new error does not refer to the old one, as it would in the `except`
+        # block. The traceback of the old one would keep the store alive.
         raise errors.MissingRankError(
             self._requested_run,
             f"rank 0 or its store went away during the join ({reason})",
             "look at rank 0's error: it failed first",
         )
+
+    def _decide_or_await_decision(self) -> list[str]:
+        """Does the work of `agree`. The store raises RuntimeError if rank 0 has gone away."""
+        # Two processes may claim rank 0 by mistake. Then only the first one decides, and the second
+        # one waits for its decision, as other ranks do.
+        decides = False
+        if self.topology.is_main:
+            num_claims_of_rank_0 = self.store.add("ranks 0", 1)  # with this one
+            decides = num_claims_of_rank_0 == 1
+
+        request = self._write_request()
+        if decides:
+            return self._decide(request)
+        return self._await_decision(request)
 
     def _write_request(self) -> JoinRequest:
         """Writes this process's request to the store and returns it.
@@ -233,11 +238,7 @@ class Join:
         self.store.set(f"read/{request.number}", "")
 
         if decision["error"] is not None:
-            # The fields of a `LockstepError`. `may_pass` says whether a restart may help.
-            error_name, was_set, found, do, may_pass = decision["error"]
-            error_class = getattr(errors, error_name)  # for example `MissingRankError`
-            error: JoinFailure = error_class(was_set, found, do, may_pass=may_pass)
-            raise error
+            raise _error_of_fields(decision["error"])
 
         # Consecutive ranks of one host are written as one pair:
         # [["a", 2], ["b", 1]] -> ["a", "a", "b"]
@@ -279,12 +280,14 @@ class Join:
             request: this process's own request.
             num_members: the number of members, which is the world size of the run.
         """
+        # If this process came to the wrong run, its rank may be too large: rank 5 in a run of 4.
+        # Then the error names any member.
+        member_rank = request.rank
+        if member_rank >= num_members:
+            member_rank %= num_members
+
         # Each process that comes to the store gets a number of its own, and rank 0 writes down the
         # number of the member with each rank.
-        #
-        # If this process came to the wrong run, its rank may be too large: rank 5 in a run of 4.
-        # Then the modulo picks any member, which has another number, for the error to name.
-        member_rank = request.rank % num_members
         member_number = int(self.store.get(f"member/{member_rank}"))
         if member_number == request.number:
             return
@@ -314,7 +317,6 @@ class Join:
         """
         self.store.set("rank 0", json.dumps(vars(own_request)))
 
-        # If ranks are still missing at the end of this time, `_find_absence` returns the error.
         wait_until(self._can_decide, time.monotonic() + self.timeout_s)
 
         # If several processes claim the same rank, the first one is the member.
@@ -323,15 +325,11 @@ class Join:
             first_request_of_rank.setdefault(request.rank, request)
         members = [first_request_of_rank[rank] for rank in sorted(first_request_of_rank)]
 
-        # The manifests can only be compared if each rank has come exactly once, so the checks for
-        # that come first.
-        error = self._find_contradiction() or self._find_absence() or self._find_mismatch(members)
-        error_fields = None
-        if error is not None:
-            # All ranks raise the error anew from these fields: its texts, and whether a restart may
-            # help (`may_pass`).
-            texts = (error.was_set, error.found, error.do)
-            error_fields = (type(error).__name__, *texts, error.may_pass)
+        # The manifests can only be compared if each rank has come exactly once, so that is checked
+        # first.
+        error = (
+            self._find_contradiction() or self._find_missing_ranks() or self._find_mismatch(members)
+        )
 
         # Consecutive ranks mostly share a host, so they are written as one pair:
         # ["a", "a", "b"] -> [("a", 2), ("b", 1)]
@@ -343,6 +341,7 @@ class Join:
         if error is None:
             for member in members:
                 self.store.set(f"member/{member.rank}", str(member.number))
+        error_fields = None if error is None else _to_fields(error)
         self.store.set("decision", json.dumps({"hosts": host_counts, "error": error_fields}))
 
         if error is not None:
@@ -399,7 +398,7 @@ class Join:
                 )
         return None
 
-    def _find_absence(self) -> JoinFailure | None:
+    def _find_missing_ranks(self) -> JoinFailure | None:
         """Returns an error if ranks did not come in time, else None."""
         missing_ranks = self._missing_ranks()
         if not missing_ranks:
@@ -425,24 +424,26 @@ class Join:
         Differences that are harmless, such as a `--local-rank` argument, are ignored.
         """
         manifests = [member.manifest for member in members]
-        if not mismatches(manifests):  # the usual case, in which no topologies are needed
+        are_equal = not describe_mismatches(manifests)
+        if are_equal:  # the usual case, in which no topologies are needed
             return None
 
-        lines = mismatches(without_harmless_differences(manifests, self._topologies_of(members)))
+        topologies = self._topologies_of(members)
+        lines = describe_mismatches(without_harmless_differences(manifests, topologies))
         if not lines:
             return None
 
-        do = "start the same command, with the same code and versions, on every machine"
+        advice = "start the same command, with the same code and versions, on every machine"
         if any(line.startswith("arguments: ") for line in lines):
-            do += (
+            advice += (
                 "; an argument may differ if its value is the rank, local rank or machine number "
                 "of each process and its name says so (--rank, --local-rank, --node-rank)"
             )
 
-        # `may_pass=False`: the error would not go away after a restart, as a launcher starts the
-        # same commands and code again.
+        # A launcher that restarts the ranks starts the same commands and code again, so the error
+        # is not temporary.
         found = "; ".join(lines)
-        return errors.RanksDifferError(self._requested_run, found, do, may_pass=False)
+        return errors.RanksDifferError(self._requested_run, found, advice, may_be_temporary=False)
 
     def _topologies_of(self, members: Sequence[JoinRequest]) -> list[Topology]:
         """Returns the topology of each rank, as it will be once the run has started.
@@ -490,7 +491,7 @@ class Join:
         """
         self._read_new_requests()
 
-        # Ranks that are missing have had the whole timeout to come.
+        # This error is raised after the whole timeout, so nobody else is on the way.
         if isinstance(error, errors.MissingRankError):
             return True
 
@@ -507,3 +508,17 @@ class Join:
             if request.number != own_request.number:
                 keys.append(f"read/{request.number}")
         return not keys or self.store.check(keys)
+
+
+def _to_fields(error: JoinFailure) -> list[Any]:
+    """Returns an error in a form that JSON can hold, from which other ranks raise it anew."""
+    texts = [error.was_set, error.found, error.do]
+    return [type(error).__name__, *texts, error.may_be_temporary]
+
+
+def _error_of_fields(fields: Sequence[Any]) -> JoinFailure:
+    """Returns the error that `_to_fields` has written down."""
+    class_name, was_set, found, do, may_be_temporary = fields
+    error_class = getattr(errors, class_name)  # for example `MissingRankError`
+    error: JoinFailure = error_class(was_set, found, do, may_be_temporary=may_be_temporary)
+    return error

@@ -67,8 +67,8 @@ def without_harmless_differences(
         topologies: the topology of each rank.
     """
     compared = [dict(manifest) for manifest in manifests]
-    texts = [manifest.get("arguments", "") for manifest in manifests]
-    if len(set(texts)) == 1:
+    argument_texts = [manifest.get("arguments", "") for manifest in manifests]
+    if len(set(argument_texts)) == 1:
         return compared
 
     places = []
@@ -84,7 +84,7 @@ def without_harmless_differences(
 
     # The rules also depend on how the processes were started. For example, a launcher that replaces
     # the macro `${local_rank}` may have put the local rank into any argument.
-    commands = [shlex.split(text) for text in texts]
+    commands = [shlex.split(text) for text in argument_texts]
     launch = Launch(
         places,
         rank_set_by_script=topologies[0].source == SET_BY_SCRIPT,
@@ -97,7 +97,7 @@ def without_harmless_differences(
     return compared
 
 
-def mismatches(manifests: Sequence[Mapping[str, str]]) -> list[str]:
+def describe_mismatches(manifests: Sequence[Mapping[str, str]]) -> list[str]:
     """Describes each field that is not equal on all ranks, in one line per field.
 
     Args:

@@ -109,15 +109,21 @@ def facing_outward(addresses: Addresses) -> dict[str, Sequence[str]]:
     return outward
 
 
-def address_reaching(host: str | None = ANY_OUTSIDE_ADDRESS) -> str | None:
+def default_route_address() -> str | None:
+    """Returns the address of this machine on its default route, or None if there is no route.
+
+    Packets to machines outside of this network leave from there.
+    """
+    return address_reaching(ANY_OUTSIDE_ADDRESS)
+
+
+def address_reaching(host: str | None) -> str | None:
     """Returns the address of this machine from which packets to a host would leave.
 
     Nothing is sent. Returns None if the host does not resolve or cannot be reached.
 
     Args:
-        host: host name or address. By default any address of the internet, so the result is the
-            address of this machine on its default route. None if the caller knows no host; then the
-            result is None too.
+        host: host name or address. None if the caller knows no host; then the result is None too.
     """
     if host is None:
         return None
@@ -209,8 +215,8 @@ class Endpoint:
     host: str
     """A name or an address."""
     port: int
-    one_node: bool = False
-    """True if all processes that use it are on this machine, so that loopback is enough."""
+    at_loopback: bool = False
+    """True if all processes that use it are on this machine, so that they meet at loopback."""
 
     def __str__(self) -> str:
         if _is_ipv6(self.host):
@@ -225,8 +231,7 @@ class Endpoint:
         addresses_of_host = resolve(self.host)
 
         host_is_this_machine = any(is_here(address) for address in addresses_of_host)
-        all_processes_are_here = self.one_node
-        if not (host_is_this_machine and all_processes_are_here):
+        if not (host_is_this_machine and self.at_loopback):
             return addresses_of_host
 
         for address in addresses_of_host:
@@ -253,8 +258,8 @@ def serving_address(endpoint: Endpoint, local_addr: str | None = None) -> str:
     """
     endpoint_addresses = endpoint.addresses()
 
-    # All processes are on this machine, so only loopback is used.
-    if endpoint.one_node:
+    # All processes are on this machine.
+    if endpoint.at_loopback:
         for address in endpoint_addresses:
             if is_loopback_address(address):
                 return address
@@ -272,10 +277,9 @@ def serving_address(endpoint: Endpoint, local_addr: str | None = None) -> str:
     if len(outside_addresses) == 1:
         return outside_addresses[0]
 
-    # Without an argument: our own address on the default route.
-    default_route_address = address_reaching()
-    if default_route_address is not None and default_route_address in outside_addresses:
-        return default_route_address
+    outgoing_address = default_route_address()
+    if outgoing_address is not None and outgoing_address in outside_addresses:
+        return outgoing_address
 
     raise _not_an_own_address_error(endpoint, endpoint_addresses)
 
@@ -299,13 +303,9 @@ def _not_an_own_address_error(
         endpoint: the endpoint to which the other processes connect.
         endpoint_addresses: its addresses; empty if its host name does not resolve.
     """
-    # The subject of a sentence: "10.0.0.7 is not an address of this machine", or "the name does not
-    # resolve, and it is not an address of this machine".
-    if endpoint_addresses:
-        subject = ", ".join(endpoint_addresses)
-    else:
-        subject = "the name does not resolve, and it"
-
+    # "10.0.0.7 is not an address of this machine", or "the name does not resolve, and it is not an
+    # address of this machine".
+    subject = ", ".join(endpoint_addresses) or "the name does not resolve, and it"
     return MasterUnreachableError(
         f"this machine serves the run at {endpoint}",
         f"{subject} is not an address of this machine, which has {listing(local_addresses())}",
@@ -364,7 +364,7 @@ def _check_loopback(address: str, family: socket.AddressFamily) -> None:
             f"processes of this machine meet at {address}",
             "it cannot be reached: the loopback interface is down, or lacks this address",
             "set it up (`ip link set lo up`, as root), or take a container that has one",
-            may_pass=True,  # a later start may succeed
+            may_be_temporary=True,  # a later start may succeed
         ) from None
 
 
@@ -402,7 +402,9 @@ def serve_store(address: str, port: int, timeout: timedelta) -> TCPStore:
 # The errors of serving and connecting
 
 
-def listening_error(error: OSError, endpoint: Endpoint) -> PortTakenError | SettingError | OSError:
+def explain_listening_error(
+    error: OSError, endpoint: Endpoint
+) -> PortTakenError | SettingError | OSError:
     """Returns the error to raise if a socket could not be bound.
 
     Args:
@@ -475,8 +477,8 @@ def unreachable_error(
     Args:
         server: the name of the server, such as "rank 0".
         endpoint: the endpoint at which it should be.
-        reason: `UNRESOLVED`, `REFUSED`, `NO_ANSWER` or `CONNECTION_CUT`. Any other text says which
-            program listens there instead.
+        reason: what was found, for the message: `UNRESOLVED`, `REFUSED`, `NO_ANSWER` or
+            `CONNECTION_CUT`; or any other text, which says that another program listens there.
         address: the address that was tried last; "" if the host has none.
         tried: how many seconds were spent on trying; 0 to leave this out of the message.
     """
@@ -488,10 +490,12 @@ def unreachable_error(
     if tried:
         found += f" (tried for {tried:g} s)"
 
-    # `{}` in the advice stands for the server: "look at the output of {}: ...". If the reason is
-    # none of the four, another program listens at this port.
-    advice = ADVICE_OF_REASON.get(reason, "choose a port that no other program has")
-    return MasterUnreachableError(f"{server} at {where}", found, advice.format(server))
+    another_program_listens = reason not in ADVICE_OF_REASON
+    if another_program_listens:
+        advice = "choose a port that no other program has"
+    else:
+        advice = ADVICE_OF_REASON[reason].format(server)  # "look at the output of {}: ..."
+    return MasterUnreachableError(f"{server} at {where}", found, advice)
 
 
 # Waiting for other processes

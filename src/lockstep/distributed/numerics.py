@@ -85,20 +85,28 @@ def read_numerics(device: torch.device) -> dict[str, str]:
         numerics["cuDNN"] = str(torch.backends.cudnn.version())  # type: ignore[no-untyped-call]
 
     numerics["float32 matmul precision"] = torch.get_float32_matmul_precision()
+    for setting, value in _fp32_precisions(device).items():
+        numerics[f"setting of {setting}"] = value
+    for variable in VARIABLES:
+        numerics[f"value of {variable}"] = os.environ.get(variable, "none")
+    return numerics
 
-    # Settings such as `torch.backends.cuda.matmul.fp32_precision`, which torch 2.6 does not have.
+
+def _fp32_precisions(device: torch.device) -> dict[str, str]:
+    """Returns the settings of `torch.backends` that may lower the precision of float32 tensors.
+
+    An example is `torch.backends.cuda.matmul.fp32_precision`, with the name
+    "cuda.matmul.fp32_precision". Torch 2.6 does not have these settings; their values are "none".
+    """
+    value_of_setting = {}
     for part in FP32_PRECISIONS.get(device.type, ()):  # such as "cuda.matmul"
         setting = f"{part}.fp32_precision"
         read_setting = attrgetter(setting)
         try:
-            value = str(read_setting(torch.backends))
+            value_of_setting[setting] = str(read_setting(torch.backends))
         except AttributeError:
-            value = "none"
-        numerics[f"setting of {setting}"] = value
-
-    for variable in VARIABLES:
-        numerics[f"value of {variable}"] = os.environ.get(variable, "none")
-    return numerics
+            value_of_setting[setting] = "none"
+    return value_of_setting
 
 
 def _cpu_model() -> str:

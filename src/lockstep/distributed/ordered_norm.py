@@ -98,24 +98,43 @@ def _values_of_all_rows(tensors: Sequence[Tensor], norm_type: float) -> list[Ten
         else:
             values_here.append(_values_of_rows(tensor, norm_type))
 
-    # The values of all rows. They differ from those here only for sharded tensors. Each process
-    # puts 0 in place of the rows of other processes, so the sum over the processes has every value
-    # unchanged.
+    # The values of all rows. They differ from those here only for sharded tensors.
     values_of_tensors = list(values_here)
     for mesh, indices in indices_by_mesh.items():
-        num_rows = [_num_rows(tensors[index]) for index in indices]
-        with_zeros = []
-        for index, rows in zip(indices, num_rows, strict=True):
-            with_zeros.append(_among_zeros(values_here[index], rows, mesh))
-
-        # The backend of the mesh needs the values on its device; the parameters may be offloaded to
-        # the CPU. The rows are sharded over the last dimension of the mesh.
-        joined = torch.cat(with_zeros).to(mesh.device_type)
-        routing.all_reduce(joined, group=mesh.get_group(mesh.ndim - 1))
-
-        for index, values in zip(indices, torch.split(joined, num_rows), strict=True):
-            values_of_tensors[index] = values.to(values_here[index].device)
+        values_of_sharded = [values_here[index] for index in indices]
+        num_rows_of_sharded = [_num_rows(tensors[index]) for index in indices]
+        exchanged = _exchange_over_mesh(values_of_sharded, num_rows_of_sharded, mesh)
+        for index, values in zip(indices, exchanged, strict=True):
+            values_of_tensors[index] = values
     return values_of_tensors
+
+
+def _exchange_over_mesh(
+    values_of_tensors: Sequence[Tensor], num_rows_of_tensors: Sequence[int], mesh: DeviceMesh
+) -> list[Tensor]:
+    """Returns the values of all rows of tensors that are sharded over a mesh.
+
+    Args:
+        values_of_tensors: for each tensor, the values of its rows on this process.
+        num_rows_of_tensors: for each tensor, the number of its rows on all processes.
+        mesh: the processes that the tensors are sharded over.
+    """
+    # Each process puts 0 in place of the rows of other processes, so the sum over the processes has
+    # every value unchanged.
+    values_among_zeros = []
+    for values, num_rows in zip(values_of_tensors, num_rows_of_tensors, strict=True):
+        values_among_zeros.append(_among_zeros(values, num_rows, mesh))
+
+    # The backend of the mesh needs the values on its device; the parameters may be offloaded to the
+    # CPU. The rows are sharded over the last dimension of the mesh.
+    joined = torch.cat(values_among_zeros).to(mesh.device_type)
+    routing.all_reduce(joined, group=mesh.get_group(mesh.ndim - 1))
+
+    exchanged = torch.split(joined, list(num_rows_of_tensors))
+    return [
+        all_values.to(values.device)
+        for all_values, values in zip(exchanged, values_of_tensors, strict=True)
+    ]
 
 
 def _values_of_rows(local: Tensor, norm_type: float) -> Tensor:
@@ -159,8 +178,9 @@ def _among_zeros(values: Tensor, num_rows: int, mesh: DeviceMesh) -> Tensor:
     """
     dimension = mesh.ndim - 1
     num_processes = mesh.size(dimension)
+    process = mesh.get_local_rank(dimension)
     rows_per_process = (num_rows + num_processes - 1) // num_processes  # rounded up
-    begin = min(num_rows, rows_per_process * mesh.get_local_rank(dimension))
+    begin = min(num_rows, rows_per_process * process)  # a process behind the last row has none
     among_zeros = values.new_zeros(num_rows)
     among_zeros[begin : begin + len(values)] = values
     return among_zeros

@@ -13,7 +13,7 @@ import sys
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
@@ -107,10 +107,8 @@ def store_at_end(joined: Joined) -> Iterator[Store]:
     timeout_before = store.timeout
     store.set_timeout(CLOSING_TIMEOUT)
     try:
-        yield store
-    except RuntimeError:
-        # A request has failed, because the store is gone. `return` suppresses the error.
-        return
+        with suppress(RuntimeError):  # a request fails if the store is gone
+            yield store
     finally:
         # Checkpoints that are still being written use the store, too, and need the long timeout.
         store.set_timeout(timeout_before)
@@ -206,7 +204,7 @@ def join_run(
         if joined is not None:
             # This rank does not wait until the others leave: they may not have failed, and may
             # still use the store.
-            joined.close(others_leave=False)
+            joined.close(wait_for_others=False)
         set_rank(None)
         raise
 
@@ -286,33 +284,38 @@ def _meet_other_ranks(topology: Topology, settings: Settings, environ: Mapping[s
     """
     from lockstep.distributed.rendezvous import join  # not needed by a single process
 
-    # The manifest, which must be equal on all ranks: the settings, and what `collect` adds, such as
-    # versions and the arguments of the script.
-    compared_settings: dict[str, object] = dict(settings_of_ranks(settings))
-    compared_settings["threads"] = environ.get("OMP_NUM_THREADS")
+    # What must be equal on all ranks. `collect` adds versions and the arguments of the script, with
+    # `...` in place of secrets such as `--api-key`. The hash shows if the secrets differ.
+    compared: dict[str, object] = dict(settings_of_ranks(settings))
+    compared["threads"] = environ.get("OMP_NUM_THREADS")
+    compared["hidden arguments"] = digest_of_secrets(sys.argv)
+    return join(
+        topology,
+        settings.init_method,
+        manifest=collect(compared),
+        timeout=settings.join_timeout_s,
+        attempt=_next_attempt(topology, environ),
+    )
 
-    # The manifest contains the arguments of the script, with `...` in place of secrets such as
-    # `--api-key`. So that different secrets are noticed, it also contains a hash of them.
-    compared_settings["hidden arguments"] = digest_of_secrets(sys.argv)
 
-    # A launcher's store may outlive this run, and the next run must not find the requests of this
-    # one in it. So the keys contain the launcher's run id, its number of restarts, and the number
-    # of this join. If the ranks were set by hand, each process may have a launcher of its own, and
-    # their ids would differ; they are left out then.
+def _next_attempt(topology: Topology, environ: Mapping[str, str]) -> str:
+    """Returns the text with which the keys of the next join begin in the store.
+
+    A launcher's store may outlive this run, and the next run must not find the requests of this one
+    in it. So the text contains the launcher's run id, its number of restarts, and the number of
+    this join.
+    """
     global _num_joins
-    _num_joins += 1  # how often this process has joined a run
+    _num_joins += 1
+
+    # If the ranks were set by hand, each process may have a launcher of its own, and their ids
+    # would differ.
     run_id = ""
     restart_count = ""
     if not topology.is_set_by_hand:
         run_id = environ.get("TORCHELASTIC_RUN_ID", "")
         restart_count = environ.get("TORCHELASTIC_RESTART_COUNT", "")
-    return join(
-        topology,
-        settings.init_method,
-        manifest=collect(compared_settings),
-        timeout=settings.join_timeout_s,
-        attempt=f"{run_id}.{restart_count}.{_num_joins}",
-    )
+    return f"{run_id}.{restart_count}.{_num_joins}"
 
 
 def _set_up_run(
@@ -380,17 +383,18 @@ def _set_up_run(
     return run, choices
 
 
-def _exchange_on_this_machine(joined: Joined | None, timeout_s: float, text: str) -> list[str]:
+def _exchange_on_this_machine(
+    joined: Joined | None, timeout_s: float, text: str
+) -> list[str] | None:
     """Returns the texts of all processes on this machine, including this one.
-
-    The texts are ids of GPUs. The caller refuses the GPU if two processes have the same id. It must
-    also refuse the GPU if the id of some process does not come in time. Then this function returns
-    the id of this process twice, as if another process had the same GPU.
 
     Args:
         joined: the store at which the ranks have met; None in a single process.
         timeout_s: how long to wait for the other processes, in seconds.
-        text: the text of this process.
+        text: the text of this process, such as the id of its GPU.
+
+    Returns:
+        None if the text of some process has not come in time.
     """
     if joined is None:
         return [text]
@@ -402,7 +406,7 @@ def _exchange_on_this_machine(joined: Joined | None, timeout_s: float, text: str
     store.set(f"here/{joined.rank}", text)
     all_have_come = network.wait_until(lambda: store.check(keys), time.monotonic() + timeout_s)
     if not all_have_come:
-        return [text, text]  # makes the caller refuse the GPU
+        return None
     return [store.get(key).decode() for key in keys]
 
 
@@ -448,13 +452,11 @@ def _measure_link(collectives: Collectives) -> Link | None:
     if num_machines == 1:  # although the environment says that there are several
         return None
 
-    # All ranks call `measure`, but on a rank without a position `_shift_in_ring` does nothing.
     rank = collectives.topology.rank
-    ring_position = None
-    if rank in first_ranks:
-        ring_position = first_ranks.index(rank)
+    ring_position = first_ranks.index(rank) if rank in first_ranks else None
 
-    # `measure` calls `shift(size)` with several numbers of bytes, and gets the seconds it took.
+    # `measure` calls `shift(size)` with several numbers of bytes, and gets the seconds it took. The
+    # ranks without a position call it too, since all ranks must take part in `collectives.max`.
     shift = partial(_shift_in_ring, first_ranks, ring_position)
     return measure(shift, collectives.max, num_machines)
 
@@ -528,8 +530,7 @@ def _leave_group(run: Run, failed: bool) -> None:
     if not nccl_may_hang:
         close_group()
 
-    # With `others_leave`, rank 0 waits a few seconds until the other ranks have closed the store.
-    run.joined.close(others_leave=not failed)
+    run.joined.close(wait_for_others=not failed)
 
 
 def close_at_exit(close: Callable[..., None]) -> None:

@@ -134,5 +134,5 @@ def cannot_write_error(setting: str, folder: str | Path, found: str) -> SettingE
         f"{setting}={str(folder)!r}",
         f"it cannot be written: {found}",
         f"make room or choose another folder; or leave the {setting} out",
-        may_pass=True,
+        may_be_temporary=True,
     )

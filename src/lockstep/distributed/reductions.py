@@ -35,8 +35,8 @@ def all_reduced_copy(tensor: Tensor, operation: dist.ReduceOp.RedOpType) -> Tens
         tensor: a tensor of any dtype that `find_problem` accepts.
         operation: SUM, MAX or MIN.
     """
-    # `x.conj()` shares the memory of `x`, which holds the numbers before conjugation; likewise a
-    # negated view. Backends send the memory, so the tensor's own numbers are written out first.
+    # `x.conj()` and negated views share the memory of `x`, with its numbers. Backends send that
+    # memory, so `resolve_conj` and `resolve_neg` write out the tensor's own numbers first.
     contiguous = tensor.detach().resolve_conj().resolve_neg().contiguous()
     if contiguous.dtype is torch.uint64:
         return _all_reduced_uint64(contiguous, operation)

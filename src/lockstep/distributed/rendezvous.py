@@ -69,46 +69,52 @@ class Joined:
         this_host = self.hosts[self.rank]
         return [rank for rank, host in enumerate(self.hosts) if host == this_host]
 
-    def close(self, *, others_leave: bool = True) -> None:
+    def close(self, *, wait_for_others: bool = True) -> None:
         """Closes the store. Each rank calls this after it has closed the process group.
 
-        Rank 0 waits a few seconds until the other ranks have closed the store, since it may serve
-        it. Torch removes the file of a FileStore when the last rank closes the store. Rank 0 makes
-        sure that the file is gone.
+        If rank 0 serves the store, or it is in a file, rank 0 waits a few seconds until the other
+        ranks have closed it. Torch removes the file of a FileStore when the last rank closes the
+        store. Rank 0 makes sure that the file is gone.
 
         Args:
-            others_leave: True if the other ranks will close the store, too. If False, rank 0 does
+            wait_for_others: False if the other ranks may not close the store, so that rank 0 does
                 not wait for them.
         """
-        # Torch closes a store when the last reference to it is gone. So the attribute is deleted
-        # here, and the local variable below.
+        # Torch closes a store when the last reference to it is gone.
         store = self.store
         del self.store
 
-        # There are three kinds of stores: served by rank 0, in a file, and served by the launcher.
-        # The launcher closes its own store.
-        is_in_file = self.file is not None
-        served_by_launcher = not self.served_by_rank_0 and not is_in_file
-        if served_by_launcher:
+        launcher_serves_store = not self.served_by_rank_0 and self.file is None
+        if launcher_serves_store:
             return
 
-        others_have_left = False
+        if self.rank != 0:
+            _tell_rank_0_of_leaving(store, self.rank)
+            return
 
-        # The store raises a RuntimeError if the rank at the other end has gone. That is harmless,
-        # as this rank is about to leave as well.
-        with suppress(RuntimeError):
-            if self.rank != 0:
-                store.set(f"left/{self.rank}", "")  # rank 0 waits for this key
-                return
-            if others_leave:
-                keys = [f"left/{rank}" for rank in range(1, len(self.hosts))]
-                deadline = time.monotonic() + CLOSING_TIMEOUT_S
-                others_have_left = wait_until(partial(store.check, keys), deadline)
-
-        # Only rank 0 comes here. If all ranks have left, nobody uses the file any more.
-        del store
-        if others_have_left and self.file is not None:
+        all_have_left = wait_for_others and _wait_until_others_leave(store, len(self.hosts))
+        del store  # closes it
+        if all_have_left and self.file is not None:
             _remove_file(self.file)
+
+
+def _tell_rank_0_of_leaving(store: Store, rank: int) -> None:
+    """Tells rank 0, which waits in `_wait_until_others_leave`, that this rank leaves."""
+    with suppress(RuntimeError):  # rank 0 has gone already
+        store.set(f"left/{rank}", "")
+
+
+def _wait_until_others_leave(store: Store, num_ranks: int) -> bool:
+    """Waits on rank 0 until the other ranks have told it that they leave.
+
+    Returns:
+        False if some have not in time, or the store does not answer.
+    """
+    keys = [f"left/{rank}" for rank in range(1, num_ranks)]
+    deadline = time.monotonic() + CLOSING_TIMEOUT_S
+    with suppress(RuntimeError):
+        return wait_until(partial(store.check, keys), deadline)
+    return False
 
 
 def _remove_file(file: Path) -> None:
@@ -155,32 +161,39 @@ def join(
     """
     opened = _open_store(topology, init_method, manifest, timeout, attempt)
     run_store = _store_of_run(opened.store, attempt)
-    try:
-        joining = Join(
-            store=run_store,
-            topology=topology,
-            manifest=manifest,
-            store_location=opened.location,
-            timeout_s=timeout,
-            file=opened.file,
-        )
-        hosts = joining.agree()
-    except (errors.JoinError, errors.RanksDifferError) as error:
-        # A plain `raise` would keep the store open, and its port or file in use, for as long as the
-        # caller keeps the error: its traceback refers to the frames of the calls, and their local
-        # variables to the store. So the traceback is dropped here, and the variables below.
-        failure = error.with_traceback(None)
-    else:
-        return Joined(
-            store=run_store,
-            hosts=hosts,
-            rank=topology.rank,
-            served_by_rank_0=opened.served_by_rank_0,
-            file=opened.file,
-        )
+    joining = Join(
+        store=run_store,
+        topology=topology,
+        manifest=manifest,
+        store_location=opened.location,
+        timeout_s=timeout,
+        file=opened.file,
+    )
+    hosts_or_error = _agree(joining)
+    if isinstance(hosts_or_error, Exception):
+        # The frame of this function is in the traceback of the error. Its variables would keep the
+        # store open, and its port or file in use, for as long as the caller keeps the error.
+        del opened, run_store, joining
+        raise hosts_or_error
 
-    del opened, run_store, joining
-    raise failure
+    return Joined(
+        store=run_store,
+        hosts=hosts_or_error,
+        rank=topology.rank,
+        served_by_rank_0=opened.served_by_rank_0,
+        file=opened.file,
+    )
+
+
+def _agree(joining: Join) -> list[str] | errors.JoinError | errors.RanksDifferError:
+    """Returns the host of each rank, or the error if the run does not start.
+
+    The error has no traceback, whose frames would keep the store open (see `join`).
+    """
+    try:
+        return joining.agree()
+    except (errors.JoinError, errors.RanksDifferError) as error:
+        return error.with_traceback(None)
 
 
 class _OpenedStore(NamedTuple):
@@ -212,11 +225,13 @@ def _open_store(
         store = open_file(location, topology.size, timeout)
         return _OpenedStore(store, f"file://{location}", served_by_rank_0=False, file=location)
 
-    # A store that the launcher serves (`agent_store`): all ranks connect to it.
+    # A store that the launcher serves at the master's address: all ranks connect to it. With an
+    # init method of their own, they meet at another address.
     is_master_address = (
         location.host == topology.master_addr and location.port == topology.master_port
     )
-    if topology.agent_store and is_master_address:
+    launcher_serves_here = topology.agent_store and is_master_address
+    if launcher_serves_here:
         location_text = f"the launcher's store at tcp://{location}"
         store = connect(location, timeout)
         return _OpenedStore(store, location_text, served_by_rank_0=False, file=None)
@@ -269,8 +284,8 @@ def parse_init_method(topology: Topology, init_method: str | None) -> Endpoint |
         raise _malformed_error(init_method, found)
 
     # A loopback address can only be reached by processes on the same machine.
-    one_node = topology.one_node or network.means_loopback(host)
-    return Endpoint(host, port, one_node)
+    at_loopback = topology.one_node or network.means_loopback(host)
+    return Endpoint(host, port, at_loopback)
 
 
 def _endpoint_of_environment(topology: Topology) -> Endpoint:
@@ -290,8 +305,8 @@ def _endpoint_of_environment(topology: Topology) -> Endpoint:
     # If all processes are on one machine, they meet at a loopback address. But if the launcher
     # serves the store (`agent_store`, after torchrun's TORCHELASTIC_USE_AGENT_STORE), it has chosen
     # its address, and listens only there.
-    meet_at_loopback = topology.one_node and not topology.agent_store
-    return Endpoint(topology.master_addr, topology.master_port, one_node=meet_at_loopback)
+    at_loopback = topology.one_node and not topology.agent_store
+    return Endpoint(topology.master_addr, topology.master_port, at_loopback)
 
 
 def _malformed_error(init_method: str, found: str) -> errors.SettingError:
@@ -329,12 +344,25 @@ def _serve_or_connect(
     try:
         return serve(endpoint, timeout)
     except errors.PortTakenError:
-        found = _look_for_store(endpoint, time.monotonic() + ATTEMPT_TIMEOUT_S)
-        if not found.is_store:
+        lookup = _look_for_store(endpoint, time.monotonic() + ATTEMPT_TIMEOUT_S)
+        if not lookup.is_store:  # another program has the port
             raise
 
-    # Another process serves a store at the port. If it is not a run of Lockstep, no rank 0
-    # announces itself there.
+    return _connect_to_other_rank_0(endpoint, topology, manifest, timeout, attempt)
+
+
+def _connect_to_other_rank_0(
+    endpoint: Endpoint,
+    topology: Topology,
+    manifest: Mapping[str, str],
+    timeout: float,
+    attempt: str,
+) -> Store:
+    """Connects to the store at a port if it is that of another rank 0 of this run.
+
+    The arguments and errors are those of `_serve_or_connect`.
+    """
+    # If the store is not that of a run of Lockstep, no rank 0 announces itself in it.
     store = connect(endpoint, timeout)
     run_store = _store_of_run(store, attempt)
     deadline = time.monotonic() + min(RANK_0_ANNOUNCEMENT_S, timeout)
@@ -381,8 +409,8 @@ def serve(endpoint: Endpoint, timeout: float) -> Store:
         address = network.serving_address(endpoint)
         return network.serve_store(address, endpoint.port, timedelta(seconds=timeout))
     except OSError as error:
-        # A `PortTakenError` or a `SettingError`, or any other error of the system as it is.
-        raise network.listening_error(error, endpoint) from None
+        # This returns a `PortTakenError` or a `SettingError`, or the error itself.
+        raise network.explain_listening_error(error, endpoint) from None
 
 
 def connect(endpoint: Endpoint, timeout: float) -> Store:
@@ -397,21 +425,14 @@ def connect(endpoint: Endpoint, timeout: float) -> Store:
         PortTakenError: another program on this machine uses the port.
     """
     deadline = time.monotonic() + timeout
-    found = LookupResult("", "")  # replaced by the result of each attempt
-
-    def store_is_there() -> bool:
-        """Tries once to find a store, and writes the result into `found`."""
-        nonlocal found
-        found = _look_for_store(endpoint, deadline)
-        return found.is_store
-
-    if not wait_until(store_is_there, deadline):
-        is_other_program = found.why_no_store == NOT_A_STORE
-        if is_other_program and is_here(found.address):
+    lookup = _wait_for_store(endpoint, deadline)
+    if not lookup.is_store:
+        is_other_program = lookup.why_no_store == NOT_A_STORE
+        if is_other_program and is_here(lookup.address):
             raise network.port_taken_error(endpoint)
 
         raise network.unreachable_error(
-            "rank 0", endpoint, found.why_no_store, address=found.address, tried=timeout
+            "rank 0", endpoint, lookup.why_no_store, address=lookup.address, tried=timeout
         )
 
     # A store answers there, so torch's client can connect to it. It gets at least as long as one
@@ -419,7 +440,7 @@ def connect(endpoint: Endpoint, timeout: float) -> Store:
     remaining_s = max(deadline - time.monotonic(), ATTEMPT_TIMEOUT_S)
     try:
         return TCPStore(
-            found.address,
+            lookup.address,
             endpoint.port,
             is_master=False,
             wait_for_workers=False,
@@ -430,7 +451,9 @@ def connect(endpoint: Endpoint, timeout: float) -> Store:
         # connect to (10.0.0.5, 29500)". Any other message means that the store has closed the
         # connection (`CONNECTION_CUT`).
         reason = network.NO_ANSWER if "timed out" in str(error) else network.CONNECTION_CUT
-        raise network.unreachable_error("rank 0", endpoint, reason, address=found.address) from None
+        raise network.unreachable_error(
+            "rank 0", endpoint, reason, address=lookup.address
+        ) from None
 
 
 @dataclass(frozen=True)
@@ -446,6 +469,22 @@ class LookupResult:
     def is_store(self) -> bool:
         """True if a store answers at the address."""
         return not self.why_no_store
+
+
+def _wait_for_store(endpoint: Endpoint, deadline: float) -> LookupResult:
+    """Looks for a store again and again until there is one or the deadline has passed.
+
+    Returns:
+        The result of the last attempt.
+    """
+    results = []
+
+    def store_is_there() -> bool:
+        results.append(_look_for_store(endpoint, deadline))
+        return results[-1].is_store
+
+    wait_until(store_is_there, deadline)  # tries at least once
+    return results[-1]
 
 
 def _look_for_store(endpoint: Endpoint, deadline: float) -> LookupResult:
@@ -472,13 +511,11 @@ def _look_for_store(endpoint: Endpoint, deadline: float) -> LookupResult:
             continue
 
         with connection:
-            if answers_as_store(connection):
-                return LookupResult(address, why_no_store="")
+            answers = answers_as_store(connection)
 
-        # The program did not answer the greeting of torch's stores. But the installed version of
-        # torch may use another greeting than the one that is known here. Then the missing answer
-        # says nothing, and any program that listens is taken for a store.
-        if not _greeting_is_current():
+        # If this version of torch uses another greeting than the one that Lockstep sends, a missing
+        # answer says nothing. Then any program that listens is taken for a store.
+        if answers or not _greeting_is_current():
             return LookupResult(address, why_no_store="")
 
         result = LookupResult(address, NOT_A_STORE)

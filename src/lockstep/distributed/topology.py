@@ -144,7 +144,7 @@ class Topology:
         return self.local_size == self.size and "local_size" not in self.unknown
 
     def with_hosts(self, hosts: Sequence[str]) -> Topology:
-        """Returns the same place with the values that were unknown.
+        """Returns a copy in which the unknown values are filled in.
 
         Args:
             hosts: the host of each rank, which the ranks know once they have met.
@@ -157,9 +157,8 @@ class Topology:
         if "local_rank" in self.unknown:
             local_rank = ranks_here.index(self.rank)
 
-        # Each container of a machine may have a host name of its own, while LOCAL_RANK is set to
-        # the number of the process on the whole machine. With LOCAL_RANK=1 there are at least two
-        # processes on the machine, even if only one has this host name.
+        # The local rank may be larger than the number of ranks with this host name: each container
+        # of a machine may have its own name, while LOCAL_RANK counts the processes of the machine.
         local_size = self.local_size
         if "local_size" in self.unknown:
             local_size = max(len(ranks_here), local_rank + 1)
@@ -328,8 +327,7 @@ def _local_rank(environ: Environ, argv: Sequence[str]) -> int | None:
             is_last = position + 1 == len(argv)
             value = "" if is_last else argv[position + 1]
 
-        # `_number` reads a variable of an environment. Here the flag takes the place of a variable.
-        from_argument = _number({flag: value}, flag)
+        from_argument = _parse_number(flag, value)
         if from_variable is not None and from_variable != from_argument:
             raise SettingError(
                 f"LOCAL_RANK={from_variable} and {flag}={from_argument}",
@@ -513,15 +511,16 @@ def _check_consecutive_ranks(topology: Topology, command: str) -> None:
     """
     # The rank of this machine's local rank 0, provided that the ranks are consecutive.
     first_rank_here = topology.rank - topology.local_rank
-    may_be_consecutive = first_rank_here >= 0
+    begins_below_0 = first_rank_here < 0
 
     # If all machines have equally many ranks, each begins at a multiple of this number. With 7
     # ranks and 4 of them here, another machine has fewer, and this one may begin at any rank.
     machines_may_be_equal = topology.size % topology.local_size == 0
-    if machines_may_be_equal and first_rank_here % topology.local_size != 0:
-        may_be_consecutive = False
+    begins_within_another_machine = (
+        machines_may_be_equal and first_rank_here % topology.local_size != 0
+    )
 
-    if not may_be_consecutive:
+    if begins_below_0 or begins_within_another_machine:
         raise SettingError(
             f"rank {topology.rank} as local rank {topology.local_rank} of {topology.local_size} "
             f"(from {topology.source})",
@@ -563,7 +562,19 @@ def _number(environ: Environ, name: str) -> int:
     Raises:
         SettingError: it is not a whole number of at least 0.
     """
-    text = environ[name]
+    return _parse_number(name, environ[name])
+
+
+def _parse_number(name: str, text: str) -> int:
+    """Returns the number that a text stands for.
+
+    Args:
+        name: the variable or flag with this value, for the error.
+        text: the value.
+
+    Raises:
+        SettingError: it is not a whole number of at least 0.
+    """
     if not text.strip().isdecimal():
         raise SettingError(f"{name}={text}", "it is not a whole number of at least 0", "correct it")
     return int(text)

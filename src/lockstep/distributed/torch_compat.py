@@ -85,16 +85,14 @@ def list_keys(store: Any) -> list[str] | None:
 
 
 def separate_attempts(attempt: int) -> None:
-    """Makes `init_process_group` of torch usable in a script that the launcher starts again.
+    """Gives the keys of each attempt a prefix of their own, `attempt_1/`, for torch before 2.10.
 
-    The launcher's store outlives the ranks. Without this, the ranks of the second attempt would
-    read the addresses that the ranks of the first one have written, and connect to processes that
-    are gone. With torch 2.10 or later, the launcher deletes these keys before it starts the ranks
-    again. Older versions cannot list keys. There this replaces a function of torch, so that each
-    key begins with the number of the attempt: `attempt_1/...`.
+    The launcher's store outlives the ranks. Without the prefix, the ranks of the second attempt
+    would read the addresses that the ranks of the first one have written, and connect to processes
+    that are gone. With torch 2.10 or later, the launcher deletes these keys instead.
 
-    Only scripts that call `init_process_group` themselves need this. `lockstep.init` opens its
-    store in another way, with such a prefix of its own.
+    Only scripts that call torch's `init_process_group` themselves need this. `lockstep.init` opens
+    its store in another way, with such a prefix of its own.
 
     Args:
         attempt: how often the ranks of the run have been started before.
@@ -166,14 +164,14 @@ def never_compiled(function: Callable[P, T], *, recursive: bool = False) -> Call
     return uncompiled
 
 
-def run_as_it_is(function: Callable[P, T]) -> Callable[P, T]:
-    """Marks a function that Python runs as it is, although functions that it calls are compiled.
+def compile_only_callees(function: Callable[P, T]) -> Callable[P, T]:
+    """Makes torch.compile start at the functions that this function calls, and not at this one.
 
     Use it for a wrapper around a forward pass, for example: the forward pass is compiled, and the
     wrapper is not.
 
-    The marked function is only compiled if a compiled function calls it: both then are in one
-    graph. (`never_compiled` would split that graph in two.)
+    If a compiled function calls this one, this one is compiled as a part of that function's graph.
+    (`never_compiled` would split the graph in two.)
     """
     # Torch marks its own functions in this way too, in `torch._dynamo.eval_frame.skip_code`. That
     # module is not used here, because importing it loads the whole compiler.
@@ -197,7 +195,7 @@ def compiler_is_loaded() -> bool:
 
 
 def outside_compiled_code(function: Callable[P, T]) -> Callable[P, T]:
-    """Returns a hook of a module that neither is compiled itself, nor the functions that it calls.
+    """Wraps a hook of a module so that neither the hook nor what it calls is compiled.
 
     `torch.compile(model)` and `model.compile()` call hooks and compile the forward pass between
     them. Without this they would compile each hook separately, with a graph break where the hook
@@ -212,8 +210,9 @@ def outside_compiled_code(function: Callable[P, T]) -> Callable[P, T]:
     # This turns the compiler off while the hook runs. Its first call loads the compiler.
     with_compiler_off = never_compiled(function, recursive=True)
 
-    # The compiler is told to skip `call`, so that it does not compile the `if`.
-    @run_as_it_is
+    # The decorator keeps the compiler from compiling the `if` below. It excludes `call` alone, and
+    # not the hook.
+    @compile_only_callees
     @wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
         if not compiler_is_loaded():  # then nothing can be compiled
@@ -247,15 +246,22 @@ def await_another_backward(module: DistributedDataParallel, roots: Sequence[Tens
         roots: the outputs from which DDP looks for unused parameters. If empty, DDP expects a
             gradient of every parameter.
     """
-    # DDP does not say whether it has averaged all gradients. But `_rebuild_buckets`, which torch
-    # calls before each forward pass, raises a RuntimeError if it has not.
+    # If some gradients are missing, `prepare_for_backward` would forget which have come already.
+    if _has_averaged_all_gradients(module):
+        module.reducer.prepare_for_backward(list(roots))
+
+
+def _has_averaged_all_gradients(module: DistributedDataParallel) -> bool:
+    """Returns True if DDP has averaged the gradients of all parameters in the last backward pass.
+
+    DDP does not say so. But `_rebuild_buckets`, which torch calls before each forward pass, raises
+    a RuntimeError if it has not.
+    """
     try:
         module.reducer._rebuild_buckets()
     except RuntimeError:
-        # `prepare_for_backward` would forget which gradients have come already.
-        return
-
-    module.reducer.prepare_for_backward(list(roots))
+        return False
+    return True
 
 
 # FSDP
@@ -389,9 +395,9 @@ def accumulate_late_gradients(unit: FSDPModule, *, zeros_if_unused: bool) -> lis
             if fsdp_parameter.unsharded_accumulated_grad is None:
                 unused_so_far.append(fsdp_parameter)
 
-        # This is the first micro-batch, or no earlier one has used any of these parameters. The
-        # gradients of the coming backward pass all have the same dtype.
-        if len(unused_so_far) == len(parameter_group.fsdp_params):
+        # All gradients of a first backward pass have the same dtype.
+        is_first_use_of_group = len(unused_so_far) == len(parameter_group.fsdp_params)
+        if is_first_use_of_group:
             continue
 
         for fsdp_parameter in unused_so_far:
@@ -568,8 +574,8 @@ def storage_key(tensor: Tensor) -> int:
 
 
 @contextmanager
-def trunc_normal_replaced(replacement: Callable[..., Tensor]) -> Iterator[None]:
-    """Inside this context `nn.init.trunc_normal_` calls another function.
+def replacing_trunc_normal(replacement: Callable[..., Tensor]) -> Iterator[None]:
+    """Makes `nn.init.trunc_normal_` call another function inside this context.
 
     The original reads the values that it has drawn: it draws again while any of them is out of
     bounds. So it cannot run on the meta device, where tensors have no values. Lockstep records the
@@ -651,8 +657,9 @@ def shallow_copy(module: nn.Module) -> nn.Module:
         replica: nn.Module = replicate(module)
         return replica
 
-    # Torch's own method makes the same copy, and then replaces its dicts of parameters, buffers and
-    # submodules. The caller does this in any case. Without it, a copy takes a third of the time.
+    # Torch's own method makes the same copy, which it also marks as a replica. It then replaces the
+    # dicts of parameters, buffers and submodules, which the caller does here: so this is three
+    # times as fast.
     copy = type(module).__new__(type(module))
     vars(copy).update(vars(module), _is_replica=True)
     return copy
@@ -678,8 +685,8 @@ def without_compile(module: nn.Module) -> nn.Module:
 
 
 ATTRIBUTES_OF_COMPILED_MODULES = (
-    "_torchdynamo_orig_callable",
-    "_torchdynamo_wrapper_id",
+    "_torchdynamo_orig_callable",  # by this one torch recognises a wrapper
+    "_torchdynamo_wrapper_id",  # what torch sets together with it
     "get_compiler_config",
 )
 
@@ -760,14 +767,18 @@ def scalar_factor(node: Any) -> float | None:
     if name not in ("MulBackward0", "DivBackward0"):
         return None
 
+    # What the node multiplies or divides by: a tensor, or None if the backward pass does not need
+    # it. A Python number is a tensor on the CPU here.
     try:
-        number = node._saved_other
+        other = node._saved_other
     except RuntimeError:  # the backward pass has released it
         return None
-    if number is None or number.numel() != 1 or number.is_cuda or number.requires_grad:
+    if other is None or other.numel() != 1 or other.requires_grad:
+        return None
+    if other.is_cuda:  # to read it would wait for the GPU
         return None
 
-    value = float(number)
+    value = float(other)
     if name == "MulBackward0":
         return value
     return 1 / value if value else None
@@ -806,8 +817,9 @@ def watch_indices(
     Args:
         draw_indices: called for each batch, with the loader's iterator and torch's function that
             draws the indices. It must call this function and return its result.
-        on_new_pass: called with the iterator whenever torch resets it: when it is created, if the
-            DataLoader has workers, and when persistent workers begin another pass.
+        on_new_pass: called with the iterator of a loader with workers, when the iterator is created
+            and, if the workers are persistent, when each further pass begins. Without workers it is
+            not called.
     """
     from torch.utils.data.dataloader import _BaseDataLoaderIter
 
@@ -836,8 +848,8 @@ def watch_data_loaders(on_batch: Callable[[Any, Any, Any, Any], None]) -> Callab
     iterator of our own around them would not have all their attributes, which some programs use.
 
     Args:
-        on_batch: called with the iterator, its dataset, the sampler (the batch sampler, if that is
-            not torch's own class), and the batch or `END_OF_PASS`.
+        on_batch: called with four arguments: the iterator; its dataset; the sampler, or the batch
+            sampler if that is not of torch's own class; and the batch, or `END_OF_PASS`.
 
     Returns:
         A function that stops the watching.
@@ -853,19 +865,19 @@ def watch_data_loaders(on_batch: Callable[[Any, Any, Any, Any], None]) -> Callab
         This takes the place of torch's `__next__`. It calls `on_batch` (the argument of
         `watch_data_loaders`) with each batch, and with `END_OF_PASS` after the last one.
         """
-        # Usually the user's sampler is inside of torch's own BatchSampler, which only groups the
-        # samples. If the user has written the batch sampler, `on_batch` gets the batch sampler.
-        sampler = iterator._index_sampler
-        if type(sampler) is BatchSampler:
-            sampler = sampler.sampler
+        # `on_batch` gets what the user has chosen: the sampler inside of torch's BatchSampler, or a
+        # batch sampler of the user's own.
+        chosen_sampler = iterator._index_sampler
+        if type(chosen_sampler) is BatchSampler:
+            chosen_sampler = chosen_sampler.sampler
 
         try:
             batch = original_next(iterator)
         except StopIteration:
-            on_batch(iterator, iterator._dataset, sampler, END_OF_PASS)
+            on_batch(iterator, iterator._dataset, chosen_sampler, END_OF_PASS)
             raise
 
-        on_batch(iterator, iterator._dataset, sampler, batch)
+        on_batch(iterator, iterator._dataset, chosen_sampler, batch)
         return batch
 
     def stop_watching() -> None:
@@ -897,7 +909,7 @@ def without_worker_info() -> Iterator[None]:
 
 
 def on_shadowed_iteration(callback: Callable[[], object]) -> None:
-    """Calls `callback` on a rank that has run out of batches, for each batch of the other ranks.
+    """Makes `Join` call `callback` on a rank without batches, for each batch of the other ranks.
 
     Under torch's `Join`, such a rank shadows the iterations of the others: it takes part in their
     collectives, without a batch of its own.
@@ -1036,25 +1048,25 @@ def answers_as_store(connection: socket.socket) -> bool:
         return False
 
 
-def store_elsewhere(announced_port: int, store_port: int) -> None:
+def redirect_store(*, from_port: int, to_port: int) -> None:
     """Makes `init_process_group` connect to a running store instead of serving one.
 
     A store that torch serves listens on all interfaces of the machine, so others could reach it.
     Lockstep serves a store that listens on one address only, and redirects torch to it.
 
     Args:
-        announced_port: the port in `tcp://HOST:PORT`, or MASTER_PORT for `env://`. Calls with any
+        from_port: the port in `tcp://HOST:PORT`, or MASTER_PORT for `env://`. Calls with any
             other port are not changed.
-        store_port: the port of the running store.
+        to_port: the port of the running store.
     """
     # `init_process_group` calls this function. It is replaced for the rest of the process.
     rendezvous: Any = import_module("torch.distributed.rendezvous")
     original = rendezvous._create_c10d_store
 
     def create_store(host: str, port: int, rank: int, size: int, timeout: Any, *rest: Any) -> Any:
-        if port != announced_port:
+        if port != from_port:
             return original(host, port, rank, size, timeout, *rest)
-        return rendezvous.TCPStore(host, store_port, size, is_master=False, timeout=timeout)
+        return rendezvous.TCPStore(host, to_port, size, is_master=False, timeout=timeout)
 
     rendezvous._create_c10d_store = create_store
 
@@ -1066,21 +1078,19 @@ RECORDERS = ("_dump_fr_trace", "_dump_nccl_trace")
 NCCL. With `_json` at the end of its name, each returns them without stacks and much faster."""
 
 
-def flight_record(*, lines: bool) -> str:
+def flight_record(*, stacks: bool) -> str:
     """Returns the calls in torch's Flight Recorder, as JSON.
 
     Torch has a recorder for each kind of backend, such as NCCL. The result is a list with one
     element for each recorder.
 
     Args:
-        lines: include the stack of each call, which has the lines of the script. 2000 calls take
-            0.2 s with stacks, 50 ms without. Stacks are left out in a process that has not loaded
-            torch's compiler, because torch would load it now, in 2 s and while it holds the
-            interpreter's lock. A process that uses DDP has loaded it.
+        stacks: True to include the stack of each call, if that is possible at once (see
+            `_compiler_is_fully_imported`). 2000 calls take 0.2 s with stacks, 50 ms without.
     """
     import torch._C._distributed_c10d as c10d
 
-    with_stacks = lines and _compiler_is_fully_imported()
+    with_stacks = stacks and _compiler_is_fully_imported()
     records: list[bytes] = []
     for name in RECORDERS:
         # Torch has two functions for each recorder. Only the one without `_json` returns stacks.
@@ -1097,7 +1107,11 @@ def flight_record(*, lines: bool) -> str:
 
 
 def _compiler_is_fully_imported() -> bool:
-    """Returns True if torch's compiler is loaded, and no thread is importing it just now."""
+    """Returns True if torch's compiler is loaded, and no thread is importing it just now.
+
+    Torch needs it to record stacks. If it is not loaded, torch loads it, in 2 s and while it holds
+    the interpreter's lock. A process that uses DDP has loaded it.
+    """
     compiler = sys.modules.get("torch._dynamo")
     if compiler is None:
         return False
@@ -1109,7 +1123,7 @@ def _compiler_is_fully_imported() -> bool:
     return not is_being_imported
 
 
-def take_gpu(index: int | None = None) -> None:
+def take_gpu(fallback_index: int | None = None) -> None:
     """Makes the GPU of this rank the current one of this thread, before `flight_record` is called.
 
     Torch's Flight Recorder asks CUDA whether a call has ended. A thread that has no current GPU
@@ -1117,8 +1131,8 @@ def take_gpu(index: int | None = None) -> None:
     memory.
 
     Args:
-        index: number of the GPU to take if the process group does not say which GPU it uses. If it
-            is None, the number in LOCAL_RANK is used.
+        fallback_index: number of the GPU to take if the process group does not say which GPU it
+            uses. If it is None, the number in LOCAL_RANK is used.
     """
     cuda = sys.modules.get("torch.cuda")
     c10d = sys.modules.get("torch.distributed.distributed_c10d")
@@ -1128,7 +1142,9 @@ def take_gpu(index: int | None = None) -> None:
     device_of_group = getattr(c10d.GroupMember.WORLD, "bound_device_id", None)
     if device_of_group is not None:
         index = device_of_group.index
-    elif index is None:
+    elif fallback_index is not None:
+        index = fallback_index
+    else:
         index = int(os.environ.get("LOCAL_RANK", 0))
     if index < cuda.device_count():
         cuda.set_device(index)
@@ -1188,15 +1204,12 @@ def has_not_communicated(groups: Iterable[Any]) -> bool:
     Args:
         groups: all default process groups that were opened; they may be closed by now.
     """
-    import torch._C._distributed_c10d as c10d
-
-    # Torch before 2.8 records NCCL alone. Without a buffer it records nothing.
-    records_gloo = hasattr(c10d, f"{RECORDERS[0]}_json")
     buffer_size = os.environ.get("TORCH_FR_BUFFER_SIZE", "")
-    if not records_gloo or not buffer_size.isdigit() or int(buffer_size) == 0:
+    has_buffer = buffer_size.isdigit() and int(buffer_size) > 0  # otherwise torch records nothing
+    if not has_buffer or not _torch_records_gloo():
         return False
 
-    for record in json.loads(flight_record(lines=False)):
+    for record in json.loads(flight_record(stacks=False)):
         if record.get("entries"):
             return False
 
@@ -1209,22 +1222,30 @@ def has_not_communicated(groups: Iterable[Any]) -> bool:
     return True
 
 
+def _torch_records_gloo() -> bool:
+    """Returns True if torch's Flight Recorder records the calls of Gloo; before 2.8 only NCCL's."""
+    import torch._C._distributed_c10d as c10d
+
+    return hasattr(c10d, "_dump_fr_trace_json")
+
+
 def process_groups() -> list[dict[str, Any]]:
     """Returns the names, descriptions and ranks of this rank's process groups."""
+    # If torch.distributed has not been imported, there are none, and this must not import it.
     c10d = sys.modules.get("torch.distributed.distributed_c10d")
     if c10d is None:
         return []
 
     descriptions = []
-
-    # `pg_group_ranks` has a dictionary for each group: from the ranks in the run to those in the
-    # group. The list is a copy, as another thread may open a group meanwhile.
-    for group, name in list(c10d._world.pg_names.items()):
+    names_of_groups = list(c10d._world.pg_names.items())  # a copy: another thread may open a group
+    for group, name in names_of_groups:
+        # For each rank of the group, its number in the run and in the group.
+        rank_in_group = c10d._world.pg_group_ranks.get(group, {})
         descriptions.append(
             {
                 "name": str(name),
                 "description": str(getattr(group, "group_desc", "")),
-                "ranks": sorted(c10d._world.pg_group_ranks.get(group, {})),
+                "ranks": sorted(rank_in_group),
             }
         )
     return descriptions
@@ -1244,29 +1265,27 @@ def group_being_made(frame: FrameType | None) -> dict[str, Any] | None:
     c10d = sys.modules.get("torch.distributed.distributed_c10d")
     while frame is not None:
         if frame.f_code.co_name == "_new_group_with_tag":
-            values = frame.f_locals
-            if "group_name" not in values:  # torch has not chosen it yet
+            variables = frame.f_locals  # those of torch's function
+            if "group_name" not in variables:  # torch has not chosen it yet
                 return None
 
+            # At the end of `new_group` only the members of the group wait for each other, if there
+            # is no barrier of all ranks (TORCH_DIST_INIT_BARRIER=1) or the caller does not want it.
             assert c10d is not None  # the frame is one of its functions
-
-            # At the end of `new_group` all ranks of the run wait for each other, if
-            # TORCH_DIST_INIT_BARRIER is 1 and the caller did not choose a barrier of the members.
-            is_barrier_on = c10d._is_barrier_after_init() == 1
-            caller_chose_members = bool(values["use_local_synchronization"])
-            all_ranks_wait = is_barrier_on and not caller_chose_members
+            there_is_no_barrier = c10d._is_barrier_after_init() != 1
+            caller_wants_members_only = bool(variables["use_local_synchronization"])
             return {
-                "name": str(values["group_name"]),
-                "ranks": [int(rank) for rank in values["ranks"]],
-                "backend": str(values["backend"]),
-                "members_only": not all_ranks_wait,
+                "name": str(variables["group_name"]),
+                "ranks": [int(rank) for rank in variables["ranks"]],
+                "backend": str(variables["backend"]),
+                "members_only": there_is_no_barrier or caller_wants_members_only,
             }
 
         frame = frame.f_back
     return None
 
 
-def on_default_group(on_opened: Callable[[object], object]) -> None:
+def call_on_new_default_group(on_opened: Callable[[object], object]) -> None:
     """Calls `on_opened` with each default process group that this process opens from now on.
 
     `init_process_group` sets the group by `_update_default_pg`, which this replaces. When the group
@@ -1299,11 +1318,11 @@ def skip_exit_barrier(agent: SimpleElasticAgent) -> None:
     agent._exit_barrier = lambda: None  # type: ignore[method-assign]
 
 
-def bound_to_processors(line: tuple[str, ...], gpu: int, mode: str) -> tuple[str, ...]:
+def bound_to_processors(command: tuple[str, ...], gpu: int, mode: str) -> tuple[str, ...]:
     """Returns a command that runs on the processors near a GPU, as torchrun's --numa-binding does.
 
     Args:
-        line: the command line of a rank, as words.
+        command: the command line of a rank, as words.
         gpu: index of the GPU, which is the local rank of this rank.
         mode: a value of the flag, see `torch.numa.binding.AffinityMode`.
 
@@ -1325,19 +1344,26 @@ def bound_to_processors(line: tuple[str, ...], gpu: int, mode: str) -> tuple[str
         ) from None
 
     options = binding.NumaOptions(affinity_mode=binding.AffinityMode(mode))
-    logger = logging.getLogger(binding.__name__)
-    was_disabled = logger.disabled
-    logger.disabled = True  # it would print the traceback
     try:
-        if "device_index" in inspect.signature(wrap).parameters:  # since torch 2.14
-            return tuple(wrap(line, numa_options=options, device_index=gpu))
-        return tuple(wrap(line, numa_options=options, gpu_index=gpu))
+        with _silenced(logging.getLogger(binding.__name__)):  # it would print the traceback
+            if "device_index" in inspect.signature(wrap).parameters:  # since torch 2.14
+                return tuple(wrap(command, numa_options=options, device_index=gpu))
+            return tuple(wrap(command, numa_options=options, gpu_index=gpu))
     except Exception as error:  # of CUDA, of the file system, of torch's own checks
         raise SettingError(
             f"--numa-binding {mode}",
             f"local rank {gpu} cannot be bound: {error}",
             "leave the flag out; it needs one GPU a process, and the command numactl",
         ) from None
+
+
+@contextmanager
+def _silenced(logger: logging.Logger) -> Iterator[None]:
+    """Disables a logger inside this context."""
+    was_disabled = logger.disabled
+    logger.disabled = True
+    try:
+        yield
     finally:
         logger.disabled = was_disabled
 
@@ -1355,6 +1381,7 @@ def number_among_spawned() -> int | None:
     file = sys.modules["torch.multiprocessing.spawn"].__file__
     frame = inspect.currentframe()
     while frame is not None:
+        # `_wrap(fn, i, args, ...)` calls `fn(i, *args)`.
         if frame.f_code.co_name == "_wrap" and frame.f_code.co_filename == file:
             number: int | None = frame.f_locals.get("i")
             return number

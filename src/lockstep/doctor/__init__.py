@@ -116,7 +116,8 @@ def fix(facts: Mapping[str, Facts]) -> list[str]:
     """
     done: list[str] = []
     for check, facts_of_check in facts.items():
-        if not _can_fix(check) or UNKNOWN in facts_of_check:
+        facts_are_known = UNKNOWN not in facts_of_check
+        if not _can_fix(check) or not facts_are_known:
             continue
         try:
             done += _module_of(check).fix(facts_of_check)
@@ -150,10 +151,10 @@ def examine(
     facts = gather(folder, deadline_s=deadline_s * FIRST_EXAMINATION_SHARE)
     done = fix(facts)
     if done:
-        # Only checks that can repair something may have other facts now.
-        fixable = [check for check in facts if _can_fix(check)]
+        # Gather the facts of these checks again. The others have repaired nothing.
+        checks_to_repeat = [check for check in facts if _can_fix(check)]
         remaining_s = end - time.monotonic()
-        facts.update(gather(folder, fixable, remaining_s))
+        facts.update(gather(folder, checks_to_repeat, remaining_s))
     return facts, done
 
 
@@ -163,7 +164,7 @@ def exit_code(findings: Mapping[str, Finding]) -> int:
     return 1 if has_error else 0
 
 
-def lines(findings: Mapping[str, Finding]) -> list[str]:
+def format_findings(findings: Mapping[str, Finding]) -> list[str]:
     """Formats the findings: a line for each and, if something is wrong, a line below with what to
     do.
 
@@ -174,16 +175,17 @@ def lines(findings: Mapping[str, Finding]) -> list[str]:
     """
     shown_names = {name: translate(name.replace("_", " ")) for name in findings}
     name_width = max(width_of(name) for name in shown_names.values()) + 2
-    formatted = []
+    indent = " " * (LEVEL_WIDTH + name_width)
+    lines = []
     for name, finding in findings.items():
         level = pad(translate(finding.level), LEVEL_WIDTH)
         padded_name = pad(shown_names[name], name_width)
-        formatted.append(f"{level}{padded_name}{translate(finding.found)}")
+        lines.append(f"{level}{padded_name}{translate(finding.found)}")
         if finding.level != OK and finding.do:
-            indent = " " * (LEVEL_WIDTH + name_width)
-            formatted.append(indent + join_label(translate("do:"), translate(finding.do)))
+            advice = join_label(translate("do:"), translate(finding.do))
+            lines.append(indent + advice)
 
-    return formatted
+    return lines
 
 
 def as_json(facts: Mapping[str, Facts], findings: Mapping[str, Finding]) -> dict[str, Any]:

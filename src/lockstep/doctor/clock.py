@@ -23,16 +23,21 @@ def gather(folder: Path) -> Facts:
 
     `synchronised` is None if that is not known.
     """
+    clock_state = _clock_state()
+    synchronised = None if clock_state is None else clock_state != TIME_ERROR
+    return {"time": time.time(), "synchronised": synchronised}
+
+
+def _clock_state() -> int | None:
+    """Returns the state of the clock, such as `TIME_ERROR`, or None if it cannot be read."""
     # adjtimex(2) changes the clock where its argument says so, and returns the clock's state. All
     # bytes of this argument are zero, so that it changes nothing.
-    timex = ctypes.create_string_buffer(TIMEX_SIZE)
+    change_nothing = ctypes.create_string_buffer(TIMEX_SIZE)
     try:
-        state = ctypes.CDLL(None).adjtimex(timex)  # -1 if it has failed
+        state: int = ctypes.CDLL(None).adjtimex(change_nothing)  # -1 if it has failed
     except AttributeError:  # only Linux has this function
-        state = -1
-    has_failed = state < 0
-    synchronised = None if has_failed else state != TIME_ERROR
-    return {"time": time.time(), "synchronised": synchronised}
+        return None
+    return None if state < 0 else state
 
 
 def judge(facts: Facts) -> Finding:
@@ -46,10 +51,12 @@ def judge(facts: Facts) -> Finding:
         return Finding(ERROR, found, do)
 
     if facts["synchronised"] is False:
-        found = f"{now}, not kept right by the network: logs of several machines may not fit"
+        found = (
+            f"{now}, not kept right by the network: times in logs of several machines may not match"
+        )
         return Finding(WARNING, found, do)
 
     if facts["synchronised"] is None:
-        return Finding(OK, f"{now} (who keeps it is not known)")
+        return Finding(OK, f"{now} (whether it is synchronised is not known)")
 
     return Finding(OK, now)

@@ -196,7 +196,8 @@ def _judge_packages(machines: Machines) -> Finding:
     for name, software in _facts_of_check(machines, "software").items():
         packages[name] = _one_fact(software, "packages")
 
-    # This number is only shown if all machines have the same packages, and so equally many.
+    # The number is only shown if all machines that have answered have the same packages. A machine
+    # that has not answered has a single key here, `UNKNOWN`, so the maximum leaves it out.
     num_packages = max(len(versions) for versions in packages.values())
     return _compare(
         packages,
@@ -215,9 +216,8 @@ def _judge_variables(machines: Machines) -> Finding:
         keys = [key for key in variables if key not in NAMES_OF_ONE_MACHINE]
         compared[name] = {key: variables[key] for key in keys}
 
-    # `lockstep run --hosts` sends some variables from this machine to all others, so these must not
-    # be reported. They cannot be: `hosts` has given them the same value in the facts of each
-    # machine.
+    # Variables that `lockstep run --hosts` sends to all machines are equal here already: see
+    # `forwarded` in `hosts`.
     return _compare(
         compared,
         level=WARNING,
@@ -257,35 +257,40 @@ def _judge_names(machines: Machines) -> Finding:
 
     A run uses the address that each machine has given for itself (its fact `own`). Whether the
     others can look up its name only matters if it gave none.
+
+    The finding for three machines, with the name of this check before it:
+
+        names  those of 3 machines looked up on each; not all know c: a run uses the address
     """
     problems: list[Finding] = []
-    unknown: list[str] = []
+    observers_without_answer: list[str] = []
     reached_by_address: list[str] = []  # names that not all machines can look up
     for observer, facts in machines.items():
-        # What the observer got when it looked up the name of each machine. `NO_ANSWER` has the key
-        # `UNKNOWN`.
+        # What the observer got when it looked up the name of each machine.
         addresses_of_target = facts.get("resolved", NO_ANSWER)
         if UNKNOWN in addresses_of_target:
-            unknown.append(observer)
+            observers_without_answer.append(observer)
             continue
 
         for target, addresses in addresses_of_target.items():
-            has_given_address = bool(machines[target]["own"])
-            if not addresses and has_given_address:
-                if target not in reached_by_address:
-                    reached_by_address.append(target)
-            elif not addresses:
-                problems.append(_unknown_name(observer, target))
-            elif _are_all_loopback(addresses) and len(machines) > 1:
-                problems.append(_name_at_loopback(observer, target, addresses))
+            if addresses:
+                if _are_all_loopback(addresses) and len(machines) > 1:
+                    problems.append(_name_at_loopback(observer, target, addresses))
+                continue
 
-    # A summary for three machines: "those of 3 machines looked up on each".
+            # The observer does not know the name.
+            has_given_address = bool(machines[target]["own"])
+            if not has_given_address:
+                problems.append(_unknown_name(observer, target))
+            elif target not in reached_by_address:
+                reached_by_address.append(target)
+
     summary = f"those of {count_noun(len(machines), 'machine')} looked up on each"
     if reached_by_address:
         names = _name_machines(reached_by_address)
         summary += f"; not all know {names}: a run uses the address"
 
-    return join_findings(summary, [*_warnings_about_unknown(unknown), *problems])
+    return join_findings(summary, [*_warnings_about_unknown(observers_without_answer), *problems])
 
 
 def _unknown_name(machine: str, name: str) -> Finding:
@@ -395,27 +400,33 @@ def _link_problem(direction: str, link: Facts) -> Finding | None:
 def _hide_most_texts(errors: Sequence[Finding]) -> list[Finding]:
     """Removes the texts of all but the first few errors, and adds `and 3 more` in place of them.
 
-    An error without a text still counts in `join_findings`, with its level and its advice.
-
     Args:
         errors: findings about links, all with the level `ERROR`.
+
+    Returns:
+        The first errors; the others without their texts, since `join_findings` still needs their
+        advice; and a finding that has only the text `and 3 more`.
     """
     shown = list(errors[:MAX_SHOWN_DIFFERENCES])
     hidden = errors[MAX_SHOWN_DIFFERENCES:]
     if not hidden:
         return shown
 
-    without_text = [error._replace(found="") for error in hidden]
-    number_of_hidden = Finding(ERROR, f"and {len(hidden)} more")
-    return [*shown, *without_text, number_of_hidden]
+    hidden_without_texts = [error._replace(found="") for error in hidden]
+    summary_of_hidden = Finding(ERROR, f"and {len(hidden)} more")
+    return [*shown, *hidden_without_texts, summary_of_hidden]
 
 
 def _judge_folder(machines: Machines) -> Finding:
     """Finds machines that do not see the file that the first machine wrote into the checkpoint
     folder.
 
-    The fact `shared` is True if a machine has seen the file, and False if not. It is None on the
-    first machine if that could not write the file, and missing if a machine did not answer.
+    The fact `shared` of a machine is
+
+        True     if it has seen the file,
+        False    if it has not seen the file,
+        None     on the first machine, if it could not write the file,
+        missing  if the machine did not answer.
     """
     sees_file = {name: facts["shared"] for name, facts in machines.items() if "shared" in facts}
     no_answer = [name for name in machines if name not in sees_file]
@@ -428,7 +439,7 @@ def _judge_folder(machines: Machines) -> Finding:
         return Finding(WARNING, found, "name another folder")
 
     problems = []
-    not_shared = [name for name, seen in sees_file.items() if not seen]  # False, as None is out
+    not_shared = [name for name, seen in sees_file.items() if seen is False]
     if not_shared:
         found = f"not shared: files written there are not visible on {_name_machines(not_shared)}"
         do = "checkpoints, ledger and report need one disk that all machines mount"
@@ -482,29 +493,29 @@ def _judge_data(machines: Machines) -> Finding:
     if missing:
         return Finding(ERROR, f"missing on {_name_machines(missing)}", ADVICE_ON_DATA)
 
-    # These numbers are only shown if they are the same on all machines that have answered, so they
-    # are taken from the first of these.
-    num_files = 0
-    num_digested = 0
-    for facts in data.values():
-        if UNKNOWN not in facts:
-            num_files = facts["files"]
-            num_digested = len(facts["contents"])
-            break
+    if_equal = _describe_equal_data(data)
+    for key in ("files", "bytes", "sizes", "names", "contents"):
+        compared = {machine: _one_fact(facts, key) for machine, facts in data.items()}
+        finding = _compare(compared, level=ERROR, do=ADVICE_ON_DATA, if_equal=if_equal)
+        is_difference = finding.level == ERROR
+        if is_difference:
+            return finding
 
-    if_equal = (
+    # All comparisons have the same result now: all machines are equal, or some have not answered.
+    return finding
+
+
+def _describe_equal_data(data: Mapping[str, Facts]) -> str:
+    """Returns the text for the case that the data set is the same on all machines.
+
+    Args:
+        data: the facts of each machine about the data set. The numbers in the text are those of the
+            first machine that has answered.
+    """
+    known_facts = [facts for facts in data.values() if UNKNOWN not in facts]
+    num_files = known_facts[0]["files"] if known_facts else 0
+    num_digested = len(known_facts[0]["contents"]) if known_facts else 0
+    return (
         f"the same names and sizes ({count_noun(num_files, 'file')}), and pieces of contents "
         f"({count_noun(num_digested, 'file')})"
     )
-    findings = []
-    for key in ("files", "bytes", "sizes", "names", "contents"):
-        compared = {machine: _one_fact(facts, key) for machine, facts in data.items()}
-        findings.append(_compare(compared, level=ERROR, do=ADVICE_ON_DATA, if_equal=if_equal))
-
-    differences = [finding for finding in findings if finding.level == ERROR]
-    if differences:
-        return differences[0]
-
-    # Nothing differs, so each finding is either that all machines are equal, or that some are not
-    # known. A machine that has not answered is unknown in every comparison. So all are the same.
-    return findings[0]

@@ -32,10 +32,11 @@ def gather(folder: Path) -> Facts:
 def judge(facts: Facts) -> Finding:
     """Finds a quota below the number of cores that libraries count, and busy cores."""
     machine = facts["machine"]  # the number of all cores
+    allowed = facts["allowed"]  # the number of cores that this process may use
     quota = facts["quota"]  # in cores, such as 2.5
     load = facts["load"]  # in processes
 
-    # The summary is "4 of 8", for example, and the texts of the problems follow it: "4 of 8; 60.0
+    # The text of a problem follows the name of the check and the summary: "cores  4 of 8; 60.0
     # processes want them".
     problems = []
     if quota is not None and quota < machine:
@@ -48,4 +49,4 @@ def judge(facts: Facts) -> Finding:
         found = f"{load:.1f} processes want them"
         problems.append(Finding(WARNING, found, "use top to see what else is running"))
 
-    return join_findings(f"{facts['allowed']} of {machine}", problems)
+    return join_findings(f"{allowed} of {machine}", problems)

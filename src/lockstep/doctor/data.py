@@ -33,9 +33,8 @@ def gather(path: Path) -> dict[str, Any] | None:
 
     size_of_file = dict(islice(_files(path), MAX_FILES))
 
-    # If there are few files, `_spread` returns some of them several times.
-    chosen_files = _spread(list(size_of_file), NUM_DIGESTED_FILES)
-    digested_files = sorted(set(chosen_files))
+    chosen_files = _evenly_spaced(list(size_of_file), NUM_DIGESTED_FILES)
+    digested_files = sorted(set(chosen_files))  # if there are few files, some are chosen twice
     return {
         "files": len(size_of_file),
         "bytes": sum(size_of_file.values()),
@@ -45,7 +44,7 @@ def gather(path: Path) -> dict[str, Any] | None:
     }
 
 
-def _spread(names: Sequence[str], count: int) -> list[str]:
+def _evenly_spaced(names: Sequence[str], count: int) -> list[str]:
     """Returns `count` names at equal distances, from the first to the last.
 
     For example, 3 of `a b c d e` are `a c e`. If there are fewer than `count` names, some of them

@@ -32,11 +32,16 @@ MIN_NEW_FILES = 1000
 def gather(folder: Path) -> Facts:
     """Reads the free space and the number of free files, and measures the speed of writing.
 
-    If the folder does not exist, the nearest existing folder above it is measured. `speed` is in
-    bytes per second. It is None if the folder cannot be written; then `problem` says why.
+    If the folder does not exist, the nearest existing folder above it is measured.
+
+    Returns:
+        `folder` and whether it `exists`; the bytes of its disk in `total` and that are `free`;
+        `files`, the number of files that can still be made, or None without a limit; the folder for
+        `temporary` files and the bytes that are free there; and `speed`, in bytes per second. It is
+        None if the folder cannot be written; then `problem` says why.
     """
     # Go upwards from the folder, to the first path that exists, and to the first folder that
-    # exists. Usually both are the same. But if `a/b` is a file, they are `a/b` and `a` for `a/b/c`.
+    # exists.
     path_and_parents = [folder, *folder.absolute().parents]
     nearest_path = _first(path_and_parents, os.path.lexists)
     nearest_folder = _first(path_and_parents, os.path.isdir)
@@ -55,8 +60,10 @@ def gather(folder: Path) -> Facts:
         "problem": None,
     }
 
-    # A file, or a link that leads nowhere, is in the way: no folder can be made there.
-    if nearest_folder != nearest_path:
+    # If `a/b` is a file, or a link that leads nowhere, the folder `a/b/c` cannot be made. The two
+    # are `a/b` and `a` then.
+    is_blocked_by_file = nearest_folder != nearest_path
+    if is_blocked_by_file:
         facts["problem"] = f"{nearest_path} is no folder"
         return facts
 
@@ -104,22 +111,23 @@ def judge(facts: Facts) -> Finding:
     if facts["problem"] is not None:  # the reason why nothing can be written; no speed was measured
         found = f"{facts['folder']} cannot be written: {facts['problem']}"
         problems.append(Finding(ERROR, found, "name another by --folder, or make it writable"))
-    elif facts["speed"] < MIN_SPEED:
-        found = f"{facts['speed'] / 1e6:.0f} MB/s, so that checkpoints take long"
-        problems.append(Finding(WARNING, found, "choose a faster disk, or save less often"))
     else:
-        summary += f", {facts['speed'] / 1e6:.0f} MB/s"
+        if facts["speed"] < MIN_SPEED:
+            found = f"{facts['speed'] / 1e6:.0f} MB/s, so that checkpoints take long"
+            problems.append(Finding(WARNING, found, "choose a faster disk, or save less often"))
+        else:
+            summary += f", {facts['speed'] / 1e6:.0f} MB/s"
 
-    if facts["problem"] is None and not facts["exists"]:  # only mentioned, as it can be created
-        do = "it is made with the first checkpoint, or by --fix"
-        problems.append(Finding(OK, "the folder does not exist yet", do))
+        if not facts["exists"]:  # only mentioned, as it can be created
+            do = "it is made with the first checkpoint, or by --fix"
+            problems.append(Finding(OK, "the folder does not exist yet", do))
 
     if facts["free"] < MIN_FREE:
         problems.append(Finding(WARNING, "that is not much for checkpoints", "make room"))
 
-    # `files` is the number of files that can still be made; None means that there is no limit.
-    if facts["files"] is not None and facts["files"] < MIN_NEW_FILES:
-        found = f"no more than {count_noun(facts['files'], 'file')} can be made"
+    num_files_left = facts["files"]  # None: there is no limit
+    if num_files_left is not None and num_files_left < MIN_NEW_FILES:
+        found = f"no more than {count_noun(num_files_left, 'file')} can be made"
         problems.append(Finding(WARNING, found, "remove some of the many small files"))
 
     if facts["temporary_free"] < MIN_FREE_TEMPORARY:

@@ -159,12 +159,13 @@ def judge(facts: Facts) -> Finding:
 
     names = sorted({gpu["name"] for gpu in gpus})
     if len(names) > 1:
-        do = "shares='auto' gives each as much as it can compute"
-        problems.append(Finding(WARNING, "they are of different kinds", do))
+        advice = "shares='auto' gives each as much as it can compute"
+        problems.append(Finding(WARNING, "they are of different kinds", advice))
 
     summary = f"{len(gpus)} x {', '.join(names)}"
-    if facts["nvml"]:
-        summary += f" (memory, other processes, ECC and throttling not known: {facts['nvml']})"
+    why_no_nvml = facts["nvml"]  # None if NVML could be asked
+    if why_no_nvml is not None:
+        summary += f" (memory, other processes, ECC and throttling not known: {why_no_nvml})"
     return join_findings(summary, problems)
 
 
@@ -176,11 +177,14 @@ def _problems(gpu: Facts) -> list[Finding]:
     """
     problems = []
     if gpu["error"] is not None:
-        do = "see nvidia-smi and the kernel's log; leave it out by CUDA_VISIBLE_DEVICES"
-        problems.append(Finding(ERROR, f"does not compute: {gpu['error']}", do))
-    elif not gpu["difference"] <= MAX_DIFFERENCE:  # this is also true for NaN
-        do = "it is broken: leave it out by CUDA_VISIBLE_DEVICES"
-        problems.append(Finding(ERROR, f"computes wrongly (by {gpu['difference']:.2g})", do))
+        advice = "see nvidia-smi and the kernel's log; leave it out by CUDA_VISIBLE_DEVICES"
+        problems.append(Finding(ERROR, f"does not compute: {gpu['error']}", advice))
+    else:
+        computes_right = gpu["difference"] <= MAX_DIFFERENCE  # False for NaN
+        if not computes_right:
+            advice = "it is broken: leave it out by CUDA_VISIBLE_DEVICES"
+            found = f"computes wrongly (by {gpu['difference']:.2g})"
+            problems.append(Finding(ERROR, found, advice))
 
     processes = gpu.get("processes")
     if processes:

@@ -11,7 +11,12 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from lockstep.distributed.network import LOOPBACK, address_reaching, is_loopback_address, resolve
+from lockstep.distributed.network import (
+    LOOPBACK,
+    default_route_address,
+    is_loopback_address,
+    resolve,
+)
 from lockstep.doctor.base import WARNING, Facts, Finding, join_findings
 
 MAX_LOOKUP_S = 1.0
@@ -20,12 +25,14 @@ MAX_LOOKUP_S = 1.0
 def gather(folder: Path) -> Facts:
     """Reads the name of this machine and its addresses, and measures how long it takes to look up
     the name of its own address.
+
+    Args:
+        folder: not used; the `gather` of every check gets it.
     """
     name = socket.gethostname()
 
-    # The address of this machine from which packets to other machines leave. (Without an argument:
-    # to any machine outside of this network.)
-    address = address_reaching() or LOOPBACK
+    # The address of this machine from which packets to the internet leave.
+    address = default_route_address() or LOOPBACK
 
     # Torch looks up an IPv4 address in this form, since its sockets are IPv6. A system may answer
     # the one form at once and the other one late.
@@ -49,30 +56,38 @@ def judge(facts: Facts) -> Finding:
 
     # The texts of the problems follow the summary: `node1 is 127.0.1.1; that is loopback, ...`.
     problems = []
-    do = f"write the address of this machine before {name} in /etc/hosts, as root"
+    advice = f"write the address of this machine before {name} in /etc/hosts, as root"
     if not addresses:
-        problems.append(Finding(WARNING, f"{name} does not resolve", do))
+        problems.append(Finding(WARNING, f"{name} does not resolve", advice))
     elif all(is_loopback_address(address) for address in addresses):
         found = (
             "that is loopback, which other machines cannot reach; Lockstep goes around it, other "
             "programs may not"
         )
-        problems.append(Finding(WARNING, found, do))
+        problems.append(Finding(WARNING, found, advice))
 
     if facts["waited_s"] > MAX_LOOKUP_S:
-        found = (
-            f"looking up the name of {facts['address']} takes {facts['waited_s']:.0f} s, and torch "
-            "does so for every connection"
-        )
-
-        # Two lines are added: one for connections to this machine from others, and one for those
-        # within it, at the loopback address. Torch's sockets are IPv6, so it looks up IPv4
-        # addresses in the form ::ffff:127.0.0.1.
-        hosts_lines = f"'::ffff:{LOOPBACK} localhost' and '{facts['address']} {name}'"
-        do = (
-            f"repair the name server in /etc/resolv.conf, or add {hosts_lines} to /etc/hosts, as "
-            "root"
-        )
-        problems.append(Finding(WARNING, found, do))
-
+        problems.append(_slow_lookup(name, facts["address"], facts["waited_s"]))
     return join_findings(summary, problems)
+
+
+def _slow_lookup(name: str, address: str, waited_s: float) -> Finding:
+    """Returns the finding that the name of this machine's address is looked up slowly.
+
+    Args:
+        name: the name of this machine.
+        address: its address, in the form in which torch looks it up.
+        waited_s: how long the lookup took.
+    """
+    found = (
+        f"looking up the name of {address} takes {waited_s:.0f} s, and torch does so for every "
+        "connection"
+    )
+
+    # Two lines for /etc/hosts: for connections within this machine, and for those from others.
+    # Torch's sockets are IPv6, so it looks up the IPv4 address 127.0.0.1 as ::ffff:127.0.0.1.
+    hosts_lines = f"'::ffff:{LOOPBACK} localhost' and '{address} {name}'"
+    advice = (
+        f"repair the name server in /etc/resolv.conf, or add {hosts_lines} to /etc/hosts, as root"
+    )
+    return Finding(WARNING, found, advice)

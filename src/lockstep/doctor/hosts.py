@@ -108,13 +108,11 @@ class _Examination:
 
         remotes = [self._remotes[name] for name in names if name not in self.failures]
         for remote in remotes:
-            remote.answer_timeout_s = timeout_s
+            remote.answer_timeout_s = timeout_s  # how long the request waits for its answer
 
         answers, problems = await run_on_all(remotes, request)
         for remote, problem in problems.items():
-            # The error was raised with two arguments: what is wrong, and what to do about it.
-            found, do = problem.args
-            self.failures[remote.host.name] = Finding(ERROR, found, do)
+            self.failures[remote.host.name] = Finding(ERROR, problem.found, problem.advice)
         return {remote.host.name: answer for remote, answer in answers.items()}
 
     async def run(self, *, files: Mapping[str, str], fix: bool) -> None:
@@ -149,9 +147,8 @@ class _Examination:
                 )
                 continue
 
-            # Other machines know their addresses from the ssh connections to them. There is none to
-            # this machine. Its address is the one from which the connections come, which the other
-            # machines have answered too.
+            # Other machines know their addresses from the ssh connections to them. They have also
+            # answered from which address this machine connects to them.
             own_address = answer["own"]
             is_this_machine = self._remotes[name].here
             if is_this_machine:
@@ -172,13 +169,12 @@ class _Examination:
         The fact `links` of a machine then has an entry for each other machine: its `error`, which
         is empty if the connection works, or the measurements.
         """
-        # The first two steps get a part of the remaining time each, so that a machine that hangs
-        # leaves time for the rest.
-
-        # 1. Make all machines listen.
+        # 1. Make all machines listen. A machine that hangs must leave time for the next steps, of
+        # which the second one takes longer.
         token = self._token
+        listen_timeout_s = self._remaining_s() / 4
         answers = await self._ask(
-            lambda remote: remote.ask(ask="serve", token=token), self._remaining_s() / 4
+            lambda remote: remote.ask(ask="serve", token=token), listen_timeout_s
         )
         places: dict[str, tuple[str, int]] = {}  # the address and port of each machine that listens
         for name, answer in answers.items():
@@ -193,8 +189,9 @@ class _Examination:
             others = {name: place for name, place in places.items() if name != remote.host.name}
             return await remote.ask(ask="reach", places=others)
 
-        # The answer only contains the machines that could not be reached.
-        errors_of_machine = await self._ask(reach, self._remaining_s() / 3)
+        # The answer of a machine only contains the machines that it could not reach.
+        reach_timeout_s = self._remaining_s() / 3
+        errors_of_machine = await self._ask(reach, reach_timeout_s)
         for name, errors in errors_of_machine.items():
             links = {other: {"error": errors.get(other, "")} for other in places if other != name}
             self.facts[name]["links"] = links
@@ -243,8 +240,6 @@ class _Examination:
         # `_measure_links` calls this method several times. Half of the remaining time is kept for
         # the later calls.
         timeout_s = self._remaining_s() / 2
-
-        # Call `measure_link_of` for each of the machines.
         links = await self._ask(measure_link_of, timeout_s, names=neighbors.keys())
         for name, link in links.items():
             neighbor = neighbors[name]
@@ -260,8 +255,9 @@ class _Examination:
         # Each machine checks whether it can resolve the names of all machines.
         addresses = {name: self._remotes[name].host.address for name in self.facts}
 
-        # Time is reserved for the transfer of the answer, and for the requests that come after it.
+        # Time is reserved for two transfers: of this answer, and of those to the later requests.
         checks_s = min(DEADLINE_S, self._remaining_s(reserve_s=2 * ANSWER_TRANSFER_S))
+        answer_timeout_s = self._remaining_s(reserve_s=ANSWER_TRANSFER_S)
 
         # These are the arguments of `remote.facts`, which runs the checks on a machine.
         request = {
@@ -272,8 +268,7 @@ class _Examination:
             "seconds": checks_s,
         }
         answers = await self._ask(
-            lambda remote: remote.ask(ask="facts", **request),
-            timeout_s=self._remaining_s(reserve_s=ANSWER_TRANSFER_S),
+            lambda remote: remote.ask(ask="facts", **request), answer_timeout_s
         )
 
         # In a run, `lockstep run --hosts` sends some variables from here to each machine. So for
@@ -296,12 +291,12 @@ class _Examination:
         if not machines:
             return
 
-        # The name is unique and is also the content, so that no other file is mistaken for this
-        # one.
+        # The content is unique, so that no other file is mistaken for this one.
         path = str(self._folder / f".lockstep-doctor-{secrets.token_hex(8)}")
+        unique_text = path
         writer = machines[0]
         answers = await self._ask(
-            lambda remote: remote.ask(ask="write", path=path, text=path),
+            lambda remote: remote.ask(ask="write", path=path, text=unique_text),
             self._remaining_s(),
             [writer],
         )
@@ -310,9 +305,9 @@ class _Examination:
 
         self.facts[writer]["shared"] = None  # stays None if the machine cannot write
         if answers[writer]["error"] is None:
-            # If the folder does not exist, the file was written into a folder above it. So the path
-            # is taken from the answer.
-            await self._read_shared_file(answers[writer]["path"], expected_text=path)
+            # If the folder does not exist, the file was written into a folder above it.
+            written_path = answers[writer]["path"]
+            await self._read_shared_file(written_path, expected_text=unique_text)
 
     async def _read_shared_file(self, path: str, expected_text: str) -> None:
         """Makes all machines read the file, and sets their fact `shared` accordingly.

@@ -91,14 +91,17 @@ def _old_logs() -> list[FileAndSize]:
 
     old = []
     for run in logs.iterdir():
-        files = []  # the status of each file and folder in it
+        statuses = []  # of each file and folder in it
         if run.is_dir():
-            files = [path.lstat() for path in run.rglob("*")]
+            statuses = [path.lstat() for path in run.rglob("*")]
 
-        # An empty folder, or a single file beside the folders, is as old as its own time says.
-        newest_time = max((file.st_mtime for file in files), default=run.lstat().st_mtime)
+        if statuses:
+            newest_time = max(status.st_mtime for status in statuses)
+        else:  # an empty folder, or a single file beside the folders
+            newest_time = run.lstat().st_mtime
+
         if time.time() - newest_time > LOGS_MIN_AGE_S:
-            old.append((str(run), sum(file.st_size for file in files)))
+            old.append((str(run), sum(status.st_size for status in statuses)))
 
     return old
 
@@ -152,10 +155,10 @@ def judge(facts: Facts) -> Finding:
         files = count_noun(len(shared), "file")
         found = f"/dev/shm holds {size_mib} MiB in {files} of ended processes"
 
-        # The name of a file has the id of the process that created it. No process here has this id.
-        # But a process in a container has another id (number) there than here, so it may be
-        # running.
-        if facts["sees_all"]:
+        # The name of a file has the id of the process that created it. No process that is visible
+        # here has this id, but one in a container may: ids differ between containers.
+        sees_all_processes_that_may_use_them = facts["sees_all"]
+        if sees_all_processes_that_may_use_them:
             do = "--fix removes them"
         else:
             do = "remove them if no container uses this /dev/shm: its processes have other numbers"

@@ -16,8 +16,14 @@ MIN_FOR_TORCH = 2**28  # bytes
 
 
 def gather(folder: Path) -> Facts:
-    """Reads the memory in bytes. `group` is what the control group still allows, or None without a
-    limit.
+    """Reads how much memory there is.
+
+    Args:
+        folder: not used; the `gather` of every check gets it.
+
+    Returns:
+        The bytes in `total` and that are `available`, and `group`: the bytes that the control group
+        still allows, or None without a limit.
     """
     import psutil
 
@@ -33,9 +39,10 @@ def judge(facts: Facts) -> Finding:
     """Finds too little memory to load torch and a model on each rank."""
     available = facts["available"]
     group = facts["group"]
-    do = "end the programs that use it"
+    advice = "end the programs that use it"
 
-    # The texts of the findings follow the summary: `3 GiB of 8 GiB available; ...`.
+    # The texts of the findings follow the summary: `3 GiB of 8 GiB available; ...`. The result has
+    # the worst level of the findings.
     findings = []
 
     # If the control group leaves less than the machine has, that is mentioned and counts. It is no
@@ -45,9 +52,9 @@ def judge(facts: Facts) -> Finding:
         findings.append(Finding(OK, f"its control group leaves {gib(group)}"))
 
     if available < MIN_FOR_TORCH:
-        findings.append(Finding(ERROR, "too little for one process with torch", do))
+        findings.append(Finding(ERROR, "too little for one process with torch", advice))
     elif available < MIN_FOR_A_MODEL:
         found = "a process with torch takes about 0.5 GiB, without any model"
-        findings.append(Finding(WARNING, found, f"start few processes, or {do}"))
+        findings.append(Finding(WARNING, found, f"start few processes, or {advice}"))
 
     return join_findings(f"{gib(facts['available'])} of {gib(facts['total'])} available", findings)

@@ -12,7 +12,7 @@ from pathlib import Path
 from lockstep.distributed.interface import nccl_matches
 from lockstep.distributed.network import (
     LOOPBACK,
-    address_reaching,
+    default_route_address,
     facing_outward,
     interface_of,
     listening_socket,
@@ -35,8 +35,7 @@ def gather(folder: Path) -> Facts:
     """
     import psutil
 
-    # The address from which packets to other machines are sent.
-    address = address_reaching()
+    address = default_route_address()
     interface = None if address is None else interface_of(address)
 
     mtu = None
@@ -89,8 +88,8 @@ def judge(facts: Facts) -> Finding:
             do = f"set it to one of {', '.join(interfaces)}, or unset it"
             problems.append(Finding(ERROR, found, do))
 
-    # Without a default route, other machines cannot be reached through one interface for all. The
-    # interfaces that could lead to some of them are listed.
+    # There is no default route, so no single interface reaches all other machines. List the
+    # interfaces that could reach some of them.
     if facts["interface"] is None:
         other_interfaces = facing_outward(interfaces)
         if other_interfaces:

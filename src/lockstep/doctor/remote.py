@@ -207,20 +207,20 @@ def measure(address: str, port: int, token: str) -> dict[str, Any]:
             connection.sendall(token.encode())
 
             # The first message of one byte is not measured, as the other end starts a thread first.
-            _send_message(connection, size=1)
-            round_trips_s = [_send_message(connection, size=1) for _ in range(NUM_PINGS)]
+            _time_round_trip(connection, size=1)
+            round_trips_s = [_time_round_trip(connection, size=1) for _ in range(NUM_PINGS)]
         except OSError as error:
             return {"error": _describe(error, ANSWER_TIMEOUT_S)}
 
         latency_s = statistics.median(round_trips_s) / 2
         bandwidth = _measure_bandwidth(connection, latency_s)
 
-    if bandwidth is None:
+    if bandwidth is None:  # no long message was acknowledged
         return {"latency_s": latency_s, "stalled": True}
     return {"latency_s": latency_s, "bandwidth": bandwidth, "interface": interface}
 
 
-def _send_message(connection: socket.socket, size: int) -> float:
+def _time_round_trip(connection: socket.socket, size: int) -> float:
     """Sends a message of `size` bytes, and returns the seconds until it was acknowledged."""
     begin = time.perf_counter()
     connection.sendall(size.to_bytes(8) + bytes(size))
@@ -246,14 +246,14 @@ def _measure_bandwidth(connection: socket.socket, latency_s: float) -> float | N
 
         try:
             # The shorter of two times is used, as a busy machine may have delayed one of them.
-            seconds = min(_send_message(connection, size), _send_message(connection, size))
+            seconds = min(_time_round_trip(connection, size), _time_round_trip(connection, size))
         except OSError:  # not acknowledged in time: the result of the shorter messages is kept
             break
 
-        # In `seconds`, the message was sent and the acknowledgement came back, which takes one
-        # latency. The measured latency may be too large, so no more than half of `seconds` is
-        # subtracted.
-        sending_s = max(seconds - latency_s, seconds / 2)
+        # In these seconds the message was sent, and the acknowledgement came back, which takes one
+        # latency. The measured latency may be too large; it counts for half of the time at most.
+        acknowledgement_s = min(latency_s, seconds / 2)
+        sending_s = seconds - acknowledgement_s
         bandwidth = size / sending_s
 
     return bandwidth
@@ -262,8 +262,9 @@ def _measure_bandwidth(connection: socket.socket, latency_s: float) -> float | N
 def write(path: str, text: str) -> dict[str, Any]:
     """Writes a small file, for other machines to see whether they have the same folder.
 
-    If the folder does not exist yet, the file is written into the nearest existing folder above,
-    where the run would create the missing ones. The file is removed when this process ends.
+    If the folder does not exist yet, the file is written into the nearest existing folder above: in
+    the file system in which the run would create the missing folders. The file is removed when this
+    process ends.
 
     Returns:
         `error`, the reason why it could not be written, or None; and on success also `path`, where
@@ -274,7 +275,7 @@ def write(path: str, text: str) -> dict[str, Any]:
         folder = folder.parent
 
     file = folder / Path(path).name
-    atexit.register(file.unlink, missing_ok=True)
+    atexit.register(file.unlink, missing_ok=True)  # before the write, which may leave a part
     try:
         file.write_text(text)
     except OSError as error:

@@ -32,17 +32,18 @@ def judge(facts: Facts) -> Finding:
     if facts["total"] is None:
         return Finding(OK, "there is no /dev/shm on this system")
 
-    # The texts of the problems follow the summary: `3 GiB of 8 GiB free in /dev/shm; ...`.
+    # The text of a problem completes the sentence that the summary begins: "64 MiB of 64 MiB free
+    # in /dev/shm; so little that DataLoader workers may die with a bus error".
     problems = []
     if not facts["writable"]:
         found = "this user may not write there"
         problems.append(Finding(ERROR, found, "as root: chmod 1777 /dev/shm"))
     elif facts["total"] < MIN_SIZE:
-        # "64 MiB of 64 MiB free in /dev/shm; so little that ..."
         found = "so little that DataLoader workers may die with a bus error"
         problems.append(Finding(WARNING, found, "docker run --shm-size=8g, or num_workers=0"))
     elif facts["free"] < MIN_FREE:
-        # The check `leftovers` lists the files of torch that no process uses any more.
+        # The finding of the check `leftovers` is printed below this one. It lists the files of
+        # torch that no process uses any more.
         do = "see ls -l /dev/shm, and leftovers below for what is torch's"
         problems.append(Finding(WARNING, "it is nearly full", do))
 

@@ -100,19 +100,20 @@ def judge(facts: Facts) -> Finding:
     versions.append(f"torch {facts['torch']}")
     nccl_name = "RCCL" if facts["rocm"] else "NCCL"
 
-    names = {"cuda": "CUDA", "rocm": "ROCm", "nccl": nccl_name, "driver": "driver"}
-    for library, name in names.items():
+    shown_names = {"cuda": "CUDA", "rocm": "ROCm", "nccl": nccl_name, "driver": "driver"}
+    for library, shown_name in shown_names.items():
         if facts[library]:
-            versions.append(f"{name} {facts[library]}")
+            versions.append(f"{shown_name} {facts[library]}")
 
     if _major_and_minor(facts["torch"]) < MIN_TORCH:
         found = f"torch is older than {'.'.join(map(str, MIN_TORCH))}"
         problems.append(Finding(ERROR, found, "install a newer torch"))
 
+    can_compute_on_gpu = facts["available"]
     if facts["driver"] and not facts["cuda"]:
         found = "an NVIDIA driver is installed, but this torch is built without CUDA"
         problems.append(Finding(WARNING, found, "install a build of torch for CUDA"))
-    elif facts["driver"] and not facts["available"]:
+    elif facts["driver"] and not can_compute_on_gpu:
         found = "torch cannot use CUDA"
         do = "check that nvidia-smi works and that the driver is new enough for this CUDA"
         problems.append(Finding(ERROR, found, do))

@@ -32,12 +32,12 @@ def gather(folder: Path) -> Facts:
         "digest": None,
     }
 
+    # Without a token, `find_token` would create one, so it is not called.
     path = token_file(os.environ)
     has_token = bool(os.environ.get(TOKEN_VARIABLE)) or path.exists()
     if not has_token:
         return facts
 
-    # This would create a token if there were none yet.
     try:
         token = find_token(os.environ)
     except SettingError as error:

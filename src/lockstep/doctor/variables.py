@@ -27,7 +27,7 @@ DEBUG_VARIABLES = {
     "CUDA_LAUNCH_BLOCKING": ("1", "every kernel runs synchronously"),
     "TORCH_DISTRIBUTED_DEBUG": ("DETAIL", "every collective is checked twice"),
 }
-"""The value at which a variable slows down a run, and the reason."""
+"""The value of a variable that is for debugging, and why it slows down a run."""
 
 
 def gather(folder: Path) -> Facts:
@@ -41,7 +41,8 @@ def gather(folder: Path) -> Facts:
 
 
 def judge(facts: Facts) -> Finding:
-    """Finds variables that a launcher left in this shell, or that were set for debugging.
+    """Finds variables that a launcher left in this shell, that were set for debugging, or that hide
+    all GPUs.
 
     Args:
         facts: the values of the variables, by name.
@@ -54,10 +55,9 @@ def judge(facts: Facts) -> Finding:
         do = f"in this shell: unset {' '.join(rank_variables)}"
         problems.append(Finding(WARNING, found, do))
 
-    for name, (slow_value, effect) in DEBUG_VARIABLES.items():
-        # Other values of these variables are harmless.
-        if facts.get(name) == slow_value:
-            found = f"{name}={slow_value}: {effect}"
+    for name, (debugging_value, effect) in DEBUG_VARIABLES.items():
+        if facts.get(name) == debugging_value:  # other values do not slow down a run
+            found = f"{name}={debugging_value}: {effect}"
             problems.append(Finding(WARNING, found, "unset it to train"))
 
     if facts.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):

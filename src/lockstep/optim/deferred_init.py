@@ -40,8 +40,8 @@ from lockstep.distributed.torch_compat import (
     members,
     pytree,
     reads_number,
+    replacing_trunc_normal,
     storage_key,
-    trunc_normal_replaced,
     written_arguments,
 )
 
@@ -779,7 +779,7 @@ def deferred_init() -> Iterator[None]:
 
     _is_recording = True
     try:
-        with trunc_normal_replaced(draw), _OnMeta(), _Recorder(recording):
+        with replacing_trunc_normal(draw), _OnMeta(), _Recorder(recording):
             yield
     finally:
         _is_recording = False

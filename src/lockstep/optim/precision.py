@@ -32,11 +32,11 @@ from torch.optim import Optimizer
 
 from lockstep.batch.pytree import map_tensors
 from lockstep.distributed.torch_compat import (
+    compile_only_callees,
     compiler_is_loaded,
     never_compiled,
     outside_compiled_code,
     pytree,
-    run_as_it_is,
     without_compile,
 )
 from lockstep.errors import SettingError
@@ -269,7 +269,7 @@ class HalfForward:
             raise AttributeError(name)
         return getattr(self.__wrapped__, name)
 
-    @run_as_it_is
+    @compile_only_callees
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the forward pass, and converts floating-point tensors in its output to fp32."""
         context: Any = nullcontext()
@@ -315,19 +315,19 @@ class ForwardsSetLater(Extension):
         self._precision.follow_forwards()
 
 
-@run_as_it_is
+@compile_only_callees
 def _in_half(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """Converts a floating-point tensor to half precision; returns any other tensor unchanged."""
     return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
 
-@run_as_it_is
+@compile_only_callees
 def _in_fp32(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """Converts a tensor of the given dtype to fp32; returns any other tensor unchanged."""
     return tensor.float() if tensor.dtype == dtype else tensor
 
 
-@run_as_it_is
+@compile_only_callees
 def _change_tensors(nest: Any, change: Callable[[Tensor], Tensor]) -> Any:
     """Returns a copy of nested containers in which each tensor is replaced by `change(tensor)`.
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from multiprocessing import active_children
 from typing import Any
 
-from lockstep.distributed.torch_compat import on_default_group
+from lockstep.distributed.torch_compat import call_on_new_default_group
 from lockstep.errors import RecordingFailedError, UsageError
 
 # What to do with a script that starts its ranks itself.
@@ -76,7 +76,7 @@ def forbid_larger_groups(nproc: int) -> None:
             child.kill()
         raise_own_ranks_error()
 
-    on_default_group(check_group_size)
+    call_on_new_default_group(check_group_size)
 
 
 def run_without_larger_groups(nproc: int, run: Callable[[], object]) -> None:

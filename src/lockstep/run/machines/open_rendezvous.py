@@ -104,7 +104,7 @@ def open_rendezvous(
     try:
         store = network.serve_store(LOOPBACK, endpoint.port, store_timeout(parameters))
     except OSError as error:
-        raise network.listening_error(error, endpoint) from None
+        raise network.explain_listening_error(error, endpoint) from None
     return StaticRendezvous(parameters, Peers(own), store, say, loopback_name())
 
 
@@ -210,7 +210,7 @@ class _MultiNodeOpener:
         try:
             listener = network.listening_socket(address, endpoint.port)
         except OSError as os_error:
-            cannot_listen = network.listening_error(os_error, endpoint)
+            cannot_listen = network.explain_listening_error(os_error, endpoint)
             if isinstance(cannot_listen, PortTakenError):
                 return self._connect_to_user_of_port(cannot_listen, is_server_by_flags)
             raise cannot_listen from None

@@ -44,7 +44,12 @@ from pathlib import Path
 from typing import IO, Any
 
 from lockstep import __version__
-from lockstep.distributed.network import address_reaching, boot_id, is_loopback_address, wait_until
+from lockstep.distributed.network import (
+    boot_id,
+    default_route_address,
+    is_loopback_address,
+    wait_until,
+)
 from lockstep.errors import EXIT_SIGNAL
 from lockstep.run.start.zygote import die_with_parent
 
@@ -114,7 +119,7 @@ def describe_machine(request: dict[str, Any]) -> dict[str, Any]:
 
     # Without a usable address of ssh's, take that of the default route, if there is one.
     if not own_address or is_loopback_address(own_address):
-        address_of_default_route = address_reaching()  # without an argument, any public address
+        address_of_default_route = default_route_address()
         own_address = address_of_default_route or ""
 
     return {

@@ -95,4 +95,4 @@ def read_endpoint(parameters: RendezvousParameters) -> Endpoint:
             "give the address of one of the machines and a free port there, the same on all",
         )
 
-    return Endpoint(host, port, one_node=network.means_loopback(host))
+    return Endpoint(host, port, at_loopback=network.means_loopback(host))

@@ -19,9 +19,17 @@ from lockstep.run.machines.hosts import Host
 
 
 class Problem(Exception):
-    """Nothing can be started on a host. The arguments are what was found, and what the user
-    can do.
+    """Nothing can be started on a host.
+
+    Args:
+        found: what is wrong.
+        advice: what the user can do.
     """
+
+    def __init__(self, found: str, advice: str) -> None:
+        super().__init__(found, advice)
+        self.found = found
+        self.advice = advice
 
 
 class ConnectionDropped(Problem):

@@ -289,7 +289,7 @@ class HostsRun:
         advice = []
         for remote, problem in problems.items():
             name = remote.host.name
-            found, advice_for_host = problem.args  # the two arguments of every `Problem`
+            found, advice_for_host = problem.found, problem.advice
             names.append(name)
             findings.append(f"{name}: {found}" if len(problems) > 1 else found)
             if advice_for_host not in advice:

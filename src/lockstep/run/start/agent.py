@@ -46,7 +46,7 @@ from lockstep.run.machines.rendezvous import Rendezvous
 from lockstep.run.start import job_control
 from lockstep.run.start.console import Console, console_for
 from lockstep.run.start.journal import Journal
-from lockstep.run.start.late_end import LateEnd
+from lockstep.run.start.late_end import LateEnd, Progress
 from lockstep.run.start.plan import LaunchPlan
 from lockstep.run.start.process import (
     Attempt,
@@ -79,7 +79,7 @@ from lockstep.run.watch.process_status import (
     read_process,
 )
 from lockstep.run.watch.repeated_failure import step_of_key
-from lockstep.run.watch.snapshot import STOPPED_STATES
+from lockstep.run.watch.snapshot import STOPPED_STATES, Snapshot
 from lockstep.run.watch.snapshot_exchange import SnapshotExchange
 from lockstep.run.watch.supervisor import Supervisor
 from lockstep.run.watch.take_snapshot import take_snapshot
@@ -89,6 +89,8 @@ LAUNCHER = "LOCKSTEP_LAUNCHER"
 """Environment variable of a rank: the name of its launcher, which `lockstep.init` prints."""
 
 _ELASTIC_ERROR_FILE_NAME = "elastic_error.json"
+_NOT_STARTED_PID = 0
+"""Stands for the process id of a rank whose process does not exist yet."""
 _EXIT_REPORT_KEY = "exit report"
 """The key under which the launchers of a run publish their exit reports for each other."""
 _MAX_PENDING_STARTS = 8
@@ -110,7 +112,7 @@ _MEMBERSHIP_CHANGE_S = 2.0
 """How much earlier ranks may notice a lost connection than launchers notice a lost machine."""
 
 
-def launch_agent(
+def run_agent(
     plan: LaunchPlan,
     flags: argparse.Namespace,
     zygote: Zygote,
@@ -153,7 +155,7 @@ def launch_agent(
         try:
             with job_control.handled(_signal_handlers(agent, flags)), _without_torch_warnings():
                 agent.run()
-        except SignalException:  # `agent.interrupted` says which signal it was
+        except SignalException:  # `agent.received_signal` says which signal it was
             events.record(agent.get_event_failed(), flags.event_log_handler)
         except LockstepError as error:
             if agent.failure is None:
@@ -175,11 +177,11 @@ def launch_agent(
         # If this machine leaves before the end of the run, tell the other launchers why.
         if agent.failure is not None:
             rendezvous.close(agent.failure.headline)
-        elif agent.interrupted is not None:
-            rendezvous.close(f"it was sent {signal.Signals(agent.interrupted.signal).name}")
+        elif agent.received_signal is not None:
+            rendezvous.close(f"it was sent {signal.Signals(agent.received_signal.signal).name}")
 
         # After Ctrl-C, the console does not wait for a slow terminal.
-        console.hurry = agent.interrupted is not None
+        console.hurry = agent.received_signal is not None
 
     return agent
 
@@ -212,16 +214,8 @@ def _variables_of_all_ranks(
             variables[name] = value
 
     variables.update(gloo_variables(os.environ, rendezvous.interface))
-
     if plan.has_gpus:
-        chosen = choose_nccl_interfaces(os.environ, running_interfaces(), rendezvous.interface)
-        if chosen is not None:
-            variables[NCCL_INTERFACE], reason = chosen
-            if not plan.quiet:
-                console.announce(
-                    f"{NCCL_INTERFACE}={variables[NCCL_INTERFACE]}: {translate(reason)}"
-                )
-
+        variables.update(_nccl_variables(plan, console, rendezvous))
     variables.update(plan.environment)
 
     # Ranks that do not have the terminal themselves are told its width. A single rank has it.
@@ -235,6 +229,22 @@ def _variables_of_all_ranks(
         variables[LAUNCHER] = plan.launcher
 
     return variables
+
+
+def _nccl_variables(plan: LaunchPlan, console: Console, rendezvous: Rendezvous) -> dict[str, str]:
+    """Returns the variable with NCCL's network interfaces, and announces it.
+
+    Returns:
+        Empty if NCCL is to choose the interfaces itself.
+    """
+    chosen = choose_nccl_interfaces(os.environ, running_interfaces(), rendezvous.interface)
+    if chosen is None:
+        return {}
+
+    interfaces, reason = chosen
+    if not plan.quiet:
+        console.announce(f"{NCCL_INTERFACE}={interfaces}: {translate(reason)}")
+    return {NCCL_INTERFACE: interfaces}
 
 
 class Agent(api.SimpleElasticAgent):
@@ -293,7 +303,7 @@ class Agent(api.SimpleElasticAgent):
         self._zygote = zygote
         self._first_zygote = zygote
         self.start_zygote: Callable[[], Zygote] | None = None
-        """See `launch_agent`."""
+        """See `run_agent`."""
         self._zygote_has_libraries = False
         self._import_report: dict[str, Any] | None = None
         """What a rank has imported, see `script_libraries`; None while that is not known, and empty
@@ -331,7 +341,7 @@ class Agent(api.SimpleElasticAgent):
         """The ranks that a script has spawned itself, if the launcher started one process."""
         self.attempts: list[Attempt] = []
         """Empty if the run was interrupted before any rank was started."""
-        self.interrupted: Interruption | None = None
+        self.received_signal: Interruption | None = None
         """The signal that ended the run from outside."""
         self.timed_out_ranks: tuple[int, ...] = ()
         """The ranks that were ended because they ran for longer than the plan allows."""
@@ -346,8 +356,8 @@ class Agent(api.SimpleElasticAgent):
         """The exit code of the launcher, see `lockstep.errors`."""
         if self.failure is not None:
             return self.failure.exit_code
-        if self.interrupted is not None:
-            return EXIT_SIGNAL + self.interrupted.signal  # as a shell does
+        if self.received_signal is not None:
+            return EXIT_SIGNAL + self.received_signal.signal  # as a shell does
         return 0
 
     # Starting the ranks
@@ -377,8 +387,8 @@ class Agent(api.SimpleElasticAgent):
         self._prepare_libraries()
         self._journal.start(attempt, self._plan.script)
 
-        # `_start_rank` only sends a request to the zygote. A few requests are sent ahead of the
-        # answers, and then the rest of the answers is waited for.
+        # `_start_rank` only sends a request to the zygote. At most `_MAX_PENDING_STARTS` requests
+        # wait for an answer at a time.
         for worker in workers:
             self._start_rank(worker_group, worker, attempt)
             self._wait_for_starts(attempt, max_pending=_MAX_PENDING_STARTS)
@@ -495,7 +505,7 @@ class Agent(api.SimpleElasticAgent):
                     variables,
                     streams,
                     own_session=process is not self._keyboard_rank,
-                    command=command.line,
+                    command=command.words,
                 )
             except ChildProcessError as error:
                 raise LockstepError(
@@ -523,16 +533,15 @@ class Agent(api.SimpleElasticAgent):
             if restarts is None:
                 restarts = self._failed_attempts
 
-            # If a GPU was left out after a failure, the ranks only see the GPUs that remain.
-            launchers_variables = dict(os.environ)
+            # If a GPU was left out after a failure, the ranks only see the GPUs that remain. With
+            # --virtual-local-rank a rank sees one GPU: `rank_environment` chooses it from those of
+            # CUDA_VISIBLE_DEVICES in `variables_to_choose_from`, and overwrites the variable.
+            variables_to_choose_from = dict(os.environ)
             if self._devices:
                 devices = ",".join(self._devices)
                 variables["CUDA_VISIBLE_DEVICES"] = devices
-                launchers_variables["CUDA_VISIBLE_DEVICES"] = devices
-
-            # With --virtual-local-rank, `rank_environment` replaces CUDA_VISIBLE_DEVICES by the one
-            # GPU of the rank, which it chooses from those in the launcher's variables.
-            variables.update(rank_environment(group, worker, restarts, launchers_variables))
+                variables_to_choose_from["CUDA_VISIBLE_DEVICES"] = devices
+            variables.update(rank_environment(group, worker, restarts, variables_to_choose_from))
 
         variables[FOLDER_VARIABLE] = str(process.folder)
         variables[TORCH_ERROR_FILE_VARIABLE] = str(process.folder / _ELASTIC_ERROR_FILE_NAME)
@@ -551,17 +560,19 @@ class Agent(api.SimpleElasticAgent):
         if self._plan.timeout is not None:
             self._timeout_at = time.monotonic() + self._plan.timeout
 
-        # The first exit report names the ranks of this machine, none of which has ended. If the
-        # machine is lost later, the other launchers know from it which ranks are lost.
-        self._publish_report(attempt)
+        # An exit report lists all ranks of a machine, and the exits of those that have ended: none
+        # yet. If this machine is lost, the other launchers know from it which ranks are lost.
+        self._report_exits(attempt)
 
         processes = attempt.processes
+
+        def take_snapshot_of_ranks(call_stacks: bool) -> Snapshot:
+            """Returns what the ranks of this machine are doing, for other launchers that ask."""
+            return take_snapshot(processes, call_stacks=call_stacks)
+
         self._spawned_ranks = []  # a script has not spawned any ranks yet
         self._snapshot_exchange = SnapshotExchange(
-            self._rdzv,
-            attempt.node,
-            attempt.nodes,
-            lambda call_stacks: take_snapshot(processes, call_stacks=call_stacks),
+            self._rdzv, attempt.node, attempt.nodes, take_snapshot_of_ranks
         )
         self._supervisor = Supervisor(
             processes,
@@ -575,14 +586,16 @@ class Agent(api.SimpleElasticAgent):
         """Makes the supervisor watch the ranks that the only process of an attempt has spawned.
 
         If it has spawned none, or all of them have returned, the supervisor watches that process
-        itself.
+        itself. `_spawned_ranks` is empty as long as it does.
         """
         spawned = spawned_ranks(attempt.processes[0])  # empty if all of them have returned
         pids = [process.pid for process in spawned]
         watched_pids = [process.pid for process in self._spawned_ranks]
-        if pids != watched_pids:
+        others_must_be_watched = pids != watched_pids
+        if others_must_be_watched:
+            only_process = attempt.processes
             self._supervisor = Supervisor(
-                spawned or attempt.processes,
+                spawned or only_process,
                 self._plan.hang,
                 attempt.folder,
                 self._journal.find,
@@ -612,7 +625,9 @@ class Agent(api.SimpleElasticAgent):
         if pid is not None:
             job_control.pass_keyboard(pid, self.signal_ranks)
 
-        if self._must_end(attempt) or _process_failures(attempt):
+        ranks_must_end = self._check_whether_ranks_must_end(attempt)
+        some_have_failed = bool(_failed_processes(attempt))
+        if ranks_must_end or some_have_failed:
             return self._result_of_failure(attempt)
 
         # While ranks of other machines are running, those that have ended here may have to be
@@ -638,21 +653,22 @@ class Agent(api.SimpleElasticAgent):
         # If ranks only failed because a machine has left or wants to join, torch elastic must not
         # count a failure. So the result is HEALTHY. torch elastic then reads `num_nodes_waiting`,
         # which is above 0 in this case, and restarts all ranks.
-        if _process_failures(attempt) and self._is_membership_changing(attempt):
+        failures = _failed_processes(attempt)
+        if failures and self._is_membership_changing(attempt):
             return api.RunResult(state=api.WorkerState.HEALTHY)
 
         self._failed_attempts += 1
-        return api.RunResult(state=api.WorkerState.FAILED, failures=_process_failures(attempt))
+        return api.RunResult(state=api.WorkerState.FAILED, failures=failures)
 
-    def _must_end(self, attempt: Attempt) -> bool:
-        """Returns True if the ranks of this machine must be ended, and does the regular checks.
+    def _check_whether_ranks_must_end(self, attempt: Attempt) -> bool:
+        """Does the regular checks, and returns True if the ranks of this machine must be ended.
 
-        The checks note how much memory the ranks use, announce deleted logs, and answer other
-        launchers that ask for snapshots. They are skipped once the ranks must be ended. If the run
-        has reached its timeout, `timed_out_ranks` is set.
+        Once they must be ended, the remaining checks are skipped. If the run has reached its
+        timeout, `timed_out_ranks` is set.
         """
         now = time.monotonic()
-        if now >= self._timeout_at and attempt.running:
+        has_timed_out = now >= self._timeout_at and len(attempt.running) > 0
+        if has_timed_out:
             self.timed_out_ranks = tuple(process.rank for process in attempt.running)
             return True
 
@@ -663,22 +679,25 @@ class Agent(api.SimpleElasticAgent):
         if self._has_failure_elsewhere(attempt):
             return True
 
-        # Some checks read files of every rank, so they are made less often.
         if now >= self._next_slow_checks:
             self._next_slow_checks = now + _SLOW_CHECKS_INTERVAL_S
-            self._note_peak_memory(attempt)
-            if attempt.world_size == 1 and attempt.running:
-                # The only rank may be a script that has spawned ranks of its own.
-                self._watch_spawned_ranks(attempt)
-            self._announce_deleted_logs(attempt)
-            self._watch_late_exits(attempt)
+            self._do_slow_checks(attempt)
 
             # A rank that has failed, but does not end, would let others wait for it forever.
             if _runs_on_after_exception(attempt):
                 return True
 
-        self._snapshot_exchange.answer()
+        self._snapshot_exchange.answer()  # other launchers may have asked for a snapshot
         return self._supervisor is not None and self._supervisor.check()
+
+    def _do_slow_checks(self, attempt: Attempt) -> None:
+        """Does the checks that read files of every rank. None of them ends the ranks."""
+        self._note_peak_memory(attempt)
+        if attempt.world_size == 1 and attempt.running:
+            # The only rank may be a script that has spawned ranks of its own.
+            self._watch_spawned_ranks(attempt)
+        self._announce_deleted_logs(attempt)
+        self._watch_late_exits(attempt)
 
     def _note_peak_memory(self, attempt: Attempt) -> None:
         """Notes the highest resident memory of each running rank, which cannot be read after its
@@ -707,10 +726,10 @@ class Agent(api.SimpleElasticAgent):
             for event in zygote_events:
                 process = process_of_local_rank[event.rank]  # the event has the local rank
 
-                if event.pid is None:  # the system has refused to create the process
+                if event.says_start_was_refused:  # by the system
                     attempt.processes.remove(process)
                     self._why_not_started = event.reason
-                elif event.code is None:  # the rank was started
+                elif event.says_started:
                     process.pid = event.pid
                     process.started_at = time.time()
                 elif _is_end_of(process, event):
@@ -719,26 +738,23 @@ class Agent(api.SimpleElasticAgent):
                     process.ended_at = time.time()
 
     def _events_of_zygotes_death(self, attempt: Attempt) -> list[Event]:
-        """Returns an event for each rank that says that it was killed.
+        """Makes the events that the zygote would have sent, had it seen the end of its ranks.
 
-        The kernel kills the ranks if the zygote ends. Some ranks may have ended before; for these
-        ranks, `_read_events` ignores the event. Each running rank also gets a note that the zygote
-        ended first. In messages for users, the zygote is called the fork server.
+        If the zygote ends, the kernel kills all ranks that are running. So each of them gets an
+        event that says so, and a note that the zygote ended first, which is part of the report for
+        the user. Users know the zygote as the fork server.
         """
         code = self._zygote.wait()
+        killed_by_kernel = []
         for process in attempt.running:
             process.fork_server_end = (
                 f"the fork server (process {self._zygote.pid}, which starts the ranks) "
                 f"ended first: {describe_exit_code(code)}; the kernel then kills its ranks"
             )
-
-        events_of_ranks = []
-        for process in attempt.processes:
-            # A rank that the zygote had not started yet has no process id. Its event gets the id 0,
-            # as None would say that the system refused to start the rank.
-            pid = process.pid or 0
-            events_of_ranks.append(Event(process.local_rank, pid, -signal.SIGKILL))
-        return events_of_ranks
+            # A rank that was requested but not started yet counts as killed, too.
+            pid = _NOT_STARTED_PID if process.pid is None else process.pid
+            killed_by_kernel.append(Event(process.local_rank, pid, -signal.SIGKILL))
+        return killed_by_kernel
 
     def _announce_deleted_logs(self, attempt: Attempt) -> None:
         """Announces that somebody has deleted the logs of the ranks, once for each attempt."""
@@ -786,45 +802,45 @@ class Agent(api.SimpleElasticAgent):
             worker_group: the ranks of this machine (*workers*).
             is_restart: not used, as only torch 2.5 to 2.8 pass it.
         """
-        # torch elastic calls this in three cases:
-        #
-        #     state      restarts left
-        #     HEALTHY    any          machines have come or gone: restart, which is always allowed
-        #     FAILED     0 or more    a rank has failed here: restart
-        #     FAILED     below 0      a rank has failed here for the last time: only end the ranks
-        membership_changed = worker_group.state == api.WorkerState.HEALTHY
+        # There are two reasons: ranks have failed, which is allowed `max_restarts` times, or the
+        # machines of the run have changed. In the second case the ranks count as HEALTHY.
+        ranks_failed = worker_group.state != api.WorkerState.HEALTHY
         restarts_left = worker_group.spec.max_restarts - self._failed_attempts
-        has_failed_for_the_last_time = not membership_changed and restarts_left < 0
-        if has_failed_for_the_last_time:
+        if ranks_failed and restarts_left < 0:
             self._end_ranks(signal.SIGTERM)
             return
 
-        # From here on, the ranks are ended to be restarted. Read this before `request_restart`, as
-        # it is about the machines of the present attempt.
+        # The ranks are restarted. Read this first: after `request_restart` the rendezvous is about
+        # the machines of the next attempt.
         lost_machines = self._rdzv.describe_lost_nodes()
 
-        # If the machines of an elastic run have changed, tell the other launchers that this one
-        # restarts. (In other runs the machines only change when a lost one is started again, and
-        # all launchers notice that by themselves.)
-        end_signal = signal.SIGTERM
-        if self._rdzv.elastic and membership_changed:
-            self._rdzv.request_restart()
-
-            # At SIGTERM, a rank that writes checkpoints saves its last step. Ranks that keep their
-            # steps in memory have nothing left to save, so they are killed at once.
-            ranks_keep_steps_in_memory = self._step_memory.is_used
-            if ranks_keep_steps_in_memory:
-                end_signal = signal.SIGKILL
-
-        self._end_ranks(end_signal, before_restart=True)
-        if self.failure is not None and not membership_changed:
-            self._raise_if_restart_is_pointless(self.failure, worker_group.spec.max_restarts)
+        if ranks_failed:
+            self._end_ranks(signal.SIGTERM, before_restart=True)
+            if self.failure is not None:
+                self._raise_if_restart_is_pointless(self.failure, worker_group.spec.max_restarts)
+        else:
+            self._end_ranks_for_other_machines()
 
         # A process that did not end even at SIGKILL may hold its GPU. Restart without such GPUs.
         self._leave_out_held_devices(self.attempts[-1], worker_group.spec)
 
         # Announce the restart now, as the rendezvous that follows may take minutes.
         self._announce_restart(lost_machines, restarts_left)
+
+    def _end_ranks_for_other_machines(self) -> None:
+        """Ends the ranks to restart them on the machines that the run has now."""
+        # In a run that is not elastic, a machine has only been started again after it was lost. All
+        # launchers notice that by themselves.
+        if not self._rdzv.elastic:
+            self._end_ranks(signal.SIGTERM, before_restart=True)
+            return
+
+        # At SIGTERM, a rank that writes checkpoints saves its last step. Ranks that keep their
+        # steps in memory have nothing left to save, so they are killed at once.
+        self._rdzv.request_restart()  # tells the other launchers that this one restarts
+        ranks_keep_steps_in_memory = self._step_memory.is_used
+        end_signal = signal.SIGKILL if ranks_keep_steps_in_memory else signal.SIGTERM
+        self._end_ranks(end_signal, before_restart=True)
 
     def _raise_if_restart_is_pointless(self, failure: FirstFailure, max_restarts: int) -> None:
         """Raises an error if the ranks would fail in the same way after a restart.
@@ -843,10 +859,10 @@ class Agent(api.SimpleElasticAgent):
         # In an elastic run, other machines may take part in the next attempt. They may honour a
         # setting that the present machines cannot honour.
         is_elastic = self._rdzv.elastic
-        if failure.may_pass or is_elastic:
+        if failure.may_be_temporary or is_elastic:
             return
 
-        # The report of the failure is printed above this error, which refers to it.
+        # "it" is the report of the failure, which is printed above this error.
         raise LockstepError(
             f"--max-restarts {max_restarts}",
             "the same command would fail again in the same way: restarting will not help",
@@ -867,23 +883,17 @@ class Agent(api.SimpleElasticAgent):
         """
         # The ranks whose processes did not end at SIGKILL, so that the launcher gave up on them.
         not_ended = [process for process in attempt.processes if process.given_up]
-        if not not_ended:
-            return
-
-        # If ranks use no GPUs, or share them, there is no GPU to leave out.
-        variables = {**os.environ, **self._plan.environment}
-        uses_gpus = self._plan.gpus > 0 and variables.get("LOCKSTEP_DEVICE") != "cpu"
-        each_has_own_gpu = self._plan.nproc <= self._plan.gpus
-        if not uses_gpus or not each_has_own_gpu:
+        if not not_ended or not self._each_rank_has_own_gpu():
             return
 
         # Each rank uses the GPU with the index of its local rank.
-        held = {process.local_rank for process in not_ended}
-        num_left = self._plan.nproc - len(held)
-        # The run may go on with fewer ranks only if the user has not asked for a number of them,
-        # and if a GPU is left.
+        held_indices = {process.local_rank for process in not_ended}
+        num_left = self._plan.nproc - len(held_indices)
+
+        # The number of ranks may shrink if the user has asked for as many as there are GPUs.
         nproc_asked = str(self._flags.nproc_per_node)
-        if nproc_asked not in ("auto", "gpu") or num_left == 0:
+        number_may_shrink = nproc_asked in ("auto", "gpu")
+        if not number_may_shrink or num_left == 0:
             ranks = format_ranks(process.rank for process in not_ended)
             raise LockstepError(
                 f"--nproc {nproc_asked}",
@@ -892,15 +902,27 @@ class Agent(api.SimpleElasticAgent):
                 "GPUs that are left, with --nnodes MIN:MAX the other machines",
             )
 
-        devices = self._devices
-        if not devices:
-            every_number = ",".join(str(number) for number in range(self._plan.gpus))
-            devices = os.environ.get("CUDA_VISIBLE_DEVICES", every_number).split(",")
-
-        self._devices = [name for index, name in enumerate(devices) if index not in held]
+        devices = []
+        for index, device in enumerate(self._devices_used_so_far()):
+            if index not in held_indices:
+                devices.append(device)
+        self._devices = devices
         self._plan = replace(self._plan, nproc=num_left)
         spec.local_world_size = num_left
         self._announce(translate(f"this machine goes on with {count_noun(num_left, 'GPU')}"))
+
+    def _each_rank_has_own_gpu(self) -> bool:
+        """Returns True if the ranks of this machine use GPUs, and do not share them."""
+        variables = {**os.environ, **self._plan.environment}
+        uses_gpus = self._plan.gpus > 0 and variables.get("LOCKSTEP_DEVICE") != "cpu"
+        return uses_gpus and self._plan.nproc <= self._plan.gpus
+
+    def _devices_used_so_far(self) -> list[str]:
+        """Returns the GPUs of the last attempt, as in CUDA_VISIBLE_DEVICES."""
+        if self._devices:
+            return self._devices
+        all_gpus = ",".join(str(index) for index in range(self._plan.gpus))
+        return os.environ.get("CUDA_VISIBLE_DEVICES", all_gpus).split(",")
 
     def _announce_restart(self, lost_machines: str, restarts_left: int) -> None:
         """Says why all ranks are restarted, on the console and in the journal of the run.
@@ -909,8 +931,8 @@ class Agent(api.SimpleElasticAgent):
             lost_machines: text that names the machines that were lost; empty if none was.
             restarts_left: how often the ranks may still be restarted after a failure.
         """
-        # The journal is in English, and the console in the language of the user. `lost_machines` is
-        # English text, too.
+        # The journal is in English, and the console in the language of the user. `translate` looks
+        # up English texts; it also knows those with numbers and names in them.
         if lost_machines:
             what_follows = translate("starting the ranks of the other machines again")
             self._announce(f"{translate(lost_machines)}; {what_follows}")
@@ -964,20 +986,20 @@ class Agent(api.SimpleElasticAgent):
 
         # Publish which ranks have ended by themselves, before the others are ended.
         attempt = self.attempts[-1]
-        self._publish_report(attempt)
+        self._report_exits(attempt)
         self._end_processes(attempt, end_signal)
 
         # Ranks may have started processes that outlive them. These may go on after a run that has
         # ended well. In all other cases they are ended.
         all_ended_well = all(process.code == 0 for process in attempt.processes)
-        run_has_ended_well = all_ended_well and not before_restart and self.interrupted is None
+        run_has_ended_well = all_ended_well and not before_restart and self.received_signal is None
         if not run_has_ended_well:
             self._end_processes_left_behind()
 
         # A single rank was in the foreground of the terminal, so that it could read the keyboard.
         # Put this process back in the foreground.
         if self._keyboard_rank and self._keyboard_rank.pid:
-            job_control.take_keyboard(self._keyboard_rank.pid)
+            job_control.take_keyboard_from(self._keyboard_rank.pid)
 
         attempt.over = True
 
@@ -1063,26 +1085,29 @@ class Agent(api.SimpleElasticAgent):
         if pid is None:  # it has not been started yet
             return
 
-        # 1. It may still end in time. `LateEnd` keeps how long the process has taken so far. It is
-        # late after some seconds. Then it is given up if it is idle, or much later if it is busy.
-        late_end = self._late_ends.setdefault(pid, LateEnd(pid))
-        is_given_up = late_end.check_given_up()
-        if not is_given_up and not late_end.is_late:
+        late_end = self._late_ends.setdefault(pid, LateEnd(pid))  # keeps the time since the signal
+        progress = late_end.check()
+        if progress is Progress.IN_TIME:
             return
 
         text = (
             f"process {pid} has not ended {late_end.waited_s:.0f} s after {since}: "
             f"{describe_state(pid)}"
         )
+        if progress is Progress.GIVEN_UP:
+            self._treat_as_ended(process, pid, text)
+        elif not late_end.is_announced:
+            late_end.is_announced = True
+            self._say(f"rank {process.rank}: {text}; it is still busy, perhaps freeing memory")
 
-        # 2. It is late, but still busy: announce that once.
-        if not is_given_up:
-            if not late_end.is_announced:
-                late_end.is_announced = True
-                self._say(f"rank {process.rank}: {text}; it is still busy, perhaps freeing memory")
-            return
+    def _treat_as_ended(self, process: Process, pid: int, text: str) -> None:
+        """Gives up on a rank whose process does not end.
 
-        # 3. It is given up. From now on the rank is treated as ended.
+        Args:
+            process: the rank.
+            pid: id of its process.
+            text: how long the process has not ended, for messages.
+        """
         code = exit_code_of_ending_process(pid)
         process.code = -signal.SIGKILL if code is None else code
         process.ended_at = time.time()
@@ -1111,6 +1136,7 @@ class Agent(api.SimpleElasticAgent):
         The evidence of a rank consists of the files with its steps, its stacks and the exception
         that ends it.
         """
+        # One line is printed for each kind of problem, such as a full disk, not for each rank.
         ranks_of_problem: dict[str, list[int]] = {}
         for process in attempt.processes:
             if process.evidence_memory is None:
@@ -1148,11 +1174,11 @@ class Agent(api.SimpleElasticAgent):
             SignalException: at the first call. Inside a `_delay_interrupts` block, the exception is
                 raised when the block ends.
         """
-        if self.interrupted is not None:
+        if self.received_signal is not None:
             self._kill_at_once = True  # `_end_processes` then does not wait for the ranks
             return
 
-        self.interrupted = Interruption(signal=number, time=time.time())
+        self.received_signal = Interruption(signal=number, time=time.time())
         error = SignalException(
             f"process {os.getpid()} got signal {number}", signal.Signals(number)
         )
@@ -1175,6 +1201,9 @@ class Agent(api.SimpleElasticAgent):
 
         The block reads from the zygote which ranks have ended, and records that. If a signal came
         in between, the end of a rank would be lost, and the launcher would wait for it forever.
+
+        If the block itself raises an exception, that one is raised, and the signal's exception at
+        the end of the next block.
         """
         self._interrupts_delayed = True
         try:
@@ -1221,11 +1250,11 @@ class Agent(api.SimpleElasticAgent):
 
     # Messages between the launchers of the run
 
-    def _publish_report(self, attempt: Attempt) -> ExitReport:
-        """Tells the other launchers how the ranks of this machine have ended so far.
+    def _report_exits(self, attempt: Attempt) -> ExitReport:
+        """Returns how the ranks of this machine have ended so far, and tells the other launchers.
 
         Returns:
-            The report.
+            The report that was published if the run has several machines.
         """
         exits = []
         for process in attempt.processes:
@@ -1233,9 +1262,7 @@ class Agent(api.SimpleElasticAgent):
             if has_ended:
                 exits.append(exit_status_of(process, self._oom_counts_before))
 
-        # A single rank is in the foreground of the terminal. Ctrl-C then interrupts the rank, and
-        # not this launcher.
-        interrupted = self.interrupted or _ctrl_c_of_only_rank(attempt)
+        interrupted = self.received_signal or _ctrl_c_of_only_rank(attempt)
         report = ExitReport(
             host=socket.gethostname(),
             ranks=tuple(process.rank for process in attempt.processes),
@@ -1277,7 +1304,7 @@ class Agent(api.SimpleElasticAgent):
 
         if not attempt.end_published:
             attempt.end_published = True
-            self._publish_report(attempt)
+            self._report_exits(attempt)
 
         # A report is complete once all ranks of its machine have ended.
         reports = self._reports_of_others(attempt).values()
@@ -1294,7 +1321,7 @@ class Agent(api.SimpleElasticAgent):
         Returns:
             The failure, or None if nothing failed.
         """
-        own_report = self._publish_report(attempt)
+        own_report = self._report_exits(attempt)
         if self._rdzv.can_publish:
             deadline = time.monotonic() + _REPORTS_WAIT_S
             wait_until(lambda: self._has_all_reports(attempt, own_report), deadline)
@@ -1380,14 +1407,13 @@ class Agent(api.SimpleElasticAgent):
 
         # Something failed. The first failure is known once every machine has reported the end of
         # all its ranks. Lost machines will report nothing more.
-        complete_node_ranks = set()
+        not_awaited = {_node_rank(node) for node in self._rdzv.lost_nodes()}
         for node_rank, report in reports_of_others.items():
             if report.complete:
-                complete_node_ranks.add(node_rank)
+                not_awaited.add(node_rank)
 
-        lost_node_ranks = {_node_rank(node) for node in self._rdzv.lost_nodes()}
         num_other_nodes = attempt.nodes - 1
-        return len(complete_node_ranks | lost_node_ranks) >= num_other_nodes
+        return len(not_awaited) >= num_other_nodes
 
 
 def _is_end_of(process: Process, event: Event) -> bool:
@@ -1405,8 +1431,11 @@ def _is_end_of(process: Process, event: Event) -> bool:
 
 def _repeated_failure_error(failure: FirstFailure, max_restarts: int) -> LockstepError:
     """Returns the error for a run in which the same failure has come twice in the same step."""
-    step = step_of_key(failure.key)  # always known, as only then a failure counts as repeated
-    where = f"after step {step} of the training" if step else "before the first step"
+    step = step_of_key(failure.key)  # known, because only a failure with a known step is repeated
+    is_before_first_step = not step
+    where = (
+        "before the first step" if is_before_first_step else f"after step {step} of the training"
+    )
     return LockstepError(
         f"--max-restarts {max_restarts}",
         f"the same failure twice {where}: restarting will not help",
@@ -1422,7 +1451,8 @@ def _node_rank(node: Node) -> int:
 def _ctrl_c_of_only_rank(attempt: Attempt) -> Interruption | None:
     """Returns the Ctrl-C that ended the only rank of the run, if that was the case.
 
-    If the rank has the terminal's keyboard, Ctrl-C reaches the rank, but not the launcher.
+    A single rank may be in the foreground of the terminal, to read the keyboard. Ctrl-C then
+    interrupts the rank, and not this launcher.
     """
     if attempt.world_size != 1:
         return None
@@ -1444,7 +1474,7 @@ def _runs_on_after_exception(attempt: Attempt) -> bool:
     return False
 
 
-def _process_failures(attempt: Attempt) -> dict[int, ProcessFailure]:
+def _failed_processes(attempt: Attempt) -> dict[int, ProcessFailure]:
     """Returns the ranks of this machine that have failed, in the form that torch elastic uses."""
     failures = {}
     for process in attempt.processes:

@@ -68,16 +68,16 @@ def console_for(flags: argparse.Namespace, nproc: int) -> Console:
     """
     shown = choose_streams(nproc, flags.redirects, flags.tee, flags.local_ranks_filter)
 
-    # Older versions of torch do not have these two flags. A flag that was not given is None.
+    # --duplicate-stdout-filters and --duplicate-stderr-filters, which older versions of torch do
+    # not have. They are None if they were not given.
     filters = {}
     for stream in STREAMS:
         filters[stream] = getattr(flags, f"duplicate_{stream}_filters", None) or ()
 
-    template = (
-        getattr(flags, "log_line_prefix_template", "")  # since torch 2.14
-        or os.environ.get("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE")
-        or _DEFAULT_PREFIX
-    )
+    # --log-line-prefix-template, which torch has since 2.14.
+    flag_template = getattr(flags, "log_line_prefix_template", "")
+    environment_template = os.environ.get("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE")
+    template = flag_template or environment_template or _DEFAULT_PREFIX
     # `${rank}` and the like stay in the text, as they are replaced for each rank later.
     prefix = Template(template).safe_substitute(role_name=flags.role, hostname=socket.gethostname())
 
@@ -109,32 +109,37 @@ def choose_streams(
     """
     from torch.distributed.elastic.multiprocessing import Std
 
-    # For each rank, a bit set of `Std.OUT` and `Std.ERR`.
-    redirected = _streams_of_ranks("--redirects", redirects, nproc)
-    teed = _streams_of_ranks("--tee", tee, nproc)
-
-    shown_ranks = set(range(nproc))
-    if local_ranks_filter:
-        try:
-            shown_ranks = {int(part) for part in local_ranks_filter.split(",")}
-        except ValueError:
-            raise SettingError(
-                f"--local-ranks-filter {local_ranks_filter}",
-                "not a list of ranks",
-                "write such as 0,2",
-            ) from None
+    redirected_of_rank = _streams_of_ranks("--redirects", redirects, nproc)
+    teed_of_rank = _streams_of_ranks("--tee", tee, nproc)
+    shown_ranks = _parse_ranks_filter(local_ranks_filter, nproc)
 
     shown: dict[int, frozenset[str]] = {}
     for rank in range(nproc):
         streams = set()
         if rank in shown_ranks:
             for name, flag in (("stdout", Std.OUT), ("stderr", Std.ERR)):
-                is_redirected = bool(flag & redirected[rank])
-                is_teed = bool(flag & teed[rank])
-                if is_teed or not is_redirected:
+                is_redirected = bool(flag & redirected_of_rank[rank])
+                is_teed = bool(flag & teed_of_rank[rank])
+                is_shown = is_teed or not is_redirected
+                if is_shown:
                     streams.add(name)
         shown[rank] = frozenset(streams)
     return shown
+
+
+def _parse_ranks_filter(local_ranks_filter: str, nproc: int) -> set[int]:
+    """Returns the ranks that a value of `--local-ranks-filter` names; all ranks if it is empty."""
+    if not local_ranks_filter:
+        return set(range(nproc))
+
+    try:
+        return {int(part) for part in local_ranks_filter.split(",")}
+    except ValueError:
+        raise SettingError(
+            f"--local-ranks-filter {local_ranks_filter}",
+            "not a list of ranks",
+            "write such as 0,2",
+        ) from None
 
 
 def _streams_of_ranks(flag: str, text: str, nproc: int) -> Mapping[int, int]:
@@ -374,19 +379,27 @@ class Console:
                 if sink.waiting:
                     poll.register(sink.descriptor, select.POLLOUT)
 
-            # With None, it waits until a descriptor is ready.
-            timeout_ms = _TICK_S * 1000 if self._is_something_due() else None
+            # While a timer runs, wake up again and again; otherwise when a descriptor is ready.
+            timeout_ms = _TICK_S * 1000 if self._is_timer_running() else None
             for descriptor, _ in poll.poll(timeout_ms):
                 if descriptor == self._wake_reader:
                     os.read(self._wake_reader, 4096)  # empties the pipe
                 elif descriptor in polled_streams:
                     self._read(polled_streams[descriptor])
 
-            # This also writes to the sinks that are ready.
-            self._do_what_is_due(sinks)
+            self._run_due_timers(sinks)
 
-    def _is_something_due(self) -> bool:
-        """Returns True if something must be done after some time, even if no data arrives."""
+            for sink in sinks:
+                sink.flush()  # writes what the sink accepts
+            self._write_announcements()
+            self._end_drain_if_due()
+
+    def _is_timer_running(self) -> bool:
+        """Returns True if something must be done after some time, even if no data arrives.
+
+        That is to draw the status row, to end a wait in `drain` or that for the sinks at the end of
+        the run, or to show last words.
+        """
         return (
             self._draw_at < math.inf
             or self._drain_until < math.inf
@@ -394,30 +407,25 @@ class Console:
             or any(stream.last_words for stream in self._streams)
         )
 
-    def _do_what_is_due(self, sinks: Collection[Sink]) -> None:
-        """Draws status rows, shows last words, and writes to the sinks.
-
-        At the end of an attempt, the main thread waits in `drain` until all streams have ended. If
-        it has waited for too long, this method closes the streams that are still open.
-        """
+    def _run_due_timers(self, sinks: Collection[Sink]) -> None:
+        """Draws the status rows and shows last words, if it is time to."""
         now = time.monotonic()
         if now >= self._draw_at:
             self._draw_at = math.inf
             for sink in sinks:
                 sink.draw(self._status_row(sink))
 
-        # Show the last words of a stream once nothing more has arrived on it for a moment. Most
-        # streams have none, and then nothing is shown.
         for stream in self._streams:
             last_words_are_complete = now >= stream.last_read + _LAST_WORDS_S
             if last_words_are_complete:
-                self._show_last_words(stream)
+                self._show_last_words(stream)  # of most streams there are none
 
-        for sink in sinks:
-            sink.flush()
-        self._write_announcements()
+    def _end_drain_if_due(self) -> None:
+        """Ends the wait of the main thread in `drain` if all streams have ended.
 
-        has_waited_too_long = now >= self._drain_until
+        Streams that are still open when the thread has waited for too long are closed here.
+        """
+        has_waited_too_long = time.monotonic() >= self._drain_until
         if has_waited_too_long:
             self._close_streams_left_open()
 
@@ -449,10 +457,10 @@ class Console:
         while self._announcements:
             text = self._announcements.popleft().encode(errors="replace") + b"\n"
 
-            # The last line on the terminal may be unfinished: one that this process has written for
-            # a rank, or one of a rank that writes to the same terminal itself.
-            may_be_mid_line = sink.ends_mid_line or sink.is_shared_with_rank
-            if may_be_mid_line:
+            # The last line on the terminal may be unfinished. A rank that writes to the terminal
+            # itself may be anywhere in a line.
+            wrote_unfinished_line = sink.ends_mid_line
+            if wrote_unfinished_line or sink.is_shared_with_rank:
                 text = b"\n" + text
 
             sink.write(text, self._status_row(sink))
@@ -482,17 +490,17 @@ class Console:
             return
 
         if stream.prefix:
-            lines_to_show = stream.hold_back_last_words(lines)
+            lines_to_show = stream.split_off_last_words(lines)
             self._show(stream, stream.sink, lines_to_show)
         else:  # a single rank's stream is passed on unchanged
             stream.sink.write(data)
             # A line of the launcher's own must not be appended to an unfinished line of the rank.
             stream.sink.ends_mid_line = not data.endswith(b"\n")
 
-        # On a terminal, the status row is drawn once for all data that arrives within a moment. The
-        # first data sets the time, and the data after it leaves that time as it is.
-        if stream.sink.can_draw:
-            self._draw_at = min(self._draw_at, time.monotonic() + _TICK_S)
+        # On a terminal, the status row is drawn once for all data that arrives within a moment.
+        is_drawing_planned = self._draw_at < math.inf
+        if stream.sink.can_draw and not is_drawing_planned:
+            self._draw_at = time.monotonic() + _TICK_S
 
     def _show(self, stream: _Stream, sink: Sink, lines: list[bytes]) -> None:
         """Shows lines, each with the prefix of its rank."""
@@ -557,22 +565,14 @@ class Console:
         if not sink.can_draw:
             return b""
 
-        unfinished = []
-        for stream in self._streams:
-            if stream.sink is not sink:
-                continue
-
-            # Without a prefix, the stream's output is passed on as it arrives, and an unfinished
-            # line is shown already.
-            if not stream.prefix:
-                continue
-            if stream.visible_unfinished.strip():
-                unfinished.append(stream)
-        if not unfinished:
+        streams = [stream for stream in self._streams if stream.sink is sink]
+        streams_with_line = [stream for stream in streams if stream.has_unfinished_line_to_show]
+        if not streams_with_line:
             return b""
 
-        lowest = min(unfinished, key=lambda stream: stream.rank)
-        return sink.crop(sink.colour_prefix(lowest.prefix, lowest.rank) + lowest.visible_unfinished)
+        lowest = min(streams_with_line, key=lambda stream: stream.rank)
+        prefix = sink.colour_prefix(lowest.prefix, lowest.rank)
+        return sink.crop(prefix + lowest.unfinished_line)
 
     def _end(self, stream: _Stream) -> None:
         """Shows the rest of a stream, and closes it.
@@ -583,14 +583,12 @@ class Console:
         self._streams.remove(stream)
 
         if stream.sink is not None:
-            # A stream without a prefix shows all data as it arrives, also an unfinished line.
+            # An unfinished line may be the end of the last words, which are shown below. Otherwise
+            # it is returned, and shown before them.
             unfinished_lines = []
-            if stream.prefix and stream.visible_unfinished.strip():
-                unfinished_lines.append(stream.visible_unfinished)
-
-            # If the unfinished line is the end of the last words, it is added to them. Otherwise it
-            # is returned, and shown before them.
-            lines_to_show = stream.hold_back_last_words(unfinished_lines)
+            if stream.has_unfinished_line_to_show:
+                unfinished_lines.append(stream.unfinished_line)
+            lines_to_show = stream.split_off_last_words(unfinished_lines)
             self._show(stream, stream.sink, lines_to_show)
             self._show_last_words(stream)
             stream.sink.draw(self._status_row(stream.sink))
@@ -651,9 +649,18 @@ class _Stream:
             self._filtered_log.touch()
 
     @property
-    def visible_unfinished(self) -> bytes:
+    def unfinished_line(self) -> bytes:
         """What a terminal would show of the unfinished line."""
         return last_state(self.unfinished)
+
+    @property
+    def has_unfinished_line_to_show(self) -> bool:
+        """True if an unfinished line is not blank, and not on the console yet.
+
+        A stream that is passed on unchanged, without a prefix, is shown as it arrives.
+        """
+        is_passed_on_unchanged = not self.prefix
+        return not is_passed_on_unchanged and self.unfinished_line.strip() != b""
 
     def read(self) -> bytes | None:
         """Reads the data that has arrived, which may be empty; returns None at the end of the
@@ -671,7 +678,7 @@ class _Stream:
         prefix_of_torch = f"[rank{self.rank}]: ".encode()
         return [line.removeprefix(prefix_of_torch) for line in lines]
 
-    def hold_back_last_words(self, lines: list[bytes]) -> list[bytes]:
+    def split_off_last_words(self, lines: list[bytes]) -> list[bytes]:
         """Moves last words from the given lines into `last_words`, and returns the other lines.
 
         Last words are printed on standard error after the rank has recorded the exception that ends
@@ -683,9 +690,7 @@ class _Stream:
         if not lines or not is_standard_error or not self._has_raised():
             return lines
 
-        # The last words begin with the heading of the traceback. If they have begun before, or if
-        # there is no heading, all lines belong to them.
-        begin = 0
+        begin = 0  # stays 0 if the last words have begun before, or if there is no heading
         have_begun_before = bool(self.last_words)
         if not have_begun_before:
             for index, line in enumerate(lines):

@@ -57,8 +57,8 @@ def how_cuda_was_initialised() -> str | None:
         if torch.cuda.is_initialized():
             return "torch has used a GPU"
 
-        # Once this process has asked CUDA for anything, torch refuses to use CUDA in copies of it.
-        # To find out whether it refuses, fork a copy that asks torch there, and then ends.
+        # Once this process has asked CUDA for anything, torch refuses to use CUDA in forked copies
+        # of it. torch shows that only in a copy, so fork one and ask torch there.
         from lockstep.distributed.torch_compat import cuda_is_refused_in_this_copy
 
         if _answer_of_copy(cuda_is_refused_in_this_copy):

@@ -25,8 +25,9 @@ from typing import Any
 from lockstep.errors import warn
 from lockstep.run.watch.evidence import EVIDENCE_VARIABLE, FOLDER_VARIABLE, Evidence
 
-EXECUTED = "LOCKSTEP_EXECUTED"
-"""Environment variable of the new program: the process id and the folder of this package, as JSON.
+EXECUTED_VARIABLE = "LOCKSTEP_EXECUTED"
+"""Environment variable that tells `executed/sitecustomize.py` in the new program, as JSON, the
+process id of the rank ("pid") and the folder to import Lockstep from ("packages").
 """
 _HOOK_FOLDER = str(Path(__file__).with_name("executed"))
 _PACKAGES_FOLDER = str(Path(__file__).parents[3])
@@ -58,31 +59,23 @@ def watch_executed(evidence: Evidence) -> None:
     def execve(path: Any, argv: Any, env: Mapping[Any, Any]) -> None:
         is_child_of_rank = os.getpid() != rank_pid
         if is_child_of_rank:
-            original_execve(path, argv, env)  # does not return
+            original_execve(path, argv, env)
+        else:
+            _warn_if_hook_is_disabled(argv)
+            variables = with_hook(env, rank_pid)
 
-        option = option_without_hook(argv)
-        if option:
-            warn(
-                f"os.exec*: python {option}",
-                "this option keeps the interpreter from importing what watches a rank, so that "
-                "lockstep run neither notices when it hangs nor knows its steps",
-                f"leave out {option}; variables that it is to ignore, such as PYTHONPATH, can be "
-                "taken out of os.environ",
-                on_this_rank=True,
-            )
-
-        # `with_hook` adds variables that make a Python interpreter install the probe. The heartbeat
-        # of this program says nothing about the new one, which has none at first. So
-        # it is made invalid. It is only restored if the new program cannot be executed.
-        with _without_heartbeat(evidence.heartbeat):
-            original_execve(path, argv, with_hook(env, rank_pid))
+            # The new program has no heartbeat at first, so the one of this program is made invalid.
+            # It is restored if the new program cannot be executed.
+            with _without_heartbeat(evidence.heartbeat):
+                original_execve(path, argv, variables)
 
     @wraps(original_execv)
     def execv(path: Any, argv: Any) -> None:
         is_child_of_rank = os.getpid() != rank_pid
         if is_child_of_rank:
-            original_execv(path, argv)  # does not return
-        execve(path, argv, os.environ)
+            original_execv(path, argv)
+        else:
+            execve(path, argv, os.environ)
 
     # `os` has imported both functions from `posix`.
     os.execv = execv  # type: ignore[assignment]
@@ -91,8 +84,22 @@ def watch_executed(evidence: Evidence) -> None:
     posix.execve = execve  # type: ignore[assignment]
 
 
-def option_without_hook(argv: Sequence[Any]) -> str:
-    """Finds the option with which a Python interpreter does not import the hook: `-E`, `-I`, `-S`.
+def _warn_if_hook_is_disabled(argv: Sequence[Any]) -> None:
+    """Warns if a command line runs Python with an option that keeps it from importing the hook."""
+    option = option_that_disables_hook(argv)
+    if option:
+        warn(
+            f"os.exec*: python {option}",
+            "this option keeps the interpreter from importing what watches a rank, so that "
+            "lockstep run neither notices when it hangs nor knows its steps",
+            f"leave out {option}; variables that it is to ignore, such as PYTHONPATH, can be "
+            "taken out of os.environ",
+            on_this_rank=True,
+        )
+
+
+def option_that_disables_hook(argv: Sequence[Any]) -> str:
+    """Finds the option that keeps a Python interpreter from importing the hook: `-E`, `-I`, `-S`.
 
     Args:
         argv: the command line of any program.
@@ -107,10 +114,10 @@ def option_without_hook(argv: Sequence[Any]) -> str:
     if not _PYTHON_PATTERN.fullmatch(os.path.basename(program)):
         return ""
 
-    is_value = False  # whether the next word is the value of the option before it
+    is_value_of_last_option = False
     for word in words:
-        if is_value:
-            is_value = False
+        if is_value_of_last_option:
+            is_value_of_last_option = False
             continue
 
         is_option = word.startswith("-") and word != "-"
@@ -118,7 +125,8 @@ def option_without_hook(argv: Sequence[Any]) -> str:
             return ""  # from here on, the words belong to the program that Python runs
 
         if word.startswith("--"):
-            is_value = word == _LONG_OPTION_WITH_VALUE  # of the next word
+            # The value of this option is the next word.
+            is_value_of_last_option = word == _LONG_OPTION_WITH_VALUE
             continue
 
         # Several letters may be written as one word: `-bE`. If a letter has a value, the rest of
@@ -132,7 +140,7 @@ def option_without_hook(argv: Sequence[Any]) -> str:
             if letter in _LETTERS_WITH_VALUE:
                 # -W ignore: the letter is the last one, and the next word is its value.
                 # -Wignore: the rest of this word is its value.
-                is_value = position == len(letters) - 1
+                is_value_of_last_option = position == len(letters) - 1
                 break
 
     return ""
@@ -154,7 +162,7 @@ def with_hook(env: Mapping[Any, Any], rank_pid: int) -> dict[str, str]:
 
     path = variables.get("PYTHONPATH", "")
     variables["PYTHONPATH"] = f"{_HOOK_FOLDER}{os.pathsep}{path}" if path else _HOOK_FOLDER
-    variables[EXECUTED] = json.dumps({"pid": rank_pid, "packages": _PACKAGES_FOLDER})
+    variables[EXECUTED_VARIABLE] = json.dumps({"pid": rank_pid, "packages": _PACKAGES_FOLDER})
     return variables
 
 

@@ -34,19 +34,25 @@ def handled(handlers: Mapping[int, Callable[[int], object]]) -> Iterator[None]:
     Args:
         handlers: the function for each signal number. It is called with the number.
     """
-    replaced = {}
+
+    def dispatch(number: int, frame: object) -> None:
+        """Calls the function of the signal that has come, without the interrupted frame."""
+        handlers[number](number)
+
+    default_handlers = {}
     if threading.current_thread() is threading.main_thread():
         for number in handlers:
             handler = signal.getsignal(number)
-            if handler in _PYTHON_DEFAULT_HANDLERS:  # neither SIG_IGN nor set by the user
-                replaced[number] = handler
+            is_default = handler in _PYTHON_DEFAULT_HANDLERS  # not SIG_IGN, not set by the user
+            if is_default:
+                default_handlers[number] = handler
 
     try:
-        for number in replaced:
-            signal.signal(number, lambda received, frame: handlers[received](received))
+        for number in default_handlers:
+            signal.signal(number, dispatch)
         yield
     finally:
-        for number, handler in replaced.items():
+        for number, handler in default_handlers.items():
             signal.signal(number, handler)
 
 
@@ -84,7 +90,7 @@ def pass_keyboard(group: int, signal_ranks: Callable[[int], object]) -> None:
     process = read_process(group)
     is_stopped = process is not None and process.state == "T"
     if is_stopped:
-        take_keyboard(group)  # puts this process back in the foreground
+        take_keyboard_from(group)
         os.killpg(os.getpgrp(), signal.SIGTSTP)  # stops the whole job of the shell, as Ctrl-Z does
 
 
@@ -94,7 +100,7 @@ def give_keyboard(group: int) -> None:
         set_foreground_group(_STANDARD_INPUT, group)
 
 
-def take_keyboard(group: int) -> None:
+def take_keyboard_from(group: int) -> None:
     """Puts the group of this process in the foreground, if `group` is in the foreground now."""
     if _foreground_group() == group:
         set_foreground_group(_STANDARD_INPUT, os.getpgrp())

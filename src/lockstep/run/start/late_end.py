@@ -9,6 +9,7 @@ takes processor time, which the kernel counts.
 from __future__ import annotations
 
 import time
+from enum import Enum, auto
 
 from lockstep.run.watch.process_status import read_process
 
@@ -16,6 +17,17 @@ GIVE_UP_IDLE_AFTER_S = 10.0
 """The launcher gives up on a process that has used no processor time for this long."""
 GIVE_UP_BUSY_AFTER_S = 60.0
 """A process that does use processor time gets longer, though it may loop in a driver forever."""
+
+
+class Progress(Enum):
+    """What to think of a process that should have ended."""
+
+    IN_TIME = auto()
+    """It may still end in time."""
+    LATE = auto()
+    """It is still busy, but takes so long that the user should know."""
+    GIVEN_UP = auto()
+    """It should no longer be waited for."""
 
 
 class LateEnd:
@@ -38,16 +50,11 @@ class LateEnd:
         """The seconds since the process should have ended."""
         return time.monotonic() - self._began
 
-    @property
-    def is_late(self) -> bool:
-        """True if the process takes so long that the user should know."""
-        return self.waited_s >= GIVE_UP_IDLE_AFTER_S
+    def check(self) -> Progress:
+        """Looks at the process again, and returns what to think of it.
 
-    def check_given_up(self) -> bool:
-        """Checks the process again, and returns True if it should no longer be waited for.
-
-        A process that uses no processor time is given up after 10 s, and any process after 60 s,
-        even if it is still busy.
+        A process that uses no processor time is given up after 10 s. A busy process is late after
+        10 s, and given up after 60 s.
         """
         now = time.monotonic()
         status = read_process(self._pid)  # None if it cannot be read; it then counts as idle
@@ -57,4 +64,8 @@ class LateEnd:
 
         has_taken_too_long = now - self._began >= GIVE_UP_BUSY_AFTER_S
         has_been_idle_for_too_long = now - self._last_change >= GIVE_UP_IDLE_AFTER_S
-        return has_taken_too_long or has_been_idle_for_too_long
+        if has_taken_too_long or has_been_idle_for_too_long:
+            return Progress.GIVEN_UP
+
+        is_late = now - self._began >= GIVE_UP_IDLE_AFTER_S
+        return Progress.LATE if is_late else Progress.IN_TIME

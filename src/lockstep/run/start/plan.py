@@ -137,7 +137,8 @@ class LaunchPlan:
         if script.local_rank_flag:
             # torchrun also replaces the macro by the local rank.
             local_rank = [f"{script.local_rank_flag}={LOCAL_RANK_MACRO}"]
-        return shlex.join(["torchrun", *self.flags, script.path, *local_rank, *script.arguments])
+        flags = self.flags  # for a module, torchrun's flag --module is among them
+        return shlex.join(["torchrun", *flags, script.path, *local_rank, *script.arguments])
 
 
 def choose_nproc(asked: int | str, cores: int, gpus: int) -> int:
@@ -166,23 +167,27 @@ def choose_nproc(asked: int | str, cores: int, gpus: int) -> int:
             "give a number, or --nproc cpu (one a core)",
         )
 
-    try:
-        number = int(asked)
-    except ValueError:
-        # torchrun knows the names of other devices, such as `xpu`.
-        from torch.distributed.run import determine_local_world_size
+    number = _parse_number(asked)
+    if number is None or number < 1:
+        raise SettingError(
+            f"--nproc {asked}",
+            "not a number of processes",
+            "give 1 or more, auto, gpu or cpu",
+        )
+    return number
 
-        number = 0  # not a valid number, unless torchrun knows better
-        with suppress(ValueError):
-            number = int(determine_local_world_size(str(asked)))
 
-    if number >= 1:
-        return number
-    raise SettingError(
-        f"--nproc {asked}",
-        "not a number of processes",
-        "give 1 or more, auto, gpu or cpu",
-    )
+def _parse_number(asked: int | str) -> int | None:
+    """Returns how many processes a number or a name stands for; None if it is neither."""
+    with suppress(ValueError):
+        return int(asked)
+
+    # torchrun knows the names of other devices, such as `xpu`.
+    from torch.distributed.run import determine_local_world_size
+
+    with suppress(ValueError):
+        return int(determine_local_world_size(str(asked)))
+    return None
 
 
 def threads_per_process(cores: int, nproc: int) -> int:

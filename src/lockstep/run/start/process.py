@@ -16,8 +16,8 @@ from typing import Literal
 from lockstep.errors import EXIT_SIGNAL
 from lockstep.run.start.process_memory import (
     OomCounts,
-    kernel_log_on,
     oom_between,
+    oom_message_of,
     read_oom_counts,
 )
 from lockstep.run.start.terminal_lines import RecentOutput, read_last_lines
@@ -138,20 +138,23 @@ def spawned_ranks(process: Process) -> list[Process]:
     if not groups:
         return []
 
-    # The first number counts the calls, so the last name is that of the last call. The second
-    # number is that of the processes.
+    # A folder is named "own_CALL_COUNT", after the number of the call of `spawn` and the number of
+    # processes that the call has started. The last name is that of the last call.
     group = groups[-1]
-    count = int(group.name.rpartition("_")[2])
+    _, _, count = group.name.rpartition("_")
 
     processes = []
-    for index in range(count):
+    for index in range(int(count)):
         folder = group / f"rank_{index}"
         heartbeat = read_heartbeat(Evidence.in_folder(folder).heartbeat)
         if heartbeat is None:  # this rank has not begun yet
             return []
         code = 0 if (folder / RETURNED_FILE).exists() else None  # None: it is running
         # On one machine, the rank and the local rank are the same.
-        processes.append(Process(index, index, folder, heartbeat.pid, code))
+        process_of_rank = Process(
+            rank=index, local_rank=index, folder=folder, pid=heartbeat.pid, code=code
+        )
+        processes.append(process_of_rank)
 
     have_all_returned = all(spawned.code == 0 for spawned in processes)
     if have_all_returned or (group / NOT_ONE_GROUP_FILE).exists():
@@ -232,7 +235,7 @@ def exit_status_of(process: Process, before: OomCounts, root: Path = Path("/")) 
         # says which one, but may not be readable.
         oom = oom_between(before, read_oom_counts(root))
         if oom is not None and process.pid:
-            oom_detail = kernel_log_on(process.pid, root)
+            oom_detail = oom_message_of(process.pid, root)
             if oom_detail:
                 oom = "certain"
 

@@ -48,21 +48,30 @@ def drop_program() -> None:
     sys.last_value = None
     sys.last_traceback = None
 
-    # A `__del__` method, or a thread that is still running, may fail without the data. That is of
-    # no interest to the user.
+    _silence_errors_of_missing_data()
+    _delete_variables_of_script()
+    gc.collect()
+    ctypes.CDLL(None).fflush(None)  # writes the open files of C libraries
+
+
+def _silence_errors_of_missing_data() -> None:
+    """Hides the exceptions of `__del__` methods, and of threads that are still running.
+
+    They may fail without the program's data, which is of no interest to the user.
+    """
     sys.unraisablehook = lambda _: None
     threading.excepthook = lambda _: None
 
-    # Delete the global variables of the script, such as its model. Modules, functions and classes
-    # are kept, because a `__del__` method may use them.
-    names = vars(sys.modules["__main__"])
-    for name, value in list(names.items()):
-        if not isinstance(value, types.ModuleType | types.FunctionType | type):
-            del names[name]
-    value = None  # drops this function's own reference to the last value
 
-    gc.collect()
-    ctypes.CDLL(None).fflush(None)  # writes the open files of C libraries
+def _delete_variables_of_script() -> None:
+    """Deletes the global variables of the script, such as its model.
+
+    Modules, functions and classes are kept, because a `__del__` method may use them.
+    """
+    variables = vars(sys.modules["__main__"])
+    for name, value in list(variables.items()):
+        if not isinstance(value, types.ModuleType | types.FunctionType | type):
+            del variables[name]
 
 
 def exit_now(code: int) -> NoReturn:

@@ -73,7 +73,7 @@ def _has_grown(before: int | None, after: int | None) -> bool:
     return before is not None and after is not None and after > before
 
 
-def kernel_log_on(pid: int, root: Path = Path("/")) -> str | None:
+def oom_message_of(pid: int, root: Path = Path("/")) -> str | None:
     """Finds the message in the kernel's log that process `pid` was killed for lack of memory.
 
     The log contains the process ids of the machine itself, which differ from those in a container.
@@ -84,7 +84,12 @@ def kernel_log_on(pid: int, root: Path = Path("/")) -> str | None:
     # Matches "Memory cgroup out of memory: Killed process 42 (python) total-vm:9kB" in the record
     # "3,900,99,-;Memory cgroup out of memory: Killed process 42 (python) total-vm:9kB".
     pattern = re.compile(rf"[^;\n]*[Oo]ut of memory: Killed process {pid} .*")
+    messages = pattern.findall("\n".join(_kernel_log_records(root)))
+    return str(messages[-1]).strip() if messages else None
 
+
+def _kernel_log_records(root: Path) -> list[str]:
+    """Returns the records of the kernel's log, the oldest first; empty if it may not be read."""
     records: list[str] = []
     try:
         with open(root / "dev/kmsg", "rb", buffering=0, opener=_open_non_blocking) as log:
@@ -93,14 +98,12 @@ def kernel_log_on(pid: int, root: Path = Path("/")) -> str | None:
                     record = log.read(8192)  # each read returns one record
                 except BrokenPipeError:  # the record was overwritten; the next one can be read
                     continue
-                if not record:  # that was the last one
+                if not record:  # the end of a file, which tests use
                     break
                 records.append(record.decode(errors="replace"))
-    except OSError:  # BlockingIOError after the last record, or the log may not be read
+    except OSError:  # the log may not be read, or (BlockingIOError) the last record was read
         pass
-
-    messages = pattern.findall("\n".join(records))
-    return str(messages[-1]).strip() if messages else None
+    return records
 
 
 def _open_non_blocking(path: str, flags: int) -> int:

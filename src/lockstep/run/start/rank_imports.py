@@ -17,35 +17,41 @@ def without_garbage_collection() -> Iterator[None]:
 
     While torch is imported, the collector would go through all of torch's objects again and again,
     which takes longer than the import itself.
-
-    Ctrl-C raises a KeyboardInterrupt in the block. A module that is being imported may catch it
-    together with other exceptions, so it is raised again at the end of the block.
     """
     was_enabled = gc.isenabled()
-    was_interrupted = threading.Event()
+    with _interrupt_ends_block():
+        gc.disable()
+        try:
+            yield
+        finally:
+            if was_enabled:
+                gc.enable()
 
-    # Replace the handler of SIGINT if it is Python's own. One that the user has set stays in place,
-    # and other threads cannot set any.
-    handles_interrupt = (
-        threading.current_thread() is threading.main_thread()
-        and signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    )
+
+@contextlib.contextmanager
+def _interrupt_ends_block() -> Iterator[None]:
+    """Makes Ctrl-C end a block of imports with a KeyboardInterrupt, even if a module catches it.
+
+    A module may catch it together with other exceptions, so it is raised again when the block ends.
+    """
+    # Only the main thread may set handlers, and a handler that the user has set stays in place.
+    is_main_thread = threading.current_thread() is threading.main_thread()
+    has_default_handler = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if not is_main_thread or not has_default_handler:
+        yield
+        return
+
+    was_interrupted = threading.Event()
 
     def interrupt(number: int, frame: types.FrameType | None) -> None:
         was_interrupted.set()
         raise KeyboardInterrupt
 
-    gc.disable()
-    if handles_interrupt:
-        signal.signal(signal.SIGINT, interrupt)
-
+    signal.signal(signal.SIGINT, interrupt)
     try:
         yield
     finally:
-        if handles_interrupt:
-            signal.signal(signal.SIGINT, signal.default_int_handler)
-        if was_enabled:
-            gc.enable()
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
     if was_interrupted.is_set():
         raise KeyboardInterrupt

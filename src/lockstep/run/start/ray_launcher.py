@@ -21,7 +21,7 @@ from lockstep.errors import LockstepError
 from lockstep.run.machines import ray_call
 from lockstep.run.machines.ray_call import CallFacts, CallOutcome
 from lockstep.run.start.machine import read_machine
-from lockstep.run.start.plan import LaunchSpec, make_plan
+from lockstep.run.start.plan import LaunchPlan, LaunchSpec, make_plan
 from lockstep.run.start.spawn import run_in_fresh_processes, run_sent_call
 from lockstep.run.start.worker import Script
 
@@ -32,15 +32,14 @@ PICKLER = "ray.cloudpickle"
 def main(arguments: Sequence[str]) -> int:
     """Runs the ranks of this node, and writes the outcome into the folder of the call.
 
-    While they run the folder does not exist, so nothing stays behind if this process is killed.
-
     Returns:
         The exit code.
     """
     folder = Path(os.environ.pop(ray_call.FOLDER_VARIABLE))
     content = (folder / ray_call.CALL_NAME).read_bytes()
-    shutil.rmtree(folder)
 
+    # While the ranks run there is no folder, so nothing stays behind if this process is killed.
+    shutil.rmtree(folder)
     outcome = _run(content, arguments)
     folder.mkdir(mode=0o700)
     with open(folder / ray_call.OUTCOME_NAME, "wb") as file:
@@ -53,31 +52,41 @@ def _run(content: bytes, arguments: Sequence[str]) -> CallOutcome:
     facts = ray_call.read_facts(content)
     facts.apply()
     try:
-        return CallOutcome(values=_returned_values(content, facts, arguments))
+        return CallOutcome(values=_run_ranks(content, facts, arguments))
     except LockstepError as error:
         return CallOutcome(error=error)
 
 
-def _returned_values(content: bytes, facts: CallFacts, arguments: Sequence[str]) -> list[Any]:
-    """Runs the ranks, and returns the pickled value of each.
+def _run_ranks(content: bytes, facts: CallFacts, arguments: Sequence[str]) -> list[Any]:
+    """Runs the ranks of this node until they end, and returns the pickled value of each.
 
     Args:
-        content: the file with the call, as it was sent to this node.
+        content: the file with the call, as it was sent to this node: the user's function and its
+            arguments, behind the facts.
         facts: the first part of that file.
         arguments: the arguments of this launcher: --nproc and torchrun's flags.
     """
+    plan = _make_plan(facts, arguments)
+
+    # What a rank runs: `run_sent_call`, which calls the user's function.
+    pickled_call = pickle.dumps(functools.partial(run_sent_call, content))
+    modules_to_import = {*facts.modules, PICKLER}
+    return run_in_fresh_processes(
+        pickled_call,
+        modules_to_import,
+        plan,
+        facts.launch_text,  # the call of `lockstep.launch` as the user wrote it, for errors
+    )
+
+
+def _make_plan(facts: CallFacts, arguments: Sequence[str]) -> LaunchPlan:
+    """Plans the ranks of this node; the arguments are those of `_run_ranks`."""
     nproc_argument, *torchrun = arguments
     nproc = int(nproc_argument.removeprefix("--nproc="))
-    script = Script(path=facts.name)
-    spec = LaunchSpec(script=script, torchrun=tuple(torchrun))
+    spec = LaunchSpec(script=Script(path=facts.name), torchrun=tuple(torchrun))
     one_node = "--standalone" in torchrun
     plan = make_plan(spec, read_machine(), os.environ, nproc, one_node=one_node)
-    plan = replace(plan, timeout=facts.timeout, keyboard=False, launcher="lockstep.launch")
-
-    # Each rank reads the user's function and its arguments from the content of the file.
-    pickled_call = pickle.dumps(functools.partial(run_sent_call, content))
-    modules = {*facts.modules, PICKLER}
-    return run_in_fresh_processes(pickled_call, modules, plan, facts.launch_text)
+    return replace(plan, timeout=facts.timeout, keyboard=False, launcher="lockstep.launch")
 
 
 if __name__ == "__main__":

@@ -25,30 +25,15 @@ def make_folder(log_dir: str | None, name: str) -> Path:
         SettingError: nothing can be written there.
     """
     try:
-        if log_dir:
-            parent = Path(log_dir)
-            mode = 0o777
-        else:
-            parent = Path(tempfile.gettempdir(), f"lockstep-logs-{os.getuid()}")
-            mode = 0o700
-
-        parent = parent.absolute()  # the ranks may change their working directory
-        parent.mkdir(parents=True, exist_ok=True, mode=mode)
-
-        # Another user may have made the folder of this name, and could read the logs there or
-        # replace them. Then the temporary folder itself is used.
-        belongs_to_another_user = parent.stat().st_uid != os.getuid()
-        if not log_dir and belongs_to_another_user:
-            parent = parent.parent
-
+        parent = _make_parent_folder(log_dir)
         stamp = time.strftime("%Y%m%d-%H%M%S")
         prefix = f"{name[:_MAX_NAME_CHARACTERS]}-{stamp}-"
         folder = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
 
         # A full disk is noticed here, before anything is started.
-        probe = folder / "room"
-        probe.write_bytes(bytes(_PROBE_BYTES))
-        probe.unlink()
+        space_probe = folder / "room"
+        space_probe.write_bytes(bytes(_PROBE_BYTES))
+        space_probe.unlink()
         return folder
     except OSError as error:
         raise SettingError(
@@ -56,3 +41,20 @@ def make_folder(log_dir: str | None, name: str) -> Path:
             str(error),
             "name a folder in which you may write: --log-dir FOLDER",
         ) from None
+
+
+def _make_parent_folder(log_dir: str | None) -> Path:
+    """Makes the folder in which the folders of all runs are, if it does not exist yet."""
+    # The paths are absolute, as the ranks may change their working directory.
+    if log_dir:
+        parent = Path(log_dir).absolute()
+        parent.mkdir(parents=True, exist_ok=True)
+        return parent
+
+    parent = Path(tempfile.gettempdir(), f"lockstep-logs-{os.getuid()}").absolute()
+    parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+
+    # Another user may have made a folder of this name, and could read the logs there or replace
+    # them. Then the temporary folder itself is used.
+    belongs_to_another_user = parent.stat().st_uid != os.getuid()
+    return parent.parent if belongs_to_another_user else parent

@@ -39,7 +39,7 @@ from lockstep.run.start.plan import (
 )
 from lockstep.run.start.rank_imports import import_for_ranks, without_garbage_collection
 from lockstep.run.start.run_folder import make_folder
-from lockstep.run.start.source_hints import SourceHints, hidden_by, read_script
+from lockstep.run.start.source_hints import SourceHints, modules_hidden_by_loaded, read_script
 from lockstep.run.start.step_memory import check_keep_in_memory
 from lockstep.run.start.torchrun_flags import check_flags, node_numbers, parse_flags
 from lockstep.run.start.worker import LOCAL_RANK_MACRO, Command, Script
@@ -106,7 +106,7 @@ def run_script(spec: LaunchSpec, announce: Callable[[str], None]) -> int:
         zygote = Zygote(lambda: worker.run_and_exit(script), spares)
         try:
             with without_garbage_collection():
-                from lockstep.run.start.agent import launch_agent
+                from lockstep.run.start.agent import run_agent
                 from lockstep.run.watch.failure_report import render_failure
 
                 plan, flags = _plan_on_this_machine(request.spec, environ)
@@ -130,7 +130,7 @@ def run_script(spec: LaunchSpec, announce: Callable[[str], None]) -> int:
 
             imports = [] if cold_reason else request.hints.imports
             start_zygote = partial(_start_another_zygote, script, plan, imports)
-            agent = launch_agent(plan, flags, zygote, folder, start_zygote)
+            agent = run_agent(plan, flags, zygote, folder, start_zygote)
         finally:
             zygote.close()
 
@@ -208,16 +208,21 @@ def _read_request(spec: LaunchSpec, environ: Mapping[str, str]) -> _Request:
         check_script(script)
         hints = read_script(script)
 
-    # The name of the argument by which the script takes its local rank, if it does.
-    if spec.local_rank_argument is None:  # the user does not say, but the script's source does
-        local_rank_flag = hints.local_rank_flag
-    elif spec.local_rank_argument == "none":  # the user says that there is no such argument
-        local_rank_flag = None
-    else:  # the user has named it
-        local_rank_flag = f"--{spec.local_rank_argument}"
-
-    script = replace(script, local_rank_flag=local_rank_flag)
+    script = replace(script, local_rank_flag=_local_rank_flag(spec, hints))
     return _Request(replace(spec, script=script), flags, hints)
+
+
+def _local_rank_flag(spec: LaunchSpec, hints: SourceHints) -> str | None:
+    """Returns the argument by which the script takes its local rank, such as `--local-rank`.
+
+    Returns:
+        None if it takes none.
+    """
+    if spec.local_rank_argument is None:  # the user does not say, but the script's source does
+        return hints.local_rank_flag
+    if spec.local_rank_argument == "none":  # the user says that there is no such argument
+        return None
+    return f"--{spec.local_rank_argument}"  # the user has named it
 
 
 def _parse_flags(spec: LaunchSpec) -> argparse.Namespace:
@@ -295,20 +300,28 @@ def _check_names_beside(script: Script, command: str) -> None:
         SettingError: there is such a module.
     """
     for name in (THIS_PACKAGE, "torch", "numpy"):
-        spec = importlib.util.find_spec(name)
-        installed = None if spec is None or spec.origin is None else Path(spec.origin).resolve()
+        installed_file = _installed_file(name)
+        advice = "rename it"
+        if name == THIS_PACKAGE:
+            advice = "rename it, or start the script with torchrun"
+
         for path in (Path(script.folder, f"{name}.py"), Path(script.folder, name, "__init__.py")):
             # The package may lie beside the script itself, as in a clone of its source.
-            if not path.is_file() or path.resolve() == installed:
-                continue
-            do = "rename it"
-            if name == THIS_PACKAGE:
-                do = "rename it, or start the script with torchrun"
-            raise SettingError(
-                f"{command} {script.path}",
-                f"{path} has the name of the package {name}, which each rank imports",
-                do,
-            )
+            is_package_itself = path.resolve() == installed_file
+            if path.is_file() and not is_package_itself:
+                raise SettingError(
+                    f"{command} {script.path}",
+                    f"{path} has the name of the package {name}, which each rank imports",
+                    advice,
+                )
+
+
+def _installed_file(package: str) -> Path | None:
+    """Returns the file that Python finds for a package; None if there is none."""
+    spec = importlib.util.find_spec(package)
+    if spec is None or spec.origin is None:
+        return None
+    return Path(spec.origin).resolve()
 
 
 def _check_module(name: str, command: str) -> None:
@@ -322,25 +335,29 @@ def _check_module(name: str, command: str) -> None:
 
 
 def _check_no_interpreter(script: Script, command: str) -> None:
-    """Checks that what was given as the script is not `python`, with the script behind it.
+    """Refuses a command such as `lockstep run python train.py`, which should not name `python`.
 
     Raises:
-        SettingError: it is.
+        SettingError: the script is the Python interpreter, with another script or a module among
+            its arguments.
     """
-    if not INTERPRETER_PATTERN.fullmatch(Path(script.path).name):
+    is_interpreter = INTERPRETER_PATTERN.fullmatch(Path(script.path).name) is not None
+    if not is_interpreter:
         return
 
-    # Options of the interpreter such as -u may stand between, as in `python -u train.py`.
     for position, argument in enumerate(script.arguments):
-        if argument == "-m" or not argument.startswith("-"):
-            rest = " ".join(script.arguments[position : position + 2])
-            if argument != "-m":
-                rest = argument
-            raise SettingError(
-                f"{command} {script.path}",
-                f"{command} starts the Python interpreter itself",
-                f"leave {script.path} out: {command} {rest}",
-            )
+        if argument == "-m":
+            suggestion = " ".join(script.arguments[position : position + 2])  # -m MODULE
+        elif argument.startswith("-"):  # another option of the interpreter: python -u train.py
+            continue
+        else:
+            suggestion = argument
+
+        raise SettingError(
+            f"{command} {script.path}",
+            f"{command} starts the Python interpreter itself",
+            f"leave {script.path} out: {command} {suggestion}",
+        )
 
 
 def _check_path(script: Script, command: str) -> None:
@@ -359,8 +376,8 @@ def _check_path(script: Script, command: str) -> None:
     if path.exists():
         return
 
-    _check_no_interpreter(script, command)
-    if name.startswith(DASHES):
+    _check_no_interpreter(script, command)  # lockstep run python train.py
+    if name.startswith(DASHES):  # an option that was copied from a blog
         option = name.lstrip("-" + "".join(DASHES))
         raise SettingError(
             f"{command} {name}",
@@ -407,9 +424,10 @@ def _plan_on_this_machine(
     # argument: `--dist-url=tcp://10.0.0.1:1234`. Find the network interface that leads there.
     meeting_interface = None
     host = meeting_host(spec.script.arguments)  # "10.0.0.1"; None without such an argument
-    own_address = address_reaching(host)  # this machine's address on a connection to the host
-    if own_address is not None:
-        meeting_interface = interface_of(own_address)
+    if host is not None:
+        own_address = address_reaching(host)  # this machine's address on a connection to the host
+        if own_address is not None:
+            meeting_interface = interface_of(own_address)
 
     _, most_nodes = node_numbers(flags.nnodes)
     plan = make_plan(
@@ -441,7 +459,7 @@ def _with_source_hints(plan: LaunchPlan, hints: SourceHints, cold_reason: str | 
     script_spawns_ranks = hints.spawns_ranks and is_only_rank
     if script_spawns_ranks:
         notes.append("the script starts its own processes")
-    elif plan.script.local_rank_flag is not None:
+    elif plan.script.local_rank_flag is not None:  # a script that spawns its ranks gets no flag
         notes.append(f"the script is given {plan.script.local_rank_flag}")
 
     return replace(plan, notes=tuple(notes), script_spawns_ranks=script_spawns_ranks)
@@ -479,25 +497,27 @@ def _why_not_copied(script: Script) -> str | None:
     Returns:
         A text that names these modules, or None if there are none.
     """
-    hidden = hidden_by(script.folder, sys.modules)
+    hidden = modules_hidden_by_loaded(script.folder, sys.modules)
     return f"{', '.join(hidden)} beside the script" if hidden else None
 
 
 def _fresh_command(script: Script, flags: argparse.Namespace) -> Command:
     """Returns the command that a cold rank executes, with the variables that it needs."""
-    python = os.environ.get("PYTHON_EXEC", sys.executable)
     numa = flags.numa_binding
     if _is_program(flags):  # --no-python: it is not a script of Python
         return Command((script.path, *script.arguments), environment={}, numa=numa)
 
-    # Another interpreter may have neither Lockstep nor this version of Python. So it runs the
-    # script directly, without anything of Lockstep's before it.
+    # With torchrun's variable PYTHON_EXEC the user has chosen another interpreter, which may have
+    # neither Lockstep nor this version of Python. So it runs the script directly.
+    python = os.environ.get("PYTHON_EXEC", sys.executable)
     if python != sys.executable:
         module_flag = ("-m",) if script.module else ()
-        line = (python, "-u", *module_flag, script.path, *script.arguments)
-        return Command(line, environment={}, numa=numa)
+        words = (python, "-u", *module_flag, script.path, *script.arguments)
+        return Command(words, environment={}, numa=numa)
 
-    return worker.fresh_interpreter(script)._replace(numa=numa)
+    # This interpreter first does what a rank needs of Lockstep.
+    command = worker.fresh_interpreter(script)
+    return Command(command.words, command.environment, numa=numa)
 
 
 # The launcher's own process
@@ -509,19 +529,21 @@ def _open_closed_streams() -> None:
     Otherwise the next file or socket of the launcher would get the number of that stream (0, 1 or
     2), and the ranks, which inherit it, would read or write it as their standard stream.
     """
-    for number, name in enumerate(("stdin", "stdout", "stderr")):
+    for descriptor, name in enumerate(("stdin", "stdout", "stderr")):
         try:
-            os.fstat(number)
+            os.fstat(descriptor)
         except OSError:
-            # The system gives it the lowest free number. That is this one, as the numbers below it
-            # are open, or were opened in the turns before.
+            # `os.open` returns the lowest free descriptor. That is `descriptor`, as all lower ones
+            # are open by now.
             os.open(os.devnull, os.O_RDWR)
-            os.set_inheritable(number, True)
+            os.set_inheritable(descriptor, True)
 
-        if getattr(sys, name) is None:  # Python has found it closed
-            # With closefd=False, the number stays in use when the Python object is freed.
-            mode = "r" if number == 0 else "w"
-            stream = open(number, mode, closefd=False)  # noqa: SIM115
+        # Python has set `sys.stdin` to None, for example, if it was closed when Python started.
+        was_closed_at_start = getattr(sys, name) is None
+        if was_closed_at_start:
+            # With closefd=False, the descriptor stays open when the Python object is freed.
+            mode = "r" if descriptor == 0 else "w"
+            stream = open(descriptor, mode, closefd=False)  # noqa: SIM115
             setattr(sys, name, stream)
             setattr(sys, f"__{name}__", stream)
 

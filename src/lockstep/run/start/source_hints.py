@@ -125,8 +125,7 @@ def read_source(source: str) -> SourceHints:
             imports.append(module)
 
     # A script may start the ranks itself. But if it reads RANK, it is a rank, and the processes
-    # that it starts are helpers. The variables say whether it also tells its processes where to
-    # meet.
+    # that it starts are helpers.
     spawns_ranks = _starts_processes(tree, variables) and not _reads_rank(nodes)
 
     return SourceHints(
@@ -228,7 +227,9 @@ def _starts_processes(tree: ast.AST, variables: set[str]) -> bool:
 
     if "spawn" in called or "start_processes" in called:
         return True
-    # A `Process` may be for anything, unless the script also says where the processes meet.
+
+    # A `Process` may be for anything. It is a rank if the script also sets the variable that tells
+    # its processes where to meet.
     return "Process" in called and "MASTER_PORT" in variables
 
 
@@ -239,20 +240,17 @@ def _nodes_that_certainly_run(tree: ast.AST) -> list[ast.AST]:
     functions whose names are not mentioned by code that certainly runs. The bodies of loops and of
     `try` are assumed to run.
     """
-    functions = {node.name: node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+    unseen_functions = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef):
+            unseen_functions[node.name] = node
+
     nodes: list[ast.AST] = []
     pending = [tree]
     while pending:
         node = pending.pop()
         nodes.append(node)
-
-        # If this node is the name of a function, the body of that function is assumed to run as
-        # well: the name may be called, or passed on, as in `mp.spawn(train)`. The function is
-        # removed from the table, so that its body is added only once.
-        name = _last_name(node)  # empty if the node is no name
-        function = functions.pop(name, None)
-        if function is not None:
-            pending.extend(function.body)
+        pending += _body_of_named_function(node, unseen_functions)
 
         for child in ast.iter_child_nodes(node):
             if isinstance(child, ast.FunctionDef):
@@ -264,6 +262,23 @@ def _nodes_that_certainly_run(tree: ast.AST) -> list[ast.AST]:
             pending.append(child)
 
     return nodes
+
+
+def _body_of_named_function(
+    node: ast.AST, unseen_functions: dict[str, ast.FunctionDef]
+) -> list[ast.stmt]:
+    """Returns the body of the function that a node names, which is assumed to run as well.
+
+    The name may be called, or passed on as in `mp.spawn(train)`.
+
+    Args:
+        node: any node.
+        unseen_functions: the functions of the script by name. The named one is removed, so that its
+            body is returned only once.
+    """
+    name = _last_name(node)  # empty if the node is no name
+    function = unseen_functions.pop(name, None)
+    return [] if function is None else function.body
 
 
 def _is_spawn_of_generator(call: ast.Call) -> bool:
@@ -287,7 +302,7 @@ def _last_name(node: ast.AST) -> str:
 # Modules beside the script
 
 
-def hidden_by(folder: str, loaded: Mapping[str, ModuleType]) -> list[str]:
+def modules_hidden_by_loaded(folder: str, loaded: Mapping[str, ModuleType]) -> list[str]:
     """Finds modules beside a script whose names are taken by modules that are already imported.
 
     A fresh interpreter would import the module beside the script. A copy of a warm process would
@@ -312,7 +327,6 @@ def hidden_by(folder: str, loaded: Mapping[str, ModuleType]) -> list[str]:
         if not is_module or is_program:
             continue
 
-        # A module that was not imported (None) is not from elsewhere, and hides nothing.
         name = path.name.partition(".")[0]  # "a" for "a.cpython-312-x86_64-linux-gnu.so"
         module = loaded.get(name)
         if _is_from_elsewhere(module, path.parent.resolve()):
@@ -328,11 +342,15 @@ def _is_from_elsewhere(module: ModuleType | None, folder: Path) -> bool:
         module: the imported module; None if no module of the name was imported.
         folder: the script's folder.
     """
-    # Python finds built-in modules, which have no file, and frozen modules before it searches any
-    # folder. So a fresh interpreter would use them too, and not a file of the name in the folder.
+    if module is None:  # it was not imported, so it hides nothing
+        return False
+
+    # Python finds modules that are built in or frozen before it searches any folder. So a fresh
+    # interpreter would use them too, and not a file of the name in the folder.
     file = getattr(module, "__file__", None)
-    is_frozen = getattr(getattr(module, "__spec__", None), "origin", None) == "frozen"
-    if file is None or is_frozen:
+    spec = getattr(module, "__spec__", None)
+    is_frozen = getattr(spec, "origin", None) == "frozen"
+    if file is None or is_frozen:  # without a file, it is built in
         return False
 
     # The file of a package `numpy` in the folder is `folder/numpy/__init__.py`.

@@ -27,7 +27,7 @@ import signal
 import subprocess
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -226,7 +226,7 @@ def _run_with_zygote(
     with contextlib.closing(zygote):
         # These imports take long. They come after the zygote is started, which imports torch in
         # the meantime.
-        from lockstep.run.start.agent import launch_agent
+        from lockstep.run.start.agent import run_agent
         from lockstep.run.start.torchrun_flags import parse_flags
 
         flags = parse_flags(plan.arguments)
@@ -234,7 +234,7 @@ def _run_with_zygote(
         keep_folder = flags.log_dir is not None
         folder = make_folder(flags.log_dir, plan.script.path)
         try:
-            agent = launch_agent(plan, flags, zygote, folder, start_zygote)
+            agent = run_agent(plan, flags, zygote, folder, start_zygote)  # until the ranks end
             _raise_if_interrupted(agent)
             return _returned_values(agent, launch_text, plan.timeout)
         except RankFailedError:
@@ -256,10 +256,7 @@ def _refuse_inside_a_rank() -> None:
     if "RANK" not in os.environ:
         return
 
-    # A process that multiprocessing has started has this attribute while it imports the script. A
-    # rank has it too, as `_read_call` sets it.
-    is_importing_script = getattr(multiprocessing.current_process(), "_inheriting", False)
-    if is_importing_script:
+    if _is_importing_main_script():
         raise NoMainGuard(1)  # the exit code of the rank
 
     # Without WORLD_SIZE, RANK may be a variable of another program.
@@ -286,24 +283,17 @@ def _pickle_if_possible(call: FunctionCall) -> tuple[bytes | None, str]:
     except Exception as error:  # pickle, and a reducer of the user's, may raise anything
         return None, f"it cannot be sent to a fresh process ({error})"
 
+    # A fresh process imports the user's program as its module `__main__`, by name or from its file.
     main = sys.modules["__main__"]
-    file = getattr(main, "__file__", None)
+    file = getattr(main, "__file__", None)  # None at the prompt and in a notebook
     was_started_as_module = getattr(main, "__spec__", None) is not None  # by `python -m`
-    if was_started_as_module:
+    can_import_main = was_started_as_module or (file is not None and Path(file).is_file())
+
+    # At the prompt and in a notebook, it imports nothing if the call uses nothing from there. But
+    # it would always try to import the file "<stdin>", which a program from standard input has.
+    must_import_main = file is not None or b"__main__" in pickled
+    if can_import_main or not must_import_main:
         return pickled, ""
-
-    if file is None:
-        # At the prompt or in a notebook, a fresh process can run the call if it uses nothing that
-        # was defined there, which would be in the module `__main__`.
-        uses_main = b"__main__" in pickled
-        if not uses_main:
-            return pickled, ""
-    elif Path(file).is_file():
-        return pickled, ""  # it is the user's script, which a fresh process imports
-
-    # Two cases are left: at the prompt or in a notebook, the call uses what was defined there; or
-    # the code comes from standard input, whose file is "<stdin>". In the second case, a fresh
-    # process would fail to import that file even if the call uses nothing that was defined there.
     return None, "there is no script file that a fresh process could import"
 
 
@@ -357,13 +347,15 @@ def _probable_imports(fn: Callable[..., Any]) -> set[str]:
 
     They are those that this process has imported, and those that the function's source mentions.
     """
+    imports = set(large_modules(sys.modules))
     try:
-        source_path = inspect.getsourcefile(inspect.unwrap(fn)) or os.devnull
+        source_path = inspect.getsourcefile(inspect.unwrap(fn))
     except (TypeError, OSError):  # it is not a Python function
-        source_path = os.devnull  # an empty file
+        source_path = None
 
-    hints = read_script(worker.Script(path=source_path))
-    return {*large_modules(sys.modules), *hints.imports}
+    if source_path is not None:
+        imports.update(read_script(worker.Script(path=source_path)).imports)
+    return imports
 
 
 def _start_fresh_zygote(modules: Iterable[str], pickled_call: bytes, plan: LaunchPlan) -> Zygote:
@@ -374,12 +366,7 @@ def _start_fresh_zygote(modules: Iterable[str], pickled_call: bytes, plan: Launc
         pickled_call: the pickled call, which the ranks read from a file without a name.
         plan: the plan of the run.
     """
-    # The data that multiprocessing passes to a new process before it imports the script: sys.path,
-    # sys.argv and so on. One item is a secret key, of a type that refuses to be pickled unless
-    # multiprocessing itself is starting a process. So the key is passed as plain bytes. It stays
-    # secret, as the file has no name.
-    preparation = multiprocessing.spawn.get_preparation_data("")
-    preparation["authkey"] = bytes(preparation["authkey"])
+    preparation = _preparation_data()
     import_path = [entry for entry in preparation["sys_path"] if isinstance(entry, str)]
 
     with unnamed_file() as file:
@@ -392,6 +379,18 @@ def _start_fresh_zygote(modules: Iterable[str], pickled_call: bytes, plan: Launc
         arguments = [json.dumps(import_path), json.dumps(sorted(modules)), str(file.fileno())]
         command = [python, *options, "-c", _FRESH_ZYGOTE_PROGRAM, *arguments]
         return FreshZygote(command, {**os.environ, **plan.environment}, [file.fileno()])
+
+
+def _preparation_data() -> dict[str, Any]:
+    """Returns what multiprocessing tells a new process before that imports the script.
+
+    It is `sys.path`, `sys.argv` and so on, and a secret key. The key is of a type that can only be
+    pickled while multiprocessing itself starts a process, so it is replaced by plain bytes. It
+    stays secret, as the file that it is written to has no name.
+    """
+    preparation: dict[str, Any] = multiprocessing.spawn.get_preparation_data("")
+    preparation["authkey"] = bytes(preparation["authkey"])
+    return preparation
 
 
 # How the run ended
@@ -408,10 +407,10 @@ def _raise_if_interrupted(agent: Agent) -> None:
         # The signal is what ended the ranks: it was sent to this process or, if it was Ctrl-C, to
         # the only rank. The exit code is EXIT_SIGNAL plus the number of the signal.
         exit_code = agent.failure.exit_code
-    elif agent.interrupted is not None:
+    elif agent.received_signal is not None:
         # This process was sent the signal, but the signal is not what ended the ranks: none had
         # been started yet, or another failure had ended them before.
-        exit_code = EXIT_SIGNAL + agent.interrupted.signal
+        exit_code = EXIT_SIGNAL + agent.received_signal.signal
     else:
         return
 
@@ -561,6 +560,9 @@ def _returned_value(folder: Path, rank: int, launch_text: str) -> Any:
 def run_copy(call: FunctionCall) -> NoReturn:
     """Runs the call as a rank in this process, a copy of the launching process, and then ends the
     process.
+
+    It does so as multiprocessing does in a process that it has forked: `_bootstrap` drops the
+    children, finalizers and locks of the launching process, and calls the target.
     """
     worker.open_streams()
     torch = sys.modules.get("torch")
@@ -568,19 +570,16 @@ def run_copy(call: FunctionCall) -> NoReturn:
         # OpenMP's thread pool was not copied, and a parallel region would wait for it forever.
         torch.set_num_threads(1)
 
-    # If `_bootstrap` fails before it calls `run`, it prints the exception, and this code stays.
-    exit_code = 1
+    exit_code = 1  # stays if `_bootstrap` fails before it calls `run`, and prints the exception
 
     def run() -> None:
         nonlocal exit_code  # multiprocessing would not pass on a return value
         exit_code = worker.run_recorded(lambda folder: _run_call(call, folder))
 
-    # `_bootstrap` is what multiprocessing runs in a process that it has forked. It drops the
-    # children, finalizers and locks of the launching process, and calls `run`. `exit_now` then ends
-    # this process without calling the functions that the launching process has registered with
-    # `atexit`.
     process: Any = multiprocessing.Process(target=run, name=_process_name(), daemon=False)
     process._bootstrap()
+
+    # `exit_now` does not call what the launching process has registered with `atexit`.
     exit_now(exit_code)
 
 
@@ -611,28 +610,40 @@ def _read_call(file: int) -> FunctionCall:
     Args:
         file: descriptor of a file with two pickles: how to import the script, and the call.
     """
-    process = multiprocessing.current_process()
+    with _importing_main_script(), mmap.mmap(file, 0, access=mmap.ACCESS_READ) as mapped:
+        os.close(file)  # the mapping stays
 
-    # While a script is imported, it must neither start processes nor call `launch`. If a process
-    # has the attribute `_inheriting`, multiprocessing refuses to start processes in it, and
-    # `_refuse_inside_a_rank` refuses a call of `launch`. multiprocessing sets the attribute in the
-    # same way in the processes that it starts.
+        # `prepare` imports the script, with the search path and the arguments of the launching
+        # process. It also gives this process a name, which must be that of the rank.
+        preparation: dict[str, Any] = pickle.load(mapped)
+        preparation["name"] = _process_name()
+        multiprocessing.spawn.prepare(preparation)
+
+        call: FunctionCall = pickle.load(mapped)
+    return call
+
+
+@contextlib.contextmanager
+def _importing_main_script() -> Iterator[None]:
+    """Marks this process as one that imports the user's script, as multiprocessing does.
+
+    Within the block the script must neither start processes, which multiprocessing then refuses,
+    nor call `launch`, which `_refuse_inside_a_rank` refuses.
+    """
+    process = multiprocessing.current_process()
     process._inheriting = True  # type: ignore[attr-defined]
     try:
-        with mmap.mmap(file, 0, access=mmap.ACCESS_READ) as mapped:
-            os.close(file)
-
-            # `prepare` imports the script, with the search path and the arguments of the launching
-            # process. It also gives this process a name, which must be that of the rank.
-            preparation: dict[str, Any] = pickle.load(mapped)
-            preparation["name"] = _process_name()
-            multiprocessing.spawn.prepare(preparation)
-
-            call: FunctionCall = pickle.load(mapped)
+        yield
     finally:
         del process._inheriting  # type: ignore[attr-defined]
 
-    return call
+
+def _is_importing_main_script() -> bool:
+    """Returns True while this process, which another one has started, imports the user's script.
+
+    multiprocessing marks the processes that it has started in the same way as this module.
+    """
+    return getattr(multiprocessing.current_process(), "_inheriting", False)
 
 
 def run_sent_call(content: bytes) -> bytes:
@@ -660,8 +671,8 @@ def _run_call(call: FunctionCall, folder: Path) -> None:
             raise
         value = None  # sys.exit() without an error ends the function like a return
 
-    # A copy of the launching process runs no functions of `atexit`, so a World that the function
-    # has left open is closed here. If the module was not imported, there is none.
+    # Close a World that the function has left open. Elsewhere a function of `atexit` does that, but
+    # a copy of the launching process runs none. (After an exception, the rank ends anyway.)
     world = sys.modules.get("lockstep.world")
     if world is not None:
         world.close_current()

@@ -45,7 +45,8 @@ class StepMemory:
         """The environment variables that tell a rank the paths of the areas; empty if there are
         none.
 
-        Every rank is told all of them, as the next attempt may have fewer ranks.
+        Every rank is told the areas of all ranks: if the next attempt has fewer ranks, one of them
+        must read the areas of several.
         """
         if not self._descriptors:
             return {}
@@ -112,6 +113,5 @@ def _why_nothing_is_kept(flags: argparse.Namespace) -> tuple[str, str] | None:
             "add --max-restarts 3, for example",
         )
     if sys.platform != "linux":
-        # The error begins with the option, which "it" refers to.
-        return "this system has no memfd_create(2)", "leave it out"
+        return "this system has no memfd_create(2)", "leave the option out"
     return None

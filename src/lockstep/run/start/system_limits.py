@@ -40,17 +40,10 @@ def explain_scarcity(nproc: int) -> Iterator[None]:
         SettingError: the system refused to provide more, here or within the block.
     """
     try:
-        with contextlib.ExitStack() as opened:
-            for _ in range(_LAUNCHER_PIPES + _PIPES_PER_RANK * nproc):
-                for descriptor in os.pipe():
-                    opened.callback(os.close, descriptor)
+        _try_opening_pipes(_LAUNCHER_PIPES + _PIPES_PER_RANK * nproc)
         yield
     except (OSError, RuntimeError) as error:
-        # If no thread can be started, Python and torch raise a RuntimeError with one of these
-        # texts.
-        thread_errors = ("can't start new thread", os.strerror(errno.EAGAIN))
-        is_scarcity = getattr(error, "errno", None) in _SCARCITY_ERRORS
-        if not is_scarcity and str(error) not in thread_errors:
+        if not _is_scarcity(error):
             raise
 
         raise SettingError(
@@ -58,6 +51,21 @@ def explain_scarcity(nproc: int) -> Iterator[None]:
             f"the system gives no more: {error}",
             "raise the limits of processes, files or memory (ulimit -a), or start fewer processes",
         ) from None
+
+
+def _try_opening_pipes(count: int) -> None:
+    """Opens pipes and closes them again; raises OSError if there cannot be as many."""
+    with contextlib.ExitStack() as opened:
+        for _ in range(count):
+            for descriptor in os.pipe():
+                opened.callback(os.close, descriptor)
+
+
+def _is_scarcity(error: OSError | RuntimeError) -> bool:
+    """Returns True if an error says that the system refuses to provide more of something."""
+    # If no thread can be started, Python and torch raise a RuntimeError with one of these texts.
+    texts_of_thread_errors = ("can't start new thread", os.strerror(errno.EAGAIN))
+    return getattr(error, "errno", None) in _SCARCITY_ERRORS or str(error) in texts_of_thread_errors
 
 
 def can_hold_evidence(nproc: int) -> bool:

@@ -32,26 +32,20 @@ def last_state(line: bytes) -> bytes:
     if b"\r" not in line and b"\x1b" not in line:
         return line
 
-    # Treat an erased line like one that was drawn again as a blank: "10%" and an erasure become
-    # "10%\r \r", whose last state is " " and not "10%".
+    # An erasure counts as a state of its own, a blank: "10%" and an erasure become "10%\r \r", with
+    # the states "10%", " " and "". Nothing was drawn in an empty state, so the last one is " ".
     line = _ERASE_LINE.sub(b"\r \r", line)
     line = _CURSOR_OR_TITLE.sub(b"", line)
-    for state in reversed(line.split(b"\r")):
-        if state:  # empty between two carriage returns, where nothing was drawn
-            return state
-    return b""
+    states = [state for state in line.split(b"\r") if state]
+    return states[-1] if states else b""
 
 
 def finished_lines(text: bytes) -> tuple[list[bytes], bytes]:
     """Splits output into finished lines and the line that is not finished yet.
 
-    A line of more than a megabyte is treated as finished, so that memory does not fill up; what
-    follows is then another line. Lines that end with "cursor up" are left
-    out: a program that draws several progress bars moves up again after the lower ones.
-
     Returns:
-        The last state of each finished line, without newlines, and the unfinished line. If the
-        latter was drawn several times, only its last state is kept.
+        The last state of each finished line, without newlines; and the unfinished line, of which
+        only the last state is kept.
     """
     *lines, unfinished = text.split(b"\n")
 
@@ -65,10 +59,13 @@ def finished_lines(text: bytes) -> tuple[list[bytes], bytes]:
     last_return = drawn.rfind(b"\r")  # -1 if there is none
     unfinished = unfinished[last_return + 1 :]
 
+    # A very long line is treated as finished, so that memory does not fill up.
     if len(unfinished) > _MAX_LINE_BYTES:
         lines.append(unfinished)
         unfinished = b""
 
+    # A program with several progress bars moves the cursor up after each of the lower bars. These
+    # lines are left out: the program draws them again and again.
     shown = [last_state(line) for line in lines if not line.endswith(_CURSOR_UP)]
     return shown, unfinished
 

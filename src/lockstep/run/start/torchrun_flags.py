@@ -63,14 +63,14 @@ def parse_flags(arguments: Sequence[str]) -> argparse.Namespace:
     from torch.distributed.run import get_args_parser
 
     # torch's parser reads its defaults from PET_ variables. Those of flags without a value, such as
-    # PET_STANDALONE, must be numbers, as the parser calls int() on them.
+    # PET_STANDALONE, must be numbers: the parser calls int() on them, which raises ValueError.
     try:
         parser = get_args_parser()
     except ValueError:
         texts = [f"{name}={os.environ[name]}" for name in sorted(os.environ) if _is_pet(name)]
         raise SettingError(
             "torchrun's variables " + ", ".join(texts),
-            "one that stands for a flag without a value is neither 0 nor 1",
+            "a variable of an on/off flag is neither 0 nor 1",
             "set it to 1, or unset it",
         ) from None
 
@@ -143,9 +143,13 @@ def check_flags_usable_with(option: str, torchrun: Sequence[str]) -> None:
                 "reached",
             )
 
-    # torchrun's parser requires the name of a script, so it is given any.
-    port = parse_flags([*torchrun, "script"]).master_port if torchrun else None
-    if port is not None and not 0 < port <= _MAX_PORT:
+    if not torchrun:
+        return
+
+    # torchrun's parser requires a script, so any word is given as one.
+    port = parse_flags([*torchrun, "script"]).master_port
+    is_valid_port = port is None or 0 < port <= _MAX_PORT
+    if not is_valid_port:
         raise SettingError(
             f"--master-port {port}", "there is no such port", f"give a number from 1 to {_MAX_PORT}"
         )
@@ -189,28 +193,27 @@ def rendezvous_parameters(flags: argparse.Namespace) -> RendezvousParameters:
     from torch.distributed.elastic.rendezvous import RendezvousParameters
 
     fewest_nodes, most_nodes = node_numbers(flags.nnodes)
-    backend = flags.rdzv_backend
-    endpoint = flags.rdzv_endpoint
-    run_id = flags.rdzv_id
-
     options = _rendezvous_options(flags.rdzv_conf)
-    if backend == "static":
+    if flags.rdzv_backend == "static":
         options["rank"] = flags.node_rank
 
     # With "static", torchrun's default, the endpoint is given by --master-addr and --master-port.
-    uses_master_flags = backend == "static" and not endpoint
+    uses_master_flags = flags.rdzv_backend == "static" and not flags.rdzv_endpoint
 
     # On a single machine, any port will do if the user has given none.
-    may_choose_port = uses_master_flags and flags.master_port is None and most_nodes == 1
-    if flags.standalone or may_choose_port:
+    any_port_will_do = uses_master_flags and flags.master_port is None and most_nodes == 1
+    if flags.standalone or any_port_will_do:
         # Port 0 stands for any free port, so that two runs on the machine do not meet.
         backend = "c10d"
         endpoint = "localhost:0"
         run_id = str(uuid.uuid4())
-    elif uses_master_flags:
-        endpoint = f"{flags.master_addr}:{flags.master_port or _DEFAULT_MASTER_PORT}"
+    else:
+        backend = flags.rdzv_backend
+        endpoint = flags.rdzv_endpoint
+        if uses_master_flags:
+            endpoint = f"{flags.master_addr}:{flags.master_port or _DEFAULT_MASTER_PORT}"
+        run_id = flags.rdzv_id or "none"  # torchrun's default
 
-    run_id = run_id or "none"  # torchrun's default
     return RendezvousParameters(
         backend, endpoint, run_id, fewest_nodes, most_nodes, flags.local_addr, **options
     )
@@ -360,16 +363,16 @@ def _check_folder(flags: argparse.Namespace) -> None:
 
 
 def _check_devices(flags: argparse.Namespace, nproc: int) -> None:
-    """Checks that there is a GPU for each rank if each rank is to see only its own GPU
-    (--virtual-local-rank).
+    """Checks that --virtual-local-rank, which shows each rank only its own GPU, has a GPU for each.
 
-    Without CUDA_VISIBLE_DEVICES there is no list of GPUs that could be too short.
+    The GPUs are those that CUDA_VISIBLE_DEVICES lists. If it is not set, nothing is checked.
     """
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if not flags.virtual_local_rank or visible is None:
         return
 
-    if len(visible.split(",")) < nproc:
+    num_visible = len(visible.split(","))
+    if num_visible < nproc:
         raise SettingError(
             f"--virtual-local-rank with {nproc} processes",
             f"CUDA_VISIBLE_DEVICES={visible} has no device for each of them",

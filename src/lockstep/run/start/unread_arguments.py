@@ -56,22 +56,23 @@ def never_reads_arguments(script: Script) -> bool:
                 files = _files_of_module(module, path.parent, folder)
                 if files:
                     pending += files
-                elif not _reads_nothing(module):
+                elif not _never_reads_arguments(module):
                     return False
 
     return True
 
 
 def _may_read_arguments(node: ast.AST) -> bool:
-    """Returns True for an expression that has to do with arguments, or that may do anything."""
-    if isinstance(node, ast.Attribute):
+    """Returns True if an expression may read the arguments, or may run anything."""
+    if isinstance(node, ast.Attribute):  # sys.argv
         return node.attr in _NAMES_OF_ARGUMENTS
-    if isinstance(node, ast.alias):
+    if isinstance(node, ast.alias):  # from sys import argv
         return node.name in _NAMES_OF_ARGUMENTS
-    if isinstance(node, ast.Name):
+    if isinstance(node, ast.Name):  # exec
         return node.id in _FUNCTIONS_THAT_RUN_ANYTHING
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
-        return node.value in _NAMES_OF_ARGUMENTS or "/cmdline" in node.value
+        is_name_of_arguments = node.value in _NAMES_OF_ARGUMENTS  # getattr(sys, "argv")
+        return is_name_of_arguments or "/cmdline" in node.value  # open("/proc/self/cmdline")
     return False
 
 
@@ -99,24 +100,40 @@ def _files_of_module(module: str, own_folder: Path, script_folder: Path) -> list
         own_folder: the folder of the file that imports it.
         script_folder: the folder of the script.
     """
-    num_dots = len(module) - len(module.lstrip("."))
-    folder = script_folder if num_dots == 0 else own_folder
-    for _ in range(num_dots - 1):
-        folder = folder.parent
-    package_file = folder / "__init__.py"  # of the package that the dots stand for
-
+    start_folder = _start_folder(module, own_folder, script_folder)
+    folder = start_folder
     files: list[Path] = []
     for name in module.lstrip(".").split("."):
         for path in (folder / name / "__init__.py", folder / f"{name}.py"):
             if path.is_file():
                 files.append(path)
         folder = folder / name
-    if num_dots and not files:  # `from . import name`, and the package has the name
-        files = [path for path in [package_file] if path.is_file()]
+
+    # In `from . import name`, the name may be a function of the package that the dot stands for.
+    is_relative = module.startswith(".")
+    package_file = start_folder / "__init__.py"
+    if is_relative and not files and package_file.is_file():
+        return [package_file]
     return files
 
 
-def _reads_nothing(module: str) -> bool:
+def _start_folder(module: str, own_folder: Path, script_folder: Path) -> Path:
+    """Returns the folder in which the first part of a module's name is searched for.
+
+    One dot before the name stands for the folder of the file with the import, two dots for the
+    folder above it, and so on. The arguments are those of `_files_of_module`.
+    """
+    num_dots = len(module) - len(module.lstrip("."))
+    if num_dots == 0:
+        return script_folder
+
+    folder = own_folder
+    for _ in range(num_dots - 1):
+        folder = folder.parent
+    return folder
+
+
+def _never_reads_arguments(module: str) -> bool:
     """Returns True if an installed module is known not to read arguments by itself."""
     if module.startswith(_PARTS_OF_TORCH_THAT_READ):
         return False
@@ -127,21 +144,25 @@ def _reads_nothing(module: str) -> bool:
     return package in sys.stdlib_module_names and package not in _STANDARD_MODULES_THAT_READ
 
 
-def words_of_options(arguments: Iterable[str], takes_value: dict[str, bool]) -> list[str]:
-    """Returns the words among a script's arguments that are options of the launcher, with values.
+def misplaced_launcher_options(arguments: Iterable[str], takes_value: dict[str, bool]) -> list[str]:
+    """Returns the options of the launcher, with their values, among a script's arguments.
+
+    The user may have written them behind the script by mistake.
 
     Args:
         arguments: the arguments of the script.
         takes_value: the flags of the launcher, such as `--nproc`, and whether a value follows.
     """
-    found: list[str] = []
-    value_follows = False
+    misplaced: list[str] = []
+    is_value_of_last_flag = False
     for word in arguments:
+        if is_value_of_last_flag:
+            misplaced.append(word)
+            is_value_of_last_flag = False
+            continue
+
         flag, equals_sign, _ = word.partition("=")
-        if value_follows:
-            found.append(word)
-            value_follows = False
-        elif flag in takes_value:
-            found.append(word)
-            value_follows = takes_value[flag] and not equals_sign
-    return found
+        if flag in takes_value:
+            misplaced.append(word)
+            is_value_of_last_flag = takes_value[flag] and not equals_sign
+    return misplaced

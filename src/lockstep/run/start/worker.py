@@ -62,13 +62,20 @@ class Script:
         return [f"{self.local_rank_flag}={local_rank}", *self.arguments]
 
     @property
+    def is_folder_or_zip(self) -> bool:
+        """True if the program is the `__main__.py` in a folder or a zip file."""
+        if self.module:
+            return False
+        return os.path.isdir(self.path) or zipfile.is_zipfile(self.path)
+
+    @property
     def folder(self) -> str:
         """The folder in which Python first looks for modules that the program imports:
         `sys.path[0]`.
         """
         if self.module:
             return os.getcwd()
-        if os.path.isdir(self.path) or zipfile.is_zipfile(self.path):
+        if self.is_folder_or_zip:
             return os.path.abspath(self.path)
         return os.path.dirname(os.path.realpath(self.path))
 
@@ -76,12 +83,13 @@ class Script:
 class Command(NamedTuple):
     """The command that a fresh process executes."""
 
-    line: tuple[str, ...]
+    words: tuple[str, ...]
     """The program and its arguments."""
     environment: dict[str, str]
     """Environment variables that it needs."""
     numa: str | None = None
-    """The value of --numa-binding: which processors near its GPU the process is bound to."""
+    """The value of --numa-binding: how torch binds the process to processors near its GPU; None if
+    it does not."""
 
     def for_rank(self, local_rank: int) -> Command:
         """Returns the command of one rank: with its local rank in the place of LOCAL_RANK_MACRO,
@@ -91,14 +99,14 @@ class Command(NamedTuple):
             SettingError: the rank cannot be bound.
         """
         number = str(local_rank)
-        words = tuple(word.replace(LOCAL_RANK_MACRO, number) for word in self.line)
+        words = tuple(word.replace(LOCAL_RANK_MACRO, number) for word in self.words)
 
         environment = {}
         for name, value in self.environment.items():
             environment[name] = value.replace(LOCAL_RANK_MACRO, number)
 
         if self.numa is not None:
-            from lockstep.distributed.torch_compat import bound_to_processors
+            from lockstep.distributed.torch_compat import bound_to_processors  # imports torch
 
             words = bound_to_processors(words, local_rank, self.numa)
 
@@ -126,11 +134,11 @@ def fresh_interpreter(script: Script) -> Command:
         f"import sys; sys.path.insert(0, {PACKAGES_FOLDER!r}); import {__name__} as m; m.main()"
     )
 
-    # What the script is, is passed in an environment variable. Its arguments stay arguments of the
-    # command, since they may be too long for a variable.
-    script_json = json.dumps(asdict(replace(script, arguments=())))
-    line = (sys.executable, "-u", "-c", program, *script.arguments)
-    return Command(line, {_SCRIPT_VARIABLE: script_json})
+    # The script is passed as JSON in a variable, but its arguments may be too long for that, so
+    # they are arguments of the command.
+    script_without_arguments = json.dumps(asdict(replace(script, arguments=())))
+    words = (sys.executable, "-u", "-c", program, *script.arguments)
+    return Command(words, {_SCRIPT_VARIABLE: script_without_arguments})
 
 
 def main() -> NoReturn:
@@ -148,7 +156,7 @@ def main() -> NoReturn:
 
 def _run(script: Script) -> int:
     """Runs the script with the probe installed, and returns the exit code."""
-    errors.leave_to_launcher = _leave_to_launcher
+    errors.leave_to_launcher = _is_left_to_launcher  # asked before an error is printed
     return run_recorded(partial(_run_watched, script), _print_error)
 
 
@@ -165,11 +173,10 @@ def _run_watched(script: Script, folder: Path) -> None:
     # The script may execute another program in its place, by `os.execv`.
     watch_executed(Evidence.of_this_process(os.environ, folder))
 
-    # If this is the only rank, the script may start ranks itself, which meet at an address of their
-    # own.
+    # The script of an only rank may start ranks itself.
     is_only_rank = os.environ.get("WORLD_SIZE", "1") == "1"
     if is_only_rank:
-        _give_address_to_script_processes()
+        _set_address_for_script_processes()
         script_processes.watch_script_processes(folder)
 
     # After a restart, the store may still have keys of the earlier ranks. If the launcher cannot
@@ -205,20 +212,8 @@ def open_streams() -> None:
     They are unbuffered, as under `python -u`, which torchrun uses to start scripts. So everything
     that a rank has written before it is killed is in its log.
     """
-    for descriptor, name in ((1, "stdout"), (2, "stderr")):
-        # The new stream keeps the encoding of the old one. `sys.__stdout__` is None if this process
-        # was started without the stream, and `sys.stdout` was set later.
-        old_stream = getattr(sys, f"__{name}__") or getattr(sys, name)
-        stream = io.TextIOWrapper(
-            io.FileIO(descriptor, "w", closefd=False),
-            encoding=old_stream.encoding,
-            errors="backslashreplace" if name == "stderr" else old_stream.errors,
-            line_buffering=os.isatty(descriptor),
-            write_through=True,
-        )
-        stream.mode = "w"  # type: ignore[misc]  # as `open` sets it
-        setattr(sys, name, stream)
-        setattr(sys, f"__{name}__", stream)
+    _open_output(1, "stdout")
+    _open_output(2, "stderr")
 
     # The standard input is only read, so it can be opened in the usual way.
     stdin = open(0, encoding=sys.getfilesystemencoding(), errors="strict", closefd=False)  # noqa: SIM115
@@ -226,12 +221,34 @@ def open_streams() -> None:
     sys.__stdin__ = stdin  # type: ignore[misc]
 
 
+def _open_output(descriptor: int, name: str) -> None:
+    """Opens `sys.stdout` or `sys.stderr`, without a buffer and with the encoding that it had.
+
+    Args:
+        descriptor: 1 or 2.
+        name: `stdout` or `stderr`.
+    """
+    # `sys.__stdout__` is None if this process was started without the stream, and `sys.stdout` was
+    # set later.
+    old_stream = getattr(sys, f"__{name}__") or getattr(sys, name)
+    stream = io.TextIOWrapper(
+        io.FileIO(descriptor, "w", closefd=False),
+        encoding=old_stream.encoding,
+        errors="backslashreplace" if name == "stderr" else old_stream.errors,
+        line_buffering=os.isatty(descriptor),
+        write_through=True,  # keeps nothing in a buffer
+    )
+    stream.mode = "w"  # type: ignore[misc]  # as `open` sets it
+    setattr(sys, name, stream)
+    setattr(sys, f"__{name}__", stream)
+
+
 _sockets_that_reserve_ports: list[socket.socket] = []
 """Sockets that are kept open until this process ends, so that no other program gets their ports."""
 
 
-def _give_address_to_script_processes() -> None:
-    """Sets MASTER_PORT to a free port, at which processes started by this rank can meet.
+def _set_address_for_script_processes() -> None:
+    """Sets MASTER_PORT to a free port, at which ranks that the script starts itself can meet.
 
     The MASTER_PORT of a single rank is the port of the launcher's store, say 29500, and processes
     that the rank starts inherit it. They would all connect to that store, or find its port in use.
@@ -240,7 +257,7 @@ def _give_address_to_script_processes() -> None:
         processes that the rank starts    serve a store of their own at port 40000
         the rank itself                   uses the launcher's store at port 29500, as before
     """
-    from lockstep.distributed.torch_compat import store_elsewhere
+    from lockstep.distributed.torch_compat import redirect_store
 
     # If the launcher has no store at MASTER_PORT, the port is free, and stays as it is.
     uses_launchers_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
@@ -255,13 +272,13 @@ def _give_address_to_script_processes() -> None:
     _sockets_that_reserve_ports.append(reserving_socket)
     _, free_port = reserving_socket.getsockname()
 
+    # Processes that this rank starts inherit these. With "True", none of them would serve a store.
     launchers_port = int(os.environ["MASTER_PORT"])
     os.environ["MASTER_PORT"] = str(free_port)
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"
 
-    # Only in this process: if torch is to open a store at MASTER_PORT, now 40000, it connects to
-    # the launcher's store at port 29500 instead.
-    store_elsewhere(free_port, launchers_port)
+    # In this process alone, torch connects to the launcher's store as before.
+    redirect_store(from_port=free_port, to_port=launchers_port)
 
 
 # Exceptions of a rank
@@ -298,12 +315,7 @@ def run_recorded(
         # Users see the traceback from their own code on, without the frames that have called it.
         error.__traceback__ = _without_launcher(error.__traceback__)
 
-        # The interpreter sets these too: functions of `atexit` may look whether the program failed.
-        if not isinstance(error, SystemExit):
-            sys.last_type = type(error)
-            sys.last_value = error
-            sys.last_traceback = error.__traceback__
-
+        _set_last_exception(error)
         has_called_exit_without_error = isinstance(error, SystemExit) and error.code in (None, 0)
         if not has_called_exit_without_error:
             error_record.record_error(error, evidence)
@@ -317,35 +329,46 @@ def run_recorded(
     return 0
 
 
-def _leave_to_launcher(error: errors.LockstepError) -> bool:
-    """Leaves it to the launcher to print an error that ends this rank.
+def _set_last_exception(error: BaseException) -> None:
+    """Sets `sys.last_value` and so on, as the interpreter does, for functions of `atexit`."""
+    if not isinstance(error, SystemExit):
+        sys.last_type = type(error)
+        sys.last_value = error
+        sys.last_traceback = error.__traceback__
 
-    The launcher prints the message and the line. This function writes the whole traceback to the
-    log of the rank, which is not shown.
 
-    Returns:
-        False if the launcher could not print everything, so that the rank must print the error: it
-        was not recorded, has notes, or was caused by another exception.
+def _is_left_to_launcher(error: errors.LockstepError) -> bool:
+    """Returns True if the launcher prints an error that ends this rank, and the rank must not.
+
+    The whole traceback is then written to the log of the rank, which is not shown.
     """
-    # The launcher prints only the message and the line of the error itself. It would leave out an
-    # earlier exception, which Python shows as the cause or the context, and notes.
-    has_shown_context = error.__context__ is not None and not error.__suppress_context__
-    if error.__cause__ is not None or has_shown_context or hasattr(error, "__notes__"):
-        return False
-
     folder = Path(os.environ[FOLDER_VARIABLE])
     evidence = Evidence.of_this_process(os.environ, folder)
-    try:
-        is_recorded = evidence.error.stat().st_size > 0
-    except OSError:
-        is_recorded = False
-    if not is_recorded:
+    if not _launcher_can_print_all_of(error) or not _is_recorded(evidence):
         return False
 
     text = "".join(traceback.format_exception(error))
     with contextlib.suppress(OSError), open(folder / "stderr.log", "ab") as log:
         log.write(text.encode(errors="backslashreplace"))
     return True
+
+
+def _launcher_can_print_all_of(error: errors.LockstepError) -> bool:
+    """Returns True if an error has neither notes nor an earlier exception that Python shows.
+
+    The launcher prints only the message and the line of the error itself.
+    """
+    has_shown_context = error.__context__ is not None and not error.__suppress_context__
+    has_earlier_exception = error.__cause__ is not None or has_shown_context
+    return not has_earlier_exception and not hasattr(error, "__notes__")
+
+
+def _is_recorded(evidence: Evidence) -> bool:
+    """Returns True if the exception that ends this rank is recorded for the launcher."""
+    try:
+        return evidence.error.stat().st_size > 0
+    except OSError:
+        return False
 
 
 def _print_error(error: BaseException) -> None:
@@ -402,8 +425,8 @@ def install_after_exec() -> None:
     probe.install(evidence)
     watch_executed(evidence)  # this program may execute yet another one
 
-    # The launcher, and not this rank, prints an error of Lockstep's that ends the rank.
-    errors.leave_to_launcher = _leave_to_launcher
+    # `errors` asks this before it prints an error of Lockstep's that ends the rank.
+    errors.leave_to_launcher = _is_left_to_launcher
 
     original_excepthook = sys.excepthook
 
@@ -431,10 +454,8 @@ def run_as_main(script: Script) -> None:
     sys.modules["__main__"] = main_module
     _set_script_folder(script.folder)
 
-    # `python FOLDER` and `python FILE.zip` run the `__main__.py` in them, which is a module. For
-    # these, `script.folder` is the path itself, and not the folder in which the script lies.
-    is_folder_or_zip = script.folder == os.path.abspath(script.path)
-    if script.module or is_folder_or_zip:
+    # Python runs the `__main__.py` of a folder or zip file as a module, too.
+    if script.module or script.is_folder_or_zip:
         _run_module(script)
     else:
         _run_file(script.path, main_module)
@@ -451,21 +472,28 @@ def _run_module(script: Script) -> None:
     if sys.flags.safe_path and not script.module:
         sys.path.insert(0, script.folder)
 
-    # The second argument says whether `sys.argv[0]` becomes the path of the module's file, as with
-    # `python -m`. For a folder or zip file it stays the path that the user gave.
+    # With `python -m`, `sys.argv[0]` becomes the path of the module's file. For a folder or zip
+    # file it stays the path that the user gave.
     name = script.path if script.module else "__main__"
     alter_argv = script.module
     try:
         runpy._run_module_as_main(name, alter_argv)  # type: ignore[attr-defined]
     except SystemExit as end:
-        # The module may have called `sys.exit`, which is passed on. But if runpy does not find the
-        # module, it raises an error of its own, catches it, and calls `sys.exit` too. Then the
-        # report on the failure should name the error, and not only the exit code.
-        error_of_runpy = end.__context__
-        was_not_found = isinstance(error_of_runpy, runpy._Error)  # type: ignore[attr-defined]
-        if was_not_found:
-            raise ImportError(str(error_of_runpy)) from None
+        why_not_found = _why_module_was_not_found(end)
+        if why_not_found is not None:
+            raise ImportError(why_not_found) from None
         raise
+
+
+def _why_module_was_not_found(end: SystemExit) -> str | None:
+    """Returns the message of runpy if it did not find the module; None if the module has ended.
+
+    If runpy does not find the module, it raises an error of its own, catches it, and calls
+    `sys.exit`, as the module may do. The report on the failure should name the error.
+    """
+    error_of_runpy = end.__context__
+    was_not_found = isinstance(error_of_runpy, runpy._Error)  # type: ignore[attr-defined]
+    return str(error_of_runpy) if was_not_found else None
 
 
 def _run_file(script_path: str, main_module: types.ModuleType) -> None:

@@ -105,6 +105,23 @@ class Event(NamedTuple):
     """Why the system refused to create the process. If the event is about processes left behind by
     ranks, the ids of those that do not end. If it is about libraries, why the zygote must end."""
 
+    @property
+    def says_start_was_refused(self) -> bool:
+        """True if the system has refused to create the process of the rank."""
+        return self.pid is None
+
+    @property
+    def pids_left_behind(self) -> list[int] | None:
+        """The processes left behind by ranks that do not end; None if the event is about a rank."""
+        if self.rank != _LEFT_BEHIND:
+            return None
+        return [int(pid) for pid in self.reason.split()]
+
+    @property
+    def says_started(self) -> bool:
+        """True if the rank was started; otherwise a process that was created has ended."""
+        return self.pid is not None and self.code is None
+
 
 class Zygote:
     """The launcher's side of the zygote.
@@ -237,14 +254,12 @@ class Zygote:
         with contextlib.suppress(OSError):  # the zygote is gone
             self._socket.send(json.dumps({"left_behind": True}).encode())
 
-            # The zygote answers with an event that has this number instead of a rank's, and that
-            # lists the processes in its `reason`: "4711 4712".
+            # The zygote answers with an event about them.
             deadline = time.monotonic() + _LEFT_BEHIND_TIMEOUT_S
             while time.monotonic() < deadline:
                 for event in self.events(timeout=0.1):
-                    is_answer = event.rank == _LEFT_BEHIND
-                    if is_answer:
-                        return [int(pid) for pid in event.reason.split()]
+                    if event.pids_left_behind is not None:
+                        return event.pids_left_behind
         return []
 
     def events(self, timeout: float = 0.0) -> list[Event]:
@@ -263,7 +278,7 @@ class Zygote:
             if not readable:
                 return events
 
-            data, _ = _receive(self._socket)
+            data, _ = _receive(self._socket)  # one event, as the socket keeps messages apart
             is_closed = not data
             if not is_closed:
                 events.append(Event(*json.loads(data)))
@@ -377,12 +392,13 @@ class Server:
         self.spares_to_fork = spares
         self.spares: dict[int, socket.socket] = {}
         """The sockets to the spares, by process id."""
-        self.running: dict[int, int] = {}
-        """The numbers of the running ranks, by process id."""
+        self.rank_of_pid: dict[int, int] = {}
+        """The running ranks, by process id."""
         self.given_up: set[int] = set()
         """The process ids of ranks that do not end, so that the launcher has given up on them."""
         self.non_python_pids: set[int] = set()
-        """The process ids of ranks whose program is not Python."""
+        """The process ids of ranks whose program is not Python: `_signal` always sends signals to
+        their whole process groups."""
         self.ignored: set[int] = set()
         """The signals that the ranks ignore because the launcher does."""
 
@@ -399,15 +415,7 @@ class Server:
         """Handles the launcher's requests until the launcher closes its end, then ends all
         ranks.
         """
-        # Ctrl-C is for the launcher, which decides what to do, and the zygote must outlive the
-        # ranks.
-        for number in (*ENDING_SIGNALS, signal.SIGTSTP, signal.SIGUSR1):
-            signal.signal(number, signal.SIG_IGN)
-
-        # The kernel sends SIGCHLD when a child ends. If there is a handler, even one that does
-        # nothing, Python then writes a byte into the pipe.
-        signal.signal(signal.SIGCHLD, lambda *_: None)
-        signal.set_wakeup_fd(self.wake_writer, warn_on_full_buffer=False)
+        self._prepare_signals()
         os.setpgid(0, 0)  # leaves the terminal's foreground group
 
         # From now on this process becomes the parent of processes left behind by ranks, so that it
@@ -421,12 +429,9 @@ class Server:
             timeout = 0 if self.spares_to_fork else None
             readable, _, _ = select.select(watched, [], [], timeout)
 
-            # In each turn without a message or an end, fork one spare. If that fails, a rank will
-            # be forked when it is requested, and the error reported then.
-            if self.spares_to_fork and not readable:
-                self.spares_to_fork -= 1
-                with contextlib.suppress(OSError):
-                    self._fork_spare()
+            is_idle = not readable
+            if is_idle and self.spares_to_fork:
+                self._try_forking_spare()
 
             if self.wake_reader in readable:  # a child has ended
                 self._reap()
@@ -438,6 +443,24 @@ class Server:
 
         self._end_all()
         os._exit(0)
+
+    def _prepare_signals(self) -> None:
+        """Ignores the signals that are for the launcher, and makes SIGCHLD wake up `serve`."""
+        # Ctrl-C is for the launcher, which decides what to do, and the zygote must outlive the
+        # ranks.
+        for number in (*ENDING_SIGNALS, signal.SIGTSTP, signal.SIGUSR1):
+            signal.signal(number, signal.SIG_IGN)
+
+        # The kernel sends SIGCHLD when a child ends. If there is a handler, even one that does
+        # nothing, Python then writes a byte into the pipe.
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.set_wakeup_fd(self.wake_writer, warn_on_full_buffer=False)
+
+    def _try_forking_spare(self) -> None:
+        """Forks one spare. If that fails, a rank is forked, and the error reported, on request."""
+        self.spares_to_fork -= 1
+        with contextlib.suppress(OSError):
+            self._fork_spare()
 
     def _handle_message(self) -> bool:
         """Receives and handles one message of the launcher.
@@ -462,17 +485,11 @@ class Server:
 
         request = json.loads(data)
         if "left_behind" in request:
-            # The answer is an event whose field `reason` lists the processes that do not end.
             remaining = self._end_left_behind(_LEFT_BEHIND_TERM_GRACE_S)
             pids = " ".join(str(pid) for pid in remaining)
             self._report(Event(rank=_LEFT_BEHIND, pid=None, reason=pids))
         elif "give_up" in request:
-            # The launcher no longer waits for this rank, which has not ended although it was
-            # killed. From now on it is not among the running ones.
-            for pid, rank in list(self.running.items()):
-                if rank == request["give_up"]:
-                    del self.running[pid]
-                    self.given_up.add(pid)
+            self._give_up(request["give_up"])
         else:
             self._signal(request["signal"], set(request["ranks"]))
         return True
@@ -487,6 +504,13 @@ class Server:
         except script_libraries.CannotPrepareError as error:
             reason = str(error)[:_MAX_REASON_CHARACTERS]
         self._report(Event(rank=_PREPARED, pid=None, reason=reason))
+
+    def _give_up(self, given_up_rank: int) -> None:
+        """Notes that the launcher no longer waits for a rank, which does not end at SIGKILL."""
+        for pid, rank in list(self.rank_of_pid.items()):
+            if rank == given_up_rank:
+                del self.rank_of_pid[pid]
+                self.given_up.add(pid)
 
     # Starting ranks
 
@@ -509,17 +533,14 @@ class Server:
             self._report(Event(rank, pid=None, reason=str(error.strerror)))
             return
 
-        self.running[pid] = rank
+        self.rank_of_pid[pid] = rank
 
-        # `_signal` sends some signals only to the rank's own process, where Python handles them,
-        # and to the whole process group if the program is not Python.
         command = request["command"]  # empty if the rank stays a copy of this process
         if command and command[0] != sys.executable:
             self.non_python_pids.add(pid)
 
-        # Each rank needs a process group of its own. One with a session of its own also gets a
-        # group by that. Otherwise create the group here: the rank does so too, but a signal to the
-        # group may be requested before the rank gets there.
+        # A rank creates its process group itself, with or without a session. In the second case
+        # this process can do so, too, in case a signal to the group is requested before that.
         if not request["own_session"]:
             with contextlib.suppress(OSError):
                 os.setpgid(pid, pid)
@@ -565,11 +586,12 @@ class Server:
                 try:
                     zygotes_end.close()
                     self._separate_from_zygote(parent)
-                    _, files = _receive(spares_end)
+                    # The zygote sends the files of a rank as the order to become that rank. If
+                    # there are none, it has closed its end.
+                    _, files_of_rank = _receive(spares_end)
                     spares_end.close()
-                    is_needed = bool(files)  # otherwise the zygote has closed its end
-                    if is_needed:
-                        self._become_rank(files)
+                    if files_of_rank:
+                        self._become_rank(files_of_rank)
                 finally:
                     # Only reached if the spare is not needed, or after an error, as `_become_rank`
                     # does not return. The spare must not go on as a second zygote.
@@ -625,17 +647,17 @@ class Server:
             else:
                 signal.signal(number, signal.SIG_DFL)
 
-        for target, stream in enumerate(streams):
-            os.dup2(stream, target)  # the copy is inherited by programs that the rank executes
+        for standard_descriptor, stream in enumerate(streams):  # 0, 1, 2
+            os.dup2(stream, standard_descriptor)  # inherited by programs that the rank executes
             os.close(stream)
 
         os.environ.update(request["environment"])
         os.environ.pop(TOKEN_VARIABLE, None)  # only the launchers of the run may know the token
 
-        # Neither of the two returns.
         if request["command"]:
             _execute(request["command"])
-        self.work()
+        else:
+            self.work()
 
     # Ending ranks
 
@@ -648,7 +670,8 @@ class Server:
         with contextlib.suppress(BlockingIOError):
             os.read(self.wake_reader, 4096)
 
-        while self.running or self.spares or self.given_up:
+        # Once there are only processes left behind, `_end_left_behind` collects them.
+        while self.rank_of_pid or self.spares or self.given_up:
             try:
                 pid, status = os.waitpid(-1, os.WNOHANG)
             except ChildProcessError:
@@ -657,10 +680,10 @@ class Server:
                 return
 
             # A rank that the launcher has given up on may end after all. It is no longer in
-            # `running`, so it is not reported below: the launcher has treated it as ended already.
+            # `rank_of_pid`, so it is not reported below: for the launcher it has ended before.
             self.given_up.discard(pid)
 
-            rank = self.running.pop(pid, None)
+            rank = self.rank_of_pid.pop(pid, None)
             if rank is not None:
                 # If the rank was killed, its DataLoader workers may be left in its process group.
                 with contextlib.suppress(ProcessLookupError):
@@ -668,18 +691,18 @@ class Server:
                 self._report(Event(rank, pid, os.waitstatus_to_exitcode(status)))
 
     def _signal(self, number: int, ranks: set[int]) -> None:
-        """Sends a signal to ranks, either to their process groups or only to their main processes.
+        """Sends a signal to the process groups of ranks, or only to their main processes.
 
-        A Python program may save a checkpoint at SIGTERM or SIGUSR1, for which it needs its child
-        processes. So these signals are not sent to the group, see `_SIGNALS_OF_PROGRAM`. Any other
-        program, such as a shell script, may not pass signals on to the processes that it has
-        started, so its whole group gets them.
+        SIGTERM and SIGUSR1 are sent to a Python program alone, not to its child processes, which it
+        may need to save a checkpoint (`_SIGNALS_OF_PROGRAM`). All other signals go to the group,
+        and so do these two if the program is not Python: a shell script, for example, may not pass
+        them on to what it has started.
 
         Args:
             number: number of the signal.
             ranks: numbers of the ranks on this machine.
         """
-        for pid, rank in self.running.items():
+        for pid, rank in self.rank_of_pid.items():
             if rank not in ranks:
                 continue
 
@@ -699,33 +722,32 @@ class Server:
 
         Processes that have not ended some seconds after that are left to init.
         """
-        was_running = bool(self.running)
-        running_ranks = set(self.running.values())  # the keys are their process ids
-        self._signal(signal.SIGTERM, running_ranks)
+        ranks_were_running = bool(self.rank_of_pid)
+        self._signal(signal.SIGTERM, set(self.rank_of_pid.values()))
+        self._wait_for_ranks(_LAUNCHER_GONE_GRACE_S)
 
-        deadline = time.monotonic() + _LAUNCHER_GONE_GRACE_S
-        while self.running and time.monotonic() < deadline:
-            # Wait until a rank ends or the time is over.
-            remaining_s = max(0.0, deadline - time.monotonic())
-            select.select([self.wake_reader], [], [], remaining_s)
-            self._reap()
-
-        ranks_left = set(self.running.values())
-        self._signal(signal.SIGKILL, ranks_left)
+        self._signal(signal.SIGKILL, set(self.rank_of_pid.values()))
         for channel in self.spares.values():
             channel.close()  # a spare ends when its channel is closed
 
-        # A process that does not end even now is given up. It stays the parent of processes that it
-        # has started, and `_end_left_behind` looks for these at each process in `given_up`.
-        pids = {*self.running, *self.spares}
+        # A process that does not end even now is given up. `_end_left_behind` ends its children.
+        pids = {*self.rank_of_pid, *self.spares}
         not_ended = _wait_for_ends(pids, _KILL_TIMEOUT_S)
         self.given_up |= not_ended
-        self.running.clear()
+        self.rank_of_pid.clear()
         self.spares.clear()
 
         # Kill what the ranks have left behind at once: it has had time to end while they had.
-        if was_running:
+        if ranks_were_running:
             self._end_left_behind(term_grace_s=0.0)
+
+    def _wait_for_ranks(self, timeout_s: float) -> None:
+        """Waits until all ranks have ended, for at most the given time."""
+        deadline = time.monotonic() + timeout_s
+        while self.rank_of_pid and time.monotonic() < deadline:
+            remaining_s = max(0.0, deadline - time.monotonic())
+            select.select([self.wake_reader], [], [], remaining_s)  # until a child ends
+            self._reap()
 
     def _end_left_behind(self, term_grace_s: float) -> list[int]:
         """Ends processes left behind by ranks, by SIGTERM and some seconds later by SIGKILL.
@@ -768,19 +790,17 @@ class Server:
             # process when their parents have ended (PR_SET_CHILD_SUBREAPER).
             _wait_for_ends({child.pid for child in children}, _RECHECK_S)
 
-            # Some ranks do not end even after SIGKILL (`given_up`). Their children are no children
-            # of this process, and are not waited for above. Pause, so that this loop does not run
-            # without a break for them.
+            # That returns at once if only children of given-up ranks are left, so pause.
             time.sleep(_MAX_POLL_S)
 
-        return [process.pid for process in processes if not _is_gone_or_zombie(process)]
+        return [process.pid for process in processes if not _has_ended_completely(process)]
 
     def _children_left_behind(self) -> list[psutil.Process]:
-        """Returns the children of this process that are neither ranks nor spares.
+        """Returns the processes that ranks have left behind and whose parents have ended.
 
-        A rank that was given up is still the parent of its own children, and those are returned
-        instead of the rank. Children of such a rank that have ended stay zombies, as the rank does
-        not collect their exit status. They are left out.
+        These are the children of this process that are neither ranks nor spares. A rank that was
+        given up has not ended, but is treated so: its children are returned too, except for those
+        that have ended, which stay zombies as the rank does not collect their exit status.
         """
         import psutil
 
@@ -788,10 +808,10 @@ class Server:
         for child in psutil.Process().children():
             if child.pid in self.given_up:
                 with contextlib.suppress(psutil.Error):
-                    for helper in child.children():
-                        if not _is_gone_or_zombie(helper):
-                            children.append(helper)
-            elif child.pid not in self.running and child.pid not in self.spares:
+                    for child_of_rank in child.children():
+                        if not _has_ended_completely(child_of_rank):
+                            children.append(child_of_rank)
+            elif child.pid not in self.rank_of_pid and child.pid not in self.spares:
                 children.append(child)
         return children
 
@@ -842,7 +862,7 @@ def _members_of_groups(groups: set[int]) -> list[psutil.Process]:
         with contextlib.suppress(ProcessLookupError, psutil.Error):  # it has just ended
             if os.getpgid(pid) in groups:
                 process = psutil.Process(pid)
-                if not _is_gone_or_zombie(process):
+                if not _has_ended_completely(process):
                     members.append(process)
     return members
 
@@ -872,7 +892,7 @@ def _wait_for_ends(pids: set[int], timeout: float) -> set[int]:
         time.sleep(_MAX_POLL_S)
 
 
-def _is_gone_or_zombie(process: psutil.Process) -> bool:
+def _has_ended_completely(process: psutil.Process) -> bool:
     """Returns True if a process has ended, whether or not its parent has collected its exit status.
 
     The kernel shows a process as a zombie as soon as its main thread has ended. While another
@@ -881,11 +901,14 @@ def _is_gone_or_zombie(process: psutil.Process) -> bool:
     import psutil
 
     try:
+        # The status is read first. If another process was given the process id before that,
+        # `is_running` notices it.
         is_zombie = process.status() == psutil.STATUS_ZOMBIE
         if not process.is_running():
             return True
-        # Of a zombie that has ended completely, only the main thread is left.
-        return bool(is_zombie and process.num_threads() <= 1)
+
+        only_main_thread_is_left = process.num_threads() <= 1
+        return bool(is_zombie and only_main_thread_is_left)
     except psutil.NoSuchProcess:
         return True
 

@@ -86,8 +86,8 @@ class ErrorRecord:
     None if `lockstep.init` was not called."""
     from_lockstep: bool = False
     """True for a `LockstepError`, whose message also says what was found and what to do."""
-    may_pass: bool = True
-    """See `LockstepError.may_pass`; True for all exceptions of others."""
+    may_be_temporary: bool = True
+    """See `LockstepError.may_be_temporary`; True for all exceptions of others."""
     of_rank: int | None = None
     """The rank that has failed, if this one was only told of it (`LockstepError.of_rank`)."""
     hiding_file: str = ""
@@ -204,10 +204,10 @@ def describe_error(error: BaseException) -> ErrorRecord:
     earlier_errors = _chain(cause)
     chain = [f"{_type_name(earlier)}: {_message(earlier)}" for earlier in earlier_errors]
 
-    may_pass = True
+    may_be_temporary = True
     failed_rank = None
     if isinstance(cause, LockstepError):
-        may_pass = cause.may_pass
+        may_be_temporary = cause.may_be_temporary
         failed_rank = cause.of_rank
 
     return ErrorRecord(
@@ -223,7 +223,7 @@ def describe_error(error: BaseException) -> ErrorRecord:
         handled=handled,
         trained_steps=trained_steps(),
         from_lockstep=isinstance(cause, LockstepError),
-        may_pass=may_pass,
+        may_be_temporary=may_be_temporary,
         of_rank=failed_rank,
         hiding_file=find_hiding_file([cause, *earlier_errors]),
     )

@@ -91,8 +91,8 @@ class FirstFailure:
     """See `repeated_failure.failure_key`."""
     is_repeated: bool = False
     """True if an earlier attempt has failed in the same way in the same step."""
-    may_pass: bool = True
-    """False if it comes again in each attempt; see `LockstepError.may_pass`."""
+    may_be_temporary: bool = True
+    """False if it comes again in each attempt; see `LockstepError.may_be_temporary`."""
     not_ended: tuple[str, ...] = ()
     """The ranks whose processes have not ended, each with the state of its process."""
     folder: str = ""
@@ -242,7 +242,9 @@ def _first_of_roots(roots: Sequence[FirstFailure], followers: Sequence[ExitStatu
             consequences.append(f"{root.subject} ({root.headline}, {delay})")
 
     # A restart may succeed if one of these failures may pass.
-    may_pass = first.may_pass or any(root.may_pass for root in simultaneous_roots)
+    may_be_temporary = first.may_be_temporary or any(
+        root.may_be_temporary for root in simultaneous_roots
+    )
     return replace(
         first,
         simultaneous_subjects=tuple(root.subject for root in simultaneous_roots),
@@ -250,7 +252,7 @@ def _first_of_roots(roots: Sequence[FirstFailure], followers: Sequence[ExitStatu
             _describe_root(root, first.host) for root in simultaneous_roots
         ),
         consequences=tuple(consequences),
-        may_pass=may_pass,
+        may_be_temporary=may_be_temporary,
     )
 
 
@@ -495,7 +497,7 @@ def _root_of_exit(end: ExitStatus, *, network_failed: bool = False) -> FirstFail
         advice=advise(kind, end, network_failed=network_failed),
         is_from_lockstep=error is not None and error.from_lockstep,
         key=failure_key(end) if kind == "exception" else "",
-        may_pass=error is None or kind != "exception" or error.may_pass,
+        may_be_temporary=error is None or kind != "exception" or error.may_be_temporary,
     )
 
 

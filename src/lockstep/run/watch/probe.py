@@ -81,7 +81,7 @@ class Probe:
         # A process that the script has started itself does not need this: it imports torch itself,
         # or is forked from a process that has this hook.
         if spawn_index is None:
-            torch_compat.on_default_group(_opened_groups.append)
+            torch_compat.call_on_new_default_group(_opened_groups.append)
 
         self._start_answering()
         os.register_at_fork(after_in_child=self.forget_in_child)
@@ -267,7 +267,7 @@ class Probe:
 
         # The recorder returns a list as JSON text, which is not parsed, as it may be megabytes
         # long: "[{...}, {...}]".
-        records_json = torch_compat.flight_record(lines=with_call_stacks)
+        records_json = torch_compat.flight_record(stacks=with_call_stacks)
 
         # Lockstep's own collectives, in shared memory, have a record of their own. A rank that has
         # not imported their module makes none.

@@ -158,7 +158,7 @@ def _run_spawned(
 
     rank_folder = folder / f"rank_{index}"
     probe.install(Evidence.in_folder(rank_folder), spawn_index=index)
-    torch_compat.on_default_group(check_assumed_rank)
+    torch_compat.call_on_new_default_group(check_assumed_rank)
 
     program(index, *args)
 
@@ -203,7 +203,7 @@ def _run_process(group_folder: Path, run: Callable[[], object]) -> None:
         folder_of_this_rank = rank_folder
         probe.install(Evidence.in_folder(rank_folder), spawn_index=group.rank())
 
-    torch_compat.on_default_group(install_probe)
+    torch_compat.call_on_new_default_group(install_probe)
     run()
 
     # This is not reached if `run` raises, as the process has failed then.

@@ -32,12 +32,13 @@ def begin() -> None:
     if paths:
         os.environ["PYTHONPATH"] = os.pathsep.join(paths)
 
-    executed = os.environ.pop("LOCKSTEP_EXECUTED", "")
-    if executed:
-        values = json.loads(executed)
-        is_rank = values["pid"] == os.getpid()  # otherwise it is a child of the rank
+    # `exec_hook` has left the process id of the rank and the folder of Lockstep here, as JSON.
+    note_of_exec_hook = os.environ.pop("LOCKSTEP_EXECUTED", "")
+    if note_of_exec_hook:
+        note = json.loads(note_of_exec_hook)
+        is_rank = note["pid"] == os.getpid()  # otherwise this process is a child of the rank
         if is_rank:
-            folder_of_lockstep = values["packages"]
+            folder_of_lockstep = note["packages"]
             sys.meta_path.insert(0, AfterTorch(folder_of_lockstep))
 
     # At its start, Python imports the first module called `sitecustomize` that it finds, which was
@@ -46,15 +47,19 @@ def begin() -> None:
 
 
 def import_users_sitecustomize() -> None:
-    """Imports the `sitecustomize` that the interpreter would have imported instead of this one."""
+    """Imports the user's own `sitecustomize`, if there is one, after this one."""
+    # This module's folder is not in sys.path any more, so the import finds the next module of this
+    # name. Python would not search for it while this module is registered under the name.
     this_module = sys.modules.pop("sitecustomize")
     try:
         __import__("sitecustomize")
     except ImportError as error:
-        if error.name != "sitecustomize":  # otherwise there is none, as in most environments
+        user_has_none = error.name == "sitecustomize"
+        if not user_has_none:
             raise
     finally:
-        sys.modules.setdefault("sitecustomize", this_module)  # if the user has none
+        # If nothing was imported, register this module again.
+        sys.modules.setdefault("sitecustomize", this_module)
 
 
 class AfterTorch:
@@ -76,9 +81,9 @@ class AfterTorch:
             return None
 
         sys.meta_path.remove(self)  # so that the search below does not come here again
-        from importlib.util import find_spec
+        from importlib import util
 
-        spec = find_spec("torch")
+        spec = util.find_spec("torch")
         if spec is None or spec.loader is None:
             return spec
 
