@@ -343,10 +343,12 @@ class _Orders:
         """The first nodes that are lost, in words."""
         from lockstep.run.machines.nodes import describe_departure
 
-        return until(lambda: [describe_departure(node) for node in self._rendezvous.lost_nodes()])
+        return until(
+            lambda: [describe_departure(node) for node in self._rendezvous.departed_nodes()]
+        )
 
     def lost_now(self) -> int:
-        return len(self._rendezvous.lost_nodes())
+        return len(self._rendezvous.departed_nodes())
 
     def waiting(self) -> int:
         """How many nodes wait for a new start, once one does."""

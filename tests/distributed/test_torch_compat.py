@@ -440,10 +440,10 @@ def test_collectives_are_counted(tmp_path, monkeypatch):
         def _get_sequence_number_for_group(self):
             raise RuntimeError("MPI does not count")
 
-    monkeypatch.setattr(torch_compat, "flight_record", lambda lines: '[{"version": "2.10"}]')
+    monkeypatch.setattr(torch_compat, "flight_record", lambda stacks: '[{"version": "2.10"}]')
     assert torch_compat.has_not_communicated([])
     assert not torch_compat.has_not_communicated([Uncounted()])
-    monkeypatch.setattr(torch_compat, "flight_record", lambda lines: '[{"entries": [{}]}]')
+    monkeypatch.setattr(torch_compat, "flight_record", lambda stacks: '[{"entries": [{}]}]')
     assert not torch_compat.has_not_communicated([])
     monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", "0")
     assert not torch_compat.has_not_communicated([])

@@ -70,7 +70,7 @@ def test_one_machine_needs_a_store_on_loopback_and_nothing_else(endpoint: str) -
         assert (info.rank, info.world_size, rendezvous.attempt) == (0, 1, 0)
         assert rendezvous.use_agent_store
         assert rendezvous.num_nodes_waiting() == 0
-        assert rendezvous.lost_nodes() == []
+        assert rendezvous.departed_nodes() == []
         assert rendezvous.interface in {name for _, name in socket.if_nameindex()}
     assert said == []
 

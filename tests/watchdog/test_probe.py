@@ -297,7 +297,7 @@ def _answer_with_collectives(folder: Path) -> None:
 def test_a_recorder_that_fails_is_asked_again(tmp_path: Path) -> None:
     original = torch_compat.flight_record
 
-    def fail(*, lines: bool) -> str:
+    def fail(*, stacks: bool) -> str:
         raise RuntimeError("no record")
 
     with installed_probe(tmp_path), group_of_one():

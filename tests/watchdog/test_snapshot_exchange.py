@@ -47,7 +47,7 @@ class _FakeRendezvous:
             n: v for (to, k, n), v in published.items() if k == key and to in (None, self._node)
         }
 
-    def lost_nodes(self) -> list[str]:
+    def departed_nodes(self) -> list[str]:
         return self._network.lost
 
 

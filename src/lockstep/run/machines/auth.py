@@ -126,15 +126,16 @@ class AuthProxy(ConnectionServer):
 
     async def _handle_connection(self, client: Streams) -> None:
         """Authenticates a client, and then carries its connection to the store or to `on_peer`."""
+        # The caller closes the connection when this returns.
         if self._num_handshakes >= MAX_HANDSHAKES_AT_ONCE:
-            return  # too many strangers at once; the connection is closed
+            return  # too many strangers at once
 
         address = str(client.writer.get_extra_info("peername")[0])
         self._num_handshakes += 1
         try:
             # The time is limited, so that a stranger that sends nothing does not stay for long.
             handshake = _handshake_with_client(client, self._token)
-            purpose = await asyncio.wait_for(handshake, HANDSHAKE_TIMEOUT_S)
+            result = await asyncio.wait_for(handshake, HANDSHAKE_TIMEOUT_S)
         except (TimeoutError, OSError, EOFError, ConnectionFailed):
             # It sent nothing in time, closed the connection, or sent something else.
             self._report_refused(address, "it does not speak Lockstep's protocol")
@@ -142,16 +143,16 @@ class AuthProxy(ConnectionServer):
         finally:
             self._num_handshakes -= 1
 
-        if purpose == TO_STORE:
-            await relay(client, await _connect(LOOPBACK, self._store_port))
-        elif purpose == TO_LAUNCHER:
-            await self._on_peer(client.reader, client.writer, address)
-        else:  # the handshake has returned WRONG_TOKEN
+        if result == WRONG_TOKEN:
             self._report_refused(
                 address,
                 f"its token differs from this machine's, of {self._token.source}; set "
                 f"{TOKEN_VARIABLE} to the same text on all machines, or copy the token file",
             )
+        elif result == TO_STORE:
+            await relay(client, await _connect(LOOPBACK, self._store_port))
+        elif result == TO_LAUNCHER:
+            await self._on_peer(client.reader, client.writer, address)
 
     def _report_refused(self, address: str, reasons: str) -> None:
         """Tells the user about a refused client, once for each address as clients try again and
@@ -217,7 +218,7 @@ async def _handshake_with_client(client: Streams, token: Token) -> bytes:
     proof = await reader.readexactly(PROOF_BYTES)
     if not hmac.compare_digest(proof, _hmac(token, b"client", own_nonce, client_nonce, purpose)):
         client.writer.write(REFUSAL)
-        await client.writer.drain()
+        await client.writer.drain()  # the connection is closed next
         return WRONG_TOKEN
 
     client.writer.write(ACCEPTED + _hmac(token, b"server", own_nonce, client_nonce, purpose))

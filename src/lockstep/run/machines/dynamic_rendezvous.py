@@ -14,7 +14,6 @@ Source: torch/distributed/elastic/rendezvous/dynamic_rendezvous.py.
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -41,9 +40,8 @@ class DynamicRendezvous(Rendezvous):
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        self._enough_nodes_since = math.inf
-        """The time (monotonic) since which at least MIN nodes are present; infinite if too few are.
-        """
+        self._enough_nodes_since: float | None = None
+        """The time (monotonic) since which at least MIN nodes are present; None if too few are."""
 
     @property
     def elastic(self) -> bool:
@@ -60,11 +58,11 @@ class DynamicRendezvous(Rendezvous):
         round_number, participants = self._wait_for_round()
         self.attempt = round_number - 1  # rounds are counted from 1, attempts from 0
 
-        rank = participants.index(self._peers.own_number)
-        self._peers.update(rank=rank, started=round_number)
+        node_rank = participants.index(self._peers.own_number)
+        self._peers.update(rank=node_rank, started=round_number)
 
         store = PrefixStore(f"{self.get_run_id()}/{self.attempt}", self._store)
-        return self._make_info(store, rank, len(participants))
+        return self._make_info(store, node_rank, len(participants))
 
     def _wait_for_round(self) -> tuple[int, Sequence[int]]:
         """Asks for a round, and waits until one is decided in which this node takes part.
@@ -95,12 +93,12 @@ class DynamicRendezvous(Rendezvous):
             if self._takes_part(decided):
                 return decided["round"], decided["nodes"]
 
-            # Ask for the next round, unless this node has done so. The server, which is one of the
-            # waiting nodes, also decides on it.
+            # Ask for the round that this node should take part in, unless it has done so. The
+            # server, which is one of the waiting nodes, also decides on the round.
             own = self._peers.own
             round_number = self._choose_round(present)
-            has_asked_for_it = round_number <= own.round
-            if not has_asked_for_it:
+            must_ask = own.round < round_number
+            if must_ask:
                 self._peers.update(round=round_number)
 
             is_server = own.number == SERVER_NUMBER
@@ -139,8 +137,9 @@ class DynamicRendezvous(Rendezvous):
             A text for the user; empty if no node was lost, or if there will be no restart, as the
             others cannot go on without the lost nodes.
         """
-        # A node that has left by itself (LEFT) is not included: its ranks have failed or ended.
-        lost = [node for node in self.lost_nodes() if node.state == LOST]
+        # Of the nodes that have departed, those that have left by themselves (LEFT) are not
+        # included: their ranks have failed or ended.
+        lost = [node for node in self.departed_nodes() if node.state == LOST]
         if not lost:
             return ""
 
@@ -169,9 +168,8 @@ class DynamicRendezvous(Rendezvous):
         one that others have asked for. For a new node there are three cases:
 
             1. the others have asked for round 2, and none has started it    2
-            2. the others run round 2, and --nnodes allows no more nodes     its present `round`, so
-                                                                             that it goes on waiting
-            3. the others run round 2, and there is room for one more node   3, so that all restart
+            2. the others run round 2, and --nnodes allows no more nodes     own.round: it waits on
+            3. the others run round 2, and there is room for one more node   3: all restart
 
         Args:
             present: the nodes that are present.
@@ -182,9 +180,9 @@ class DynamicRendezvous(Rendezvous):
 
         # The round that others ask for, or the one after the round that this node has started last.
         next_round = max(latest_asked_round, own.started + 1)
-        others_run_it_already = next_round == last_started_round
-        if not others_run_it_already:
-            return next_round  # case 1, and every node whose ranks must be restarted
+        round_has_started = next_round == last_started_round
+        if not round_has_started:
+            return next_round  # case 1, or a node whose ranks must be restarted
 
         num_running = len([node for node in present if node.started == last_started_round])
         if num_running >= self._parameters.max_nodes:
@@ -203,9 +201,9 @@ class DynamicRendezvous(Rendezvous):
         now = time.monotonic()
 
         if len(present) < self._parameters.min_nodes:
-            self._enough_nodes_since = math.inf  # not enough yet
+            self._enough_nodes_since = None
             return
-        if self._enough_nodes_since == math.inf:
+        if self._enough_nodes_since is None:
             self._enough_nodes_since = now
 
         # Before the first round, wait a while for more nodes.
@@ -213,7 +211,8 @@ class DynamicRendezvous(Rendezvous):
         if round_number == 1 and len(present) < max_nodes and now < last_call_end:
             return
 
-        is_decided_already = self._peers.own.decided["round"] >= round_number
+        latest_decided_round = self._peers.own.decided["round"]  # this node is the server
+        is_decided_already = latest_decided_round >= round_number
         all_have_asked = all(node.round >= round_number for node in present)
         if is_decided_already or not all_have_asked:
             return

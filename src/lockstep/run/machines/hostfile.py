@@ -44,6 +44,10 @@ def parse_hosts(text: str) -> list[Host]:
             words = EQUALS_WITH_SPACES_PATTERN.sub("=", without_comment).split()
             if words:
                 hosts.append(_parse_line(f"{setting}, line {line_number}", words))
+        if not hosts:
+            raise SettingError(
+                setting, "the file lists no hosts", "write one line per host: node1 slots=4"
+            )
     else:
         for part in text.split(","):
             hosts.append(_parse_list_item(setting, part.strip()))
@@ -59,10 +63,6 @@ def parse_hosts(text: str) -> list[Host]:
             )
         host_of_address[host.address] = host
 
-    if not hosts:
-        raise SettingError(
-            setting, "the file lists no hosts", "write one line per host: node1 slots=4"
-        )
     return hosts
 
 
@@ -120,8 +120,8 @@ def _parse_list_item(setting: str, text: str) -> Host:
     _check_name(
         setting,
         name,
-        "write node1,node2:4, the number being that of processes there, or a hostfile's name; "
-        f"there is no file {name!r}",
+        "give hosts (node1,node2:4, with 4 processes on node2) or the name of a hostfile; there is "
+        f"no file {name!r}",
     )
     return Host(name, processes)
 
@@ -143,12 +143,12 @@ def _parse_line(setting: str, words: list[str]) -> Host:
             raise SettingError(setting, f"{option!r} is not understood", LINE_ADVICE)
         numbers[key] = int(value)
 
-    # "slots=0" and "slots=8 max_slots=4" leave no room for the processes. Without "slots" there is
-    # one process, which "max_slots=0" leaves no room for.
     slots = numbers.get("slots")
     max_slots = numbers.get("max_slots")
-    needed_slots = 1 if slots is None else slots
-    if slots == 0 or (max_slots is not None and needed_slots > max_slots):
+    has_no_slots = slots == 0
+    needed_slots = 1 if slots is None else slots  # without "slots" there is one process
+    exceeds_max_slots = max_slots is not None and needed_slots > max_slots
+    if has_no_slots or exceeds_max_slots:
         raise SettingError(
             setting,
             f"{' '.join(options)}: there is no room for so many processes",

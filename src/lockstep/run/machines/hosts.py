@@ -94,13 +94,17 @@ class Host:
         return self._is_this_machine()
 
     def _is_this_machine(self) -> bool:
-        """Computes `here`, which may take seconds."""
-        # Another user of this machine is reached by ssh. If the current user has no name, `getuser`
-        # raises an error, and the users are taken to be the same.
+        """Returns True if the host is this machine, and its user the present one.
+
+        This may take seconds. Another user of this machine is reached by ssh.
+        """
         user = self.name.rpartition("@")[0]  # empty if the name contains no user
-        with contextlib.suppress(KeyError, OSError):
-            if user and user != getpass.getuser():
-                return False
+        try:
+            own_user = getpass.getuser()
+        except (KeyError, OSError):  # the present user has no name, and is taken to be the same
+            own_user = user
+        if user and user != own_user:
+            return False
 
         if self.address in ("localhost", socket.gethostname()):
             return True
@@ -225,17 +229,18 @@ class HostsSpec:
         # machine needs neither.
         other_flags = self._torchrun_without("--master-addr", "--master-port")
         nproc = self.hosts[node_rank].nproc or self.nproc
-        first_arguments = self.launcher[1:]  # ["run"] of `python -m lockstep run`
+        first_arguments = self.launcher[1:]  # ["run"] of ("lockstep", "run")
         arguments = [*first_arguments, f"--nproc={nproc}", *meeting, *self.arguments, *other_flags]
         if self.module:
             arguments.append("-m")
         return arguments + list(self.script)
 
     def describe(self) -> str:
-        """Describes for `--dry-run` what would be started on each machine, in the language of this
-        process.
+        """Describes for `--dry-run` what would be started on each machine.
+
+        The texts are translated here, because the lines are joined before they are shown.
         """
-        resolve_all(self.hosts)  # computes `host.here`, which is read below, of all hosts at once
+        resolve_all(self.hosts)  # sets `host.here` of all hosts at once
         folder = working_folder()
         lines = [translate(f"{count_noun(len(self.hosts), 'host')}, in {folder}:")]
 

@@ -190,7 +190,7 @@ def without_replaced_nodes(nodes: Iterable[Node]) -> list[Node]:
 
     A launcher that is started again gets a new node, with the rank of its old one. In an elastic
     run, an older node may also get the rank of a newer one that was lost. Of two nodes of one rank,
-    this one is returned:
+    `_is_returned_instead` chooses:
 
         older node    newer node    returned
         gone          here          newer
@@ -210,14 +210,22 @@ def without_replaced_nodes(nodes: Iterable[Node]) -> list[Node]:
             continue
 
         older = node_of_rank.get(newer.rank)
-        if older is None or _replaces(newer, older):
+        if older is None or _is_returned_instead(newer, older):
             node_of_rank[newer.rank] = newer
 
-    return [node for node in nodes if node.rank is None or node_of_rank[node.rank] is node]
+    without_replaced = []
+    for node in nodes:
+        is_replaced = node.rank is not None and node_of_rank[node.rank] is not node
+        if not is_replaced:
+            without_replaced.append(node)
+    return without_replaced
 
 
-def _replaces(newer: Node, older: Node) -> bool:
-    """Returns True if a node takes the place of an older one of the same rank."""
+def _is_returned_instead(newer: Node, older: Node) -> bool:
+    """Returns True if a node, and not an older one of the same rank, is the one that counts.
+
+    The table in `without_replaced_nodes` has the cases.
+    """
     if newer.state == HERE:
         return True
     if older.state == HERE:

@@ -83,11 +83,9 @@ def open_rendezvous(
         WorldSizeError: `--nnodes` differs from the server's.
         TokenDiffersError: the token differs from the server's.
     """
-    is_static = parameters.backend == "static"
     own = _own_node(parameters)
     if _needs_torch_rendezvous(parameters):
-        # To report a hang of ranks on several machines ("ranks that hang ... are told"), the
-        # launchers must send each other what they see. With torch's rendezvous they cannot do so.
+        # Launchers that meet by torch's rendezvous cannot tell each other about ranks that hang.
         say(
             f"--rdzv-backend {parameters.backend}: torch's own rendezvous; its store asks for no "
             "token and listens on all interfaces of the node of rank 0, and ranks that hang on "
@@ -100,6 +98,7 @@ def open_rendezvous(
 
     # On one node with "static", the user's port becomes the ranks' MASTER_PORT. With c10d, the
     # user's port only serves to find the other nodes. There are none, so any free port (0) will do.
+    is_static = parameters.backend == "static"
     endpoint = read_endpoint(parameters) if is_static else Endpoint(LOOPBACK, 0)
     try:
         store = network.serve_store(LOOPBACK, endpoint.port, store_timeout(parameters))
@@ -111,17 +110,16 @@ def open_rendezvous(
 def _own_node(parameters: RendezvousParameters) -> Node:
     """Creates the `Node` that describes this launcher to the others.
 
-    Its rank is --node-rank with the backend "static", and 0 if it is the only node. Otherwise it is
-    not known before the rendezvous.
-
     Raises:
         SettingError: the --node-rank is out of range.
     """
     is_static = parameters.backend == "static"
     num_nodes = parameters.max_nodes
-    rank = None
-    if is_static or num_nodes == 1:
-        rank = int(parameters.get("rank", 0))
+    rank = None  # it is not known before the rendezvous
+    if is_static:
+        rank = int(parameters.get("rank", 0))  # --node-rank
+    elif num_nodes == 1:
+        rank = int(parameters.get("rank", 0))  # of the only node: 0, if --rdzv-conf has no other
 
     if is_static and rank not in range(num_nodes):
         raise SettingError(
@@ -161,7 +159,11 @@ def _needs_torch_rendezvous(parameters: RendezvousParameters) -> bool:
 
 
 class _ServerChoice(Enum):
-    """Whether this node is the server, and who says so."""
+    """Whether this node is the server, and who says so.
+
+    If another program has already taken the port, a server by flags looks only for a moment whether
+    that program serves the run. A server by guess tries for the whole join timeout.
+    """
 
     SERVE_BY_FLAGS = "the flags say that this node is the server"
     SERVE_BY_GUESS = "the endpoint names this machine, so this node may be the server"
@@ -189,7 +191,11 @@ class _MultiNodeOpener:
         return self._serve_unless_served(is_server_by_flags=choice == _ServerChoice.SERVE_BY_FLAGS)
 
     def _serve_unless_served(self, *, is_server_by_flags: bool) -> Rendezvous:
-        """Serves the run, unless another launcher is found to serve it. Then connects to that one.
+        """Serves the run, unless another launcher already does.
+
+        There are three outcomes. This launcher connects to another one that was started as node 0,
+        too, on the machine that the endpoint names. Or it serves the run. Or, if the port is taken,
+        it connects to the program that has the port, if that is a launcher of this run.
 
         Args:
             is_server_by_flags: True if the flags say that this node is the server. Then there
@@ -197,15 +203,12 @@ class _MultiNodeOpener:
         """
         endpoint = self._endpoint
 
-        # The address of the endpoint may not be one of this machine. It may belong to a port
-        # forwarding that leads to this machine, which can then serve. Or it belongs to another
-        # machine, on which another launcher was started as node 0 by mistake, and serves the run.
+        # If the endpoint is not on this machine, it may be a port forwarding that leads here. Or it
+        # is on another machine, where another launcher was started as node 0 and serves the run.
         if is_server_by_flags and not _is_this_machine(endpoint.host):
             with suppress(MasterUnreachableError):
                 return self._connect(OTHER_SERVER_TIMEOUT_S)
 
-        # Serve the run. If the port is taken, its user may be a launcher that serves the run. If it
-        # is not, the error is raised.
         address = network.serving_address(endpoint, self._parameters.local_addr)
         try:
             listener = network.listening_socket(address, endpoint.port)
@@ -224,7 +227,7 @@ class _MultiNodeOpener:
 
         Args:
             port_taken: error that is raised if no launcher of this run uses the port.
-            is_server_by_flags: see `_serve_unless_served`.
+            is_server_by_flags: True if a flag, such as --node-rank 0, makes this node the server.
         """
         # If the flags say that this node is the server, there should be no other one, so this does
         # not wait long for one.
@@ -238,9 +241,6 @@ class _MultiNodeOpener:
 
     def _choose_server(self) -> _ServerChoice:
         """Decides whether this node is the server, by torchrun's rules.
-
-        If another node has already taken the port, a server by flags looks only for a moment
-        whether that one serves the run. A server by guess tries for the whole join timeout.
 
         Raises:
             SettingError: `is_host` in --rdzv-conf is neither yes nor no.
@@ -283,18 +283,21 @@ class _MultiNodeOpener:
             thread = resources.enter_context(closing(NetworkThread()))
             server = PeerServer(peers, self._say)
 
-            # `peers` calls this when this launcher changes its own node. The changes go to the
-            # launcher with the number `to`, or to all others (None). This does not wait until they
-            # are sent.
             def send_changes(changes: Mapping[str, Any], to: int | None) -> None:
-                thread.call_soon(lambda: server.send(changes, to=to))
+                """Sends changes of the own node to one launcher, or to all (`to` is None).
 
-            peers.send = send_changes
+                It does not wait until they are sent.
+                """
+                thread.call_soon(lambda: server.send(changes, of_node=SERVER_NUMBER, to=to))
+
+            peers.send = send_changes  # called when this launcher changes its own node
 
             # The proxy carries connections of ranks to the store, and hands those of other
             # launchers to `serve_client`.
             proxy = AuthProxy(self._token, store.port, server.serve_client, self._say)
             thread.run(proxy.listen(listener))  # from now on, other launchers can connect
+
+            # The callbacks are called in reverse order: the server, the proxy, then the thread.
             resources.callback(lambda: thread.run(proxy.close()))
             resources.callback(lambda: thread.run(server.close()))
 
@@ -317,12 +320,12 @@ class _MultiNodeOpener:
         # `resources.pop_all()`.
         with ExitStack() as resources:
             thread = resources.enter_context(closing(NetworkThread()))
-            address, streams = self._authenticate(thread, timeout)
+            server_address, streams = self._authenticate(thread, timeout)
             connection = Connection(streams.reader, streams.writer)
             resources.callback(lambda: thread.run(connection.close()))
 
-            peers = self._join(thread, connection, address)
-            forwarder, forwarder_port = self._start_forwarder(thread, address, resources)
+            peers = self._join(thread, connection, server_address)
+            forwarder, forwarder_port = self._start_forwarder(thread, server_address, resources)
             _start_exchanging_changes(thread, connection, peers, forwarder)
             store = self._connect_to_store(forwarder_port)
 
@@ -407,15 +410,9 @@ class _MultiNodeOpener:
         announcer = WaitAnnouncer(self._say)
         while True:
             # If all addresses fail, the last one and the reason for its failure decide what to do.
-            # The reason is one of the texts that are defined in `auth` and `network`.
-            address = ""
-            reason = network.UNRESOLVED  # stays if the name of the endpoint has no address
-            for address in endpoint.addresses():
-                try:
-                    connecting = authenticate(address, endpoint.port, self._token, auth.TO_LAUNCHER)
-                    return address, thread.run(connecting)
-                except ConnectionFailed as error:
-                    reason = str(error)
+            address, reason, streams = self._try_addresses(thread)
+            if streams is not None:
+                return address, streams
 
             if reason == auth.TOKEN_DIFFERS:
                 raise TokenDiffersError(
@@ -425,20 +422,37 @@ class _MultiNodeOpener:
                     "16` makes one), or copy the token file of one machine to the others",
                 )
 
-            waited = time.monotonic() - started
+            waited_s = time.monotonic() - started
             if reason == auth.NOT_A_LAUNCHER:
                 # Another program listens there. It may be about to end, so we wait, but not as long
                 # as for a server that has not come yet. The error does not mention a timeout
                 # (`tried`), as a longer one would not help.
-                if waited > min(timeout, WRONG_SERVICE_TIMEOUT_S):
+                if waited_s > min(timeout, WRONG_SERVICE_TIMEOUT_S):
                     raise network.unreachable_error(SERVER, endpoint, reason, address=address)
-            elif waited > timeout:
+            elif waited_s > timeout:
                 raise network.unreachable_error(
                     SERVER, endpoint, reason, address=address, tried=timeout
                 )
 
             announcer.say_waiting(f"the node that serves at {endpoint}: {reason}")
             time.sleep(RETRY_INTERVAL_S)
+
+    def _try_addresses(self, thread: NetworkThread) -> tuple[str, str, auth.Streams | None]:
+        """Tries once to reach the server's auth proxy at each address of the endpoint.
+
+        Returns:
+            The address that was tried last; why it failed, one of the texts of `auth` and
+            `network`; and the connection, or None if all addresses have failed.
+        """
+        address = ""
+        reason = network.UNRESOLVED  # stays if the name of the endpoint has no address
+        for address in self._endpoint.addresses():
+            connecting = authenticate(address, self._endpoint.port, self._token, auth.TO_LAUNCHER)
+            try:
+                return address, "", thread.run(connecting)
+            except ConnectionFailed as error:
+                reason = str(error)
+        return address, reason, None
 
     def _make_rendezvous(
         self, peers: Peers, store: TCPStore, address: str, resources: ExitStack
@@ -451,21 +465,27 @@ class _MultiNodeOpener:
             address: the address of this machine on its connection to the other nodes.
             resources: stack with everything to close at the end. It is empty afterwards.
         """
-        # With --local-addr, the user names the address at which the others reach this machine, and
-        # so the interface that the ranks use. It is ignored if it does not belong to this machine.
+        interface = network.interface_of(self._address_by_flag() or address)
+        is_static = self._parameters.backend == "static"
+        rendezvous_type = StaticRendezvous if is_static else DynamicRendezvous
+        rendezvous = rendezvous_type(self._parameters, peers, store, self._say, interface)
+        rendezvous.resources = resources.pop_all()
+        return rendezvous
+
+    def _address_by_flag(self) -> str | None:
+        """Returns the address of this machine that --local-addr names.
+
+        It is the address at which the others reach this machine, and so says which interface the
+        ranks use.
+
+        Returns:
+            None without the flag, or if what it names does not belong to this machine.
+        """
         if self._parameters.local_addr:
             for local_address in network.resolve(self._parameters.local_addr):
                 if network.is_here(local_address):
-                    address = local_address
-                    break
-
-        is_static = self._parameters.backend == "static"
-        rendezvous_type = StaticRendezvous if is_static else DynamicRendezvous
-        rendezvous = rendezvous_type(
-            self._parameters, peers, store, self._say, network.interface_of(address)
-        )
-        rendezvous.resources = resources.pop_all()
-        return rendezvous
+                    return local_address
+        return None
 
 
 def _start_exchanging_changes(
@@ -485,12 +505,15 @@ def _start_exchanging_changes(
             aborted, so that nobody waits for the store of a server that is gone.
     """
 
-    # `to` is the number of the only launcher that receives the changes, or None for all launchers.
     def send_changes(changes: Mapping[str, Any], to: int | None) -> None:
+        """Sends changes of the own node to the server, which passes them on.
+
+        They go to the launcher with the number `to`, or to all launchers if it is None.
+        """
         thread.call_soon(lambda: connection.send({"changes": changes, "to": to}))
 
-    peers.send = send_changes
-    thread.submit(receive_changes(connection, peers, on_loss=forwarder.abort))
+    peers.send = send_changes  # called when this launcher changes its own node
+    thread.submit(receive_changes(connection, peers, on_loss=forwarder.abort))  # does not wait
 
 
 def _is_this_machine(host: str) -> bool:

@@ -84,8 +84,7 @@ class Connection:
             self._writer.write(message)
 
     async def receive(self) -> dict[str, Any]:
-        """Waits for the next message that is not a heartbeat. JSON values that are no objects are
-        ignored.
+        """Waits for the next message. Skips heartbeats, and JSON values other than objects.
 
         Raises:
             EOFError: the connection ended.
@@ -99,12 +98,13 @@ class Connection:
                 raise ValueError("a message that is too long")
 
             is_heartbeat = length == 0
-            message = None
-            if not is_heartbeat:
-                message = json.loads(await self._reader.readexactly(length))
+            if is_heartbeat:
+                self._missed_heartbeats = 0  # the other side exists
+                continue
 
-            self._missed_heartbeats = 0  # any message shows that the other side exists
-            if isinstance(message, dict):
+            message = json.loads(await self._reader.readexactly(length))
+            self._missed_heartbeats = 0
+            if isinstance(message, dict):  # anything else is ignored
                 return message
 
     async def handle_messages(self, handle: Callable[[dict[str, Any]], None]) -> str:
@@ -118,12 +118,13 @@ class Connection:
             while True:
                 handle(await self.receive())
         except (OSError, EOFError, ValueError, TypeError, KeyError):
-            # ValueError, TypeError and KeyError are raised by a message that is not valid. A
-            # launcher sends only valid ones, so such a connection is given up.
-            if self._missed_heartbeats < MAX_MISSED_HEARTBEATS:
-                return CONNECTION_ENDED
-            # `_send_heartbeats` has aborted the connection.
-            return f"no message from it for {MAX_MISSED_HEARTBEATS * HEARTBEAT_S:g} s"
+            # ValueError, TypeError and KeyError come from a message that is not valid: `receive`
+            # cannot decode it, or `handle` does not find its fields. A launcher sends only valid
+            # messages, so such a connection is given up.
+            was_aborted_by_heartbeats = self._missed_heartbeats >= MAX_MISSED_HEARTBEATS
+            if was_aborted_by_heartbeats:
+                return f"no message from it for {MAX_MISSED_HEARTBEATS * HEARTBEAT_S:g} s"
+            return CONNECTION_ENDED
         finally:
             heartbeats.cancel()
 
@@ -170,21 +171,8 @@ class PeerServer:
             address: address from which the client has connected.
         """
         connection = Connection(reader, writer)
-        try:
-            fields = await asyncio.wait_for(connection.receive(), HELLO_TIMEOUT_S)
-            candidate = Node(**fields)
-        except (OSError, EOFError, ValueError, TypeError):
-            return
-
-        try:
-            number = self._peers.admit(candidate).number
-        except JoinError as error:
-            self._say(
-                f"{candidate.process_name} ({address}) was turned away: "
-                f"{error.was_set}: {error.found}"
-            )
-            connection.send({"error": [type(error).__name__, error.was_set, error.found, error.do]})
-            await connection.close()
+        number = await self._admit(connection, address)
+        if number is None:
             return
 
         nodes = [vars(node) for node in self._peers.all()]
@@ -193,7 +181,7 @@ class PeerServer:
         # Tell the other clients about the new node. It is not among the clients yet, as it has just
         # received all nodes.
         fields_of_new_node = vars(self._peers.node(number))
-        self.send(fields_of_new_node, number=number)
+        self.send(fields_of_new_node, of_node=number)
 
         self._clients[number] = connection
         reason = await connection.handle_messages(
@@ -203,7 +191,39 @@ class PeerServer:
 
         has_said_goodbye = self._peers.node(number).state != HERE
         if not has_said_goodbye and not self._closing:
-            self._change_node(number, {"state": LOST, "why": reason})
+            self._change_everywhere(number, {"state": LOST, "why": reason})
+
+    async def _admit(self, connection: Connection, address: str) -> int | None:
+        """Adds a client's node to the table, or tells the client why not.
+
+        Args:
+            connection: the connection to the client.
+            address: the address of the client, for the message to the user.
+
+        Returns:
+            The number of the node; None if it is not admitted.
+        """
+        try:
+            fields = await asyncio.wait_for(connection.receive(), HELLO_TIMEOUT_S)
+            candidate = Node(**fields)
+        except (
+            OSError,
+            EOFError,
+            ValueError,
+            TypeError,
+        ):  # TypeError: these are no fields of a node
+            return None
+
+        try:
+            return self._peers.admit(candidate).number
+        except JoinError as error:
+            self._say(
+                f"{candidate.process_name} ({address}) was turned away: "
+                f"{error.was_set}: {error.found}"
+            )
+            connection.send({"error": [type(error).__name__, error.was_set, error.found, error.do]})
+            await connection.close()
+            return None
 
     def _handle_message(self, number: int, message: Mapping[str, Any]) -> None:
         """Applies the changes that a client has made to its own node, or passes them on.
@@ -218,20 +238,20 @@ class PeerServer:
             if name in FIELDS_A_CLIENT_MAY_CHANGE:
                 changes[name] = value
 
-        # A client can only say that it leaves. Whether it is lost is found out here, when its
-        # connection ends.
+        # A client can only say that it leaves (LEFT). Whether it is lost is found out here, when
+        # its connection ends.
         if changes.get("state") != LEFT:
             changes.pop("state", None)
 
         recipient = message.get("to")
         if recipient is None:
-            self._change_node(number, changes)  # in the server's table, and at all clients
+            self._change_everywhere(number, changes)
         elif recipient == self._peers.own_number:
             self._peers.write(number, changes)  # only in the server's table
         else:
-            self.send(changes, number, recipient)  # only at that client
+            self.send(changes, of_node=number, to=recipient)  # only at that client
 
-    def _change_node(self, number: int, changes: Mapping[str, Any]) -> None:
+    def _change_everywhere(self, number: int, changes: Mapping[str, Any]) -> None:
         """Changes a client's node here and at all clients, and tells the user if the node has gone
         before the end of the run.
 
@@ -240,7 +260,7 @@ class PeerServer:
         """
         was_here = self._peers.node(number).state == HERE
         self._peers.write(number, changes)
-        self.send(changes, number)
+        self.send(changes, of_node=number)
 
         node = self._peers.node(number)
         has_just_gone = was_here and node.gone_early
@@ -255,23 +275,27 @@ class PeerServer:
 
         self._say(describe_departure(node))
 
-    def send(self, changes: Mapping[str, Any], number: int = 0, to: int | None = None) -> None:
+    def send(self, changes: Mapping[str, Any], *, of_node: int, to: int | None = None) -> None:
         """Sends changes of a node to the clients.
 
         Args:
             changes: the new values by field.
-            number: the number of the node that has changed; by default 0, the server itself.
+            of_node: the number of the node that has changed.
             to: the number of the only client that receives them; None for all clients.
         """
-        change = {"number": number, "changes": changes}
-        if to is not None:
-            # Send the collected changes now, so that all changes arrive in the order in which they
-            # were made. The next iteration of the event loop then has nothing left to send.
-            self._send_unsent()
-            if to in self._clients:
-                self._clients[to].send({"nodes": [change]})
+        change = {"number": of_node, "changes": changes}
+        if to is None:
+            self._collect_for_all(change)
             return
 
+        # Send the collected changes now, so that all changes arrive in the order in which they were
+        # made.
+        self._send_unsent()
+        if to in self._clients:
+            self._clients[to].send({"nodes": [change]})
+
+    def _collect_for_all(self, change: dict[str, Any]) -> None:
+        """Adds a change to those that are sent to all clients."""
         # Often many launchers come or change at once. So the changes are collected, and sent as one
         # message in the next iteration of the event loop.
         if not self._unsent_changes:
@@ -315,7 +339,7 @@ async def join_server(connection: Connection, own: Node) -> Peers:
     fields_of_node = {fields["number"]: fields for fields in answer["nodes"]}
     peers = Peers(Node(**fields_of_node[own_number]))
     for number, fields in fields_of_node.items():
-        peers.write(number, fields)
+        peers.write(number, fields)  # changes nothing for the own node, which is there already
 
     return peers
 

@@ -118,13 +118,15 @@ def pickle_value(value: Any) -> bytes:
 
 
 def sources_to_send(fn: Callable[..., Any]) -> dict[str, list[str]]:
-    """Returns the lines of the file of a function, and of all files that exist in memory only.
+    """Returns the sources that the nodes may not have, for tracebacks: the lines of each file.
 
-    Cells of a notebook and lines of the prompt are such files.
+    They are the file of the function, and all files that exist in memory only, such as cells of a
+    notebook and lines of the prompt.
     """
     sources = {}
     for file in list(linecache.cache):
-        if not os.path.exists(file):
+        is_in_memory_only = not os.path.exists(file)
+        if is_in_memory_only:
             sources[file] = linecache.getlines(file)
 
     try:

@@ -249,17 +249,17 @@ class RayRemote(Remote):
         except Problem:
             # If the helper has not found the folder or the script, the advice differs from that
             # with ssh: nothing can be copied to the nodes of a cluster.
-            missing_file = self.facts.get("missing")
-            if not missing_file:
+            missing_path = self.facts.get("missing")
+            if not missing_path:
                 raise
             raise Problem(
-                missing_file, "the folder must be on a disk that all nodes of the cluster share"
+                missing_path, "the folder must be on a disk that all nodes of the cluster share"
             ) from None
 
         # One machine may have several nodes of Ray, each with its own devices. With the id of the
         # node, each counts as a machine, so that `_warn_about_machines` does not warn that one
         # machine was named twice.
-        self.facts["machine"] += f" {self.node.node_id}"
+        self.facts["machine"] = f"{self.facts['machine']} {self.node.node_id}"
 
     def _failure(self) -> Problem:
         """Returns the error that explains why the helper does not answer."""
@@ -271,7 +271,8 @@ class RayRemote(Remote):
         # Python prints "No module named 'lockstep'" if there is no Lockstep at all, and "No module
         # named 'lockstep.run.machines.remote'" if the helper is missing. The text that both begin
         # with has no closing quote.
-        if "No module named 'lockstep" in failure + "".join(error_lines):
+        lockstep_is_missing = "No module named 'lockstep" in failure + "".join(error_lines)
+        if lockstep_is_missing:
             return Problem(
                 "its Python has no Lockstep of this version",
                 "install the same version on all nodes of the cluster, for the Python that started "

@@ -29,7 +29,7 @@ from lockstep.run.machines.ray_call import (
     values_of,
 )
 from lockstep.run.machines.ray_placement import RUNNING_CLUSTER
-from lockstep.run.machines.ray_run import MAX_RESTARTS, RayRun
+from lockstep.run.machines.ray_run import MAX_RESTARTS_OPTION, RayRun
 from lockstep.run.start import job_control
 from lockstep.user_code import user_line
 from lockstep.wording import count_noun
@@ -75,25 +75,34 @@ def launch_on_ray(fn: Callable[..., Any], args: Sequence[Any], request: RayReque
         )
 
     was_connected = ray_placement.connect(address, setting)
-    group = None
+    placement_group = None
     try:
         size = ray_placement.num_ranks(request.nproc, OPTION)
         launch_text = f"launch({request.name}) on {count_noun(size, 'process')} of a Ray cluster"
-        facts = _facts(fn, launch_text, request)
-        packed_call = ray_placement.share(pack_call(fn, args, facts))
-        group = ray_placement.reserve([ray_placement.bundle()] * size, _say)
-        run = RayRun(_spec(size, request), group, _say, packed_call)
+
+        # Each node reads the call from Ray's object store.
+        call = pack_call(fn, args, _facts(fn, launch_text, request))
+        reference_to_call = ray_placement.put_in_object_store(call)
+
+        resources_of_rank = ray_placement.bundle()
+        placement_group = ray_placement.reserve([resources_of_rank] * size, _say)
+        run = RayRun(_launcher_request(size, request), placement_group, _say, reference_to_call)
         exit_code = _wait_in_thread(run)
-        if run.interrupted_by == signal.SIGINT:
-            raise KeyboardInterrupt
-        if run.interrupted_by is not None:
-            raise SystemExit(EXIT_SIGNAL + run.interrupted_by)
+        _raise_if_interrupted(run)
         return returned_values(run.outcomes, exit_code, launch_text)
     finally:
-        if group is not None:
-            ray_placement.release(group)
+        if placement_group is not None:
+            ray_placement.release(placement_group)
         if not was_connected:
             ray_placement.disconnect()
+
+
+def _raise_if_interrupted(run: RayRun) -> None:
+    """If a signal ended the run, raises the exception that it would have caused in this process."""
+    if run.interrupted_by == signal.SIGINT:
+        raise KeyboardInterrupt
+    if run.interrupted_by is not None:
+        raise SystemExit(EXIT_SIGNAL + run.interrupted_by)
 
 
 def _facts(fn: Callable[..., Any], launch_text: str, request: RayRequest) -> CallFacts:
@@ -115,13 +124,21 @@ def _facts(fn: Callable[..., Any], launch_text: str, request: RayRequest) -> Cal
     )
 
 
-def _spec(size: int, request: RayRequest) -> HostsSpec:
-    """Returns the request for the launchers, whose nodes are not known yet."""
+def _launcher_request(size: int, request: RayRequest) -> HostsSpec:
+    """Returns what `RayRun` starts on each node: the launcher `LAUNCHER`, and its options.
+
+    The hosts are not known yet, and `RayRun` fills them in. There is no script, as the launcher
+    reads the function from Ray's object store.
+
+    Args:
+        size: number of all ranks.
+        request: what `lockstep.launch` was asked for.
+    """
     return HostsSpec(
         hosts=(),
         arguments=(),
         script=(),
-        torchrun=[MAX_RESTARTS, str(request.max_restarts)],
+        torchrun=[MAX_RESTARTS_OPTION, str(request.max_restarts)],
         launcher=(LAUNCHER,),
         nproc=str(size),
         environment={**forwarded_environment(os.environ, names=()), **request.environment},

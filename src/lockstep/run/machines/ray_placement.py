@@ -65,7 +65,7 @@ def connect(address: str, setting: str) -> bool:
         True if the process was connected before.
 
     Raises:
-        SettingError: Ray is not installed.
+        SettingError: Ray is not installed, or this process is connected to another cluster.
         HostError: there is no such cluster, or it has another version of Ray or Python.
     """
     try:
@@ -108,7 +108,7 @@ def disconnect() -> None:
     ray.shutdown()
 
 
-def share(content: bytes) -> Any:
+def put_in_object_store(content: bytes) -> Any:
     """Puts data into Ray's store, from which every node that needs it copies it once.
 
     Returns:
@@ -125,7 +125,7 @@ def num_ranks(nproc: str | None, option: str) -> int:
     Args:
         nproc: a number; `gpu`: one for each GPU; `cpu`: one for each core; `auto`: one for each
             GPU, or for each core if there is no GPU; None: 1.
-        option: what says that the ranks are placed by Ray, for errors.
+        option: the option that chose Ray, such as `--ray`, for errors.
 
     Raises:
         SettingError: the value is none of these, or the cluster has no GPUs.
@@ -145,7 +145,9 @@ def num_ranks(nproc: str | None, option: str) -> int:
     num_gpus = int(ray.cluster_resources().get("GPU", 0))
     if num_gpus == 0 and nproc == "gpu":
         raise SettingError(setting, "the cluster has no GPUs", "give the number of ranks")
-    if num_gpus > 0 and nproc != "cpu":
+
+    wants_gpus = nproc in ("auto", "gpu")
+    if wants_gpus and num_gpus > 0:
         return num_gpus
     return int(ray.cluster_resources()["CPU"])
 
@@ -227,15 +229,18 @@ def _alive_nodes() -> set[str]:
 
 
 def describe_shortage(group: Any) -> str:
-    """Describes what a placement group has asked for, and what the cluster has."""
+    """Describes what a placement group has asked for, and what the cluster has.
+
+    The text continues a message about the ranks, which it calls "they".
+    """
     import ray
 
-    name = _scarce_resource(group.bundle_specs[0])
-    num_all = ray.cluster_resources().get(name, 0)
-    num_free = ray.available_resources().get(name, 0)
+    resource = _scarce_resource(group.bundle_specs[0])
+    num_all = ray.cluster_resources().get(resource, 0)
+    num_free = ray.available_resources().get(resource, 0)
     return (
-        f"they need {count_noun(group.bundle_count, name)}, and the cluster has {num_all:g}, of "
-        f"which {num_free:g} are neither reserved nor used"
+        f"they need {count_noun(group.bundle_count, resource)}, and the cluster has {num_all:g}, "
+        f"of which {num_free:g} are neither reserved nor used"
     )
 
 
@@ -260,15 +265,14 @@ def nodes_of_group(group: Any) -> list[RayNode]:
         gpu_of_bundle = _gpu_of_each_bundle(group)
 
     facts_of_node = {facts["NodeID"]: facts for facts in ray.nodes()}
-    names = names_of_nodes(
-        {node_id: facts_of_node[node_id]["NodeManagerHostname"] for node_id in indices_of_node}
-    )
+    host_name_of_node = {}
+    for node_id in indices_of_node:
+        host_name_of_node[node_id] = facts_of_node[node_id]["NodeManagerHostname"]
+    names = names_of_nodes(host_name_of_node)
+
     nodes = []
     for node_id, indices in indices_of_node.items():
-        gpu_ids: list[str] = []
-        if gpu_of_bundle:
-            gpu_ids = [gpu_of_bundle[index] for index in indices]
-
+        gpu_ids = [gpu_of_bundle[index] for index in indices] if gpu_of_bundle else []
         node = RayNode(
             names[node_id],
             nproc=str(len(indices)),  # one rank for each bundle; a text, as with `--hosts`

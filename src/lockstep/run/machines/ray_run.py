@@ -26,7 +26,7 @@ from lockstep.run.machines.ssh_run import HostsRun
 from lockstep.run.start.torchrun_flags import parse_flags, rendezvous_parameters
 from lockstep.wording import count_noun
 
-MAX_RESTARTS = "--max-restarts"
+MAX_RESTARTS_OPTION = "--max-restarts"
 """torchrun's flag: how often the ranks are started again."""
 ANY_FREE_PORT = "0"
 """The value of --master-port for a port that is free when the launchers meet."""
@@ -60,7 +60,7 @@ def _run_while_connected(spec: HostsSpec, say: Callable[[str], None]) -> int:
     group = None
     try:
         # A bundle is the resources of one rank, which Ray reserves together: a core and perhaps a
-        # GPU. --nproc is a number or "gpu", for as many ranks as the cluster has GPUs.
+        # GPU.
         num_ranks = ray_placement.num_ranks(spec.nproc, spec.option)
         bundles = [ray_placement.bundle()] * num_ranks
         group = ray_placement.reserve(bundles, say)
@@ -91,26 +91,26 @@ class RayRun:
         self._spec = spec
         self._group = group
         self._say = say
-        self._call = call
+        self._called_function = call
         self._hosts_run: HostsRun | None = None
         self._remotes: list[RayRemote] = []
         """The nodes of the last start of the ranks, in the order of the ranks."""
         self.outcomes: list[CallOutcome | None] = []
         """How the call has ended on each of these nodes; None where the launcher was lost."""
         self.interrupted_by: int | None = None
-        """The first signal given to `interrupt`."""
+        """The number of the first signal that was sent to this command (`interrupt`)."""
 
     def wait(self) -> int:
         """Carries out the run; see `run_on_ray`."""
-        restarts_left = int(self._spec.torchrun_flag(MAX_RESTARTS) or 0)
+        restarts_left = int(self._spec.torchrun_flag(MAX_RESTARTS_OPTION) or 0)
         while self.interrupted_by is None:
             exit_code = self._run_on_nodes(restarts_left)
             lost_nodes = self._lost_nodes()
 
             # A lost node or a killed rank gives the exit code EXIT_LOST_RANK. A code above
             # EXIT_SIGNAL says that a signal was sent to the run itself.
-            is_interrupted = exit_code > EXIT_SIGNAL
-            if not lost_nodes or is_interrupted or restarts_left == 0:
+            was_ended_by_signal = exit_code > EXIT_SIGNAL
+            if not lost_nodes or was_ended_by_signal or restarts_left == 0:
                 return exit_code
             if not ray_placement.have_died(lost_nodes):
                 return exit_code  # only the helper on a node has ended
@@ -130,6 +130,8 @@ class RayRun:
     def _run_on_nodes(self, restarts_left: int) -> int:
         """Starts the ranks on the nodes that have their bundles now, and waits for their end.
 
+        A bundle is what Ray has reserved for a rank on one of the nodes.
+
         Returns:
             The exit code, see `run_on_hosts`.
         """
@@ -137,17 +139,17 @@ class RayRun:
 
         def connect(host: Host, show: ShowLine) -> Remote:
             assert isinstance(host, RayNode)
-            remote = RayRemote(host, self._group, show, self._call)
+            remote = RayRemote(host, self._group, show, self._called_function)
             self._remotes.append(remote)
             return remote
 
-        spec = self._spec.with_torchrun_flag(MAX_RESTARTS, str(restarts_left))
+        spec = self._spec.with_torchrun_flag(MAX_RESTARTS_OPTION, str(restarts_left))
         nodes = ray_placement.nodes_of_group(self._group)
         self._hosts_run = HostsRun(_spec_with_nodes(spec, nodes), self._say, connect)
         try:
             return self._hosts_run.wait()
         finally:
-            if self._call is not None:  # the ranks called a function, and did not run a script
+            if self._called_function is not None:  # otherwise the ranks have run a script
                 self.outcomes = [remote.take_outcome() for remote in self._remotes]
             for remote in self._remotes:
                 remote.end()
@@ -162,19 +164,13 @@ class RayRun:
         Raises:
             HostError: it has not, within the time that nodes wait for each other.
         """
-        # Imports torch, which `lockstep run --help` and a start on this machine do without.
-        from lockstep.run.machines.rendezvous_settings import join_timeout
-
         names = " and ".join(node.name for node in lost_nodes)
         self._say(
             f"Ray has lost {names}: the ranks start again as soon as each of them has a place; "
             f"{count_noun(restarts_left, 'restart')} left after that"
         )
 
-        # Only the join timeout is needed, which --rdzv-conf timeout=SECONDS sets for launchers of
-        # several nodes. So the parser is given two nodes, and any script.
-        flags = parse_flags([*self._spec.torchrun, "--nnodes=2", "script"])
-        timeout_s = join_timeout(rendezvous_parameters(flags))
+        timeout_s = self._join_timeout_s()
 
         def is_over() -> bool:
             return ray_placement.is_placed(self._group) or self.interrupted_by is not None
@@ -189,13 +185,22 @@ class RayRun:
             "add a node, or start fewer ranks: checkpoints can be resumed on any number of them",
         )
 
+    def _join_timeout_s(self) -> float:
+        """Returns how long nodes wait for each other, which --rdzv-conf timeout=SECONDS may set."""
+        # Imports torch, which `lockstep run --help` and a start on this machine do without.
+        from lockstep.run.machines.rendezvous_settings import join_timeout
+
+        # The flag is read only for several nodes, and the parser requires a script.
+        flags = parse_flags([*self._spec.torchrun, "--nnodes=2", "script"])
+        return join_timeout(rendezvous_parameters(flags))
+
 
 def describe(address: str, spec: HostsSpec) -> str:
     """Describes for `--dry-run` what would be started, in the language of this process, without
     connecting to the cluster.
     """
-    # As there is only one host, the arguments of the example contain no node rank, address or port,
-    # and the values given for these are not used.
+    # "N" stands for a number in the text for the user. With one host, `launcher_arguments` ignores
+    # the address and the port.
     example = replace(spec, hosts=(Host("NODE", "N"),))
     arguments = example.launcher_arguments(node_rank=0, address="", port=0)
     variables = ", ".join(sorted(spec.environment)) or translate("none")
@@ -213,13 +218,13 @@ def describe(address: str, spec: HostsSpec) -> str:
 
 
 def _spec_with_nodes(spec: HostsSpec, nodes: list[RayNode]) -> HostsSpec:
-    """Returns the request for nodes that are now known, with the place where they meet.
+    """Returns the request for nodes that are now known, with the address where they meet.
 
-    It is a free port: Ray may start several runs on one node at once, which would all choose the
-    usual port.
+    The port there is any free port: Ray may start several runs on one node at once, which would all
+    choose the usual port.
     """
     placed = spec.on_machines(nodes)
-    if len(nodes) == 1:
+    if len(nodes) == 1:  # it has nobody to meet
         return placed
 
     flags = list(placed.torchrun)

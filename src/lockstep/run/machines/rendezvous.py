@@ -109,7 +109,7 @@ class Rendezvous(RendezvousHandler):
         """Returns True if nodes were lost, and the run can go on without them. Never waits."""
         return bool(self.describe_lost_nodes())
 
-    def lost_nodes(self) -> list[Node]:
+    def departed_nodes(self) -> list[Node]:
         """Returns the nodes of the current round that have left early. Never waits."""
         own_round = self._peers.own.round
         if own_round == 0:  # this node has not asked for a round yet

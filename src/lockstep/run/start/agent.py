@@ -673,7 +673,7 @@ class Agent(api.SimpleElasticAgent):
             return True
 
         # Only an elastic run goes on without a lost machine.
-        if self._rdzv.lost_nodes() and not self._rdzv.goes_on_without_lost_nodes():
+        if self._rdzv.departed_nodes() and not self._rdzv.goes_on_without_lost_nodes():
             return True
 
         if self._has_failure_elsewhere(attempt):
@@ -1387,7 +1387,7 @@ class Agent(api.SimpleElasticAgent):
         """
         ended_ranks = {status.rank for status in exits}
         failures = []
-        for node in self._rdzv.lost_nodes():
+        for node in self._rdzv.departed_nodes():
             last_report = reports_of_others.get(_node_rank(node))
             ranks = last_report.ranks if last_report else ()
             if ended_ranks.isdisjoint(ranks):
@@ -1407,7 +1407,7 @@ class Agent(api.SimpleElasticAgent):
 
         # Something failed. The first failure is known once every machine has reported the end of
         # all its ranks. Lost machines will report nothing more.
-        not_awaited = {_node_rank(node) for node in self._rdzv.lost_nodes()}
+        not_awaited = {_node_rank(node) for node in self._rdzv.departed_nodes()}
         for node_rank, report in reports_of_others.items():
             if report.complete:
                 not_awaited.add(node_rank)

@@ -97,7 +97,7 @@ class SnapshotExchange:
 
         def all_answered_or_lost() -> bool:
             self.answer()  # another launcher may ask at the same time
-            is_node_lost = bool(self._rendezvous.lost_nodes())
+            is_node_lost = bool(self._rendezvous.departed_nodes())
             return is_node_lost or len(self._answers()) == num_others
 
         timeout_s = _ANSWER_WITH_STACKS_TIMEOUT_S if call_stacks else _ANSWER_TIMEOUT_S
