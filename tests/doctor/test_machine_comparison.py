@@ -354,7 +354,11 @@ class Answering:
         if self.host.name == "b" and ask == self.dies_in:
             raise Problem("it died", "look at it")
         facts = {"checks": {"variables": {}}, "fixed": []}
-        here = {"missing": "", "own": f"10.0.0.{ord(self.host.name) - 96}", "first": ""}
+        here = {
+            "missing": "",
+            "own_address": f"10.0.0.{ord(self.host.name) - 96}",
+            "address_ssh_came_from": "",
+        }
         return {
             "look": here, "time": {"time": time.time()}, "serve": {"port": 1}, "measure": LINK,
             "reach": self.closed.get(self.host.name, {}), "facts": facts,

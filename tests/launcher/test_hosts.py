@@ -448,13 +448,16 @@ def test_the_first_machine_does_not_take_the_users_login_for_the_way_to_it(
     monkeypatch.setenv("SSH_CONNECTION", "198.51.100.7 50000 198.51.100.8 22")
     request = {"folder": str(tmp_path), "script": None}
     there = remote.describe_machine({**request, "here": False})
-    assert (there["own"], there["first"]) == ("198.51.100.8", "198.51.100.7")
+    assert (there["own_address"], there["address_ssh_came_from"]) == (
+        "198.51.100.8",
+        "198.51.100.7",
+    )
     here = remote.describe_machine({**request, "here": True})
-    assert here["own"] != "198.51.100.8"
-    assert here["first"] == ""
+    assert here["own_address"] != "198.51.100.8"
+    assert here["address_ssh_came_from"] == ""
     monkeypatch.setenv("SSH_CONNECTION", "UNKNOWN 65535 UNKNOWN 65535")  # over a pipe
     piped = remote.describe_machine({**request, "here": False})
-    assert (piped["own"], piped["first"]) == (here["own"], "")
+    assert (piped["own_address"], piped["address_ssh_came_from"]) == (here["own_address"], "")
 
 
 def test_a_copy_is_ended_when_its_task_is_cancelled(

@@ -149,7 +149,7 @@ class _Examination:
 
             # Other machines know their addresses from the ssh connections to them. They have also
             # answered from which address this machine connects to them.
-            own_address = answer["own"]
+            own_address = answer["own_address"]
             is_this_machine = self._remotes[name].here
             if is_this_machine:
                 own_address = _address_of_this_machine(answers.values()) or own_address
@@ -328,12 +328,13 @@ def _address_of_this_machine(answers: Iterable[Mapping[str, Any]]) -> str | None
     known.
 
     Args:
-        answers: the results of `describe_machine`. Their `first` is the address from which ssh
-            came, which may belong to a jump host.
+        answers: the results of `describe_machine`. The address from which ssh came may belong to a
+            jump host.
     """
     for answer in answers:
-        if answer["first"] and is_here(answer["first"]):
-            return str(answer["first"])
+        address = str(answer["address_ssh_came_from"])
+        if address and is_here(address):
+            return address
     return None
 
 

@@ -101,35 +101,41 @@ def describe_machine(request: dict[str, Any]) -> dict[str, Any]:
 
     Returns:
         `versions`, the versions that must be the same everywhere; `missing`, a text on what is
-        missing, or empty; `own`, the address of this machine that ssh has reached; `first`, the
-        address from which ssh came, or empty without ssh; `machine`, a text that identifies this
-        machine, which may have several names; and `time`, its clock.
+        missing, or empty; `own_address`, the address of this machine that ssh has reached, or else
+        that of its default route; `address_ssh_came_from`, which is that of the first machine or of
+        a jump host, or empty without ssh; `machine`, a text that identifies this machine, which may
+        have several names; and `time`, its clock.
     """
-    own_address = ""
-    address_of_first_machine = ""
-
-    # SSH_CONNECTION contains the address and port of the client, then of the server; see ssh(1). On
-    # the first machine, it is about the user's own login, and is not used.
-    ssh_connection = os.environ.get("SSH_CONNECTION", "")
-    if ssh_connection and not request["here"]:
-        address_of_first_machine, _, own_address, _ = ssh_connection.split(" ")
-    if address_of_first_machine == "UNKNOWN":  # ssh was connected by a pipe, and not by a network
-        address_of_first_machine = ""
-        own_address = ""
-
-    # Without a usable address of ssh's, take that of the default route, if there is one.
-    if not own_address or is_loopback_address(own_address):
-        address_of_default_route = default_route_address()
-        own_address = address_of_default_route or ""
-
+    address_ssh_came_from, address_ssh_reached = _addresses_of_ssh(is_first_machine=request["here"])
+    has_usable_address = bool(address_ssh_reached) and not is_loopback_address(address_ssh_reached)
+    own_address = address_ssh_reached if has_usable_address else default_route_address()
     return {
         "versions": versions(),
         "missing": _enter_folder(request["folder"], request["script"]),
-        "own": own_address,
-        "first": address_of_first_machine,
+        "own_address": own_address or "",
+        "address_ssh_came_from": address_ssh_came_from,
         "machine": f"{socket.gethostname()} {boot_id()}",
         "time": time.time(),
     }
+
+
+def _addresses_of_ssh(*, is_first_machine: bool) -> tuple[str, str]:
+    """Returns the address from which ssh came here, and the one of this machine that it reached.
+
+    Both are empty if this process was not started by ssh over a network.
+
+    Args:
+        is_first_machine: True on the machine that starts the run. There SSH_CONNECTION is about the
+            user's own login, and is not used.
+    """
+    ssh_connection = os.environ.get("SSH_CONNECTION", "")
+    if not ssh_connection or is_first_machine:
+        return "", ""
+
+    # The address and port of the client, then of the server; see ssh(1).
+    client_address, _, server_address, _ = ssh_connection.split(" ")
+    was_connected_by_pipe = client_address == "UNKNOWN"
+    return ("", "") if was_connected_by_pipe else (client_address, server_address)
 
 
 def _enter_folder(folder: str, script: str | None) -> str:
@@ -179,7 +185,7 @@ def listen(port: int, any_port_if_taken: bool) -> tuple[socket.socket | None, di
 
 
 def try_connection(address: str, port: int) -> dict[str, str]:
-    """Tests whether another machine that listens can be reached.
+    """Tests whether another machine can be reached, which listens for this.
 
     A message of several packets is sent. If the MTU of an interface, its largest packet, is larger
     than the network carries, a connection can be opened, but its long packets do not arrive.
@@ -202,7 +208,8 @@ def try_connection(address: str, port: int) -> dict[str, str]:
         reason = error.strerror or f"no answer within {CONNECT_TIMEOUT_S:g} s"
         return {"why": reason, "own": ""}
 
-    return {"why": "" if has_arrived else MESSAGE_LOST, "own": own_address}
+    why = "" if has_arrived else MESSAGE_LOST
+    return {"why": why, "own": own_address}
 
 
 def _unconfirmed_bytes(connection: socket.socket) -> int:
@@ -239,8 +246,8 @@ class RequestReader:
         if not data:
             return None
 
-        text = self._unfinished_line + data
-        *lines, unfinished_line = text.split(b"\n")
+        received = self._unfinished_line + data
+        *lines, unfinished_line = received.split(b"\n")
         self._unfinished_line = unfinished_line
         return [json.loads(line) for line in lines if line]  # an empty line is a heartbeat
 
@@ -385,6 +392,12 @@ def watch_launcher(
     return exit_code
 
 
+def _ignore_in_this_process(*signals: signal.Signals) -> None:
+    """Ignores signals by a handler that does nothing, as the launcher would inherit SIG_IGN."""
+    for number in signals:
+        signal.signal(number, lambda *_: None)
+
+
 def main() -> int:
     """Handles requests until the launcher has ended, or the first machine is lost."""
     reader = RequestReader()
@@ -399,8 +412,7 @@ def main() -> int:
             if "folder" in request:
                 send_answer(describe_machine(request))
             elif "listen" in request:
-                any_port_if_taken = request["instead"]  # another port may be used instead
-                listener, answer = listen(request["listen"], any_port_if_taken)
+                listener, answer = listen(request["listen"], request["any_port_if_taken"])
                 send_answer(answer)
             elif "reach" in request:
                 address, port = request["reach"]
@@ -409,10 +421,7 @@ def main() -> int:
                 if listener is not None:
                     listener.close()  # the launcher needs the port
 
-                # Ignore these signals by a handler that does nothing, as the launcher would inherit
-                # SIG_IGN.
-                signal.signal(signal.SIGHUP, lambda *_: None)
-                signal.signal(signal.SIGINT, lambda *_: None)
+                _ignore_in_this_process(signal.SIGHUP, signal.SIGINT)
                 launcher = start_launcher(request)
 
                 # The requests after this one are for the launcher. With `keep`, it goes on if the

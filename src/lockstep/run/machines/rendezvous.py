@@ -138,8 +138,7 @@ class Rendezvous(RendezvousHandler):
             self._peers.update(published=published)
             return True
 
-        # Changes are sent to the number of a node. Two nodes may have the rank if a launcher was
-        # started again; the old one of them is left out.
+        # If a launcher was started again, two nodes have its rank. Only the new one gets the value.
         for node in without_replaced_nodes(self._peers.all()):
             if node.rank == to:
                 self._peers.send({"published": published}, node.number)
@@ -176,19 +175,20 @@ class Rendezvous(RendezvousHandler):
         def only_server_is_present() -> bool:
             return all(node.number == SERVER_NUMBER for node in self._peers.present())
 
+        is_server = self._peers.own_number == SERVER_NUMBER
         with self.resources:  # closed at the end of this block
             if why:
                 # Tell the others at once: they end too, or restart without this node.
                 self._peers.update(state=LEFT, why=why)
-
-            # After a run that has ended well, the server is the last to leave.
-            is_server = self._peers.own_number == SERVER_NUMBER
-            if is_server:
-                timeout = LEAVE_TIMEOUT_AFTER_FAILURE_S if why else LEAVE_TIMEOUT_S
-                network.wait_until(only_server_is_present, time.monotonic() + timeout)
-
-            # With a reason to leave, this node has already left above, and this changes nothing.
-            self._peers.update(state=LEFT)
+                if is_server:
+                    deadline = time.monotonic() + LEAVE_TIMEOUT_AFTER_FAILURE_S
+                    network.wait_until(only_server_is_present, deadline)
+            else:
+                # After a run that has ended well, the server is the last to leave.
+                if is_server:
+                    deadline = time.monotonic() + LEAVE_TIMEOUT_S
+                    network.wait_until(only_server_is_present, deadline)
+                self._peers.update(state=LEFT)
 
     def __enter__(self) -> Rendezvous:
         return self

@@ -21,6 +21,7 @@ from lockstep.errors import SettingError
 DEFAULT_JOIN_TIMEOUT_S = 600.0
 DEFAULT_READ_TIMEOUT_S = 60.0
 DEFAULT_LAST_CALL_TIMEOUT_S = 30.0
+NO_PORT = -1  # of an endpoint without a port
 DEFAULT_C10D_PORT = 29400
 
 
@@ -43,10 +44,15 @@ def last_call_timeout(parameters: RendezvousParameters) -> float:
 def _read_seconds(parameters: RendezvousParameters, name: str, default: float) -> float:
     """Reads a number of seconds from --rdzv-conf.
 
+    Args:
+        parameters: torchrun's flags for the rendezvous.
+        name: the name of the option. The static backend has one option for all timeouts, `timeout`,
+            so `name` and `default` are not used with it.
+        default: the value if the option is not given.
+
     Raises:
         SettingError: it is not a number above 0.
     """
-    # The static backend has one option for all timeouts, which replaces the given one.
     if parameters.backend == "static":
         name = "timeout"
         default = DEFAULT_JOIN_TIMEOUT_S
@@ -72,20 +78,19 @@ def read_endpoint(parameters: RendezvousParameters) -> Endpoint:
     """
     if parameters.backend == "static":
         flags = "--master-addr and --master-port"
-        default_port = -1  # no port is given
+        default_port = NO_PORT
+        advice = "give --master-port a number from 1 to 65535"
     else:
         flags = "--rdzv-endpoint"
         default_port = DEFAULT_C10D_PORT
+        advice = "write HOST:PORT, with a port from 1 to 65535"
 
     was_set = f"{flags}: {parameters.endpoint!r}"
     try:
         host, port = parse_rendezvous_endpoint(parameters.endpoint, default_port)
     except ValueError as error:
         # torch's message says what is wrong with the port; a host may be missing as well.
-        do = "write HOST:PORT, with a port from 1 to 65535"
-        if parameters.backend == "static":
-            do = "give --master-port a number from 1 to 65535"
-        raise SettingError(was_set, str(error), do) from None
+        raise SettingError(was_set, str(error), advice) from None
 
     has_port = port >= 1
     if not has_port and parameters.max_nodes > 1:

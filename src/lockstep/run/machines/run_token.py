@@ -51,6 +51,7 @@ def find_token(environ: Mapping[str, str]) -> Token:
     """
     text = environ.get(TOKEN_VARIABLE, "").strip()
     if text == NO_TOKEN:
+        # The user wants no protection. All launchers then use the same key, which is well known.
         return Token(_derive_key(NO_TOKEN), f"{TOKEN_VARIABLE}={NO_TOKEN}", open_to_all=True)
 
     if text:

@@ -154,15 +154,16 @@ def _tasks_per_node(environ: Mapping[str, str]) -> str | None:
     """Returns the number of tasks on each machine that the job requests.
 
     Returns:
-        The number as a text, which becomes the value of --nproc; None if it is one, which is the
-        default, or if the job does not say.
+        The number as a text, which becomes the value of --nproc; None for the default of --nproc,
+        one: the job requests one task, or does not say.
 
     Raises:
         SettingError: the machines have different numbers of tasks.
     """
-    # Slurm always sets SLURM_TASKS_PER_NODE. If the job requests tasks neither by --ntasks nor by
-    # --ntasks-per-node, it is the number of cores, and does not say anything about tasks.
-    if not environ.get("SLURM_NTASKS") and not environ.get("SLURM_NTASKS_PER_NODE"):
+    # Slurm always sets SLURM_TASKS_PER_NODE. If the job requests no tasks, by --ntasks or
+    # --ntasks-per-node, the variable is the number of cores.
+    requests_tasks = environ.get("SLURM_NTASKS") or environ.get("SLURM_NTASKS_PER_NODE")
+    if not requests_tasks:
         return None
 
     text = environ.get("SLURM_TASKS_PER_NODE", "1")

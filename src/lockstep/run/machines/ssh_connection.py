@@ -154,9 +154,11 @@ class Remote:
                 if not pauses:
                     raise
                 # The pause is random, so that not all machines try again at the same time.
-                pause = random.uniform(0.5, 1.0) * pauses.pop(0)
-                if time.monotonic() + pause > deadline:
+                pause_s = random.uniform(0.5, 1.0) * pauses.pop(0)
+                if time.monotonic() + pause_s > deadline:
                     raise
+                await self.close()  # ends this ssh process
+                await asyncio.sleep(pause_s)
             except Problem:
                 # If the attempt ended because of the deadline, the error only says that there was
                 # no answer in time. The drop before it says what is wrong.
@@ -164,28 +166,17 @@ class Remote:
                     raise last_drop from None
                 raise
 
-            # The connection was dropped: end this ssh process, and try again after the pause.
-            await self.close()
-            await asyncio.sleep(pause)
-
     async def _start_helper(self) -> None:
         """Starts the helper, and the tasks that read its output."""
+        self._forget_earlier_helper()
+
         # Each answer begins with a mark. It contains a random number, which output of the ranks
         # cannot contain by accident.
         nonce = secrets.token_hex(8)
         self._answer_mark = ANSWER_MARK + f"{nonce} ".encode()
-        self._error_output = b""
-        self._reading_tasks = []
-
-        # If an earlier helper has printed a part of a line, or of an answer, that part is dropped.
-        self.unfinished_lines = {"stdout": b"", "stderr": b""}
-        self._begun_answers = {"stdout": b"", "stderr": b""}
-
-        # The queue receives the answers, and None when there will be no more.
-        self._answers: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue()
 
         # asyncio's own subprocesses are not used: closing the event loop would wait until all
-        # processes that hold the output open have ended.
+        # processes have ended that have inherited the output, also those left behind by ssh.
         process = self._start_program(nonce)
         self._process = process
         loop = asyncio.get_running_loop()
@@ -199,8 +190,20 @@ class Remote:
             reading = asyncio.create_task(self._read_stream(stream, reader, transport))
             self._reading_tasks.append(reading)
 
+    def _forget_earlier_helper(self) -> None:
+        """Drops what a helper has printed whose connection was dropped, and its answers."""
+        self._error_output = b""
+        self.unfinished_lines = {"stdout": b"", "stderr": b""}
+        self._begun_answers = {"stdout": b"", "stderr": b""}
+        self._reading_tasks = []
+
+        # The queue receives the answers, and None when there will be no more.
+        self._answers: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue()
+
     def _start_program(self, nonce: str) -> Process:
         """Starts ssh, which starts the helper. On this machine, starts the helper itself.
+
+        `Host.command` includes ssh unless the host is this machine.
 
         Args:
             nonce: argument of the helper, with which its answers begin.
@@ -228,7 +231,8 @@ class Remote:
             Problem: the helper could not be started, a version differs, or something is missing.
         """
         time_before = time.time()
-        self.facts = await self.connect(**request, here=self.here)
+        is_first_machine = self.here
+        self.facts = await self.connect(**request, here=is_first_machine)
         time_after = time.time()
         self.clock_offset_s = _clock_offset_s(self.facts["time"], time_before, time_after)
 
@@ -237,8 +241,8 @@ class Remote:
             if version_there != version_here:
                 raise Problem(
                     f"{name} {version_there} there, {version_here} here",
-                    f"install {name} {version_here} there, for {sys.executable}, or the other one "
-                    "here",
+                    f"install {name} {version_here} there, for {sys.executable}, or "
+                    f"{version_there} here",
                 )
 
         if self.facts["missing"]:
@@ -264,7 +268,8 @@ class Remote:
             # Keeps times and modes (a), compresses (z), allows spaces in names (s), and copies
             # folders with their content (r), which --files-from would switch off.
             "-azsr",
-            "--keep-dirlinks",  # a link to a folder there stays a link
+            # A link to a folder there stays a link.
+            "--keep-dirlinks",
             "--exclude=.git",
             # Runs `mkdir` there first, as rsync before 3.2.3 has no option that creates the folder.
             f"--rsync-path=mkdir -p {shlex.quote(folder)} && rsync",
@@ -279,7 +284,8 @@ class Remote:
             command += ["--from0", "--files-from=-", "--ignore-missing-args"]
         command += [f"{folder}/", f"{self.host.name}:{folder}/"]
 
-        await self._retry_if_dropped(partial(self._run_rsync, command, file_names or b""))
+        names_on_standard_input = file_names or b""
+        await self._retry_if_dropped(partial(self._run_rsync, command, names_on_standard_input))
 
     async def _run_rsync(self, command: Sequence[str], file_names: bytes) -> None:
         """Runs rsync with the names of files as its input.
@@ -301,15 +307,10 @@ class Remote:
             try:
                 await _wait_for_exit(process)
             finally:
-                # If a signal ends the run, the wait is cancelled while rsync is still running. Ask
-                # rsync and its ssh to end, so that rsync can remove its temporary files on the
-                # other machine. Kill them only if they do not end.
+                # If a signal ends the run, the wait is cancelled while rsync is still running.
                 is_running = process.returncode is None
                 if is_running:
-                    os.killpg(process.pid, signal.SIGTERM)
-                    if not await wait_all([_wait_for_exit(process)], FINISH_TIMEOUT_S):
-                        self.kill()
-                        await _wait_for_exit(process)
+                    await self._end_rsync(process)
 
             error_file.seek(0)
             error_output = error_file.read().decode(errors="replace")
@@ -317,6 +318,16 @@ class Remote:
         if process.returncode:
             advice = f"see whether {working_folder()} can be written on it, and has room"
             raise ssh_failure(self.host, process.returncode, error_output, self._ssh, advice)
+
+    async def _end_rsync(self, process: subprocess.Popen[bytes]) -> None:
+        """Asks rsync and its ssh to end, so that rsync can remove its temporary files on the other
+        machine. Kills them if they do not end in time.
+        """
+        os.killpg(process.pid, signal.SIGTERM)
+        has_ended_in_time = await wait_all([_wait_for_exit(process)], FINISH_TIMEOUT_S)
+        if not has_ended_in_time:
+            self.kill()
+            await _wait_for_exit(process)
 
     async def ask(self, **request: Any) -> dict[str, Any]:
         """Sends a request, and returns the answer.
@@ -366,7 +377,7 @@ class Remote:
         Raises:
             Problem: the port is in use.
         """
-        answer = await self.ask(listen=port, instead=any_port_if_taken)
+        answer = await self.ask(listen=port, any_port_if_taken=any_port_if_taken)
         if "error" in answer:
             advice = "give another --master-port, or leave it out"
             raise Problem(f"port {port}: {answer['error']}", advice)
@@ -384,16 +395,16 @@ class Remote:
         answer = await self.ask(reach=other.listen_address)
         reason = answer["why"]
         if reason:
-            # The MTU is the length of the largest packet. The network between two machines ("the
-            # way") may have a smaller one than their interfaces.
             address, port = other.listen_address
             advice = (
-                "a firewall must let them reach each other at all ports; --master-addr and "
-                "--master-port give another place of the first; `lockstep doctor --hosts` looks at "
-                "all ways"
+                "a firewall must let the machines reach each other on all ports; --master-addr and "
+                "--master-port give another place of the first; `lockstep doctor --hosts` tests "
+                "all connections"
             )
-            if "MTU" in reason:
-                advice = "set the MTU of their interfaces to what the way carries, as root"
+            if "MTU" in reason:  # the length of the largest packet
+                advice = (
+                    "set the MTU of their interfaces to that of the network between them, as root"
+                )
 
             raise Problem(
                 f"{other.host.name} cannot be reached from it at {address}, port {port}: {reason}",
@@ -409,7 +420,8 @@ class Remote:
         keep: bool,
         shutdown_timeout_s: float,
     ) -> None:
-        """Makes the helper start the launcher. From now on, the output there is shown.
+        """Makes the helper start the launcher. From now on, the output there is shown; earlier
+        output is dropped.
 
         Args:
             command: the Python module that is the launcher, and its arguments.
@@ -419,7 +431,9 @@ class Remote:
         """
         self._shutdown_timeout_s = shutdown_timeout_s
         self._launcher_started = True
-        self.unfinished_lines = {"stdout": b"", "stderr": b""}  # earlier output is not shown
+        self.unfinished_lines = {"stdout": b"", "stderr": b""}
+
+        # The request `{"start": ..., "environment": ..., ...}`.
         self.send(
             start=list(command),
             environment=dict(environment),
@@ -472,10 +486,10 @@ class Remote:
         Returns:
             True if the stream was closed, False if the process has ended.
         """
-        silent_s = 0.0  # the time since data last arrived
+        silent_s = 0.0  # how long the reads have waited since data last arrived
         while self._is_running():
             read_started = time.monotonic()
-            data = await _read_within(FINISH_TIMEOUT_S, reader)
+            data = await _read_within(FINISH_TIMEOUT_S, reader)  # None at the timeout
             is_closed = data == b""
             if is_closed:
                 return True
@@ -485,8 +499,7 @@ class Remote:
                 await self._process_output(stream, data)
                 continue
 
-            # Nothing has arrived within the timeout. After `kill`, the process ends soon, and with
-            # it this loop.
+            # After `kill`, the process ends soon, and with it this loop.
             silent_s += time.monotonic() - read_started
             expects_heartbeats = self._launcher_started and stream == "stdout"
             if expects_heartbeats and silent_s > SILENCE_TIMEOUT_S:
@@ -507,12 +520,10 @@ class Remote:
         """
         waited_s = 0.0
         for _ in range(MAX_READS_AFTER_END):
-            max_silence_s = FINISH_TIMEOUT_S
-            if waited_s >= FINISH_TIMEOUT_S:
-                max_silence_s = FINISH_TIMEOUT_S / 4
-
+            has_waited_long = waited_s >= FINISH_TIMEOUT_S
+            max_silence_s = FINISH_TIMEOUT_S / 4 if has_waited_long else FINISH_TIMEOUT_S
             read_started = time.monotonic()
-            data = await _read_within(max_silence_s, reader)
+            data = await _read_within(max_silence_s, reader)  # None if nothing arrived in time
             waited_s += time.monotonic() - read_started
 
             is_closed = data == b""
@@ -521,7 +532,7 @@ class Remote:
             if data is not None:
                 await self._process_output(stream, data)
             elif waited_s >= FINISH_TIMEOUT_S:
-                return  # nothing has arrived in time; the stream is still open
+                return  # the stream is still open
 
     async def _process_output(self, stream: str, data: bytes) -> None:
         """Takes the answers out of the helper's output, and shows the other lines.
@@ -529,7 +540,7 @@ class Remote:
         Before the launcher was started, no line is shown. Standard error is then kept in
         `_error_output`, because it says why ssh has failed.
         """
-        lines = self._take_lines(stream, data)
+        lines = self._handle_answers_and_return_lines(stream, data)
 
         if not self._launcher_started:
             if stream == "stderr":
@@ -540,23 +551,22 @@ class Remote:
             if self._show is not None:
                 await self._show(self.host, stream, line)
 
-    def _take_lines(self, stream: str, data: bytes) -> list[bytes]:
+    def _handle_answers_and_return_lines(self, stream: str, data: bytes) -> list[bytes]:
         r"""Takes the answers out of new data of a stream, and returns the other finished lines.
 
         An answer may interrupt a line, and data may end at any byte. The unfinished line and the
-        unfinished answer at the end of the data are kept for the next call. Example:
+        unfinished answer at the end of the data are kept for the next call. They are kept apart, as
+        an unfinished line may be shown at the end of the run, but not an answer. Example:
 
             kept from before, a line       b"loss "
             kept from before, an answer    b'\x1elockstep 5f {"ali'
             the new data                   b've": true}\n0.25\n'
             the result                     [b"loss 0.25"]
         """
-        kept = self.unfinished_lines[stream] + self._begun_answers[stream]
-        text = self._take_answers(kept + data)
+        from_before = self.unfinished_lines[stream] + self._begun_answers[stream]
+        text = self._take_answers(from_before + data)
 
-        # They are kept apart because an unfinished line may be shown at the end of the run, but not
-        # an answer.
-        start_of_answer = self._find_begun_answer(text)
+        start_of_answer = self._find_begun_answer(text)  # the end of the text if there is none
         lines, unfinished_line = finished_lines(text[:start_of_answer])
         self.unfinished_lines[stream] = unfinished_line
         self._begun_answers[stream] = text[start_of_answer:]
@@ -612,7 +622,7 @@ class Remote:
         """Ends the connection at once, without waiting for the helper to end by itself."""
         process = self._process
         if not isinstance(process, subprocess.Popen):
-            return  # nothing was started (None); `RayRemote` overrides this method
+            return  # nothing was started: `RayRemote`, with another type, overrides this method
         if process.poll() is not None:
             return  # it has ended
 
@@ -631,12 +641,12 @@ class Remote:
         if self._input:
             self._input.close()  # makes the helper end the launcher and itself
 
-        timeout = FINISH_TIMEOUT_S
-        if self._launcher_started:
-            timeout = LAUNCHER_END_S + self._shutdown_timeout_s
-
-        if not await wait_all([self.wait_for_end()], timeout):
+        time_to_end_launcher_s = LAUNCHER_END_S + self._shutdown_timeout_s
+        timeout_s = time_to_end_launcher_s if self._launcher_started else FINISH_TIMEOUT_S
+        has_ended_in_time = await wait_all([self.wait_for_end()], timeout_s)
+        if not has_ended_in_time:
             self.kill()
+            # `_read_rest` may go on for about twice this time after the end of the process.
             await wait_all([self.wait_for_end()], 2 * FINISH_TIMEOUT_S)
 
         for task in self._reading_tasks:

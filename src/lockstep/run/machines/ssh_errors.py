@@ -46,6 +46,11 @@ class Cause(NamedTuple):
     advice: str
     """What the user can do."""
 
+    @property
+    def is_drop(self) -> bool:
+        """True if the ssh server has closed the connection before anything else."""
+        return self.pattern == DROP_PATTERN
+
 
 # "kex_exchange_identification: Connection closed by remote host"
 # "Connection closed by UNKNOWN port 65535"
@@ -207,16 +212,19 @@ def ssh_failure(
     if problem is not None:
         return problem
 
-    do = advice or f"try it by hand: `{ssh_call} {sys.executable} --version`"
+    advice_or_default = advice or f"try it by hand: `{ssh_call} {sys.executable} --version`"
     last_line = _last_informative_line(error_output)
     if exit_code is not None:
-        return Problem(f"exit code {exit_code}: {last_line}", do)
+        return Problem(f"exit code {exit_code}: {last_line}", advice_or_default)
 
     # A common reason why ssh does not answer is that an interface's MTU is too large for the
     # network. Then ssh connects, as its first packets are short, and hangs when long packets are
     # lost.
-    do += f"; where that stops, too, look at the MTU: `ping -M do -s 1472 {host.address}`"
-    return Problem(f"no answer in time: {last_line}", do)
+    return Problem(
+        f"no answer in time: {last_line}",
+        f"{advice_or_default}; where that stops, too, look at the MTU: "
+        f"`ping -M do -s 1472 {host.address}`",
+    )
 
 
 def _known_problem_on_host(error_output: str, fields_of_texts: Mapping[str, str]) -> Problem | None:
@@ -244,25 +252,22 @@ def _known_problem_of_ssh(error_output: str, fields_of_texts: Mapping[str, str])
         fields_of_texts: see `_known_problem_on_host`.
     """
     lines_of_ssh = _lines_of_ssh(error_output)
-    for cause in CAUSES_OF_SSH:
-        if not re.search(cause.pattern, lines_of_ssh):
-            continue
+    causes = (cause for cause in CAUSES_OF_SSH if re.search(cause.pattern, lines_of_ssh))
+    cause = next(causes, None)
+    if cause is None:
+        return None
 
-        found = cause.found.format(**fields_of_texts)
-        do = cause.advice.format(**fields_of_texts)  # what the user can do
+    found = cause.found.format(**fields_of_texts)
+    advice = cause.advice.format(**fields_of_texts)
+    if not cause.is_drop:
+        return Problem(found, advice)
 
-        # Of all causes, only a dropped connection may go away by itself. It has its own error.
-        is_drop = cause.pattern == DROP_PATTERN
-        if not is_drop:
-            return Problem(found, do)
-
-        # Before the server drops the connection, it often says why.
-        lines_before = _lines_before_drop(error_output)
-        if lines_before:
-            found += f"; before that it said: {lines_before[-1]}"
-        return ConnectionDropped(found, do)
-
-    return None
+    # Of all causes, only a dropped connection may go away by itself, so it has its own error.
+    # Before the server drops the connection, it often says why.
+    lines_before = _lines_before_drop(error_output)
+    if lines_before:
+        found += f"; before that it said: {lines_before[-1]}"
+    return ConnectionDropped(found, advice)
 
 
 def _lines_of_ssh(error_output: str) -> str:

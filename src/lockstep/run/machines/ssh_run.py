@@ -134,20 +134,21 @@ class HostsRun:
             return
         for name in FORWARDED_SIGNALS:
             number = signal.Signals[name]
-            if signal.getsignal(number) is not signal.SIG_IGN:
+            is_ignored = signal.getsignal(number) is signal.SIG_IGN  # as SIGHUP is under nohup
+            if not is_ignored:
                 loop.add_signal_handler(number, self._on_signal, name)
 
-        # All these handlers are removed when the loop is closed.
+        # Ctrl-Z cannot suspend ranks on other machines, which is all that this says.
         loop.add_signal_handler(signal.SIGTSTP, self._say, CANNOT_SUSPEND)
+
+        # All these handlers are removed when the loop is closed.
 
     async def _run(self) -> int:
         """Carries out the run, inside the event loop."""
         self._main_task = asyncio.current_task()
         self._loop = asyncio.get_running_loop()
-        # Handle the signals that the system sends from now on, and then those that `interrupt` may
-        # have been given before the loop was there.
-        self._handle_signals(self._loop)
-        self._loop.call_soon(self._handle_interrupts)
+        self._handle_signals(self._loop)  # those that the system sends from now on
+        self._loop.call_soon(self._handle_interrupts)  # those that `interrupt` was given before
 
         heartbeats = asyncio.create_task(self._send_heartbeats())
         try:
@@ -161,10 +162,18 @@ class HostsRun:
             self._main_task = None  # so that a signal does not cancel the following steps
             await asyncio.gather(*(remote.close() for remote in self._remotes))
             heartbeats.cancel()
-            await self._flush()
+            await self._print_rest_of_output()
 
     def _on_signal(self, name: str) -> None:
-        """Passes a signal on to the launchers, or gives up if they have not been started yet."""
+        """Does what the user wants with a signal.
+
+            launchers are running              pass the signal on to them
+            not yet; the first Ctrl-C          cancel the start
+            not yet; a second Ctrl-C           do not wait for the connections either
+            not yet; SIGUSR1                   nothing, as no ranks could save
+
+        SIGTERM and the like count as Ctrl-C.
+        """
         asks_to_end = name != "SIGUSR1"  # SIGUSR1 asks the ranks to save
         was_asked_before = self._ending_signal is not None
         if asks_to_end:
@@ -175,13 +184,12 @@ class HostsRun:
             return
 
         if not asks_to_end:
-            return  # there are no ranks yet that could save
-
-        if self._main_task and not was_asked_before:
-            self._main_task.cancel()  # `run` then closes the connections
             return
 
-        # The user has asked a second time, and does not want to wait for the connections.
+        if self._main_task and not was_asked_before:
+            self._main_task.cancel()  # `_run` then closes the connections
+            return
+
         for remote in self._remotes:
             remote.kill()
 
@@ -208,25 +216,39 @@ class HostsRun:
             stream: "stdout" or "stderr".
             line: the line, without a newline.
         """
-        sink = self._sinks[stream]
-
-        # If the run has several ranks, their lines begin with "[rank".
-        is_launcher_line = bool(line.strip()) and not line.startswith(b"[rank")
-        if stream == "stderr" and len(self._remotes) > 1 and is_launcher_line:
-            # In its report, each launcher has a line "consequences: rank 1 ..." with the ranks that
-            # failed because another one had. The lines may differ, but one of them is enough.
-            key = b"consequences" if line.startswith(b"consequences: ") else line
-            first_host = self._host_of_launcher_line.setdefault(key, host)
-            if first_host is not host:  # another machine has already printed it
-                return
+        if self._another_machine_has_printed(host, stream, line):
+            return
 
         # The last row of the terminal, which may show an unfinished line, is drawn again below the
         # new line.
+        sink = self._sinks[stream]
         sink.write(f"[{host.name}] ".encode() + line + b"\n", self._bottom_row(sink))
+        await self._wait_for_terminal(sink)
 
-        # `sink.waiting` is what the terminal has not accepted yet. While there is much of it, no
-        # further line of this machine is read. But if a signal has asked the run to end, its end
-        # does not wait for the terminal.
+    def _another_machine_has_printed(self, host: Host, stream: str, line: bytes) -> bool:
+        """Returns True if a line is one of a launcher, and that of another machine has printed it.
+
+        The arguments are those of `_show`.
+        """
+        # The lines of ranks begin with "[rank" if the run has several ranks.
+        is_of_launcher = (
+            stream == "stderr" and line.strip() != b"" and not line.startswith(b"[rank")
+        )
+        if not is_of_launcher or len(self._remotes) == 1:
+            return False
+
+        # In its report, each launcher has a line "consequences: rank 1 ..." with the ranks that
+        # failed because another one had. The lines may differ, but one of them is enough.
+        key = b"consequences" if line.startswith(b"consequences: ") else line
+        first_host = self._host_of_launcher_line.setdefault(key, host)
+        return first_host is not host
+
+    async def _wait_for_terminal(self, sink: Sink) -> None:
+        """Waits while there is much that the terminal has not accepted yet.
+
+        In the meantime no further line of the machine is read. If a signal has asked the run to
+        end, its end does not wait for the terminal.
+        """
         while len(sink.waiting) > MAX_UNPRINTED_BYTES and self._ending_signal is None:
             await asyncio.sleep(POLL_INTERVAL_S)
 
@@ -239,11 +261,10 @@ class HostsRun:
             return b""
 
         for remote in self._remotes:
-            for stream, text in remote.unfinished_lines.items():
-                if self._sinks[stream] is not sink:
-                    continue
-                visible_text = last_state(text)  # the last state of a progress bar
-                if visible_text.strip():
+            for stream, unfinished_line in remote.unfinished_lines.items():
+                is_shown_on_this_terminal = self._sinks[stream] is sink
+                visible_text = last_state(unfinished_line)  # of a progress bar, its last state
+                if is_shown_on_this_terminal and visible_text.strip():
                     return sink.crop(f"[{remote.host.name}] ".encode() + visible_text)
 
         return b""
@@ -254,7 +275,7 @@ class HostsRun:
             sink.draw(self._bottom_row(sink))
             sink.flush()
 
-    async def _flush(self) -> None:
+    async def _print_rest_of_output(self) -> None:
         """Prints the rest of the output, as long as the terminal accepts data.
 
         If the user has asked the run to end, a slow terminal is not waited for.
@@ -272,7 +293,7 @@ class HostsRun:
         if lost_output:
             self._say(lost_output)
 
-    async def _run_on_all(
+    async def _run_on_all_or_raise(
         self, remotes: Sequence[Remote], work: Callable[[Remote], Coroutine[Any, Any, Any]]
     ) -> None:
         """Runs a coroutine for all machines at the same time.
@@ -289,11 +310,10 @@ class HostsRun:
         advice = []
         for remote, problem in problems.items():
             name = remote.host.name
-            found, advice_for_host = problem.found, problem.advice
             names.append(name)
-            findings.append(f"{name}: {found}" if len(problems) > 1 else found)
-            if advice_for_host not in advice:
-                advice.append(advice_for_host)
+            findings.append(f"{name}: {problem.found}" if len(problems) > 1 else problem.found)
+            if problem.advice not in advice:
+                advice.append(problem.advice)
 
         raise HostError(
             f"{self._spec.option}: a run on {', '.join(names)}",
@@ -311,7 +331,9 @@ class HostsRun:
         if spec.copy:
             file_names = await asyncio.to_thread(list_git_files)
             elsewhere = [remote for remote in self._remotes if not remote.here]
-            await self._run_on_all(elsewhere, lambda remote: remote.copy_folder(file_names))
+            await self._run_on_all_or_raise(
+                elsewhere, lambda remote: remote.copy_folder(file_names)
+            )
 
         # `Remote.open` starts the helper of a machine, which checks that the folder and the script
         # exist there.
@@ -319,7 +341,7 @@ class HostsRun:
         if spec.script and not spec.module:
             script = spec.script[0]  # without the arguments of the script, which follow
         request = {"folder": working_folder(), "script": script}
-        await self._run_on_all(
+        await self._run_on_all_or_raise(
             self._remotes, lambda remote: remote.open(request, was_copied=spec.copy)
         )
         self._warn_about_machines()
@@ -362,8 +384,9 @@ class HostsRun:
 
             offset_s = remote.clock_offset_s
             if abs(offset_s) > MAX_CLOCK_OFFSET_S:
-                offset = f"{abs(offset_s):.0f} s ahead"
-                if offset_s < 0:
+                if offset_s > 0:
+                    offset = f"{abs(offset_s):.0f} s ahead"
+                else:
                     offset = f"{abs(offset_s):.0f} s behind"
                 self._say(
                     f"the clock of {name} is {offset}: which rank failed first may be told wrong; "
@@ -395,7 +418,7 @@ class HostsRun:
         async def reach_first(remote: Remote) -> None:
             own_address = await remote.reach(first)  # the address of `remote`, as `first` sees it
             any_free_port = 0
-            await remote.listen(own_address, any_free_port)
+            await remote.listen(own_address, any_free_port)  # for its neighbors, see below
 
         async def reach_neighbors(remote: Remote) -> None:
             # The last machine of the list is followed by the first.
@@ -404,15 +427,15 @@ class HostsRun:
             for neighbor in following[:NUM_NEIGHBORS_TRIED]:
                 await remote.reach(neighbor)
 
-        await self._run_on_all([first], listen_first)
-        await self._run_on_all(remotes[1:], reach_first)
+        await self._run_on_all_or_raise([first], listen_first)
+        await self._run_on_all_or_raise(remotes[1:], reach_first)
 
         # If the user has chosen an interface for Gloo, the ranks may use another one than these
         # connections. So connections between neighbors are not tested then.
         if "GLOO_SOCKET_IFNAME" not in self._spec.environment:
-            await self._run_on_all(remotes, reach_neighbors)
+            await self._run_on_all_or_raise(remotes, reach_neighbors)
 
-        return first.listen_address
+        return first.listen_address  # with the port that is really used
 
     def _address_of_first(self) -> str:
         """Returns the address of the first machine, as seen by the other machines."""
@@ -421,15 +444,14 @@ class HostsRun:
         first_is_this_machine = first.here
         if not first_is_this_machine:
             # ssh has connected from here to the first machine, at one of its addresses.
-            address_that_ssh_reached = first.facts["own"]
-            return str(address_that_ssh_reached or first.host.address)
+            return str(first.facts["own_address"] or first.host.address)
 
         # This is the first machine, and ssh has connected from here to the second one. The second
         # has seen the address that ssh came from. It belongs to this machine, or to a jump host in
         # between.
-        address_that_ssh_came_from = str(second.facts["first"])
-        if address_that_ssh_came_from and is_here(address_that_ssh_came_from):
-            return address_that_ssh_came_from
+        address_ssh_came_from = str(second.facts["address_ssh_came_from"])
+        if address_ssh_came_from and is_here(address_ssh_came_from):
+            return address_ssh_came_from
 
         # Otherwise take the address of the interface over which this machine sends to the second.
         return address_reaching(second.host.address) or first.host.address

@@ -2,7 +2,8 @@
 
 A *round* is one start of the ranks on all nodes, counted from 1. A node that wants to start its
 ranks, for the first time or again, asks for a round by setting `Node.round`, and waits until all
-nodes have asked for it. The *server* is the node that serves the store, node 0.
+nodes have asked for it. The *server* is the node that serves the store, node 0. A node has *left*
+if it has said so itself, and is *lost* if its connection has ended without a word.
 
 Unlike with torch's own static rendezvous, a restart restarts the ranks of all nodes together.
 
@@ -42,12 +43,11 @@ class StaticRendezvous(Rendezvous):
             MissingRankError: a node has not come within the join timeout, or has left for good.
         """
         # Ask for the first round that no node has started yet, or for a later one if another node
-        # has asked for it. If a node has started round 2 (`started`), that is round 3. If another
-        # one has already asked for round 4 (`round`), it is round 4.
-        round_number = 1
-        for node in self._peers.present():
-            round_after_last_start = node.started + 1
-            round_number = max(round_number, node.round, round_after_last_start)
+        # has asked for it. (This node is present, too, and 0 stands for no round.)
+        present = self._peers.present()
+        first_unstarted_round = max(node.started for node in present) + 1
+        latest_asked_round = max(node.round for node in present)
+        round_number = max(first_unstarted_round, latest_asked_round)
         self._peers.update(round=round_number)
         self._wait_for_all_nodes(round_number)
         self._peers.update(started=round_number)
@@ -101,8 +101,8 @@ class StaticRendezvous(Rendezvous):
     def _find_node_gone_for_good(self, round_number: int) -> Node | None:
         """Returns a node that will not come back, if there is one.
 
-        This is the server if it is gone, or a node that has left by itself after the first start. A
-        node that was lost is not returned, as a scheduler may restart it.
+        This is the server, if it has left or is lost; or a node that has left after the first
+        start. Another node that is lost is not returned, as a scheduler may restart it.
         """
         if self._server_is_gone():
             return self._peers.server

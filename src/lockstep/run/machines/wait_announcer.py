@@ -23,13 +23,15 @@ class WaitAnnouncer:
         self._announced_reasons = ""
 
     def say_waiting(self, reasons: str) -> None:
-        """Says what is waited for, if it is time to. Call it again and again while
-        waiting.
+        """Says what is waited for, if it is time to. Call it again and again while waiting.
+
+        The first time is `FIRST_ANNOUNCEMENT_S` after the wait began. The next one is when the
+        reasons change, or `NEXT_ANNOUNCEMENT_S` later.
         """
         now = time.monotonic()
-        # A changed reason only matters once something was announced: short waits are not mentioned.
-        has_changed = self._announced_reasons != "" and reasons != self._announced_reasons
-        if now >= self._next_announcement or has_changed:
+        has_announced = self._announced_reasons != ""
+        announced_reasons_have_changed = has_announced and reasons != self._announced_reasons
+        if now >= self._next_announcement or announced_reasons_have_changed:
             waited_s = now - self._wait_started
             self._say(f"{reasons} (waiting for {waited_s:.0f} s)")
             self._announced_reasons = reasons
