@@ -43,7 +43,7 @@ PASSED_ON = {
     "errors:error.do",
     "run.machines.ssh_connection:advice",
     "run.machines.ssh_errors:cause.advice.format(**fields_of_texts)",
-    "run.machines.ssh_errors:do",
+    "run.machines.ssh_errors:advice",
     "run.machines.ssh_run:'; '.join(advice)",
     "settings:error.do",
     "strategies.base:error.do",
