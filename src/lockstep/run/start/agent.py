@@ -412,7 +412,7 @@ class Agent(api.SimpleElasticAgent):
 
         If that fails, the zygote is replaced, and the ranks import everything themselves.
         """
-        are_copies = not self._plan.command.line  # otherwise they are fresh interpreters
+        are_copies = not self._plan.command.words  # otherwise they are fresh interpreters
         if self.start_zygote is None or not are_copies or self._zygote_has_libraries:
             return
         if self._import_report is None:
