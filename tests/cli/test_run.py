@@ -71,7 +71,7 @@ def test_module(asked: list[LaunchSpec]) -> None:
 
 
 def test_every_strategy_can_be_asked_for() -> None:
-    for name, class_name in strategies.CLASS_OF_NAME.items():
+    for name, class_name in strategies.CLASS_NAME_OF_STRATEGY.items():
         strategy, _ = find_strategy(name, 1)
         assert type(strategy) is getattr(strategies, class_name)
         assert strategy.name == name

@@ -68,7 +68,7 @@ def test_blocks_that_share_a_parameter_with_the_outside_stay_with_the_whole():
     one = nn.Linear(4, 4)
     blocks = find_blocks(nn.Sequential(Block(one), Block(), Block(one), Block()))
     assert [name for name, _ in blocks.found] == ["1", "3"]
-    assert blocks.tied == ["0", "2"]
+    assert blocks.tied_to_outside == ["0", "2"]
 
 
 def test_a_block_in_two_places_is_one():

@@ -63,8 +63,8 @@ MAX_RANKS_IN_CHOICE = 8
 
 
 @dataclass(eq=False)
-class _HandedOut:
-    """A micro-batch that a training pass has handed to the user's loop."""
+class _BatchAwaitingTraining:
+    """A batch that the user's loop has got, until training on it begins (`Loader._hand_out`)."""
 
     epoch: int
     training_pass: TrainingPass
@@ -135,11 +135,11 @@ class Loader:
         """True if all ranks must take part in each forward pass of an evaluation."""
         self._fetch = Fetch(source.dataset, source.collate, seed, sample_rng)
         self._workers = Workers(source.options, seed)
-        self._rows: RowCounter | None = None
+        self._row_counter: RowCounter | None = None
         """Counts the rows of batches that a collate function of the user's has made; None with
         torch's `default_collate`, which makes one row of each sample."""
         if source.collate is not default_collate:
-            self._rows = RowCounter()
+            self._row_counter = RowCounter()
         self.coverage = Coverage(source.sampler, source.batch_sampler)
         self.current = MicroBatch()
         """The micro-batch that was handed out last."""
@@ -162,8 +162,8 @@ class Loader:
         self.start = 0
         """The global batch with which the next training pass begins. It is 0 unless a checkpoint
         was resumed in the middle of an epoch."""
-        self._epochs_begun = 0
-        """Number of training passes that have begun. The next one gets this epoch number."""
+        self._next_epoch = 0
+        """The epoch of the next training pass. A pass that begins counts it up."""
         self._is_resumed = False
         """True after `load_state_dict`, until the next training pass begins."""
         self._evaluations_begun = 0
@@ -218,7 +218,7 @@ class Loader:
     @property
     def epoch(self) -> int:
         """The number of the current epoch, or between epochs that of the next one."""
-        return self._epochs_begun - 1 if self._is_training else self._epochs_begun
+        return self._next_epoch - 1 if self._is_training else self._next_epoch
 
     @property
     def mid_epoch(self) -> bool:
@@ -269,22 +269,13 @@ class Loader:
         samples_of_rank = sizes.sum(axis=0).tolist()
         num_ranks = len(samples_of_rank)
 
-        if num_ranks == 1:
-            how = "in one process" if self._collectives.single_process else "by all ranks together"
-        elif len(set(samples_of_rank)) == 1:
-            how = f"{samples_of_rank[0]} on each of {num_ranks} ranks"
-        else:
-            how = " + ".join(str(samples) for samples in samples_of_rank[:MAX_RANKS_IN_CHOICE])
-            if num_ranks > MAX_RANKS_IN_CHOICE:
-                how += " + ..."
-            how += f" on ranks 0 to {num_ranks - 1}"
-
+        how = self._describe_division(samples_of_rank)
         if self.micro_batches > 1:
             how += f", in {self.micro_batches} micro-batches"
         # The request is open until autotuning has measured what this loader asked for.
         waits_for_autotuning = self._plan.request.is_open
         if waits_for_autotuning:
-            how += "; how to divide it is measured in the first that is trained on"
+            how += "; the first global batch that is trained on decides how they are divided"
         if self.source.sharding is not None and num_ranks > 1:
             how += f"; {SHARDING[self.source.sharding]}"
 
@@ -292,6 +283,20 @@ class Loader:
         size = "a stream" if self.steps is None else f"{self.source.length:,}"
         value = f"{self.batch_size:,} of {size}".replace(",", " ")
         return Choice(f"loader {number}", value, f"samples in a global batch, {how}")
+
+    def _describe_division(self, samples_of_rank: list[int]) -> str:
+        """Returns how many samples of a global batch each rank has: "4 + 2 on ranks 0 to 1"."""
+        num_ranks = len(samples_of_rank)
+        if num_ranks == 1:
+            single_process = self._collectives.single_process
+            return "in one process" if single_process else "by all ranks together"
+        if len(set(samples_of_rank)) == 1:
+            return f"{samples_of_rank[0]} on each of {num_ranks} ranks"
+
+        sizes = " + ".join(str(samples) for samples in samples_of_rank[:MAX_RANKS_IN_CHOICE])
+        if num_ranks > MAX_RANKS_IN_CHOICE:
+            sizes += " + ..."
+        return f"{sizes} on ranks 0 to {num_ranks - 1}"
 
     def __len__(self) -> int:
         """Returns the number of micro-batches in an epoch, i.e. of iterations of a training loop.
@@ -327,9 +332,9 @@ class Loader:
             if not self._step.in_training_loop:
                 # If the previous loop ended by `break`, its last batch is still marked as in use.
                 self._step.extensions.batch_is_done()
-            epoch = self._epochs_begun
+            epoch = self._next_epoch
             start = self.start
-            self._epochs_begun += 1
+            self._next_epoch += 1
             self.start = 0
             self._is_resumed = False
             return self._train(epoch, start)
@@ -356,14 +361,9 @@ class Loader:
         call = f"set_epoch({epoch!r}) of a prepared loader"
         check_whole_number(call, epoch, 0, UsageError)
 
-        # Epochs are numbered from 0, so the number of epochs that have begun is also the number of
-        # the next one: if the epochs 0, 1 and 2 have begun, the next one is 3.
-        next_epoch = self._epochs_begun
-
-        # A script may call this inside of a loop, for the epoch that is running, or before a loop,
-        # for the next epoch. While no loop is running, `self.epoch` is the next epoch, too.
-        is_running_or_next = epoch == self.epoch or epoch == next_epoch
-        is_another_epoch = not is_running_or_next
+        # A script may call this inside of a loop, for the epoch that is running (`self.epoch`), or
+        # before a loop, for the next epoch. In both cases the loader needs no change.
+        is_another_epoch = epoch not in (self.epoch, self._next_epoch)
         if is_another_epoch and self._is_training:
             raise UsageError(
                 call,
@@ -379,7 +379,7 @@ class Loader:
             )
 
         if is_another_epoch:
-            self._epochs_begun = epoch
+            self._next_epoch = epoch
         own_samplers: tuple[Any, Any] = (self.source.sampler, self.source.batch_sampler)
         for sampler in own_samplers:
             if hasattr(sampler, "set_epoch"):
@@ -394,24 +394,7 @@ class Loader:
         In the middle of an epoch, the state also contains the order of that epoch if the user's own
         sampler has given it, because the sampler may return another order the next time.
         """
-        training_pass = self._training_pass
-        if self._is_done_in_running_epoch():
-            # The epoch goes on with another loader. The script will begin it anew when it is
-            # resumed, and must get no batch of this loader: the position is the end of the epoch.
-            epoch = self._epochs_begun - 1
-            step = self._num_steps_of_last_epoch()
-        elif training_pass is None or not self._is_training:
-            # Between two epochs: the position is the beginning of the next one.
-            epoch = self._epochs_begun
-            step = self.start
-        else:
-            # Within an epoch, which was counted when it began. If the optimizer has stepped for the
-            # current global batch, the position is the next one.
-            epoch = self._epochs_begun - 1
-            step = self._position
-            if self._step.has_stepped_for(training_pass):
-                step += 1
-
+        epoch, step = self._position_to_resume()
         state: dict[str, Any] = {
             "epoch": epoch,
             "step": step,
@@ -425,6 +408,26 @@ class Loader:
             state["order"] = torch.from_numpy(self._custom_plan.order)
             state["bounds"] = torch.from_numpy(self._custom_plan.bounds)
         return state
+
+    def _position_to_resume(self) -> tuple[int, int]:
+        """Returns the epoch and the global batch with which a run that resumes now begins."""
+        training_pass = self._training_pass
+        latest_epoch = self._next_epoch - 1
+
+        # The epoch goes on with another loader. The resumed script begins the epoch anew, and must
+        # get no batch of this loader: the position is the end of the epoch.
+        if self._is_done_in_running_epoch():
+            return latest_epoch, self._num_steps_of_last_epoch()
+
+        # Between two epochs, the position is the beginning of the next one.
+        if training_pass is None or not self._is_training:
+            return self._next_epoch, self.start
+
+        # Within an epoch, the position is the current global batch, or the next one if the
+        # optimizer has stepped for the current one.
+        if self._step.has_stepped_for(training_pass):
+            return latest_epoch, self._position + 1
+        return latest_epoch, self._position
 
     def _is_done_in_running_epoch(self) -> bool:
         """Returns True if this loader was trained on in an epoch that goes on with another one.
@@ -468,15 +471,16 @@ class Loader:
             fingerprint_before = Fingerprint.from_text(state["data"])
             check_fingerprint(self.source, fingerprint_before, self.fingerprint)
 
-        self._epochs_begun = state["epoch"]
+        self._next_epoch = state["epoch"]
         self.start = state["step"]  # the number of the global batch to begin with
         self._is_resumed = True
         self._training_pass = None
 
-        # Checkpoints of older versions have no "evaluations": there "epoch" counted training passes
-        # and evaluations together. Then both counters continue from it.
+        # In checkpoints of older versions "epoch" counts training passes and evaluations together,
+        # and there is no "evaluations". Then both counters continue from "epoch".
         self._evaluations_begun = state.get("evaluations", state["epoch"])
 
+        # The order of the epoch, if the user's own sampler has given it; see `state_dict`.
         self._custom_plan = None
         if "order" in state:
             self._custom_plan = CustomPlan(state["order"].numpy(), state["bounds"].numpy())
@@ -531,19 +535,20 @@ class Loader:
         # there are none: training is refused if some replica would have no samples.
         virtual_ranks = self._plan.virtual_ranks
         trains_replicas = virtual_ranks is not None and virtual_ranks.train_copies
-        self._needs_empty_batches = False
-        if not trains_replicas:
-            self._needs_empty_batches = not self._plan.every_rank_has_samples(epoch_plan)
+        self._needs_empty_batches = not (
+            trains_replicas or self._plan.every_rank_has_samples(epoch_plan)
+        )
 
         # Plan the micro-batches. They come in segments: groups that are planned and read together.
         segments = self._plan.plan_training(epoch_plan, start, self._step.number)
         on_device = self._read_segments(epoch, segments)
-        if self._plan.check_devices is not None:
+        checks_devices = self._plan.check_devices is not None
+        if checks_devices:  # all ranks repeat what two devices have computed differently
             on_device = self._insert_repeats(epoch, on_device)
         return self._run_pass(epoch, start, on_device, training=True)
 
     def _evaluate(self, epoch: int) -> Iterator[Any]:
-        """Starts a pass without gradients.
+        """Returns an iterator over the batches of a pass without gradients.
 
         Args:
             epoch: the number of this pass among all passes without gradients.
@@ -551,16 +556,13 @@ class Loader:
         plan = self.source.plan(self.seed, epoch)
         planned = self._plan.plan_epoch(plan, start=0)
 
+        # If the model needs all ranks in each forward pass, as under FSDP, a rank without samples
+        # gets an empty batch. Otherwise it skips the micro-batch.
+        skips_empty_parts = not self._evaluates_together
         some_ranks_lack_samples = not self._plan.every_rank_has_samples(plan)
-        if self._evaluates_together:
-            # The model needs all ranks in each forward pass, as FSDP does. So every rank gets every
-            # micro-batch, and a rank without samples gets an empty batch.
-            some_ranks_skip = False
-            self._needs_empty_batches = some_ranks_lack_samples
-        else:
-            # Each rank skips the micro-batches in which it has no samples (no local rows).
-            some_ranks_skip = some_ranks_lack_samples
-            self._needs_empty_batches = False
+        some_ranks_skip = some_ranks_lack_samples and skips_empty_parts
+        self._needs_empty_batches = some_ranks_lack_samples and not skips_empty_parts
+        if skips_empty_parts:
             planned = (item for item in planned if item.micro_batch.local_rows > 0)
 
         read = self._count_rows(epoch, self._read_planned(epoch, planned))
@@ -682,51 +684,48 @@ class Loader:
             epoch, planned.position, samples, planned.micro_batch, planned.global_batch
         )
 
-        # The step calls `on_begin` when training on the batch begins:
-        # 1. usually now, inside of `self._step.hand_out`. `handed_out` then still has the batch,
-        #    which extensions get.
-        # 2. later, if the loop has not finished an earlier batch. `handed_out.batch` is then `()`.
-        handed_out = _HandedOut(epoch, training_pass, planned, batch)
-        on_begin = partial(self._begin_training_on, handed_out)
+        # The step calls `on_begin` when training on the batch begins: usually at once, in
+        # `hand_out`, but later if the loop has not finished an earlier batch.
+        awaiting = _BatchAwaitingTraining(epoch, training_pass, planned, batch)
+        on_begin = partial(self._begin_training_on, awaiting)
         delivery = Delivery(training_pass, planned.micro_batch, storages(batch), on_begin)
         self._step.hand_out(delivery)
 
-        # In case 2 the step keeps `on_begin`, and with it `handed_out`, until training begins.
-        # Without this line it would also keep the batch alive. But the step recognises that the
-        # script has dropped the batch by the release of its tensors.
-        handed_out.batch = ()
+        # If training begins later, the step keeps `on_begin` until then. That must not keep the
+        # batch alive: when its tensors are released, the script has dropped it.
+        awaiting.batch = ()
 
-    def _begin_training_on(self, handed_out: _HandedOut, micro_batch: MicroBatch) -> None:
+    def _begin_training_on(self, awaiting: _BatchAwaitingTraining, micro_batch: MicroBatch) -> None:
         """Records that training on a batch begins, and notifies the extensions.
 
         Args:
-            handed_out: the batch.
+            awaiting: the batch on which training begins.
             micro_batch: its micro-batch, with the final factor of the loss.
         """
-        position = handed_out.planned.position
+        position = awaiting.planned.position
         self._set_current(micro_batch)
 
-        # Extensions count the samples of a batch as trained on once: not on the later stages of a
-        # pipeline, which get the same batch, and not if the micro-batch is repeated to check a
-        # device.
+        # A batch counts as trained on once: not again on the later stages of a pipeline, which get
+        # the same batch, nor in a repeat that checks a device.
+        is_first_stage = self._collectives.contributes
+        counts_as_trained = is_first_stage and not micro_batch.is_repeat
         extensions = self._step.extensions
-        samples_count = self._collectives.contributes and not micro_batch.is_repeat
         if extensions.listeners["delivered"]:
             extensions.delivered(
                 DeliveredBatch(
                     loader=self,
-                    epoch=handed_out.epoch,
+                    epoch=awaiting.epoch,
                     position=position,
-                    samples=handed_out.planned.indices,
+                    samples=awaiting.planned.indices,
                     micro_batch=micro_batch,
-                    batch=handed_out.batch,
-                    counts=samples_count,
+                    batch=awaiting.batch,
+                    counts=counts_as_trained,
                 )
             )
 
         # The loader's position is that of its latest pass. If another pass has begun since the
-        # batch was handed out, the position stays where it is.
-        training_pass = handed_out.training_pass
+        # loop got the batch, the position stays where it is.
+        training_pass = awaiting.training_pass
         pass_in_progress = self._training_pass
         if pass_in_progress is not None and pass_in_progress is not training_pass:
             return
@@ -743,16 +742,16 @@ class Loader:
     ) -> Generator[ReadMicroBatch, None, None]:
         """Yields the micro-batches of a pass, and inserts repeats where devices disagree.
 
-        In a checked global batch (`repeats`), some virtual ranks are computed by two ranks. When
-        this is done, before the micro-batch that is marked with `compare_before`, the ranks compare
-        the results. If two ranks disagree, all ranks compute that virtual rank again, and the
-        majority shows which device is wrong.
+        In a checked global batch (`repeats`), some virtual ranks are computed by two ranks. Before
+        the micro-batch marked `compare_before` the ranks compare the results. If two ranks
+        disagree, all ranks compute that virtual rank again, and the majority shows which device is
+        wrong.
 
         Args:
             epoch: number of the epoch.
             on_device: yields the micro-batches, each with its batch on the device.
         """
-        with closing(on_device):
+        with closing(on_device):  # also if the user's loop is left early
             for planned, batch in on_device:
                 if planned.compare_before:
                     yield from self._compare_and_repeat(epoch, planned)
@@ -779,7 +778,8 @@ class Loader:
         # The virtual rank whose two gradients differ; None if all agree.
         dispute = self._step.find_dispute()
         if dispute is not None:
-            yield from self._read_repeat(epoch, planned, dispute)
+            assert planned.global_batch is not None
+            yield from self._read_repeat(epoch, planned.position, planned.global_batch, dispute)
 
     @property
     def _has_untrained_batches(self) -> bool:
@@ -787,32 +787,29 @@ class Loader:
         return self._training_pass is not None and bool(self._training_pass.untrained)
 
     def _read_repeat(
-        self, epoch: int, planned: PlannedMicroBatch, dispute: Dispute
+        self, epoch: int, position: int, global_batch: Indices, dispute: Dispute
     ) -> Iterator[ReadMicroBatch]:
         """Yields the micro-batches of a disputed virtual rank, which every rank computes again.
 
         Args:
             epoch: number of the epoch.
-            planned: any micro-batch of the same global batch.
+            position: number of the global batch within the epoch.
+            global_batch: the indices of its samples.
             dispute: the virtual rank on which two ranks disagree, and the factors of the losses of
                 its micro-batches.
         """
-        assert planned.global_batch is not None
-        repeats = self._plan.plan_repeat(
-            planned.position, planned.global_batch, dispute.virtual_rank
-        )
+        repeats = self._plan.plan_repeat(position, global_batch, dispute.virtual_rank)
         weighing = self._weighing(epoch)
         for repeat, scale in zip(repeats, dispute.scales, strict=True):
-            # Read the samples again, and count the rows of the batch, as the collate function may
-            # have dropped samples.
+            # Read the samples again, and correct the planned rows by those that the collate
+            # function has made.
             collated_batch = self._fetch[epoch, repeat.indices]
             counted = weighing.count_rows(repeat, collated_batch)
-            repeat_with_actual_rows = counted.planned
 
             # The loss gets the factor that it had when the two ranks computed it.
-            micro_batch = replace(repeat_with_actual_rows.micro_batch, scale=scale)
-            repeat_with_scale = repeat_with_actual_rows._replace(micro_batch=micro_batch)
-            yield from to_device([(repeat_with_scale, counted.batch)], self._collectives.device)
+            micro_batch = replace(counted.planned.micro_batch, scale=scale)
+            planned = counted.planned._replace(micro_batch=micro_batch)
+            yield from to_device([(planned, counted.batch)], self._collectives.device)
 
     # Reading the data
 
@@ -877,7 +874,8 @@ class Loader:
         `_make_empty_batch`. One sample of the first batch is kept for that purpose.
         """
         # The plan is iterated twice: by the loader workers, which prefetch batches and so are
-        # ahead, and by the loop below.
+        # ahead, and by the loop below. The workers return batches in the order of the plan, without
+        # those that have no samples.
         planned, planned_for_workers = tee(planned)
 
         def batches_to_read() -> Iterator[tuple[int, Indices]]:
@@ -892,7 +890,7 @@ class Loader:
             num_samples = len(item.indices)
             if num_samples > 0:
                 batch = next(batches)
-                self._keep_one_sample(batch, num_samples)
+                self._keep_as_template(batch, num_samples)
             else:
                 batch = self._make_empty_batch(epoch)
             yield item, batch
@@ -901,7 +899,7 @@ class Loader:
         """Returns the object that computes the weights of this loader's micro-batches."""
         return Weighing(
             weight=self.weight,
-            rows=self._rows,
+            row_counter=self._row_counter,
             make_empty_batch=lambda: self._make_empty_batch(epoch),
         )
 
@@ -910,29 +908,22 @@ class Loader:
 
         A collate function of the user's may drop samples or make several rows of one.
         """
-        has_default_collate = self._rows is None
+        has_default_collate = self._row_counter is None
         if has_default_collate:  # one row per sample, so the planned sizes are right
             yield from read
             return
 
-        weighing = Weighing(
-            weight=None,
-            rows=self._rows,
-            make_empty_batch=lambda: self._make_empty_batch(epoch),
-        )
+        # An evaluation takes no mean loss, so the user's weights are not needed: this only counts.
+        counting = replace(self._weighing(epoch), weight=None)
         for planned, collated in read:
-            counted = weighing.count_rows(planned, collated)
+            counted = counting.count_rows(planned, collated)
 
-            # `counted.batch` is usually the collated batch. If the collate function has dropped all
-            # samples of this rank, it is an empty batch that a model can process. This is only
-            # needed if this rank must take part in the forward pass, because the model needs all
-            # ranks. Otherwise the loop gets what the collate function returned.
-            if self._evaluates_together:
-                yield counted.planned, counted.batch
-            else:
-                yield counted.planned, collated
+            # If the collate function has dropped all samples of this rank, `counted.batch` is an
+            # empty batch that a model can process. A model that needs all ranks must get that one.
+            batch = counted.batch if self._evaluates_together else collated
+            yield counted.planned, batch
 
-    def _keep_one_sample(self, batch: Any, num_samples: int) -> None:
+    def _keep_as_template(self, batch: Any, num_samples: int) -> None:
         """Keeps a sample of the first batch that is read, as the template of empty batches.
 
         Later calls do nothing.

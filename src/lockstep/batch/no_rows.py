@@ -91,7 +91,7 @@ def call_with_placeholder(
     if not any(has_no_rows(tensor) for tensor in tensors((args, kwargs))):
         raise refusal
 
-    # Give one row to each tensor without rows.
+    # Give one row to each tensor without rows. No real samples are at hand here.
     placeholder = Placeholder(samples=())
     args_with_row, kwargs_with_row = placeholder.add_to((args, kwargs))
 
@@ -103,7 +103,7 @@ def call_with_placeholder(
         except Exception:
             raise refusal from None
 
-    return map_tensors(result, lambda tensor: _fill_with_nan(placeholder.cut_off(tensor)))
+    return map_tensors(result, lambda tensor: _nan_unless_empty(placeholder.cut_off(tensor)))
 
 
 def _call_with_one_row(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -119,11 +119,11 @@ def _call_with_one_row(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         return func(*_zeros_as_ones(args), **kwargs)
 
 
-def _fill_with_nan(tensor: Tensor) -> Tensor:
-    """Fills a floating-point result with NaN, in place, and returns it.
+def _nan_unless_empty(tensor: Tensor) -> Tensor:
+    """Fills what is left of a result without the placeholder's rows with NaN, in place.
 
-    If values are left after the placeholder was removed, they are those of nothing, like the mean
-    of no rows. Integers are left as they are.
+    Values are left if the result is no longer divided into rows: the mean of no rows is NaN. An
+    integer result keeps its values. Returns the tensor.
     """
     if tensor.numel() and (tensor.is_floating_point() or tensor.is_complex()):
         with torch.no_grad():
@@ -171,11 +171,11 @@ class Placeholder:
         if not has_no_rows(tensor):
             return tensor
 
-        self._empty_dimensions.add(tensor.shape.index(0))
+        empty_dimension = tensor.shape.index(0)
+        self._empty_dimensions.add(empty_dimension)
         row = placeholder_of(tensor, self._samples)
 
-        # A function may flatten the first dimensions of the row. The first dimension of a row of
-        # shape (1, 3, 4) then has length 1 * 3 = 3 (`flatten(0, 1)`) or 1 * 3 * 4 = 12
+        # In a result the row (1, 3, 4) may have become 3 rows (`flatten(0, 1)`) or 12
         # (`flatten()`).
         for num_flattened in range(1, row.dim() + 1):
             self._possible_lengths.add(row.shape[:num_flattened].numel())
@@ -201,7 +201,7 @@ class Placeholder:
         if dimension is None or shape[dimension] != 1:
             return distribution
 
-        shape[dimension] = 0
+        shape[dimension] = 0  # `expand` repeats a dimension of size 1 any number of times, also 0
         try:
             return distribution.expand(torch.Size(shape))  # type: ignore[no-any-return]
         except NotImplementedError:  # a class of the user that does not have this method
@@ -210,20 +210,20 @@ class Placeholder:
     def _dimension_of_rows(self, shape: Sequence[int]) -> int | None:
         """Returns the dimension in which a result has the placeholder's rows, or None.
 
-        For an argument of shape (0, 3, 4), the placeholder has the shape (1, 3, 4). In a result of
-        shape (1, 10), or in `x.flatten(0, 1)` of shape (3, 4), its rows are in dimension 0. A
-        result of shape (7,) has no such rows.
+        For an argument of shape (0, 3, 4), the placeholder has the shape (1, 3, 4), and
+        `_possible_lengths` are 1, 1 * 3 and 1 * 3 * 4: its lengths with the first one, two or three
+        dimensions flattened. So a result of shape (1, 10), (3, 4) or (12,) has the placeholder's
+        rows in dimension 0. A result of shape (7,) has none.
 
         Args:
             shape: the shape of the result.
         """
-        # First case: an argument was empty in its first dimension, and the length of the result is
-        # a possible length of the placeholder there: in the example 1, or 3 or 12 if flattened.
+        # First case: an argument was empty in dimension 0, and the placeholder's rows are there.
         was_empty_in_first = 0 in self._empty_dimensions
         if was_empty_in_first and shape and shape[0] in self._possible_lengths:
             return 0
 
-        # Second case: the placeholder still has size 1, in the same dimension as in an argument.
+        # Second case: an argument was empty in another dimension, where the result has size 1.
         for dimension in sorted(self._empty_dimensions):
             if dimension < len(shape) and shape[dimension] == 1:
                 return dimension
@@ -244,13 +244,10 @@ def placeholder_of(tensor: Tensor, samples: Iterable[Tensor]) -> Tensor:
     """
     shape = [max(1, size) for size in tensor.shape]
 
-    # First choice: the sample of which the tensor is a view. The tensor's memory then holds the
-    # whole row, up to its last element. The memory of other tensors is empty.
-    num_stored = tensor.untyped_storage().nbytes() // tensor.element_size()
-    last_element_is_stored = _offset_of_last_element(tensor, shape) < num_stored
-    if last_element_is_stored:
-        row = tensor.detach().as_strided(shape, tensor.stride(), tensor.storage_offset())
-        return row.clone()
+    # First choice: the sample of which the tensor is a view.
+    row = _row_in_memory(tensor, shape)
+    if row is not None:
+        return row
 
     # Second choice: a row of one of the samples.
     for sample in samples:
@@ -268,6 +265,23 @@ def placeholder_of(tensor: Tensor, samples: Iterable[Tensor]) -> Tensor:
     # infinite.
     count = torch.Size(shape).numel()
     return torch.linspace(0.1, 1, count, device=tensor.device).to(tensor.dtype).view(shape)
+
+
+def _row_in_memory(tensor: Tensor, shape: list[int]) -> Tensor | None:
+    """Returns a copy of the row that the memory of an empty tensor still holds, or None.
+
+    An empty view of a sample, such as `sample[:0]`, shares the memory of the whole sample. The
+    memory of other empty tensors is empty, too.
+
+    Args:
+        tensor: a tensor without elements.
+        shape: the shape of the row.
+    """
+    num_stored = tensor.untyped_storage().nbytes() // tensor.element_size()
+    last_element_is_stored = _offset_of_last_element(tensor, shape) < num_stored
+    if not last_element_is_stored:
+        return None
+    return tensor.detach().as_strided(shape, tensor.stride(), tensor.storage_offset()).clone()
 
 
 def _offset_of_last_element(tensor: Tensor, shape: list[int]) -> int:
@@ -316,7 +330,11 @@ class _CutRows(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, dimension: int | None) -> Tensor:
-        """Returns the tensor with size 0 in a dimension; with None, a copy of the tensor."""
+        """Returns the tensor with size 0 in the dimension that holds the placeholder's rows.
+
+        With None the tensor has no such dimension, like a mean over the rows. Then this returns a
+        copy: the tensor itself would become a view, which must not be changed in place.
+        """
         ctx.shape = tensor.shape
         if dimension is None:
             return tensor.clone()

@@ -153,7 +153,8 @@ def plan_epoch(
     # `EpochPlan` gets a function that returns a slice of the order. If the samples are not
     # shuffled, its result for the slice from 3 to 6 is [3, 4, 5].
     if not shuffle:
-        return EpochPlan(num_samples, batch_size, partial(np.arange, dtype=np.int64))
+        in_order = partial(np.arange, dtype=np.int64)
+        return EpochPlan(num_samples, batch_size, in_order)
 
     # The order of a dataset of usual size is drawn as a whole.
     if not is_shuffled_in_slices(length):
@@ -161,11 +162,10 @@ def plan_epoch(
         return EpochPlan(num_samples, batch_size, lambda begin, end: order[begin:end])
 
     # The order of a huge dataset would take too much memory. So slices of it are computed when they
-    # are needed.
+    # are needed, by a permutation that the random keys define (`shuffling`).
     keys = random_words(seed, epoch, NUM_ROUNDS)
-    return EpochPlan(
-        num_samples, batch_size, lambda begin, end: permuted_indices(begin, end, length, keys)
-    )
+    computed_slice = partial(permuted_indices, length=length, keys=keys)
+    return EpochPlan(num_samples, batch_size, computed_slice)
 
 
 def plan_custom_order(order: Indices, batch_size: int, *, drop_last: bool) -> CustomPlan:
@@ -209,15 +209,17 @@ def split_batch(
         The first sample of each part, and the one after its last, within the global batch. The
         shape is `(micro-batches, ranks, 2)`.
     """
-    num_ranks = len(shares)
-    if virtual_ranks is not None and virtual_ranks.train_copies:
-        return _split_over_replicas(count, num_ranks, micro_batches, virtual_ranks.count)
-    if virtual_ranks is not None:
-        pieces_of_ranks = split_over_virtual_ranks(
-            count, shares, micro_batches, virtual_ranks.count
-        )
-        return _as_array(pieces_of_ranks)
+    if virtual_ranks is None:
+        return _split_over_ranks(count, shares, micro_batches)
+    if virtual_ranks.train_copies:
+        return _split_over_replicas(count, len(shares), micro_batches, virtual_ranks.count)
+    pieces_of_ranks = split_over_virtual_ranks(count, shares, micro_batches, virtual_ranks.count)
+    return _as_array(pieces_of_ranks)
 
+
+def _split_over_ranks(count: int, shares: tuple[int, ...], micro_batches: int) -> Indices:
+    """Divides a global batch into micro-batches and over the ranks; see `split_batch`."""
+    num_ranks = len(shares)
     num_micro_batches = max(1, min(micro_batches, count))
 
     # First choose the size of each part. Deal the samples out to the ranks, evenly mixed, and count
@@ -338,27 +340,35 @@ def split_over_virtual_ranks(
             pieces += _cut_into_pieces(virtual_rank, begin, sizes[virtual_rank], micro_batches)
         pieces_of_ranks.append(pieces)
 
-    # Pad all lists to the same length, at least 1, with empty pieces that stand where the rank's
-    # samples end. They are given to the rank's last virtual rank. If a rank with the share 0 has
-    # no virtual rank, its padding is given to the last one of the rank before it; if it is the
-    # first rank, to virtual rank 0.
     longest_list = max(len(pieces) for pieces in pieces_of_ranks)
     max_pieces = max(1, longest_list)
     for rank, pieces in enumerate(pieces_of_ranks):
         end_of_virtual_ranks = bounds_of_ranks[rank + 1]
-        end_of_samples = begins[end_of_virtual_ranks]
-        last_virtual_rank = max(0, end_of_virtual_ranks - 1)
-        padding = VirtualRankPiece(
-            virtual_rank=last_virtual_rank,
-            piece_number=0,
-            num_pieces=1,
-            begin=end_of_samples,
-            end=end_of_samples,
-            is_padding=True,
-        )
+        padding = _padding_after(end_of_virtual_ranks, begins)
         pieces += [padding] * (max_pieces - len(pieces))
 
     return pieces_of_ranks
+
+
+def _padding_after(end_of_virtual_ranks: int, begins: list[int]) -> VirtualRankPiece:
+    """Returns a piece without samples for a rank that has fewer pieces than others.
+
+    A piece belongs to some virtual rank. Without samples any would do; this takes the one before
+    `end_of_virtual_ranks`, or virtual rank 0 if the first rank has no virtual ranks at all.
+
+    Args:
+        end_of_virtual_ranks: the number after that of the rank's last virtual rank.
+        begins: the position of the first sample of each virtual rank in the global batch.
+    """
+    end_of_samples = begins[end_of_virtual_ranks]
+    return VirtualRankPiece(
+        virtual_rank=max(0, end_of_virtual_ranks - 1),
+        piece_number=0,
+        num_pieces=1,
+        begin=end_of_samples,
+        end=end_of_samples,
+        is_padding=True,
+    )
 
 
 def _cut_into_pieces(
@@ -473,6 +483,7 @@ def _split_over_replicas(
             rows_of_replica = slice(first_row, first_row + num_pieces)
 
             # Divide the samples of the replica, counted from its own first sample, over the group.
+            # The result has the shape (pieces, ranks of the group, 2), like the part of the table.
             equal_shares = (1,) * ranks_per_replica
             split_of_replica = split_batch(sizes[replica], equal_shares, num_pieces)
             split[rows_of_replica, ranks_of_group] = begins[replica] + split_of_replica

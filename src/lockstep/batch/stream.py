@@ -37,7 +37,7 @@ from lockstep.batch.stream_consistency import (
     check_length,
     other_beginning_error,
 )
-from lockstep.batch.stream_fetch import GlobalBatchKey, IterableFetch, RankBatch, is_compared
+from lockstep.batch.stream_fetch import GlobalBatchRequest, IterableFetch, RankBatch, is_compared
 from lockstep.batch.weighing import scale_by_weight
 from lockstep.distributed.seeding import preserve_rng_state
 from lockstep.errors import CheckpointError, DataError, SettingError
@@ -66,8 +66,8 @@ class IterableLoader(Loader):
         self._autotuning_samples: list[Any] = []
         """All samples of the global batch on which autotuning measures the devices, while its
         micro-batches are handed out."""
-        self._first_autotuning_number = 0
-        """The number of the first of these samples in the stream."""
+        self._position_of_autotuning_samples = 0
+        """The position of the first of these samples in the stream."""
         self._had_samples = False
         """True if an earlier pass over the stream had samples."""
         self._steps_before_pass = 0
@@ -92,13 +92,14 @@ class IterableLoader(Loader):
             )
 
         if is_split and self._plan.virtual_ranks is not None:
-            train_copies = self._plan.virtual_ranks.train_copies
-            setting = "strategy='diloco'" if train_copies else "virtual_ranks"
-            part_of = "replica" if train_copies else "virtual rank"
+            # DiLoCo's replicas are virtual ranks that train copies of the model.
+            is_diloco = self._plan.virtual_ranks.train_copies
+            setting = "strategy='diloco'" if is_diloco else "virtual_ranks"
+            owner_of_part = "replica" if is_diloco else "virtual rank"
             raise SettingError(
                 f"{setting} for a stream with shard=",
-                f"each {part_of} has a part of every global batch, whoever computes it, so every "
-                "rank reads the whole stream",
+                f"each {owner_of_part} has a part of every global batch, whoever computes it, so "
+                "every rank reads the whole stream",
                 "leave shard out",
             )
 
@@ -119,7 +120,7 @@ class IterableLoader(Loader):
             CheckpointError: the checkpoint was saved with another kind of dataset, or with another
                 size of the global batch.
         """
-        saved_by_stream_loader = "ranks" in state
+        saved_by_stream_loader = "ranks" in state  # see `_identity`
         if not saved_by_stream_loader:
             raise CheckpointError(
                 "resuming a loader of a stream",
@@ -175,9 +176,12 @@ class IterableLoader(Loader):
         if not digests_read and self._first_samples_in_checkpoint is not None:
             return self._first_samples_in_checkpoint
 
-        # `shard` is None, False, or a function `shard(start, step)`. With a function, rank 0 of n
-        # ranks reads the samples 0, n, 2 n, ... With another number of ranks it reads other
-        # samples, except for sample 0, so only this one can be compared.
+        # Which samples rank 0 reads depends on `shard`:
+        # - None: all samples.
+        # - False: the dataset splits itself. Only as many ranks as before can resume (`_identity`),
+        #   so rank 0 reads the same samples again.
+        # - a function: of n ranks, rank 0 reads the samples 0, n, 2 n, ... With another number of
+        #   ranks only sample 0 is the same, so only sample 0 can be compared.
         ranks_read_every_nth = callable(self.source.shard)
         num_compared = 1 if ranks_read_every_nth else SAMPLES_COMPARED
         return digests_read[:num_compared]
@@ -252,8 +256,8 @@ class IterableLoader(Loader):
             # which the devices are measured, until every "auto" setting has a value.
             autotuning_request = self._plan.request
             while training and autotuning_request.is_open:
-                stream_has_ended = yield from self._read_for_autotuning(epoch, position)
-                if stream_has_ended:
+                pass_has_ended = yield from self._read_for_autotuning(epoch, position)
+                if pass_has_ended:
                     return
                 position += 1
 
@@ -286,16 +290,13 @@ class IterableLoader(Loader):
     ) -> Generator[ReadMicroBatch, None, bool]:
         """Yields the micro-batches of a global batch on which autotuning measures the devices.
 
-        As a generator it also returns a value, the result of `yield from`: True if there was no
-        such global batch, and the pass ends.
-
         The measurements decide which part of the global batch each rank gets, so every rank first
         reads all of its samples and keeps them in `_autotuning_samples`. A planned micro-batch then
         only says which sample numbers it has; `_read_planned` takes these from the kept samples.
 
         Returns:
-            True if the pass ends before this global batch, because the stream has no more samples,
-            or too few for a full global batch and `drop_last` is set.
+            The value of `yield from`: True if the pass ends before this global batch, because the
+            stream has no more samples, or too few for a full global batch and `drop_last` is set.
         """
         samples = self._iterable.read_whole(epoch, position)
         is_short = len(samples) < self.batch_size
@@ -303,11 +304,11 @@ class IterableLoader(Loader):
             return True
 
         self._autotuning_samples = samples
-        self._first_autotuning_number = position * self.batch_size
-        sample_numbers = self._first_autotuning_number + np.arange(len(samples), dtype=np.int64)
+        self._position_of_autotuning_samples = position * self.batch_size
+        positions = self._position_of_autotuning_samples + np.arange(len(samples), dtype=np.int64)
 
         # `_read_segments` calls `_read_planned` for each micro-batch.
-        segments = self._plan.plan_autotuning(position, sample_numbers)
+        segments = self._plan.plan_autotuning(position, positions)
         yield from self._read_segments(epoch, segments)
 
         # The loop has processed the global batch, so its samples are no longer needed.
@@ -321,16 +322,14 @@ class IterableLoader(Loader):
 
         Args:
             epoch: number of the epoch.
-            planned: this rank's micro-batches; `indices` holds the numbers of their samples in the
-                stream.
+            planned: this rank's micro-batches. Their `indices` are positions in the stream.
         """
-        # The kept samples begin with the sample of this number in the stream.
-        first_number = self._first_autotuning_number
+        position_of_first_kept = self._position_of_autotuning_samples
 
         for item in planned:
             samples = []
-            for number in item.indices.tolist():
-                samples.append(self._autotuning_samples[number - first_number])
+            for position in item.indices.tolist():
+                samples.append(self._autotuning_samples[position - position_of_first_kept])
 
             if samples:
                 batch = self._iterable.collate(epoch, samples, item.indices)
@@ -341,20 +340,19 @@ class IterableLoader(Loader):
     def _make_empty_autotuning_batch(self, epoch: int) -> Any:
         """Makes a batch without samples, for a rank that has no part of a micro-batch.
 
-        An empty batch needs a batch to take its structure from. It is collated from the first
-        sample of the global batch, although another rank processes that sample.
+        An empty batch has the structure of a real one, its template. The template is collated from
+        the first sample of the global batch, although another rank processes that sample.
         """
-        number_of_first_sample = np.array([self._first_autotuning_number])
+        position_of_first_sample = np.array([self._position_of_autotuning_samples])
 
         # The collate function may draw random numbers. This extra call must not change those that
         # the training draws.
         with preserve_rng_state():
-            batch = self._iterable.collate(
-                epoch, self._autotuning_samples[:1], number_of_first_sample
+            template = self._iterable.collate(
+                epoch, self._autotuning_samples[:1], position_of_first_sample
             )
 
-        # `_make_empty_batch` copies the sample that is kept here.
-        self._keep_one_sample(batch, num_samples=1)
+        self._keep_as_template(template, num_samples=1)
         return self._make_empty_batch(epoch)
 
     def _read_from(self, epoch: int, start: int, training: bool) -> Iterator[ReadMicroBatch]:
@@ -374,7 +372,10 @@ class IterableLoader(Loader):
     def _read_divided(self, epoch: int, start: int, training: bool) -> Iterator[ReadMicroBatch]:
         """Yields this rank's micro-batches, including those in which it has no samples.
 
-        The arguments are those of `_read_from`.
+        Args:
+            epoch: number of the epoch.
+            start: position of the first global batch to read.
+            training: True for a training pass, False for an evaluation.
         """
         for rank_batch in self._read_counted(epoch, start, training):
             micro_batches = self._divide(epoch, rank_batch)
@@ -387,12 +388,9 @@ class IterableLoader(Loader):
             # With `check_devices`, the states of the devices are compared after some of the steps.
             # Micro-batches of these steps are marked.
             steps_before = self._steps_before_pass + rank_batch.position
-            is_checked = self._plan.number_of_check(steps_before) is not None  # None: no check
+            step_is_checked = self._plan.number_of_check(steps_before) is not None
             for planned, batch in micro_batches:
-                if is_checked:
-                    micro_batch = replace(planned.micro_batch, checks_devices=True)
-                    planned = planned._replace(micro_batch=micro_batch)
-                yield planned, batch
+                yield (_marked_as_checked(planned) if step_is_checked else planned), batch
 
     def _skip_without_samples(
         self, micro_batches: Iterator[ReadMicroBatch]
@@ -437,31 +435,38 @@ class IterableLoader(Loader):
 
         # A micro-batch in which no rank has samples is left out on all ranks.
         num_samples_on_all_ranks = sizes.sum(axis=1)  # shape (micro-batches,)
-        indices = np.flatnonzero(num_samples_on_all_ranks)
+        numbers_of_filled = np.flatnonzero(num_samples_on_all_ranks)
         global_samples = int(rank_batch.samples_of_ranks.sum())
-        micro_batches = self._plan.make_micro_batches(sizes[indices], global_samples)
+        micro_batches = self._plan.make_micro_batches(sizes[numbers_of_filled], global_samples)
 
         # Under DiLoCo, a rank that processes fewer replicas of the model than others has fewer
-        # micro-batches than they. Then the last rows of `sizes` are not used.
-        indices_of_this_rank = indices[: len(micro_batches)]
-        for index, micro_batch in zip(indices_of_this_rank, micro_batches, strict=True):
-            if micro_batch.local_rows:
-                batch = rank_batch.batches[index]
-                self._keep_one_sample(batch, micro_batch.local_rows)
-            else:
-                # This rank has no samples here, and gets an empty batch. `_make_empty_batch` makes
-                # it from a sample that was kept, now or earlier.
-                if rank_batch.one_sample_batch is not None:
-                    self._keep_one_sample(rank_batch.one_sample_batch, num_samples=1)
-                batch = self._make_empty_batch(epoch)
-
+        # micro-batches than they. Then the last numbers are not used.
+        numbers_of_this_rank = numbers_of_filled[: len(micro_batches)]
+        for number, micro_batch in zip(numbers_of_this_rank, micro_batches, strict=True):
             planned = PlannedMicroBatch(
                 position=rank_batch.position,
                 micro_batch=micro_batch,
-                indices=rank_batch.indices[index],
-                all_ranks_have_samples=bool((sizes[index] > 0).all()),
+                indices=rank_batch.indices[number],
+                all_ranks_have_samples=bool((sizes[number] > 0).all()),
             )
+            if micro_batch.local_rows:
+                batch = rank_batch.batches[number]
+                self._keep_as_template(batch, micro_batch.local_rows)
+            else:
+                batch = self._make_empty_batch_for(rank_batch, epoch)
             yield planned, batch
+
+    def _make_empty_batch_for(self, rank_batch: RankBatch, epoch: int) -> Any:
+        """Makes a batch without samples for a micro-batch of which this rank has no part.
+
+        Args:
+            rank_batch: the part of the global batch that this rank has read. If it has a batch of
+                one sample, this becomes the template of empty batches, unless one is kept already.
+            epoch: number of the epoch.
+        """
+        if rank_batch.one_sample_batch is not None:
+            self._keep_as_template(rank_batch.one_sample_batch, num_samples=1)
+        return self._make_empty_batch(epoch)
 
     def _read_counted(self, epoch: int, start: int, training: bool) -> Iterator[RankBatch]:
         """Yields this rank's part of each global batch until the stream ends on all ranks.
@@ -575,15 +580,14 @@ class IterableLoader(Loader):
         world_size = self._collectives.topology.size
         count = torch.tensor([int(rank_batch.samples_of_ranks[rank])])
 
-        # The all-gather writes the count of each process to a row of this tensor. The rows, of
-        # shape (1,), are views of its memory.
+        # One memory has three views: this tensor, its rows of shape (1,), which the all-gather
+        # fills later, and the array that the caller gets.
         counts_of_all = torch.empty(world_size, 1, dtype=count.dtype)
         rows = list(counts_of_all)
         work: dist.Work = dist.all_gather(rows, count, async_op=True)
 
-        # `samples_of_ranks` becomes a view of the same memory. In a pipeline all stages read the
-        # same data, so only the processes of the first stage are counted; these have the lowest
-        # numbers.
+        # In a pipeline all stages read the same data, so only the processes of the first stage are
+        # counted; these have the lowest numbers.
         num_data_parallel_ranks = len(rank_batch.samples_of_ranks)
         rank_batch.samples_of_ranks = counts_of_all.view(-1).numpy()[:num_data_parallel_ranks]
         return work
@@ -605,9 +609,9 @@ class IterableLoader(Loader):
         if has_workers:
             stream = self._iterable.fresh()
 
-        # The workers, or this process, get a request for each global batch and return their parts
-        # in the same order.
-        requests = self._batch_keys(epoch, start)
+        # The workers, or without them this process, get a request for each global batch and return
+        # their parts in the same order.
+        requests = self._requests(epoch, start)
         comparison = WorkerComparison(self.source, self._collectives.topology, epoch)
         with closing(self._workers.read(stream, requests)) as read:
             for rank_batch in read:
@@ -616,10 +620,10 @@ class IterableLoader(Loader):
                 )
                 yield rank_batch
 
-    def _batch_keys(self, epoch: int, start: int) -> Iterator[GlobalBatchKey]:
+    def _requests(self, epoch: int, start: int) -> Iterator[GlobalBatchRequest]:
         """Yields requests for the global batches from position `start` on, without end.
 
-        A `GlobalBatchKey` tells the process that reads the stream which samples to read.
+        A request tells the process that reads the stream which samples to read.
         """
         plan = self._plan
         num_micro_batches = plan.micro_batches_of(self.batch_size)
@@ -628,12 +632,12 @@ class IterableLoader(Loader):
         checks_beginning = self._first_samples_in_checkpoint is not None
 
         for position in itertools.count(start):
-            yield GlobalBatchKey(
-                epoch,
-                position,
-                plan.shares,
-                num_micro_batches,
-                plan.virtual_ranks,
+            yield GlobalBatchRequest(
+                epoch=epoch,
+                position=position,
+                shares=plan.shares,
+                num_micro_batches=num_micro_batches,
+                virtual_ranks=plan.virtual_ranks,
                 pass_begin=start,
                 read_beginning=checks_beginning and position == start,
             )
@@ -655,6 +659,12 @@ class IterableLoader(Loader):
                 "check what it reads, or use fewer processes",
             )
         return batch
+
+
+def _marked_as_checked(planned: PlannedMicroBatch) -> PlannedMicroBatch:
+    """Returns a micro-batch after whose step the states of the devices are compared."""
+    micro_batch = replace(planned.micro_batch, checks_devices=True)
+    return planned._replace(micro_batch=micro_batch)
 
 
 def _micro_batch_sizes(rank_batch: RankBatch) -> np.ndarray:

@@ -47,6 +47,9 @@ def check_global_batch(
 ) -> None:
     """Compares the samples that ranks have read for a global batch of a stream. A collective.
 
+    In the same exchange, a rank whose stream has ended calls `check_length`, which sends the number
+    of its samples instead of digests.
+
     Args:
         collectives: the collectives of the run.
         source: the stream.
@@ -60,10 +63,7 @@ def check_global_batch(
     every_rank_reads_whole = source.shard is None
     sent_by_rank = collectives.exchange(digests)
     if every_rank_reads_whole:
-        # A rank whose stream has ended calls `check_length` instead, which takes part in this same
-        # exchange: it sends its number of samples instead of a list of digests. `_check_ends` finds
-        # that, so after it every item is a list of digests.
-        _check_ends(epoch, sent_by_rank)
+        _check_ends(epoch, sent_by_rank)  # if it does not raise, every item is a list of digests
         _check_same_samples(source, epoch, first, sent_by_rank)
     else:
         # The first ranks have different parts of the stream. In a pipeline, the other ranks are the
@@ -125,22 +125,21 @@ def _check_other_samples(
         first: number of the first sample of the global batch.
         digests_by_rank: for each rank, the digests of the samples that it has read.
     """
-    for digests in digests_by_rank:
+    for rank, digests in enumerate(digests_by_rank):
         # If all samples of this rank are equal, they prove nothing: a stream of zeros is the same
         # on all ranks. The same is true if the rank has no samples.
         samples_are_all_equal = all_digests_match(digests)
         if samples_are_all_equal:
             continue
 
-        # Compare all samples of this rank with all samples of each rank, itself included.
-        ranks_with_same = []
-        for rank, other in enumerate(digests_by_rank):
-            if digests_match(digests, other):
-                ranks_with_same.append(str(rank))
+        other_ranks_with_same = []
+        for other_rank, other_digests in enumerate(digests_by_rank):
+            if other_rank != rank and digests_match(digests, other_digests):
+                other_ranks_with_same.append(other_rank)
 
-        no_other_rank_has_them = len(ranks_with_same) == 1
-        if no_other_rank_has_them:
+        if not other_ranks_with_same:
             continue
+        ranks_with_same = [str(number) for number in sorted([rank, *other_ranks_with_same])]
 
         if source.shard is False:
             shard = "False"
@@ -167,28 +166,30 @@ def check_length(collectives: Collectives, epoch: int, num_samples: int) -> None
     _check_ends(epoch, collectives.exchange(num_samples))
 
 
-def _check_ends(epoch: int, found_by_rank: Sequence[Any]) -> None:
+def _check_ends(epoch: int, count_or_digests_by_rank: Sequence[int | list[Any]]) -> None:
     """Raises RanksDifferError if the stream has not ended at the same sample on all ranks.
 
     Args:
         epoch: number of the epoch being read.
-        found_by_rank: for each rank, the number of samples if its stream has ended, and otherwise
-            the digests of the samples that it has read.
+        count_or_digests_by_rank: for each rank, the number of samples if its stream has ended, and
+            otherwise the digests of the samples that it has read.
     """
-    # The stream has ended on no rank. All elements are digests, which `_check_same_samples`
+    # If the stream has ended on no rank, there are only digests, which `_check_same_samples`
     # compares.
-    some_ended = any(isinstance(found, int) for found in found_by_rank)
+    some_ended = any(isinstance(value, int) for value in count_or_digests_by_rank)
     if not some_ended:
         return
 
-    # The stream has ended on all ranks, after the same number of samples.
-    all_equal = all(found == found_by_rank[0] for found in found_by_rank)
-    if all_equal:
+    # If the stream has ended on all ranks, after the same number of samples, all is well.
+    all_ended_alike = all(
+        value == count_or_digests_by_rank[0] for value in count_or_digests_by_rank
+    )
+    if all_ended_alike:
         return
 
     ends = []
-    for rank, found in enumerate(found_by_rank):
-        end = f"after {found} samples" if isinstance(found, int) else "not yet"
+    for rank, value in enumerate(count_or_digests_by_rank):
+        end = f"after {value} samples" if isinstance(value, int) else "not yet"
         ends.append(f"{end} on rank {rank}")
 
     raise RanksDifferError(
@@ -277,8 +278,8 @@ class WorkerComparison:
 
         other_worker, other_num_samples = self._first_end
         if other_num_samples != num_samples:
-            self._raise_error(  # "it" is the stream, which the message names before
-                f"it gave worker {worker} {num_samples} samples, and worker {other_worker} "
+            self._raise_error(
+                f"the stream gave worker {worker} {num_samples} samples, and worker {other_worker} "
                 f"{other_num_samples}"
             )
 

@@ -14,7 +14,8 @@ Random numbers drawn in `transform` depend on the seed, the epoch and the number
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -53,7 +54,7 @@ def is_compared(position: int, pass_begin: int, batch_size: int) -> bool:
     return is_at_begin_of_pass or batches_since_hundredth < batches_per_comparison
 
 
-class GlobalBatchKey(NamedTuple):
+class GlobalBatchRequest(NamedTuple):
     """A request to read a global batch: which one, and how it is divided."""
 
     epoch: int
@@ -112,14 +113,25 @@ class _ReadPart(NamedTuple):
     """See `RankBatch`."""
     samples_of_ranks: Indices
     """See `RankBatch`."""
-    bounds: list[list[int]]
+    begins_and_ends: list[list[int]]
     """For each micro-batch, where this rank's samples begin and end within `samples`."""
     ended: bool
     """True if the dataset has no more samples for this rank."""
 
 
+class _BatchesOfReader(NamedTuple):
+    """Which global batch a sample belongs to that a rank reads and drops."""
+
+    samples_per_batch: int
+    """The number of samples that this rank reads of each full global batch."""
+    pass_begin: int
+    """The position of the first global batch of the pass. It decides which digests are kept."""
+
+
 class IterableFetch(Dataset[Any]):
-    """A dataset whose items are this rank's parts of global batches, indexed by `GlobalBatchKey`.
+    """A dataset whose items are this rank's parts of global batches.
+
+    `fetch[request]` reads the part that a `GlobalBatchRequest` asks for.
 
     Args:
         source: the iterable dataset.
@@ -150,16 +162,16 @@ class IterableFetch(Dataset[Any]):
         """Ends the current pass."""
         self._reader = None
 
-    def __getitem__(self, key: GlobalBatchKey) -> RankBatch:
+    def __getitem__(self, request: GlobalBatchRequest) -> RankBatch:
         worker_info = get_worker_info()
-        if key.read_beginning:
-            self._read_beginning(key)
+        if request.read_beginning:
+            self._read_beginning(request)
 
-        part = self._read_part(key)
-        self._keep_digests(key.position, key.pass_begin, part.samples)
+        part = self._read_part(request)
+        self._keep_digests(request.position, request.pass_begin, part.samples)
 
         rank_batch = RankBatch(
-            position=key.position,
+            position=request.position,
             planned_sizes=part.planned_sizes,
             samples_of_ranks=part.samples_of_ranks,
             ended=part.ended,
@@ -170,10 +182,10 @@ class IterableFetch(Dataset[Any]):
         self._digests = {}
 
         # One batch for each micro-batch.
-        for begin, end in part.bounds:
+        for begin, end in part.begins_and_ends:
             samples = part.samples[begin:end]
             numbers = part.first_number + part.stride * np.arange(begin, end)
-            batch = self.collate(key.epoch, samples, numbers) if samples else None
+            batch = self.collate(request.epoch, samples, numbers) if samples else None
             rank_batch.indices.append(numbers)
             rank_batch.batches.append(batch)
 
@@ -182,33 +194,33 @@ class IterableFetch(Dataset[Any]):
             # The loader makes empty batches from this one, as it has the right dtypes and shapes.
             with preserve_rng_state():
                 number = np.array([part.first_number])
-                rank_batch.one_sample_batch = self.collate(key.epoch, part.samples[:1], number)
+                rank_batch.one_sample_batch = self.collate(request.epoch, part.samples[:1], number)
         return rank_batch
 
-    def _read_part(self, key: GlobalBatchKey) -> _ReadPart:
+    def _read_part(self, request: GlobalBatchRequest) -> _ReadPart:
         """Reads what this rank needs of a global batch, in the way that `shard` demands."""
         every_rank_reads_all = self._source.shard is None
         if every_rank_reads_all:
-            return self._read_all_and_select(key)
+            return self._read_all_and_select(request)
 
-        planned_sizes = self._planned_sizes(key)
+        planned_sizes = self._planned_sizes(request)
         dataset_splits_itself = self._source.shard is False
         if dataset_splits_itself:
-            return self._read_own_part(key, planned_sizes)
+            return self._read_own_part(request, planned_sizes)
 
-        return self._read_every_nth(key, planned_sizes)
+        return self._read_every_nth(request, planned_sizes)
 
-    def _read_all_and_select(self, key: GlobalBatchKey) -> _ReadPart:
+    def _read_all_and_select(self, request: GlobalBatchRequest) -> _ReadPart:
         """Reads a whole global batch, and determines which of its samples belong to this rank."""
-        samples = self.read_whole(key.epoch, key.position, key.pass_begin)
+        samples = self.read_whole(request.epoch, request.position, request.pass_begin)
 
         # Where each part begins and ends in `samples`, shape (micro-batches, ranks, 2). For 8
         # samples, 2 micro-batches and 2 ranks: [[[0, 2], [2, 4]], [[4, 6], [6, 8]]].
         begins_and_ends = split_batch(
-            len(samples), key.shares, key.num_micro_batches, key.virtual_ranks
+            len(samples), request.shares, request.num_micro_batches, request.virtual_ranks
         )
         # For each micro-batch, this rank's begin and end. On rank 1: [[2, 4], [6, 8]].
-        bounds_of_this_rank = begins_and_ends[:, self._data_parallel.rank]
+        on_this_rank = begins_and_ends[:, self._data_parallel.rank]
 
         # These planned sizes are also the actual ones, because they follow from the number of
         # samples that were read.
@@ -218,34 +230,34 @@ class IterableFetch(Dataset[Any]):
         return _ReadPart(
             samples=samples,
             # The samples of all ranks have consecutive numbers in the epoch.
-            first_number=key.position * self._source.batch_size,
+            first_number=request.position * self._source.batch_size,
             stride=1,
             planned_sizes=sizes,
             samples_of_ranks=samples_of_ranks,
-            bounds=bounds_of_this_rank.tolist(),
+            begins_and_ends=on_this_rank.tolist(),
             ended=not samples,
         )
 
-    def _read_own_part(self, key: GlobalBatchKey, planned_sizes: Indices) -> _ReadPart:
+    def _read_own_part(self, request: GlobalBatchRequest, planned_sizes: Indices) -> _ReadPart:
         """Reads this rank's part from a dataset that splits itself over the ranks.
 
         Args:
-            key: the global batch to read.
+            request: the global batch to read.
             planned_sizes: number of samples in each part, shape `(micro-batches, ranks)`.
         """
         rank = self._data_parallel.rank
         num_ranks = self._data_parallel.size
 
-        # The dataset yields only samples of this rank, and every global batch takes as many.
+        # The dataset yields only samples of this rank, which takes the same number of them for
+        # every global batch.
         num_wanted = int(planned_sizes[:, rank].sum())
-        first_on_rank = key.position * num_wanted
+        first_on_rank = request.position * num_wanted
         samples = self._read(
-            key.epoch,
+            request.epoch,
             first=first_on_rank,
             stride=1,
             count=num_wanted,
-            pass_begin=key.pass_begin,
-            samples_per_batch=num_wanted,
+            batches=_BatchesOfReader(num_wanted, request.pass_begin),
         )
 
         return self._divide_part(
@@ -254,17 +266,16 @@ class IterableFetch(Dataset[Any]):
             # numbers 0, 2, 4, ... and rank 1 has 1, 3, 5, ..., so no two samples share a number.
             first_number=first_on_rank * num_ranks + rank,
             planned_sizes=planned_sizes,
-            # After a short global batch, this rank is asked for another one and then has none.
-            ended=not samples,
+            ended=not samples,  # also after a short global batch, this rank is asked for the next
         )
 
-    def _read_every_nth(self, key: GlobalBatchKey, planned_sizes: Indices) -> _ReadPart:
+    def _read_every_nth(self, request: GlobalBatchRequest, planned_sizes: Indices) -> _ReadPart:
         """Reads this rank's samples through the user's function `shard(start, step)`.
 
         Of n ranks, rank r gets the samples r, r + n, r + 2 n, ... of the epoch.
 
         Args:
-            key: the global batch to read.
+            request: the global batch to read.
             planned_sizes: number of samples in each part, shape `(micro-batches, ranks)`.
         """
         rank = self._data_parallel.rank
@@ -274,15 +285,9 @@ class IterableFetch(Dataset[Any]):
         # Find this rank's first sample in the global batch. Example: of 4 ranks, rank 1 has the
         # samples 1, 5, 9, ... In a global batch that begins with sample 6, its first sample is
         # 6 + (1 - 6) % 4 = 9.
-        begin = key.position * self._source.batch_size
-        first_number = begin + (rank - begin) % num_ranks
-        samples = self._read(
-            key.epoch,
-            first=first_number,
-            stride=num_ranks,
-            count=num_wanted,
-            pass_begin=key.pass_begin,
-        )
+        first_of_global_batch = request.position * self._source.batch_size
+        first_number = first_of_global_batch + (rank - first_of_global_batch) % num_ranks
+        samples = self._read(request.epoch, first=first_number, stride=num_ranks, count=num_wanted)
 
         # If a global batch has fewer samples than ranks, nothing is planned for some ranks. Such a
         # rank reads nothing, although the dataset has not ended.
@@ -328,12 +333,29 @@ class IterableFetch(Dataset[Any]):
             stride=self._data_parallel.size,
             planned_sizes=planned_sizes,
             samples_of_ranks=samples_of_ranks,
-            bounds=begins_and_ends.tolist(),
+            begins_and_ends=begins_and_ends.tolist(),
             ended=ended,
         )
 
-    def _planned_sizes(self, key: GlobalBatchKey) -> Indices:
+    def _planned_sizes(self, request: GlobalBatchRequest) -> Indices:
         """Returns how a full global batch is divided if the dataset is split over the ranks.
+
+        Returns:
+            The number of samples in each part, shape `(micro-batches, ranks)`.
+        """
+        # With shard=False the dataset splits itself, and each rank takes its share of every
+        # micro-batch, as from a dataset with an index.
+        dataset_splits_itself = self._source.shard is False
+        if dataset_splits_itself:
+            return split_sizes(
+                split_batch(self._source.batch_size, request.shares, request.num_micro_batches)
+            )
+
+        # Otherwise `shard` is a function that gives each rank every n-th sample of the epoch.
+        return self._sizes_of_every_nth(request)
+
+    def _sizes_of_every_nth(self, request: GlobalBatchRequest) -> Indices:
+        """Returns how a full global batch is divided if rank r has the samples r, r + n, r + 2 n...
 
         Returns:
             The number of samples in each part, shape `(micro-batches, ranks)`.
@@ -341,24 +363,17 @@ class IterableFetch(Dataset[Any]):
         batch_size = self._source.batch_size
         num_ranks = self._data_parallel.size
 
-        # With shard=False the dataset splits itself, and each rank takes its share of every
-        # micro-batch, as from a dataset with an index.
-        dataset_splits_itself = self._source.shard is False
-        if dataset_splits_itself:
-            return split_sizes(split_batch(batch_size, key.shares, key.num_micro_batches))
-
-        # Otherwise `shard` is a function that gives each rank every n-th sample of the epoch. First
-        # cut the global batch into micro-batches: micro-batch i has the samples bounds[i] to
+        # First cut the global batch into micro-batches: micro-batch i has the samples bounds[i] to
         # bounds[i + 1] - 1 of the epoch. For the first global batch of 5 samples, in 2
         # micro-batches, the bounds are [0, 3, 5]. They are rounded up, so that the first
         # micro-batch is the larger one, as in `split_batch`.
-        edges = np.arange(key.num_micro_batches + 1)
-        begin_of_batch = key.position * batch_size
-        bounds = begin_of_batch + ceil_div(batch_size * edges, key.num_micro_batches)
+        edges = np.arange(request.num_micro_batches + 1)
+        begin_of_batch = request.position * batch_size
+        bounds = begin_of_batch + ceil_div(batch_size * edges, request.num_micro_batches)
 
-        # Then count the samples of each rank before each bound, shape (bounds, ranks). Of n ranks,
-        # rank r has the samples r, r + n, r + 2 n, ..., so there are ceil((bound - r) / n) of them.
-        # In the example, with 2 ranks:
+        # Then count the samples of each rank before each bound, shape (bounds, ranks): there are
+        # ceil((bound - r) / n) of them, which is 0 for a negative difference. In the example, with
+        # 2 ranks:
         #
         #     bound    rank 0 has before it    rank 1 has before it
         #     0        0: none                 0: none
@@ -379,16 +394,13 @@ class IterableFetch(Dataset[Any]):
             pass_begin: position of the first global batch of the pass, which is above 0 in a
                 resumed epoch. It decides for which global batches digests are kept.
         """
-        # This rank reads all samples of each global batch, not only its own ones. So it reads
-        # `batch_size` samples of each.
         batch_size = self._source.batch_size
         return self._read(
             epoch,
             first=position * batch_size,
             stride=1,
             count=batch_size,
-            pass_begin=pass_begin,
-            samples_per_batch=batch_size,
+            batches=_BatchesOfReader(batch_size, pass_begin),
         )
 
     def read_first(self, epoch: int, count: int) -> Any:
@@ -397,20 +409,22 @@ class IterableFetch(Dataset[Any]):
         # place.
         copy_at_beginning = self.fresh()
         samples = copy_at_beginning._read(epoch, first=0, stride=1, count=count)
-        reader_of_copy = copy_at_beginning._reader  # `_read` has opened it
-
-        # But some datasets return the same iterator each time, `iter(dataset) is dataset`. Then the
-        # copy has moved the iterator of the pass in progress. Drop this pass's reader: at its next
-        # read the pass opens the dataset again, and reads forward to its place.
-        present_reader = self._reader
-        if present_reader is not None and reader_of_copy is not None:
-            iterator_was_moved = reader_of_copy.samples is present_reader.samples
-            if iterator_was_moved:
-                self._reader = None
+        self._drop_reader_if_moved_by(copy_at_beginning)
 
         if not samples:
             return None
         return self.collate(epoch, samples, np.arange(len(samples)))
+
+    def _drop_reader_if_moved_by(self, copy: IterableFetch) -> None:
+        """Drops the reader of the pass in progress if a copy of this object has moved its iterator.
+
+        Some datasets return the same iterator each time: `iter(dataset) is dataset`. At its next
+        read the pass opens the dataset again, and reads forward to its place.
+        """
+        if self._reader is not None and copy._reader is not None:
+            shares_iterator = copy._reader.samples is self._reader.samples
+            if shares_iterator:
+                self._reader = None
 
     def collate(self, epoch: int, samples: list[Any], numbers: Indices) -> Any:
         """Transforms samples and makes a batch of them.
@@ -433,8 +447,8 @@ class IterableFetch(Dataset[Any]):
             return call_collate(self._source.collate, samples)
 
         with preserve_rng_state():
-            # Without a transform, only the collate function may draw random numbers. They are those
-            # of the first sample.
+            # Without a transform, only the collate function may draw random numbers. It gets the
+            # random numbers of the first sample.
             if transform is None:
                 seed_sample(self._seed, epoch, int(numbers[0]))
                 return call_collate(self._source.collate, samples)
@@ -453,13 +467,11 @@ class IterableFetch(Dataset[Any]):
         first: int,
         stride: int,
         count: int,
-        pass_begin: int = 0,
-        samples_per_batch: int = 0,
+        batches: _BatchesOfReader | None = None,
     ) -> list[Any]:
         """Reads the samples `first`, `first + stride`, and so on, up to the end of the dataset.
 
-        If samples before `first` must be read and dropped, their digests are kept. `pass_begin` and
-        `samples_per_batch` are only needed for that.
+        If samples before `first` must be read and dropped, their digests are kept.
 
         Args:
             epoch: number of the epoch.
@@ -467,10 +479,8 @@ class IterableFetch(Dataset[Any]):
                 are counted on this rank only, otherwise over the whole epoch.
             stride: difference between the numbers of neighbouring samples.
             count: number of samples to read.
-            pass_begin: position of the first global batch of the pass, from which digests are kept.
-            samples_per_batch: number of samples that this rank reads of each full global batch,
-                from which follows which global batch a dropped sample belongs to; 0 if the number
-                varies.
+            batches: the global batches that dropped samples belong to; None if this is unknown,
+                and no digests are kept.
         """
         if count == 0:
             return []
@@ -481,15 +491,12 @@ class IterableFetch(Dataset[Any]):
             reader = self._reader
             if reader is None or self._must_reopen(reader, epoch, first):
                 reader = self._open(epoch, first, stride)
-            elif reader.ended:
+            elif reader.ended:  # the same reader goes on, but the dataset has no more samples
                 return []
 
             with reader.enter_random_state():
-                self._read_up_to(reader, first, pass_begin, samples_per_batch)
-                samples = reader.take(count)
-            if samples:  # otherwise the dataset has ended, and the reader stays where it is
-                reader.next_number = first + stride * len(samples)
-        return samples
+                self._read_up_to(reader, first, batches)
+                return reader.take(count)
 
     def _must_reopen(self, reader: StreamReader, epoch: int, first: int) -> bool:
         """Returns True if the dataset must be opened again to read a sample.
@@ -515,7 +522,7 @@ class IterableFetch(Dataset[Any]):
         return is_before_sample and can_start_anywhere and not reader.ended
 
     def _read_up_to(
-        self, reader: StreamReader, first: int, pass_begin: int, samples_per_batch: int
+        self, reader: StreamReader, first: int, batches: _BatchesOfReader | None
     ) -> None:
         """Reads and drops all samples before a given one.
 
@@ -526,39 +533,35 @@ class IterableFetch(Dataset[Any]):
         Args:
             reader: the reader of this pass.
             first: number of the sample to stop at.
-            pass_begin: position of the first global batch of the pass, from which digests are kept.
-            samples_per_batch: number of samples that this rank reads of each full global batch; 0
-                if the number varies.
+            batches: the global batches that the dropped samples belong to; None if unknown.
         """
         while reader.next_number < first and not reader.ended:
-            if samples_per_batch == 0:  # it is unknown which global batch a sample belongs to
-                skipped = reader.take(first - reader.next_number)
-                reader.next_number += len(skipped)
+            if batches is None:
+                reader.take(first - reader.next_number)
                 continue
 
             # Read to the end of the current global batch, so that its digests can be kept.
-            position = reader.next_number // samples_per_batch
-            end = min((position + 1) * samples_per_batch, first)
+            position = reader.next_number // batches.samples_per_batch
+            end = min((position + 1) * batches.samples_per_batch, first)
             skipped = reader.take(end - reader.next_number)
-            reader.next_number += len(skipped)
-            self._keep_digests(position, pass_begin, skipped)
+            self._keep_digests(position, batches.pass_begin, skipped)
 
     def _keep_digests(self, position: int, pass_begin: int, samples: list[Any]) -> None:
         """Keeps the digests of a global batch for the next `RankBatch`, if it is to be compared."""
         if samples and is_compared(position, pass_begin, self._source.batch_size):
             self._digests[position] = batch_digests(samples)
 
-    def _read_beginning(self, key: GlobalBatchKey) -> None:
+    def _read_beginning(self, request: GlobalBatchRequest) -> None:
         """Keeps the digests of the epoch's first samples for the next `RankBatch`.
 
         A run that resumes in the middle of an epoch compares them with those of the checkpoint, to
-        see whether the dataset still has the same samples. If the dataset cannot skip samples,
-        nothing needs to be done here: it is read from its beginning anyway, and `_read_up_to` keeps
-        the digests.
+        see whether the dataset still has the same samples.
 
         Args:
-            key: the global batch to read, which is usually in the middle of the epoch.
+            request: the global batch to read, which is usually in the middle of the epoch.
         """
+        # A dataset that cannot skip samples is read from its beginning anyway, and `_read_up_to`
+        # keeps the digests.
         if not self._can_skip:
             return
 
@@ -568,8 +571,8 @@ class IterableFetch(Dataset[Any]):
         for position in range(num_batches):
             # Make the request that a pass from the beginning of the epoch makes for this global
             # batch. Such a pass needs not read the beginning in addition.
-            key_of_beginning = key._replace(position=position, pass_begin=0, read_beginning=False)
-            samples = copy_at_beginning._read_part(key_of_beginning).samples
+            at_beginning = request._replace(position=position, pass_begin=0, read_beginning=False)
+            samples = copy_at_beginning._read_part(at_beginning).samples
             copy_at_beginning._keep_digests(position, pass_begin=0, samples=samples)
         self._digests.update(copy_at_beginning._digests)
 
@@ -614,12 +617,11 @@ class IterableFetch(Dataset[Any]):
         shard = self._source.shard
 
         # While the dataset is read, it draws from random streams of this pass in place of the usual
-        # ones. With `sample_rng=False` it draws from the usual ones. `enter_random_state` is a
-        # function that returns a context.
-        enter_random_state: Any = nullcontext
+        # ones. With `sample_rng=False` it draws from the usual ones. The reader enters the random
+        # state at each read, so it gets a function that returns a context.
+        enter_random_state: Callable[[], AbstractContextManager[None]] = nullcontext
         if self._sample_rng:
-            random_state_of_pass = PassRandomState(self._seed, epoch)
-            enter_random_state = random_state_of_pass.entered
+            enter_random_state = PassRandomState(self._seed, epoch).entered
 
         with enter_random_state():
             if hasattr(dataset, "set_epoch"):
@@ -635,5 +637,11 @@ class IterableFetch(Dataset[Any]):
                 samples = iter(dataset)
                 number_of_first_read = 0
 
-        self._reader = StreamReader(epoch, number_of_first_read, samples, enter_random_state)
+        self._reader = StreamReader(
+            epoch=epoch,
+            next_number=number_of_first_read,
+            stride=stride,
+            samples=samples,
+            enter_random_state=enter_random_state,
+        )
         return self._reader

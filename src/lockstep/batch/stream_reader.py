@@ -80,6 +80,8 @@ class StreamReader:
     epoch: int
     next_number: int
     """The number of the sample that the iterator gives next."""
+    stride: int
+    """The difference between the numbers of neighbouring samples."""
     samples: Iterator[Any]
     enter_random_state: Callable[[], AbstractContextManager[None]]
     """Returns a context in which code draws from the random streams of this pass."""
@@ -99,4 +101,5 @@ class StreamReader:
                 samples.append(next(self.samples))
             except StopIteration:
                 self.ended = True
+        self.next_number += self.stride * len(samples)
         return samples

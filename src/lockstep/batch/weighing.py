@@ -28,9 +28,12 @@ from lockstep.batch.micro_batches import PlannedMicroBatch, ReadMicroBatch
 from lockstep.batch.rows import RowCounter
 from lockstep.distributed.collectives import Collectives
 from lockstep.errors import DataError, RanksDifferError
-from lockstep.session.micro_batch import VirtualRanks
+from lockstep.session.micro_batch import MicroBatch, VirtualRanks
 
 Weight = Callable[[Any], float | Tensor]
+
+MAX_WEIGHT = 1e300
+"""Weights from here on are refused, as their sum might be infinite."""
 
 
 class CountedBatch(NamedTuple):
@@ -54,7 +57,7 @@ class Weighing:
 
     weight: Weight | None
     """The user's function; None to weigh batches by their rows."""
-    rows: RowCounter | None
+    row_counter: RowCounter | None
     """Counts the rows of batches. None if every sample makes one row."""
     make_empty_batch: Callable[[], Any]
     """Makes a batch for a micro-batch without rows; see `Loader._make_empty_batch`."""
@@ -62,7 +65,7 @@ class Weighing:
     @property
     def is_planned(self) -> bool:
         """True if every micro-batch weighs its planned number of samples."""
-        return self.weight is None and self.rows is None
+        return self.weight is None and self.row_counter is None
 
     def count_rows(self, planned: PlannedMicroBatch, batch: Any) -> CountedBatch:
         """Counts the rows of a batch and computes its weight.
@@ -74,17 +77,11 @@ class Weighing:
         Raises:
             DataError: the user's function did not return a number that is at least 0.
         """
-        # Count the rows, if the user's collate function may have made other rows than one for each
-        # sample. If they cannot be counted, one row for each sample is assumed.
         num_samples = planned.micro_batch.local_rows
-        num_rows = num_samples
-        rows_are_unknown = False
-        if self.rows is not None and num_samples > 0:
-            counted_rows = self.rows.count(batch, num_samples)
-            if counted_rows is None:
-                rows_are_unknown = True
-            else:
-                num_rows = counted_rows
+        num_rows = self._num_rows(batch, num_samples)
+        rows_are_unknown = num_rows is None
+        if num_rows is None:
+            num_rows = num_samples  # assume one row for each sample
 
         has_other_rows = num_rows != num_samples
         if has_other_rows:
@@ -93,7 +90,8 @@ class Weighing:
             corrected = replace(planned.micro_batch, local_rows=num_rows, left_out=num_dropped)
             planned = planned._replace(micro_batch=corrected)
 
-        # The user's function never gets an empty batch, which weighs 0.
+        # A batch weighs its number of rows, or what the user's function says. An empty batch always
+        # weighs 0: the user's function never gets one.
         weight = float(num_rows)
         if self.weight is not None and num_rows > 0:
             weight = _weigh_batch(self.weight, batch)
@@ -110,6 +108,14 @@ class Weighing:
             has_other_rows=has_other_rows,
             rows_are_unknown=rows_are_unknown,
         )
+
+    def _num_rows(self, batch: Any, num_samples: int) -> int | None:
+        """Returns the number of rows that were made of some samples, or None if it is unknown."""
+        # Without a counter every sample makes one row. The batch of a rank without samples has no
+        # rows, whatever it contains.
+        if self.row_counter is None or num_samples == 0:
+            return num_samples
+        return self.row_counter.count(batch, num_samples)
 
 
 def _index_of_weight(counted: CountedBatch) -> int:
@@ -128,13 +134,11 @@ def _weigh_batch(weight: Weight, batch: Any) -> float:
         DataError: the function did not return a number that is at least 0.
     """
     value = weight(batch)
-    # A tensor with one element is converted. The error below shows what the function returned.
     is_tensor_of_one = isinstance(value, Tensor) and value.numel() == 1
     number: Any = float(value) if is_tensor_of_one else value
 
     is_number = isinstance(number, int | float) and not isinstance(number, bool)
-    # The upper limit also excludes infinity, NaN, and numbers whose sum might be infinite.
-    if not is_number or not 0 <= number < 1e300:
+    if not is_number or not 0 <= number < MAX_WEIGHT:  # NaN is refused too
         raise DataError(
             f"weight={getattr(weight, '__name__', weight)}",
             f"it gave {value!r} for a batch",
@@ -170,7 +174,7 @@ def scale_by_weight(
     Raises:
         RanksDifferError: another rank is at another global batch.
     """
-    all_reduce: _WeightAllReduce | None = None  # the one that is in progress
+    pending: _PendingGlobalBatch | None = None  # its all-reduce is in progress
     global_batch: list[ReadMicroBatch] = []
 
     for planned, batch in read:
@@ -182,12 +186,12 @@ def scale_by_weight(
         # Wait for the previous all-reduce before starting the next one. If a rank has left its
         # loop, the next one would be matched with an unrelated collective of that rank.
         scaled_previous_batch: list[ReadMicroBatch] = []
-        if all_reduce is not None:
-            scaled_previous_batch = all_reduce.wait_for_scaled()
+        if pending is not None:
+            scaled_previous_batch = pending.wait_for_scaled()
 
-        # Start the all-reduce of this global batch, whose micro-batches the object keeps until the
-        # result is there. The next global batch is read from its beginning: nothing is before it.
-        all_reduce = _WeightAllReduce(
+        # Start the all-reduce of this global batch. The next global batch is read from its
+        # beginning: nothing is before it.
+        pending = _PendingGlobalBatch(
             global_batch, weighing, collectives, epoch, weight_before, virtual_ranks
         )
         global_batch = []
@@ -196,16 +200,34 @@ def scale_by_weight(
 
         # A single process needs no all-reduce, so it does not read ahead.
         if collectives.single_process:
-            yield from all_reduce.wait_for_scaled()
-            all_reduce = None
+            yield from pending.wait_for_scaled()
+            pending = None
 
     # The last global batch.
-    if all_reduce is not None:
-        yield from all_reduce.wait_for_scaled()
+    if pending is not None:
+        yield from pending.wait_for_scaled()
 
 
-class _WeightAllReduce:
-    """An all-reduce of the weight of one global batch, which the constructor starts.
+class _SumsOverRanks(NamedTuple):
+    """What the ranks have added up of one global batch."""
+
+    weights: list[float]
+    """The weight of each virtual rank's part; without virtual ranks, one weight for all."""
+    ranks_with_other_rows: float
+    """The number of ranks with another number of rows than samples."""
+    ranks_with_unknown_rows: float
+    """The number of ranks whose rows cannot be counted."""
+    epochs: float
+    """The sum of the epochs in which the ranks are."""
+    positions: float
+    """The sum of the positions of the ranks' global batches."""
+
+
+class _PendingGlobalBatch:
+    """A global batch whose weight is being summed up over the ranks.
+
+    The constructor starts the all-reduce. The object keeps the micro-batches until
+    `wait_for_scaled` has the result.
 
     Args:
         global_batch: this rank's micro-batches of the global batch.
@@ -248,7 +270,7 @@ class _WeightAllReduce:
         has_other_rows = float(any(counted.has_other_rows for counted in self._counted))
         has_unknown_rows = float(any(counted.rows_are_unknown for counted in self._counted))
 
-        # All of these are summed over the ranks. `wait_for_scaled` unpacks them in the same order.
+        # All of these are summed over the ranks. `_wait_for_sums` unpacks them in the same order.
         values = [*weights, has_other_rows, has_unknown_rows, self._epoch, self._position]
         self._sums = torch.tensor(values, dtype=torch.float64)
         self._work = None
@@ -261,38 +283,36 @@ class _WeightAllReduce:
         Raises:
             RanksDifferError: another rank is at another global batch.
         """
-        if self._work is not None:
-            self._work.wait()
+        sums = self._wait_for_sums()
+        self._check_same_global_batch(sums.epochs, sums.positions)
 
-        # The sums over the ranks, in the order in which `__init__` has packed the values.
-        (
-            *weights,
-            num_ranks_with_other_rows,
-            num_ranks_with_unknown_rows,
-            sum_of_epochs,
-            sum_of_positions,
-        ) = self._sums.tolist()
-        self._check_same_global_batch(sum_of_epochs, sum_of_positions)
-
-        # Without a row counter, every sample makes one row. With a function of the user's, batches
-        # are weighed by that function. In both cases the rows need no further attention.
-        row_counter = self._weighing.rows
+        # A function of the user's, if there is one, weighs the batches, whatever rows they have.
+        row_counter = self._weighing.row_counter
         if self._weighing.weight is not None or row_counter is None:
-            return self._scaled(weights)
+            return self._scaled(sums.weights)
 
         # Otherwise batches are weighed by their rows, which were counted.
         first_planned, _ = self._global_batch[0]
         global_samples = first_planned.micro_batch.global_samples
-        if num_ranks_with_unknown_rows > 0:
+        if sums.ranks_with_unknown_rows > 0:
             row_counter.warn_of_unknown(global_samples)
 
         # If every rank has one row for each of its samples, the planned scales are right.
-        if num_ranks_with_other_rows == 0:
+        if sums.ranks_with_other_rows == 0:
             return self._global_batch
 
         # On some rank the collate function left samples out, or added rows.
-        row_counter.warn_of_rows(global_samples, int(sum(weights)))
-        return self._scaled(weights)
+        row_counter.warn_of_rows(global_samples, int(sum(sums.weights)))
+        return self._scaled(sums.weights)
+
+    def _wait_for_sums(self) -> _SumsOverRanks:
+        """Waits for the all-reduce and returns its result."""
+        if self._work is not None:
+            self._work.wait()
+
+        # The order is that in which `__init__` has packed the values.
+        *weights, other_rows, unknown_rows, epochs, positions = self._sums.tolist()
+        return _SumsOverRanks(weights, other_rows, unknown_rows, epochs, positions)
 
     def _check_same_global_batch(self, sum_of_epochs: float, sum_of_positions: float) -> None:
         """Raises RanksDifferError if some rank is at another global batch than this one.
@@ -301,10 +321,9 @@ class _WeightAllReduce:
             sum_of_epochs: the sum over all ranks of the number of their epoch.
             sum_of_positions: the sum over all ranks of the position of their global batch.
         """
-        # If all ranks have the same number, the sum is `size` times the number of this rank. If
-        # they have different numbers, the two are unequal on at least one rank, and its error ends
-        # the run. With the numbers 3 and 4, for example, the sum is 7, which is neither 2 * 3 nor
-        # 2 * 4.
+        # If all ranks have the same number, the sum is `size` times the number of this rank.
+        # Otherwise some rank differs from the mean, and that rank raises, which ends the run. With
+        # the numbers 3 and 4, for example, the sum is 7, which is neither 2 * 3 nor 2 * 4.
         topology = self._collectives.topology
         same_epoch = sum_of_epochs == topology.size * self._epoch
         same_position = sum_of_positions == topology.size * self._position
@@ -325,45 +344,47 @@ class _WeightAllReduce:
             weights: the weight of each virtual rank's part, summed over all ranks. Without virtual
                 ranks, the list only has the weight of the whole global batch.
         """
-        virtual_ranks = self._virtual_ranks
-        trains_replicas = virtual_ranks is not None and virtual_ranks.train_copies
-
-        # The number of gradients whose mean the optimizer gets: `ranks` in the formula. Taking the
-        # mean divides by this number, so each loss is multiplied by it.
-        num_averaged_gradients = self._num_averaged_gradients()
-        total_of_global_batch = sum(weights)
-        is_one_micro_batch = self._is_one_micro_batch()
+        # If a rank has no rows but another one has, its model must be called nevertheless, on an
+        # empty batch (`CountedBatch.batch`). If no rank has any, the loop gets what the collate
+        # function returned, as it would on a single device.
+        some_rank_has_rows = sum(weights) > 0
 
         scaled = []
         for counted in self._counted:
-            # `W` in the formula: the total weight over which the mean loss is taken. Under DiLoCo
-            # each replica of the model takes a mean of its own.
-            total_weight = total_of_global_batch
-            if trains_replicas:
-                number_of_replica = _index_of_weight(counted)
-                total_weight = weights[number_of_replica]
-
-            # If nothing has a weight, there is nothing to train on, and every loss counts 0.
-            has_weight = total_weight > 0
-            scale = 0.0
-            if has_weight:
-                scale = counted.weight * num_averaged_gradients / total_weight
-
-            # A micro-batch that is the whole global batch has the scale 1, unless it has no weight.
-            # `plain` then says that the user may call `loss.backward()`, without a factor.
-            needs_no_factor = is_one_micro_batch and has_weight
-            micro_batch = replace(counted.planned.micro_batch, scale=scale, plain=needs_no_factor)
-
-            # Usually the loop gets `counted.batch`: the result of the collate function, or an empty
-            # batch if that result has no rows, because the model must be called on every rank. If
-            # no rank has any rows, the loop gets the result of the collate function in any case, as
-            # it would on a single device.
-            some_rank_has_rows = total_of_global_batch > 0
-            batch = counted.batch if some_rank_has_rows else counted.collated
-
+            micro_batch = self._with_scale(counted, self._total_weight(counted, weights))
             planned = counted.planned._replace(micro_batch=micro_batch)
+            batch = counted.batch if some_rank_has_rows else counted.collated
             scaled.append((planned, batch))
         return scaled
+
+    def _total_weight(self, counted: CountedBatch, weights: list[float]) -> float:
+        """Returns the weight `W` over which the mean loss of a micro-batch is taken.
+
+        That is the weight of the global batch. Under DiLoCo each replica takes its own mean.
+        """
+        virtual_ranks = self._virtual_ranks
+        trains_replicas = virtual_ranks is not None and virtual_ranks.train_copies
+        return weights[_index_of_weight(counted)] if trains_replicas else sum(weights)
+
+    def _with_scale(self, counted: CountedBatch, total_weight: float) -> MicroBatch:
+        """Returns a micro-batch with the factor of its loss, `w * ranks / W`.
+
+        Args:
+            counted: the micro-batch, with its weight `w`.
+            total_weight: `W`.
+        """
+        # If nothing has a weight, there is nothing to train on, and every loss counts 0.
+        has_weight = total_weight > 0
+        scale = 0.0
+        if has_weight:
+            # The optimizer gets the mean of so many gradients. Taking the mean divides by their
+            # number, so each loss is multiplied by it.
+            scale = counted.weight * self._num_averaged_gradients() / total_weight
+
+        # A micro-batch that is the whole global batch has the scale 1, unless it has no weight.
+        # `plain` then says that the user may call `loss.backward()`, without a factor.
+        needs_no_factor = self._is_one_micro_batch() and has_weight
+        return replace(counted.planned.micro_batch, scale=scale, plain=needs_no_factor)
 
     def _num_averaged_gradients(self) -> int:
         """Returns how many gradients are averaged before the optimizer steps."""

@@ -51,21 +51,28 @@ class Workers:
             return
 
         # Start no worker if there are no keys.
-        keys = iter(keys)
-        first_key = next(keys, None)
+        remaining_keys = iter(keys)
+        first_key = next(remaining_keys, None)
         if first_key is None:
             return
-        keys = chain([first_key], keys)
+        all_keys = chain([first_key], remaining_keys)
 
-        # Use new workers for this pass only, if the user has not asked for persistent ones, or if
-        # these are busy: this may be an evaluation inside of a training pass that uses them.
-        if self._persistent_are_busy or not self._options["persistent_workers"]:
+        # The persistent workers are busy if this is an evaluation inside of a training pass that
+        # uses them. Then, or if the user wants no persistent ones, this pass gets new workers.
+        if self._options["persistent_workers"] and not self._persistent_are_busy:
+            yield from self._read_with_persistent(fetch, all_keys)
+        else:
             options = {**self._options, "persistent_workers": False}
-            yield from self._start(fetch, keys, options)
-            return
+            yield from self._start(fetch, all_keys, options)
 
-        # Otherwise use the persistent workers. Their DataLoader was made with one sampler, which
-        # cannot be replaced. So the keys of this pass are put into that sampler.
+    def _read_with_persistent(
+        self, fetch: Dataset[Any], keys: Iterable[Any]
+    ) -> Generator[Any, None, None]:
+        """Yields `fetch[key]` for each key, read by the persistent workers.
+
+        The first pass starts them. Their DataLoader keeps its sampler, so each pass puts its keys
+        into that sampler.
+        """
         self._persistent_are_busy = True
         self._sampler_of_persistent.keys = keys
         try:
@@ -82,14 +89,16 @@ class Workers:
     def _start(
         self, fetch: Dataset[Any], keys: Iterable[Any], options: dict[str, Any]
     ) -> DataLoader[Any]:
-        """Returns a DataLoader whose workers read the keys."""
+        """Returns a DataLoader that yields `fetch[key]` for each key, in order, read by workers.
+
+        To torch, `fetch` is the dataset and the keys are the indices from a sampler.
+        """
         # Without a generator, torch would draw the workers' seed from the global random stream.
         generator = torch.Generator().manual_seed(mix_seed(self._seed, _WORKER_SEED))
 
-        # With `batch_size=None`, a worker returns `fetch[key]` for each key from the sampler.
         return DataLoader(
             fetch,
-            batch_size=None,
+            batch_size=None,  # an item is a whole batch already
             sampler=keys,
             collate_fn=_unchanged,
             generator=generator,

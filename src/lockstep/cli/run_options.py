@@ -28,7 +28,7 @@ from lockstep.settings import (
     read_variables,
     too_few_virtual_ranks_error,
 )
-from lockstep.strategies import CLASS_OF_NAME
+from lockstep.strategies import CLASS_NAME_OF_STRATEGY
 
 LAUNCH_FILE = "lockstep.launch_file"
 """The key in click's context under which the launch file is kept that was read."""
@@ -162,9 +162,13 @@ def check_settings(
     strategy_name = None
     if strategy is not None:
         strategy_name = strategy.partition(":")[0]
-        if strategy_name not in CLASS_OF_NAME:
+        if strategy_name not in CLASS_NAME_OF_STRATEGY:
             raise unknown_choice_error(
-                texts["strategy"], strategy_name, "strategies", CLASS_OF_NAME, STRATEGY_OF_WORD
+                texts["strategy"],
+                strategy_name,
+                "strategies",
+                CLASS_NAME_OF_STRATEGY,
+                STRATEGY_OF_WORD,
             )
 
     # The rest depends on the number of processes. A single process may start others itself.

@@ -28,7 +28,7 @@ MODULE_OF_CLASS = {
     "Pipeline": "lockstep.strategies.pipeline.strategy",
     "DiLoCo": "lockstep.strategies.diloco.strategy",
 }
-CLASS_OF_NAME = {class_name.lower(): class_name for class_name in MODULE_OF_CLASS}
+CLASS_NAME_OF_STRATEGY = {class_name.lower(): class_name for class_name in MODULE_OF_CLASS}
 """The options class of each name that `strategy=` and `--strategy` take."""
 
 __all__ = sorted(MODULE_OF_CLASS)

@@ -118,12 +118,15 @@ def plan_for(run: Run, rank: DataParallelRank) -> StrategyPlan:
         SettingError: the number of shares differs from the number of parts.
     """
     shares = initial_shares(run.settings.shares, rank.size)
+    # `lockstep verify --accumulate` asks for at least `min_micro_batches`.
+    num_micro_batches = run.settings.num_micro_batches or 1
+    num_micro_batches = max(num_micro_batches, run.settings.min_micro_batches)
     return StrategyPlan(
         rank=rank,
         shares=shares,
         num_devices=rank.size,
-        local_devices=(rank.rank,),
-        num_micro_batches=max(run.settings.min_micro_batches, run.settings.num_micro_batches or 1),
+        local_devices=(rank.rank,),  # the one device that computes this rank's part
+        num_micro_batches=num_micro_batches,
         virtual_ranks=planned_virtual_ranks(run, shares),
     )
 
@@ -173,16 +176,16 @@ def planned_virtual_ranks(run: Run, shares: tuple[int, ...]) -> VirtualRanks | N
         # All virtual ranks train one model. (Under DiLoCo each trains a copy.)
         return VirtualRanks(count=num_virtual_ranks, train_copies=False)
 
-    # Normally there are fewer virtual ranks than processes. But with unequal shares there may be
-    # enough of them, and a small share gets none. Then the second part of the error is replaced by
-    # one that shows the shares.
     error = too_few_virtual_ranks_error(num_virtual_ranks, len(shares))
-    if len(set(shares)) > 1:
-        divided = ", ".join(str(number) for number in num_per_rank)
-        found = f"shares {':'.join(map(str, shares))} give the processes {divided} of them"
-        error = SettingError(error.was_set, found, error.do)
+    shares_are_equal = len(set(shares)) == 1
+    if shares_are_equal:
+        raise error
 
-    raise error
+    # With unequal shares there may be as many virtual ranks as processes, but a small share gets
+    # none. So the error shows the shares.
+    divided = ", ".join(str(number) for number in num_per_rank)
+    found = f"shares {':'.join(map(str, shares))} give the processes {divided} of them"
+    raise SettingError(error.was_set, found, error.do)
 
 
 def open_group(run: Run, name: str, ranks: Tensor) -> dist.ProcessGroup:
@@ -311,8 +314,7 @@ def note_empty_part(error: BaseException | None, micro_batch: MicroBatch) -> Non
 
     Many functions of torch reject tensors without rows, and their messages do not say why there are
     no rows. The explanation is added to the error as a note, for example "lockstep: this rank has
-    none of the 3 samples of this batch, so ...". The beginning, "lockstep: this rank", is an
-    argument of its own, because `add_note_once` adds no second note with the same beginning.
+    none of the 3 samples of this batch, so ...".
 
     Args:
         error: the error of a forward pass; None if there was none.
@@ -327,27 +329,41 @@ def note_empty_part(error: BaseException | None, micro_batch: MicroBatch) -> Non
     if not rank_has_no_samples:
         return
 
-    found = f"has none of the {micro_batch.global_samples} samples of this batch"
-    alternative = "leave short batches out: drop_last=True"
-    virtual_rank = micro_batch.virtual_rank
-    if micro_batch.left_out:
-        found = (
-            f"has no samples: the collate function left out all {micro_batch.left_out} of its part"
-        )
-    elif virtual_rank is not None and virtual_rank.is_padding:
-        # The rank has samples in its other micro-batches, and the batch need not be short.
-        found = "has no virtual rank left to compute in this micro-batch, as other ranks have"
-        alternative = "give all ranks the same number of virtual ranks"
-    elif micro_batch.num_micro_batches > 1:
-        found = "has no samples in this micro-batch"
-
+    found, alternative = _why_part_is_empty(micro_batch)
     add_note_once(
         error,
-        _EMPTY_PART_NOTE,
-        f" {found}, so its tensors have the shape (0, *). Functions of torch "
+        beginning=_EMPTY_PART_NOTE,
+        rest=f" {found}, so its tensors have the shape (0, *). Functions of torch "
         "that refuse these get one placeholder row; all else that the script computes beside the "
         f"prepared model has to be right for any number of samples; or {alternative}.",
     )
+
+
+def _why_part_is_empty(micro_batch: MicroBatch) -> tuple[str, str]:
+    """Returns why this rank has no samples of a micro-batch, and what would avoid that."""
+    drop_last = "leave short batches out: drop_last=True"
+    if micro_batch.left_out:
+        part = f"{micro_batch.left_out} of its part"
+        return f"has no samples: the collate function left out all {part}", drop_last
+
+    # The rank has samples in its other micro-batches, and the batch need not be short.
+    virtual_rank = micro_batch.virtual_rank
+    if virtual_rank is not None and virtual_rank.is_padding:
+        found = "has no virtual rank left to compute in this micro-batch, as other ranks have"
+        return found, "give all ranks the same number of virtual ranks"
+
+    if micro_batch.num_micro_batches > 1:
+        return "has no samples in this micro-batch", drop_last
+    return f"has none of the {micro_batch.global_samples} samples of this batch", drop_last
+
+
+def gpus_of(module: nn.Module) -> set[str]:
+    """Returns the names of the GPUs that the parameters of a module are on."""
+    gpus: set[str] = set()
+    for parameter in module.parameters():
+        if parameter.device.type == "cuda":
+            gpus.add(str(parameter.device))
+    return gpus
 
 
 def move_to_device(module: nn.Module, device: torch.device) -> list[Choice]:
@@ -356,11 +372,7 @@ def move_to_device(module: nn.Module, device: torch.device) -> list[Choice]:
     Returns:
         The lines to print: none, or one that says that the module stays on its GPUs.
     """
-    gpus: set[str] = set()
-    for parameter in module.parameters():
-        if parameter.device.type == "cuda":
-            gpus.add(str(parameter.device))
-
+    gpus = gpus_of(module)
     if len(gpus) < 2:
         module.to(device)
         return []

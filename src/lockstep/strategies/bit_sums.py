@@ -32,12 +32,12 @@ def bit_sums(tensors: Iterable[Tensor]) -> Tensor:
     """Returns a 64-bit sum over the bits of each tensor, shape `(number of tensors,)`."""
     sums: list[Tensor] = []
     for tensor in tensors:
-        real = tensor.detach()
-        if real.is_complex():  # read each element as two real numbers
-            real = torch.view_as_real(real)
+        values = tensor.detach()
+        if values.is_complex():  # read each element as two real numbers
+            values = torch.view_as_real(values)
 
         # Read the bits of each element as an integer.
-        integers = real.contiguous().view(INTEGER_DTYPES[real.element_size()])
+        integers = values.contiguous().view(INTEGER_DTYPES[values.element_size()])
         if integers.is_cuda or integers.numel() <= CHUNK_SIZE:
             sums.append(integers.sum(dtype=torch.int64))
         else:
@@ -50,7 +50,7 @@ def bit_sums(tensors: Iterable[Tensor]) -> Tensor:
     if not sums:
         return torch.empty(0, dtype=torch.int64)
 
-    return torch.stack(_on_first_device(sums))
+    return torch.stack(_on_first_device(sums))  # the tensors may be on several devices
 
 
 def _on_first_device(numbers: list[Tensor]) -> list[Tensor]:

@@ -123,8 +123,7 @@ class DDP(base.Strategy):
         Raises:
             SettingError: an option is not supported with virtual ranks.
         """
-        # Gradients are summed over virtual ranks in a fixed order, in which a parameter without a
-        # gradient has no place.
+        # The sum over virtual ranks expects a gradient of each parameter from each virtual rank.
         if self.find_unused_parameters:
             base.refuse_virtual_ranks(
                 run,
@@ -151,10 +150,9 @@ class DDP(base.Strategy):
         Raises:
             UsageError: the module is partly on GPUs and partly on the CPU.
         """
-        # If the user has spread the module over several GPUs, it stays there, and `move_to_device`
-        # returns a line to print that says so. Otherwise it returns an empty list.
+        # If the user has spread the module over several GPUs, it stays there.
         choices = base.move_to_device(module, run.device)
-        is_on_several_gpus = len(choices) > 0
+        is_on_several_gpus = len(base.gpus_of(module)) > 1
         if is_on_several_gpus and any(p.device.type != "cuda" for p in module.parameters()):
             raise UsageError(
                 "world.prepare of a module on several GPUs and on the CPU",
@@ -227,21 +225,19 @@ class DDP(base.Strategy):
             self._bucket_choice(num_bytes),
         ]
 
-        # For example: "compression: bf16 (gradients between 2 machines; not the numbers of one
-        # device)", because the rounding of compressed gradients changes the results.
         if compress is not None:
-            sent = f"gradients {describe_peers(run.device)}"
-            choices.append(
-                Choice("compression", compress, f"{sent}; not the numbers of one device")
-            )
+            # Compressed gradients are rounded, which changes the results.
+            reason = f"gradients {describe_peers(run.device)}; not the numbers of one device"
+            choices.append(Choice("compression", compress, reason))
 
         return choices
 
     def _extensions(self, module: nn.Module, wrapped: ExactDDP, run: Run) -> list[Extension]:
         """Returns the extensions that handle the events of each step, in the order of their calls.
 
-        With virtual ranks, the first ones sum their gradients and average their buffers. The last
-        one is always `_StepsUnderDDP`, which makes all other buffers equal on all ranks.
+        With virtual ranks, the first extension sums gradients over the virtual ranks, and the
+        second averages buffers. The last one is always `_StepsUnderDDP`, which makes equal the
+        buffers that no other extension does.
 
         Args:
             module: the user's module.
@@ -259,9 +255,8 @@ class DDP(base.Strategy):
             )
             return [_StepsUnderDDP(wrapped, moving_buffers)]
 
-        # With virtual ranks, `VirtualRankBuffers` averages buffers, including those that the user
-        # has chosen, and makes them equal on all ranks. `MovingBuffers` takes care of all others:
-        # it gives all ranks the values of rank 0.
+        # `VirtualRankBuffers` averages buffers, including those that the user has chosen. All
+        # others get the values of rank 0 from `MovingBuffers`.
         virtual_rank_buffers = VirtualRankBuffers(
             module, virtual_ranks.tree, run.step, self.average_buffers, prepared=wrapped
         )
@@ -320,11 +315,11 @@ class DDP(base.Strategy):
                 "use precision='bf16', or compress='bf16'",
             )
 
-        # Sparse gradients cannot be compressed, and the model may have no other, dense gradients.
+        # One layer with sparse gradients is enough, even if all other gradients are dense.
         if any(getattr(part, "sparse", False) for part in module.modules()):
             raise SettingError(
                 f"compress={self.compress!r} of a model with sparse gradients",
-                "they are sent as they are, and others are not there to be compressed",
+                "sparse gradients cannot be compressed",
                 "make its embeddings without sparse=True, or leave compress out",
             )
 
@@ -483,7 +478,7 @@ class ExactDDP(base.ModuleWrapper, DistributedDataParallel):
                 list(module.parameters()), make_virtual_rank_tree(run), run.step
             )
 
-        self._averager: _BucketAverager | BucketTreeSum | CompressedMeans | None = None
+        self._averager_to_register: _BucketAverager | BucketTreeSum | CompressedMeans | None = None
         """Registered as DDP's communication hook in the first forward pass, unless the user has
         registered another hook by then."""
         if compress is not None:
@@ -491,20 +486,20 @@ class ExactDDP(base.ModuleWrapper, DistributedDataParallel):
             self.compressed = CompressedMeans(
                 parameters, compress, options.powersgd_rank, options.powersgd_start
             )
-            self._averager = self.compressed
+            self._averager_to_register = self.compressed
         elif self.virtual_ranks is not None:
-            self._averager = BucketTreeSum(self.virtual_ranks)
+            self._averager_to_register = BucketTreeSum(self.virtual_ranks)
         elif run.device.type == "cpu":
             shared = routing.shared_memory()
             # This hook also measures how long the rank waits for other ranks.
             is_measured = run.link is not None or run.settings.report is not None
             if shared is not None or is_measured:
-                self._averager = _BucketAverager(shared)
+                self._averager_to_register = _BucketAverager(shared)
 
         self._bytes_per_backward = 0
         """How many bytes torch's own all-reduce sends in a backward pass; 0 with a hook of ours,
         which counts the bytes that it sends."""
-        if self._averager is None:
+        if self._averager_to_register is None:
             self._bytes_per_backward = all_reduce_bytes(_gradient_bytes(module), run.topology.size)
 
         self._is_initialized = True
@@ -515,10 +510,9 @@ class ExactDDP(base.ModuleWrapper, DistributedDataParallel):
         if not torch.is_grad_enabled():
             return self.module(*inputs, **kwargs)
 
-        # The guard rejects training calls of the user's module that bypass this wrapper, so it must
-        # know while the wrapper is running. A module may call its wrapper again, and the wrapper is
-        # still running after the inner call.
-        was_running = self._begin_forward()
+        # If the module calls its own wrapper, the wrapper is still running after the inner call.
+        was_running = self._guard.wrapper_is_running
+        self._begin_forward()
         try:
             return super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
         except Exception as error:
@@ -528,13 +522,10 @@ class ExactDDP(base.ModuleWrapper, DistributedDataParallel):
             self._guard.wrapper_is_running = was_running
 
     @outside_compiled_code
-    def _begin_forward(self) -> bool:
+    def _begin_forward(self) -> None:
         """Prepares torch's DDP for the current micro-batch, and tells the guard that it runs.
 
         The guard rejects training calls of the user's module that bypass this wrapper.
-
-        Returns:
-            True if the wrapper was running already, because its module calls it again.
 
         Raises:
             UsageError: the run is closed, or the gradients would be averaged twice.
@@ -543,19 +534,16 @@ class ExactDDP(base.ModuleWrapper, DistributedDataParallel):
         micro_batch = self.run.step.micro_batch
         self._check_can_average(micro_batch)
 
-        # The first forward pass registers the averager as the communication hook. From then on
-        # `_averager`, the averager that waits to be registered, is None.
-        if self._averager is not None:
-            self._register_averager(self._averager)
+        # Only the first forward pass has something to register.
+        if self._averager_to_register is not None:
+            self._register_averager(self._averager_to_register)
 
         # Only set if it differs, because setting an attribute of a module is slow.
         if self.require_backward_grad_sync is not micro_batch.last:
             self.require_backward_grad_sync = micro_batch.last
 
         self._guard.num_forwards += 1
-        was_running = self._guard.wrapper_is_running
         self._guard.wrapper_is_running = True
-        return was_running
 
     def _check_can_average(self, micro_batch: MicroBatch) -> None:
         """Raises an error if DDP could not average the gradients of a forward pass correctly.
@@ -574,10 +562,11 @@ class ExactDDP(base.ModuleWrapper, DistributedDataParallel):
                 "close at the very end, or evaluate under torch.no_grad()",
             )
 
-        # An outer module of this class is no problem: a model may call itself, or another prepared
+        # If the outer module is of this class, a prepared model calls itself, or another prepared
         # model, which has parameters of its own.
         outer = enclosing_ddp()
-        if outer is not None and not isinstance(outer, ExactDDP):
+        is_inside_foreign_ddp = outer is not None and not isinstance(outer, ExactDDP)
+        if is_inside_foreign_ddp:
             raise UsageError(
                 "a prepared model in DistributedDataParallel",
                 "both average the gradients, so they would come out too small",
@@ -596,7 +585,7 @@ class ExactDDP(base.ModuleWrapper, DistributedDataParallel):
     ) -> None:
         """Registers Lockstep's communication hook, in the first forward pass.
 
-        `register_comm_hook` sets `_averager` to None, so that this happens only once.
+        `register_comm_hook` sets `_averager_to_register` to None, so that this happens only once.
         """
         # torch rejects hooks whose annotations are strings, and `from __future__ import
         # annotations` makes all annotations of this file strings. A lambda has none.
@@ -671,8 +660,9 @@ class ExactDDP(base.ModuleWrapper, DistributedDataParallel):
         # Torch's own all-reduce does not count what it sends.
         traffic.sent += self._bytes_per_backward
 
-        has_run_forward = self._guard.num_forwards > 0
-        if not has_run_forward:  # so the loss does not depend on the model
+        # If no forward pass has run since the module was prepared, the loss does not depend on it.
+        has_ever_run_forward = self._guard.num_forwards > 0
+        if not has_ever_run_forward:
             return
 
         reducer_is_prepared = forwards_since_backward == 1
@@ -697,14 +687,15 @@ class ExactDDP(base.ModuleWrapper, DistributedDataParallel):
             UsageError: Lockstep's hook cannot be replaced, because it compresses gradients or sums
                 over virtual ranks.
         """
-        if self.compressed is not None and state is not self.compressed:
+        is_own_hook = state is self._averager_to_register and state is not None
+        if self.compressed is not None and not is_own_hook:
             raise UsageError(
                 "register_comm_hook of a model that was prepared with DDP(compress=...)",
                 "either sends the gradients in a way of its own",
                 "leave one of them out",
             )
 
-        if self.virtual_ranks is not None and not isinstance(state, BucketTreeSum):
+        if self.virtual_ranks is not None and not is_own_hook:
             raise UsageError(
                 "register_comm_hook of a model that is prepared with virtual_ranks",
                 "the sum over virtual ranks is such a hook, and another one would give other bits",
@@ -713,7 +704,7 @@ class ExactDDP(base.ModuleWrapper, DistributedDataParallel):
 
         # From now on the given hook, the user's or Lockstep's, averages the gradients. There is no
         # averager left that waits to be registered, and the hook counts the bytes that it sends.
-        self._averager = None
+        self._averager_to_register = None
         self._bytes_per_backward = 0
         super().register_comm_hook(state, hook)
 
@@ -727,7 +718,7 @@ class ExactDDP(base.ModuleWrapper, DistributedDataParallel):
         self.reducer = None  # type: ignore[assignment]
         self.logger = None
         self.process_group = None  # type: ignore[assignment]
-        self._averager = None
+        self._averager_to_register = None
         self.compressed = None
 
     def will_sync_module_buffers(self) -> bool:
@@ -745,8 +736,8 @@ class ExactDDP(base.ModuleWrapper, DistributedDataParallel):
         """
         num_forwards = self._guard.num_forwards
         num_forwards_before = self._forwards_at_last_step.get(id(optimizer), 0)
+        self._forwards_at_last_step[id(optimizer)] = num_forwards  # for the next step
         has_run_forward = num_forwards > num_forwards_before
-        self._forwards_at_last_step[id(optimizer)] = num_forwards
 
         trained = self._trainable_parameters_of(optimizer)
         missing = [name for name, parameter in trained if parameter.grad is None]
@@ -785,8 +776,8 @@ class ExactDDP(base.ModuleWrapper, DistributedDataParallel):
         """Raises UsageError if the user has replaced parameters of the module since it was wrapped.
 
         The optimizer still holds the old parameter, which is no longer in the module and so has no
-        gradient. (If it has one, the module uses it in some other way, which is allowed.) The new
-        parameter has a gradient, but DDP does not average it.
+        gradient. The new parameter has a gradient, but DDP does not average it. An old parameter
+        that does have a gradient is still used, say in an attribute, which is allowed.
 
         Args:
             trained: the names and the parameters that the optimizer holds, as the module had them
@@ -808,8 +799,9 @@ class ExactDDP(base.ModuleWrapper, DistributedDataParallel):
     ) -> None:
         """Raises UsageError unless the options allow parameters without a gradient.
 
-        With `find_unused_parameters` torch looks for them in each step. With `static_graph` it has
-        found them in the first step. Without these options it waits for their gradients.
+        With `find_unused_parameters` torch looks for such parameters in each step. With
+        `static_graph` it has found them in the first step. Without these options it waits for their
+        gradients, and never averages the buckets that they are in.
 
         Args:
             trained: the names and the parameters of this module that the optimizer holds.

@@ -32,9 +32,13 @@ class EarlierGradients(Extension):
         self._stored: list[tuple[nn.Parameter, Tensor]] = []
 
     def backward_begins(self, weighted_loss: Tensor, micro_batch: MicroBatch) -> None:
-        """Stores existing gradients elsewhere before the first backward pass of a global batch.
+        """Puts the gradients of earlier global batches away before the first backward pass of one.
 
         `backward_ended` adds them again after the last backward pass of the global batch.
+
+        Args:
+            weighted_loss: not needed here; all extensions get it.
+            micro_batch: the micro-batch that the loss comes from.
         """
         if not micro_batch.first:
             return

@@ -47,12 +47,12 @@ def parse_strategy(text: str) -> Strategy:
     """
     was_set = f"strategy={text!r}"
     name, _, options_text = text.partition(":")
-    if name not in strategies.CLASS_OF_NAME:
+    if name not in strategies.CLASS_NAME_OF_STRATEGY:
         raise unknown_choice_error(
-            was_set, name, "strategies", strategies.CLASS_OF_NAME, STRATEGY_OF_WORD
+            was_set, name, "strategies", strategies.CLASS_NAME_OF_STRATEGY, STRATEGY_OF_WORD
         )
 
-    options_class = getattr(strategies, strategies.CLASS_OF_NAME[name])
+    options_class = getattr(strategies, strategies.CLASS_NAME_OF_STRATEGY[name])
     annotations = typing.get_type_hints(options_class)
     known_options = [option.name for option in fields(options_class)]
 
@@ -62,9 +62,9 @@ def parse_strategy(text: str) -> Strategy:
             continue
 
         option, _, value_text = option_text.partition("=")
+        if not known_options:
+            raise SettingError(was_set, f"{name} has no options", f"leave {option} out")
         if option not in known_options:
-            if not known_options:
-                raise SettingError(was_set, f"{name} has no options", f"leave {option} out")
             raise unknown_choice_error(was_set, option, f"options of {name}", known_options)
 
         try:
@@ -96,10 +96,11 @@ def parse_option(text: str, annotation: Any) -> Any:
 
     # A list, from an annotation such as `Sequence[int] | None`. If a single text is allowed as
     # well (`str | Sequence[str]`), only a text with a colon is a list.
+    may_be_one_text = str in alternatives
+    is_written_as_list = ":" in text or not may_be_one_text
     for alternative in alternatives:
-        is_list = typing.get_origin(alternative) is Sequence
-        may_be_one_text = str in alternatives
-        if is_list and (":" in text or not may_be_one_text):
+        may_be_list = typing.get_origin(alternative) is Sequence
+        if may_be_list and is_written_as_list:
             (type_of_part,) = typing.get_args(alternative)
             return [parse_option(part, type_of_part) for part in text.split(":")]
 

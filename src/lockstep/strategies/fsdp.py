@@ -214,8 +214,8 @@ class FSDP(Strategy):
     def _reason_for_autocast(self, module: nn.Module, run: Run) -> str:
         """Returns why a module uses autocast in half precision; an empty string if it does not.
 
-        The text is printed as a reason. Under autocast, the units compute the same numbers as a
-        model under `ddp`.
+        The text is printed as a reason: "bf16 under autocast (virtual ranks: the bits of ddp)",
+        because under autocast the units compute the same numbers as a model under `ddp`.
         """
         if self.autocast:
             return "autocast=True: the numbers of ddp"
@@ -323,7 +323,8 @@ class FSDP(Strategy):
         """Gives all ranks the values of rank 0, and replaces the parameters of the model by shards.
 
         Returns:
-            For each unit, the forward hooks by which torch finds all tensors in its outputs.
+            For each unit, the hooks that show torch all tensors in its outputs. Gradients of these
+            tensors start the unit's part of a backward pass.
         """
         # Buffers and scalars are not sharded: each rank gets all of them.
         _take_from_first(list(model.root.buffers()), model.run.device)
@@ -354,16 +355,16 @@ class FSDP(Strategy):
         # virtual ranks, `VirtualRankBuffers` does this for the buffers that it averages, and
         # `MovingBuffers` leaves them out.
         average: str | Sequence[str] = self.average_buffers
-        already_equal: Sequence[str] = ()
+        left_out: Sequence[str] = ()
         if virtual_ranks is not None:
             average = ()
-            already_equal = virtual_ranks.buffers.combined_names
+            left_out = virtual_ranks.buffers.combined_names
 
         moving_buffers = MovingBuffers(
             model.root,
             model.run.step,
             average=average,
-            left_out=already_equal,
+            left_out=left_out,
             strategy=type(self).__name__,
         )
         return ShardedModule(
@@ -380,19 +381,15 @@ class FSDP(Strategy):
     def _shard_units(self, model: _Model) -> list[UnitOutputs]:
         """Applies `fully_shard` to each unit, and returns two hooks of each unit (`UnitOutputs`).
 
-        `fully_shard` registers torch's own forward hook. Torch's hook looks for tensors in the
-        output of the unit, but only in tensors, tuples, lists and dicts. So the first of our hooks,
-        called before torch's, adds all other tensors to the output. The second one, called after
-        torch's, removes them again.
+        Hooks are called in the order of registration: one of ours before torch's own, and one after
+        it. `fully_shard` registers torch's.
         """
         *blocks, root = model.units.values()
         outputs_of_units: list[UnitOutputs] = []
-        for unit in model.units.values():
+        for unit in [*blocks, root]:
             is_root = unit is root
-
             # Blocks contain no units; the whole model contains all blocks.
-            inner_units = blocks if is_root else []
-            outputs = UnitOutputs(unit, inner_units)
+            outputs = UnitOutputs(unit, inner_units=blocks if is_root else [])
             outputs_of_units.append(outputs)
 
             policy = MixedPrecisionPolicy(
@@ -402,9 +399,8 @@ class FSDP(Strategy):
                 cast_forward_inputs=not is_root,
             )
 
-            # Hooks are called in the order of registration, and `_shard` registers torch's.
             unit.register_forward_hook(outputs.before_torch)
-            self._shard(unit, model, policy)
+            self._shard(unit, model, policy)  # registers torch's hook
             unit.register_forward_hook(outputs.after_torch)
 
         return outputs_of_units
@@ -429,13 +425,11 @@ class FSDP(Strategy):
             return DeviceMesh.from_group(all_ranks, device_type, mesh_dim_names=("shard",))
 
         # Shape (copies of the model, shards). The ranks of a row share one copy of the model, and
-        # the ranks of a column hold the same shard. For 2 copies of 2 shards: [[0, 1], [2, 3]].
+        # the ranks of a column hold the same shard. The example has 2 copies of 2 shards.
         ranks = torch.arange(run.topology.size).view(shape)
         if "shard" not in run.groups:  # all models of a run use the same groups
-            # `open_group` opens a group for each row of its tensor: here first for each column of
-            # `ranks`, in the example [0, 2] and [1, 3], and then for each row.
-            open_group(run, "replicate", ranks.T)
-            open_group(run, "shard", ranks)
+            open_group(run, "replicate", ranks.T)  # [[0, 2], [1, 3]]: one group for each list
+            open_group(run, "shard", ranks)  # [[0, 1], [2, 3]]
 
         groups = [run.groups["replicate"], run.groups["shard"]]
         return DeviceMesh.from_group(
@@ -453,8 +447,8 @@ class FSDP(Strategy):
         ]
         _take_from_first([p for p in parameters if not p.is_meta], model.run.device)
 
-        # By default torch frees the parameters of each unit after its forward pass, except those of
-        # the whole model, with which the backward pass begins.
+        # If the option is left out, torch frees the parameters of each unit after its forward pass,
+        # except those of the last unit, the whole model. With False it frees none.
         options: dict[str, Any] = {}
         if not self.reshard_after_forward:
             options["reshard_after_forward"] = False
@@ -481,6 +475,7 @@ class FSDP(Strategy):
 
     def total_norm(self, parameters: Sequence[nn.Parameter], norm_type: float) -> Tensor:
         """Returns the norm of the whole gradient, with one small all-reduce over all shards."""
+        # Either all gradients are DTensors or none is: on several ranks all parameters are sharded.
         gradients = [p.grad for p in parameters if isinstance(p.grad, DTensor)]
         if not gradients:
             return super().total_norm(parameters, norm_type)
@@ -539,16 +534,16 @@ class FSDP(Strategy):
 
         value = f"{precision} under autocast"
 
-        # Case 1: one process, which always uses autocast. By default several processes do not use
-        # autocast, and compute norms and softmax in half precision as well. The line tells the user
-        # of this difference: "on several" means on several processes, and "in it" in half
-        # precision. There is no difference if several processes would also use autocast: with the
-        # option, and with virtual ranks, whose results do not depend on the number of processes.
+        # Case 1: one process, which always uses autocast. Tell the user if several processes would
+        # compute otherwise. (With virtual ranks, results do not depend on the number of processes.)
         if run.topology.size == 1:
             several_would_use_autocast = self.autocast or run.settings.virtual_ranks is not None
             if several_would_use_autocast:
                 return []
-            reason = "one process; on several norms and softmax are in it too (autocast=False)"
+            reason = (
+                "one process; several would also compute norms and softmax in half precision "
+                "(autocast=False)"
+            )
             return [Choice("precision", value, reason)]
 
         # Case 2: several processes that use autocast.
@@ -565,9 +560,12 @@ class FSDP(Strategy):
     def _units_choice(self, blocks: Blocks) -> Choice:
         """Returns the printed line about the units.
 
-        The parameters outside of these units are gathered together ("the rest at once"). Repeated
-        blocks that share a parameter with modules outside of them cannot be units (`blocks.tied`).
-        They belong to the rest, and the line names them.
+        For example:
+
+            units: 12 x Block (each gathered for its own forward and backward; the rest at once; not
+            head: shares a parameter with what is outside)
+
+        The rest are the parameters outside of these units, and blocks that cannot be units.
         """
         if not blocks.found:
             reason = "no repeated blocks found: all parameters are gathered at once"
@@ -577,8 +575,9 @@ class FSDP(Strategy):
         if not self.reshard_after_forward:
             reason = "each gathered for its forward and kept until the last backward"
 
-        if blocks.tied:
-            reason += f"; not {', '.join(blocks.tied)}: shares a parameter with what is outside"
+        if blocks.tied_to_outside:
+            names = ", ".join(blocks.tied_to_outside)
+            reason += f"; not {names}: shares a parameter with what is outside"
 
         return Choice("units", str(blocks), reason)
 

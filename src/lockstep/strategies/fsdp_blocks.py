@@ -22,7 +22,7 @@ class Blocks(NamedTuple):
 
     found: list[tuple[str, nn.Module]]
     """The names and modules of the units. No unit is inside another one."""
-    tied: list[str]
+    tied_to_outside: list[str]
     """The names of blocks that share a parameter with another module, so they cannot be units."""
 
     def __str__(self) -> str:
@@ -55,17 +55,18 @@ def find_blocks(module: nn.Module, chosen: ModuleFilter | None = None) -> Blocks
 
     uses_in_model = _count_uses(module)
     found: list[tuple[str, nn.Module]] = []
-    tied: list[str] = []
+    tied_to_outside: list[str] = []
     for name, block in candidates:
         uses_in_block = _count_uses(block)
 
-        # A tied block shares a parameter with a module outside of it, so it cannot be a unit.
+        # A block that shares a parameter with a module outside of it cannot be a unit. Then the
+        # model uses the parameter more often than all occurrences of the block together do.
         if _is_tied(uses_in_block, uses_in_model, times_in_model[id(block)]):
-            tied.append(name)
+            tied_to_outside.append(name)
         elif uses_in_block:  # a block without parameters has nothing to shard
             found.append((name, block))
 
-    return Blocks(found, tied)
+    return Blocks(found, tied_to_outside)
 
 
 def _is_tied(

@@ -40,7 +40,7 @@ def save_pretrained_whole(module: Any, run: Run) -> None:
         gather_on_main(state, run.collectives)  # replaces shards by whole weights, on rank 0
 
         def write() -> Any:
-            """Writes the weights on rank 0; does nothing on the others."""
+            """Writes the weights on rank 0; called on all ranks, so that all get its errors."""
             if not run.topology.is_main:
                 return None
             # Not all libraries accept the weights as an argument of `save_pretrained`, but all of
@@ -71,8 +71,8 @@ def average_shards_separately(module: AveragedModel) -> None:
     """
     original_average = module.multi_avg_fn
     if original_average is None:
-        # Without any function torch would use its own one for lists on GPUs. So set its function
-        # for single tensors, which torch prefers.
+        # With neither function torch averages whole lists on GPUs, which may mix both kinds. With
+        # `avg_fn` it averages one tensor at a time, so nothing else is needed.
         if module.avg_fn is None:
             module.avg_fn = get_swa_avg_fn()  # type: ignore[no-untyped-call]
         return

@@ -62,19 +62,20 @@ def check_dtypes(units: Sequence[nn.Module]) -> None:
     """
     ids_in_earlier_units: set[int] = set()
     for unit in units:
-        name_of_dtype: dict[Any, str] = {}  # one parameter of each dtype, for the message
+        example_of_dtype: dict[Any, str] = {}  # the name of one parameter of each dtype
         ids_in_unit: set[int] = set()
         for name, parameter in unit.named_parameters():
             is_sent = parameter.requires_grad and parameter.dim() > 0
             if is_sent and id(parameter) not in ids_in_earlier_units:
-                name_of_dtype[parameter.dtype] = name
+                example_of_dtype[parameter.dtype] = name
                 ids_in_unit.add(id(parameter))
 
-        if len(name_of_dtype) > 1:
+        if len(example_of_dtype) > 1:
             raise UsageError(
                 f"world.prepare of {describe_type(unit)} with parameters of several dtypes",
-                ", ".join(f"{name} is {dtype}" for dtype, name in name_of_dtype.items()),
-                "convert them to one dtype, freeze them (requires_grad_(False)), or choose blocks=",
+                ", ".join(f"{name} is {dtype}" for dtype, name in example_of_dtype.items()),
+                "convert them to one dtype, freeze them (requires_grad_(False)), or choose other "
+                "units with blocks=",
             )
 
         ids_in_earlier_units |= ids_in_unit
@@ -150,13 +151,12 @@ def note_mixed_dtypes(error: BaseException | None, half_dtype: torch.dtype) -> N
         return
 
     if _ABOUT_DTYPES.search(str(error)):
-        # No note is added if the error has one with the same beginning, the first of these texts.
         add_note_once(
             error,
-            "lockstep: parameters are in",
-            f" {half_dtype} in the forward pass, and there is no autocast that brings operands to "
-            "one dtype: convert them in the model, as by x.to(self.weight.dtype), or use "
-            "FSDP(autocast=True)",
+            beginning="lockstep: parameters are in",
+            rest=f" {half_dtype} in the forward pass, and there is no autocast that brings "
+            "operands to one dtype: convert them in the model, as by x.to(self.weight.dtype), or "
+            "use FSDP(autocast=True)",
         )
 
 

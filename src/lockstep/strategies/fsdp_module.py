@@ -95,12 +95,12 @@ class ShardedModule(Extension):
             else:
                 self._scalars[name] = parameter
 
-        self._unused: UnusedParameters | None = None
+        self._unused_parameters: UnusedParameters | None = None
         if find_unused_parameters:
             root.set_reduce_scatter_unused_params(True)
             whole_parameters = [self.whole_parameters[name] for name in self._shards]
             shards: list[Any] = list(self._shards.values())
-            self._unused = UnusedParameters(shards, whole_parameters)
+            self._unused_parameters = UnusedParameters(shards, whole_parameters)
 
         self._storages = {name: shard.untyped_storage() for name, shard in self._shards.items()}
         """The storage of each shard, by name. It is replaced if the user sets `parameter.data`."""
@@ -111,7 +111,7 @@ class ShardedModule(Extension):
         """Identifies the optimizer step that the latest forward or backward pass belonged to."""
         self._averages_gradients = True
         """What torch is set to: True if it averages gradients in the next backward pass."""
-        self._frees_after_backward = True
+        self._reshards_after_backward = True
         """What torch is set to: True if it frees gathered parameters after the next backward pass.
 
         Always True without `keep_gathered`. With it, True in the last micro-batch only."""
@@ -143,11 +143,11 @@ class ShardedModule(Extension):
             raise outside_forward_error("the loss is a DTensor, as parameters are")
 
         self._set_torch_for_micro_batch()
-        if self._unused is not None:
-            self._unused.before_backward()
+        if self._unused_parameters is not None:
+            self._unused_parameters.before_backward()
 
-        # A parameter that only the last of several micro-batches uses gets a *late* gradient, in
-        # half precision. Torch has converted the gradients of earlier micro-batches to fp32.
+        # In half precision, a parameter that only the last of several micro-batches uses would get
+        # a gradient of another dtype than those that torch averages together with it.
         is_last_of_several = micro_batch.last and not micro_batch.first
         if self._half_dtype is not None and is_last_of_several:
             self._convert_late_gradients()
@@ -164,7 +164,7 @@ class ShardedModule(Extension):
         """
         for unit in self._units:
             self._late_gradient_hooks += torch_compat.accumulate_late_gradients(
-                unit, zeros_if_unused=self._unused is not None
+                unit, zeros_if_unused=self._unused_parameters is not None
             )
 
     def backward_ended(self, micro_batch: MicroBatch) -> None:
@@ -173,8 +173,8 @@ class ShardedModule(Extension):
         for hook in self._late_gradient_hooks:
             hook.remove()
         self._late_gradient_hooks = []
-        if self._unused is not None and self._averages_gradients:
-            self._unused.end_round()
+        if self._unused_parameters is not None and self._averages_gradients:
+            self._unused_parameters.end_round()
 
     def _set_torch_for_micro_batch(self) -> None:
         """Sets whether torch frees parameters and averages gradients in the current micro-batch.
@@ -186,40 +186,38 @@ class ShardedModule(Extension):
         another_step_begins = self._step_key != step.key
         self._step_key = step.key
 
-        # Torch averages in the last micro-batch of a global batch. If it is still set not to
-        # average, the loop has left the previous global batch before its last micro-batch.
-        if another_step_begins and not self._averages_gradients:
+        # Torch is set to average in the last micro-batch of a global batch.
+        previous_was_left_early = another_step_begins and not self._averages_gradients
+        if previous_was_left_early:
             self._drop_unfinished_gradients()
 
         # If parameters stay gathered between micro-batches, the last one frees them.
         if self._keep_gathered:
-            self._set_frees_after_backward(micro_batch.last)
+            self._set_reshards_after_backward(micro_batch.last)
 
         # With virtual ranks, the gradients of each virtual rank are collected at its end.
         self._set_averages_gradients(micro_batch.last or micro_batch.virtual_rank_ends)
 
-    def _set_frees_after_backward(self, frees: bool) -> None:
+    def _set_reshards_after_backward(self, reshards: bool) -> None:
         """Sets whether torch frees gathered parameters after the next backward pass."""
-        if frees != self._frees_after_backward:  # a change takes time, because it visits all units
-            self._frees_after_backward = frees
-            self._root.set_reshard_after_backward(frees)
+        if reshards != self._reshards_after_backward:  # it takes time, because it visits all units
+            self._reshards_after_backward = reshards
+            self._root.set_reshard_after_backward(reshards)
 
-    def _set_averages_gradients(self, averages: bool) -> None:
-        """Sets whether torch averages gradients over the ranks in the next backward pass.
+    def _set_averages_gradients(self, ends_round: bool) -> None:
+        """Sets torch to the next backward pass: is it the last one before gradients are complete?
 
-        With `accumulate_shards`, it averages in every backward pass, as it does by default.
+        After the last one torch waits for its communication. Only the last one averages gradients
+        over the ranks; before it they accumulate on this rank. (With `accumulate_shards` torch
+        averages in every backward pass, as it does by default.)
         """
-        if averages == self._averages_gradients:  # a change takes time, because it visits all units
+        if ends_round == self._averages_gradients:  # a change takes time, it visits all units
             return
 
-        self._averages_gradients = averages
-
-        # This decides whether torch waits for its communication at the end of the backward pass.
-        self._root.set_is_last_backward(averages)
-
-        # This decides whether gradients are averaged, or accumulate on this rank.
+        self._averages_gradients = ends_round
+        self._root.set_is_last_backward(ends_round)
         if not self._accumulate_shards:
-            self._root.set_requires_gradient_sync(averages)
+            self._root.set_requires_gradient_sync(ends_round)
 
     def _drop_unfinished_gradients(self) -> None:
         """Drops the gradients of a global batch that the loop left before its last micro-batch."""
@@ -227,8 +225,8 @@ class ShardedModule(Extension):
             parameter.grad = None
         for unit in self._units:
             torch_compat.drop_accumulated_gradients(unit)
-        if self._unused is not None:
-            self._unused.forget_round()
+        if self._unused_parameters is not None:
+            self._unused_parameters.forget_round()
 
     def begin_double_backward(self) -> None:
         """Keeps units gathered because a backward pass is differentiated and needs them again."""
@@ -246,7 +244,7 @@ class ShardedModule(Extension):
 
         # `begin_double_backward` has set torch to free nothing. Set torch again to free units after
         # a backward pass, if it did so before.
-        self._root.set_reshard_after_backward(self._frees_after_backward)
+        self._root.set_reshard_after_backward(self._reshards_after_backward)
 
         # Also set torch again to free units after a forward pass, except the last unit, the root:
         # torch keeps its parameters because the backward pass begins with them.
@@ -256,7 +254,7 @@ class ShardedModule(Extension):
                 unit.set_reshard_after_forward(True, recurse=False)
 
         # Free the units that this backward pass would have freed.
-        if self._frees_after_backward:
+        if self._reshards_after_backward:
             self._reshard()
 
     def _reshard(self) -> None:
@@ -276,7 +274,7 @@ class ShardedModule(Extension):
         if self._root not in modules:
             return
 
-        self._check_failed()
+        self._raise_if_earlier_forward_failed()
         self._end_double_backward()
         self._reshard()
         not_averaged = self._parameters_with_whole_gradient()
@@ -290,8 +288,8 @@ class ShardedModule(Extension):
                 "tuples, lists or dicts",
             )
 
-        if self._unused is not None:
-            self._unused.before_step()
+        if self._unused_parameters is not None:
+            self._unused_parameters.before_step()
 
         # Look for changed shards in some of the first steps, and then at regular intervals.
         # `number` counts finished steps.
@@ -324,7 +322,7 @@ class ShardedModule(Extension):
         if self._root in modules:
             self._moving_buffers.make_equal()
 
-    def _check_failed(self) -> None:
+    def _raise_if_earlier_forward_failed(self) -> None:
         """Raises UsageError if a forward pass raised an error and torch cannot reset the model."""
         if self._has_failed:
             raise UsageError(
@@ -354,8 +352,8 @@ class ShardedModule(Extension):
         # One hook on each trainable shard is ours (`_refuse_autograd_gradients`).
         check_hooks(self._shards, num_own_hooks=1)
 
-        # A tensor returns the same storage object at each call, as long as the object is alive, and
-        # `_storages` keeps the original objects alive.
+        # `is` can be used: torch returns the same storage object while that is alive, and
+        # `_storages` keeps it alive.
         replaced: list[str] = []
         for name, shard in self._shards.items():
             if shard.untyped_storage() is not self._storages[name]:
@@ -394,13 +392,16 @@ class ShardedModule(Extension):
         A call that changes nothing is allowed, such as `model.to(device)` on that device. So each
         tensor is converted, to see whether the result is another tensor.
 
-        Raises:
-            UsageError: the method would change a tensor of the model.
-
         Args:
             convert: the conversion that the method applies to each tensor. It returns the same
                 tensor if there is nothing to change.
             recurse: an argument of torch's method, not used here.
+
+        Returns:
+            The module, as `_apply` does.
+
+        Raises:
+            UsageError: the method would change a tensor of the model.
         """
         shards = [shard.to_local() for shard in self._shards.values()]
         for tensor in [*shards, *self._scalars.values(), *self._root.buffers()]:
@@ -460,42 +461,53 @@ class ShardedModule(Extension):
             )
 
         self._run.collectives.check_not_in_main_process_first("a forward pass of a sharded model")
-        self._check_failed()
+        self._raise_if_earlier_forward_failed()
         if torch.is_grad_enabled():
             self._set_torch_for_micro_batch()
 
             # With `find_unused_parameters`: record that a forward pass runs after the latest step.
-            if self._unused is not None:
-                self._unused.before_forward()
+            if self._unused_parameters is not None:
+                self._unused_parameters.before_forward()
 
             # With `keep_gathered`, the parameters in the model have been the whole ones since an
             # earlier micro-batch. If the user has frozen some, the shards are frozen, too.
             if self._keep_gathered and not self._run.step.micro_batch.first:
                 self._freeze_shards_like_parameters()
 
+        # The script may call the model in an `except` block. `_error_of_forward` must not take the
+        # error that this block handles for one of the forward pass.
         self._forward_is_running = True
         self._error_before_forward = sys.exception()
 
     @torch_compat.outside_compiled_code
     def _after_forward(self, module: nn.Module, inputs: Any, output: Any) -> None:
         """Frees parameters after an evaluation, and resets torch after an error."""
-        # Torch also calls this hook if the forward pass raised an error, then without an output,
-        # and even if `_before_forward` raised the error. In that case the forward pass has not
-        # begun, and there is nothing to reset.
+        # Torch also calls this hook after an error, even if `_before_forward` raised the error.
+        # Then the forward pass has not begun, and there is nothing to reset.
         has_begun = self._forward_is_running
         self._forward_is_running = False
-        error = sys.exception() if output is None else None
-
-        # A model may also return None in an `except` block of the script. The present error is then
-        # the one that the script handles, not one of the forward pass.
-        if error is self._error_before_forward:
-            error = None
+        error = self._error_of_forward(output)
         self._error_before_forward = None
 
         if error is None:
             self._free_after_evaluation()
         elif has_begun:
             self._handle_forward_error(error)
+
+    def _error_of_forward(self, output: Any) -> BaseException | None:
+        """Returns the error with which a forward pass has ended; None if it has returned.
+
+        An error that the script was already handling when it called the model does not count.
+
+        Args:
+            output: what torch passes to a forward hook: the output of the model, which may be None,
+                or None after an error.
+        """
+        if output is not None:
+            return None
+        error = sys.exception()
+        was_there_before = error is self._error_before_forward
+        return None if was_there_before else error
 
     def _free_after_evaluation(self) -> None:
         """Frees the parameters that torch keeps after a forward pass, if it was an evaluation.
@@ -516,7 +528,7 @@ class ShardedModule(Extension):
             note_mixed_dtypes(error, self._half_dtype)
 
         # Without a reset torch would behave as if this forward pass were still running. Older
-        # versions of torch have no reset, so the model cannot be used any more (`_check_failed`).
+        # versions of torch have no reset, so the next forward pass or step raises an error.
         reset = getattr(self._root, "reset_iter_state", None)
         if reset is not None:
             reset()

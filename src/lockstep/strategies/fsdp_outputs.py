@@ -66,13 +66,8 @@ class UnitOutputs:
         if not torch.is_grad_enabled():
             return output
 
-        # Torch's hook registers gradient hooks on the tensors. An in-place operation of the user on
-        # a view would drop them, of which torch warns. So each view is replaced by a tensor that
-        # shares its memory but is no view.
         leaves, structure = torch_compat.pytree.tree_flatten(output)
-        for index, leaf in enumerate(leaves):
-            if isinstance(leaf, Tensor) and leaf.requires_grad and torch_compat.is_view(leaf):
-                leaves[index] = _Alias.apply(leaf)  # type: ignore[no-untyped-call]
+        leaves = [_without_view(leaf) for leaf in leaves]
 
         # `_hidden_tensors` searches the objects among the leaves, and the attributes of modules.
         # Leave out the tensors that torch finds by itself.
@@ -82,7 +77,8 @@ class UnitOutputs:
             if isinstance(tensor, Tensor) and tensor.requires_grad:
                 tensor.register_hook(self._notice_double_backward)  # type: ignore[no-untyped-call]
 
-        # A hook cannot replace an output by None, so `after_torch` could not restore it.
+        # A module that returns None must return None after the hooks too, and `after_torch` cannot
+        # replace a pair by None. So do here what torch would do with the hidden tensors.
         if output is None:
             torch_compat.gather_in_backward_of(hidden_tensors, module)
             return None
@@ -113,6 +109,7 @@ class UnitOutputs:
         for leaf in leaves:
             _collect_tensors(leaf, tensors, search_objects=True)
 
+        # Objects in the attributes of modules are not searched: they may lead anywhere.
         in_attributes: list[Tensor] = []
         for attributes in self._attributes:
             for name, value in attributes.items():
@@ -163,11 +160,23 @@ def _collect_tensors(
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         children = [getattr(value, field.name) for field in dataclasses.fields(value)]
     elif search_objects and not isinstance(value, nn.Module | type):
+        # (A module would lead to all of its tensors, and a class to what all its objects share.)
         # An object without a `__dict__`, such as a number, has nothing to search.
         children = list(getattr(value, "__dict__", {}).values())
 
     for child in children:
         _collect_tensors(child, tensors, search_objects=search_objects, depth=depth - 1)
+
+
+def _without_view(leaf: Any) -> Any:
+    """Replaces a view by a tensor that shares its memory but is no view; returns others unchanged.
+
+    Torch registers gradient hooks on the tensors of an output. An in-place operation of the user on
+    a view would drop them, of which torch warns.
+    """
+    if isinstance(leaf, Tensor) and leaf.requires_grad and torch_compat.is_view(leaf):
+        return _Alias.apply(leaf)  # type: ignore[no-untyped-call]
+    return leaf
 
 
 class _Alias(torch.autograd.Function):

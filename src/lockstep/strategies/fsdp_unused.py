@@ -73,20 +73,20 @@ class UnusedParameters:
         routing.all_reduce(used, dist.ReduceOp.MAX)
         used_anywhere = used.tolist()
         for index, shard in enumerate(self._shards):
-            if used_anywhere[index]:
-                continue
-
-            # The round has either created a gradient of zeros, which is removed, or added zeros to
-            # a gradient of an earlier round, which is kept. In the second case the gradient is
-            # still the same tensor as before the round. The reference to it is weak, so that the
-            # gradient's memory is freed when the user clears gradients.
-            weak_reference = self._gradients_before[index]
-            gradient_before = None if weak_reference is None else weak_reference()
-            is_of_earlier_round = gradient_before is not None and gradient_before is shard.grad
-            if not is_of_earlier_round:
+            if not used_anywhere[index] and not self._has_earlier_gradient(index):
                 shard.grad = None
 
         self.forget_round()
+
+    def _has_earlier_gradient(self, index: int) -> bool:
+        """Returns True if a shard still has the gradient that it had before the round.
+
+        The round has added zeros to an earlier gradient, which is kept. If there was none, the
+        round has created a gradient of zeros.
+        """
+        weak_reference = self._gradients_before[index]
+        gradient_before = None if weak_reference is None else weak_reference()
+        return gradient_before is not None and gradient_before is self._shards[index].grad
 
     def forget_round(self) -> None:
         """Begins a new round. Also called if the loop has left a global batch early."""

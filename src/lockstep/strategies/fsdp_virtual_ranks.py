@@ -137,9 +137,14 @@ class TreeReduceScatter:
     ) -> tuple[Tensor, ...] | None:
         """Splits the gradient of the unit into the gradients of its parameters.
 
+        For example, with 2 shards and the parameters a (4 elements) and b (2 elements):
+
+            flat:    [a0 a1 b0 | a2 a3 b1]       one chunk for each shard
+            result:  [[a0 a1], [a2 a3]]  and  [[b0], [b1]]
+
         Args:
-            flat: the gradient of the unit. It has a chunk for each shard. A chunk has those rows of
-                each parameter that belong to the shard, padded with zeros to equal lengths.
+            flat: the gradient of the unit. Each chunk has those rows of each parameter that belong
+                to the shard, padded with zeros so that all chunks have the same length.
             parameters: the shards of the unit's trainable parameters.
 
         Returns:
@@ -182,9 +187,9 @@ class TreeReduceScatter:
                 "lockstep verify --float64",
             )
 
-        # For 2 shards, a parameter of shape (3, 5) has a padded gradient of shape (2, 10). The
-        # first row has two rows of the gradient, the other one the last row and 5 zeros. Zeros are
-        # always at the end, because only the last shards have fewer rows than others.
+        # Drop the zeros that follow each gradient, because the last shards may have fewer rows than
+        # others. For example, 2 shards of a gradient of shape (3, 5) have 2 rows and 1 row of it,
+        # so the padded gradient has 2 * 10 elements, of which the last 5 are zeros.
         gradients: list[Tensor] = []
         for parameter, padded in zip(parameters, padded_gradients, strict=True):
             gradient = padded.reshape(-1)[: parameter.numel()]
@@ -241,7 +246,11 @@ class TreeReduceScatter:
         for _ in range(self._num_pushed, num_before):
             self._push_next(torch.zeros_like(gradient), sums.merges)
 
-        if self._partial_sums and len(self._partial_sums[-1]) != len(gradient):
+        # The gradient of a unit only contains the parameters that were used.
+        other_parameters_were_used = len(self._partial_sums) > 0 and len(
+            self._partial_sums[-1]
+        ) != len(gradient)
+        if other_parameters_were_used:
             raise UsageError(
                 "virtual_ranks under fsdp, with parameters that not all of them use",
                 f"virtual rank {micro_batch.virtual_rank_number} has used other parameters of a "

@@ -74,7 +74,8 @@ def combine_rows(
     means, invstds, counts = torch.split(rows, [channels, channels, 1], dim=1)
 
     # The kernel adds one rank after the other, and divides by the number of values so far. If the
-    # first ranks have none, this would be a division by 0.
+    # first ranks have none, this would be a division by 0. So 0 becomes a count that is too small
+    # to change any sum.
     counts = counts.reshape(-1).clamp(min=SMALLEST_COUNT)
 
     # The kernel expects the input of the layer as its first argument, but only looks at its dtype
@@ -104,6 +105,9 @@ class FusedNormalize(torch.autograd.Function):
         is_placeholder: bool,
     ) -> Tensor:
         """Returns `(x - mean) * invstd * weight + bias`.
+
+        A rank without samples passes an empty `x`, or a placeholder if the layer is inside of a
+        prepared model.
 
         Args:
             ctx: stores what the backward pass needs.

@@ -8,9 +8,11 @@ gradients are completed roughly in that order.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from itertools import chain
 from operator import attrgetter
 from typing import Any
 
@@ -28,7 +30,8 @@ from lockstep.strategies.replication import make_buckets
 class GradientAverage:
     """Averages the gradients of one global batch.
 
-    All ranks of the group create one and use it once.
+    All ranks of the group create one and use it once. It has two uses: under `pipeline`, the ranks
+    of several pipelines average, and under `diloco`, the ranks that compute one replica.
 
     If a parameter has no gradient on some ranks, it counts as zero there. If it has no gradient on
     any rank, it stays None.
@@ -60,16 +63,13 @@ class GradientAverage:
             buckets.append(_Bucket(bucket_parameters, self._group))
 
         self._buckets += buckets
-        unsent = iter(buckets)
-        next_bucket = next(unsent, None)
+        unsent = deque(buckets)
 
         def on_gradient(bucket: _Bucket, parameter: nn.Parameter) -> None:
             """Notes a complete gradient, and sends the buckets that may go now; called by torch."""
-            nonlocal next_bucket
             bucket.add(parameter)
-            while next_bucket is not None and next_bucket.is_complete:
-                next_bucket.send()
-                next_bucket = next(unsent, None)
+            while unsent and unsent[0].is_complete:
+                unsent.popleft().send()
 
         with ExitStack() as hooks:
             for bucket in buckets:
@@ -77,16 +77,15 @@ class GradientAverage:
                     # Hooks run in the order of registration. The user's hooks may change the
                     # gradient, so this one is registered last.
                     hook = partial(on_gradient, bucket)
-                    register: Any = parameter.register_post_accumulate_grad_hook
-                    handle = register(hook)
+                    untyped_parameter: Any = parameter  # this method of torch's has no types
+                    handle = untyped_parameter.register_post_accumulate_grad_hook(hook)
                     hooks.callback(handle.remove)
 
             yield
 
         # The remaining buckets hold parameters that got no gradient in this backward pass.
-        while next_bucket is not None:
-            next_bucket.send()
-            next_bucket = next(unsent, None)
+        while unsent:
+            unsent.popleft().send()
 
     def finish(self) -> None:
         """Waits until all gradients have been added up, and replaces each gradient by its mean.
@@ -97,17 +96,10 @@ class GradientAverage:
         if not self._buckets:
             return
 
-        # A bucket has changed if one of its gradients was written again after it was sent, as with
-        # reentrant activation checkpointing. Whether that has happened, and which parameters have a
-        # gradient, may differ between ranks. Sums over the ranks show what is true on any of them.
-        # For each bucket there is one flag for the bucket, and then one for each of its parameters:
-        #   [has_changed, has_gradient, has_gradient, ..., has_changed, has_gradient, ...]
-        flags: list[int] = []
-        for bucket in self._buckets:
-            flags.append(int(bucket.has_changed))
-            flags += [int(parameter.grad is not None) for parameter in bucket.parameters]
-
-        sums_of_flags = torch.tensor(flags, dtype=torch.int32)
+        # The flags of a bucket may differ between ranks. A sum over the ranks is above 0 if the
+        # flag is set on any of them.
+        flags_of_buckets = [bucket.flags() for bucket in self._buckets]
+        sums_of_flags = torch.tensor([*chain(*flags_of_buckets)], dtype=torch.int32)
         wait_for_flags = routing.start_all_reduce(sums_of_flags, self._group)
 
         # Sums must be waited for in the order in which they were started.
@@ -116,18 +108,16 @@ class GradientAverage:
 
         wait_for_flags()
 
-        # Read the flags in the same order.
-        remaining_flags = iter(sums_of_flags.tolist())
         num_ranks = dist.get_world_size(self._group)
-        for bucket in self._buckets:
-            has_changed_on_any_rank = next(remaining_flags) > 0
+        sums_of_buckets = torch.split(sums_of_flags, [len(flags) for flags in flags_of_buckets])
+        for bucket, sums in zip(self._buckets, sums_of_buckets, strict=True):
+            has_changed_on_any_rank, *any_rank_has_gradient = (sums > 0).tolist()
             if has_changed_on_any_rank:
                 # Its first sum is out of date, so all ranks send the bucket once more.
                 bucket.send()
                 bucket.wait()
 
-            has_gradient = [next(remaining_flags) > 0 for _ in bucket.parameters]
-            bucket.write_mean(num_ranks, has_gradient)
+            bucket.write_mean(num_ranks, any_rank_has_gradient)
 
         self._buckets = []
 
@@ -163,6 +153,10 @@ class _Bucket:
         """True if all gradients of this bucket are complete."""
         return not self._without_gradient
 
+    def flags(self) -> list[bool]:
+        """Returns whether this bucket has changed, and for each parameter, if it has a gradient."""
+        return [self.has_changed, *(parameter.grad is not None for parameter in self.parameters)]
+
     @torch.no_grad()
     def send(self) -> None:
         """Starts adding up the gradients over the ranks. A missing gradient is sent as zeros.
@@ -170,9 +164,7 @@ class _Bucket:
         `write_mean` divides the sums by the number of ranks, after `wait`.
 
         Raises:
-            UsageError: a gradient is sparse. The message names both uses of this class: several
-                pipelines under `pipeline`, and several ranks that compute one replica (virtual
-                rank) under `diloco`.
+            UsageError: a gradient is sparse.
         """
         gradients: list[Tensor] = []
         for parameter in self.parameters:
@@ -199,12 +191,12 @@ class _Bucket:
         self._wait()
 
     @torch.no_grad()
-    def write_mean(self, num_ranks: int, has_gradient: Sequence[bool]) -> None:
+    def write_mean(self, num_ranks: int, any_rank_has_gradient: Sequence[bool]) -> None:
         """Writes the mean of each gradient into `parameter.grad`, after `wait`.
 
         Args:
             num_ranks: the number of ranks in the group.
-            has_gradient: for each parameter, True if any rank has a gradient of it.
+            any_rank_has_gradient: for each parameter, True if any rank has a gradient of it.
         """
         assert self._message is not None  # `send` has set it
         means = self._message.div_(num_ranks).to(self.parameters[0].device)
@@ -212,10 +204,10 @@ class _Bucket:
         sources: list[Tensor] = []
         sizes = [parameter.numel() for parameter in self.parameters]
 
-        for parameter, mean, any_rank_has_gradient in zip(
-            self.parameters, torch.split(means, sizes), has_gradient, strict=True
+        for parameter, mean, has_gradient in zip(
+            self.parameters, torch.split(means, sizes), any_rank_has_gradient, strict=True
         ):
-            if not any_rank_has_gradient:
+            if not has_gradient:
                 continue
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)

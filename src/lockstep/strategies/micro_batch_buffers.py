@@ -64,16 +64,19 @@ class MicroBatchBuffers(Extension):
 
         self._num_changes = dict.fromkeys(self._names, 0)
         """In how many comparisons each buffer had changed, by name."""
-        self._values_at_first: dict[str, _BufferValue] = {}
-        """The buffers at the beginning of the first micro-batch of `_compared_step`."""
-        self._compared_step: StepKey | None = None
-        """The optimizer step in which the buffers are being compared; None if there is none."""
+        self._values_at_first_micro_batch: dict[str, _BufferValue] = {}
+        """The buffers at the beginning of the first micro-batch of `_step_to_compare`."""
+        self._step_to_compare: StepKey | None = None
+        """The optimizer step in whose second micro-batch the buffers are to be compared, or None.
+        """
+        self._has_warned = False
+        """True once a warning was given; then nothing is compared any more."""
 
     def begin(self, micro_batch: MicroBatch) -> None:
         """Records the buffers in the first micro-batch, and compares them in the second one."""
         if micro_batch.num_micro_batches == 1:
             return
-        if not self._names:  # there are no buffers to compare, or the warning was given already
+        if not self._names or self._has_warned:
             return
 
         # Compare only in some of the first steps, and then at regular intervals.
@@ -82,14 +85,18 @@ class MicroBatchBuffers(Extension):
             return
 
         if micro_batch.opens_step:
-            self._compared_step = self._step.key
-            self._values_at_first = self._values()
-        elif self._compared_step == self._step.key:
-            self._compared_step = None  # later micro-batches are not compared
+            self._step_to_compare = self._step.key
+            self._values_at_first_micro_batch = self._values()
+        elif self._step_to_compare == self._step.key:
+            self._step_to_compare = None  # later micro-batches are not compared
             self._compare(micro_batch.num_micro_batches)
 
     def _values(self) -> dict[str, _BufferValue]:
-        """Returns the present properties of each compared buffer, by name."""
+        """Returns the present value of each compared buffer, by name.
+
+        A value is the buffer's shape, and the sum of its bits: with nearly every change of the
+        buffer, the sum changes, and it is much smaller to store than a copy.
+        """
         buffers = dict(self._module.named_buffers())
         names = [name for name in self._names if name in buffers]  # the user may have removed some
         sums = bit_sums([buffers[name] for name in names]).tolist()
@@ -99,17 +106,16 @@ class MicroBatchBuffers(Extension):
         return values
 
     def _compare(self, num_micro_batches: int) -> None:
-        """Compares the buffers with `_values_at_first`, and warns of those that change repeatedly.
+        """Compares the buffers with their first values, and warns of those that change repeatedly.
 
-        A buffer has changed if the sum of its bits has changed; the sum is much smaller to store
-        than a copy. After the warning nothing is compared any more.
+        After the warning nothing is compared any more.
         """
         values = self._values()
-        for name, value_at_first in self._values_at_first.items():
+        for name, first_value in self._values_at_first_micro_batch.items():
             value = values.get(name)
-            if value is None or value.shape != value_at_first.shape:
+            if value is None or value.shape != first_value.shape:
                 continue  # the buffer was replaced, so it is not a statistic that is updated
-            if value.sum_of_bits != value_at_first.sum_of_bits:
+            if value.sum_of_bits != first_value.sum_of_bits:
                 self._num_changes[name] += 1
 
         changing: list[str] = []
@@ -118,14 +124,14 @@ class MicroBatchBuffers(Extension):
                 changing.append(name)
 
         if changing:
-            self._names = []  # no buffer is compared any more, so this is the only warning
+            self._has_warned = True
             self._warn(changing, num_micro_batches)
 
     def _warn(self, names: Sequence[str], num_micro_batches: int) -> None:
         """Warns of the buffers with these names, which change in each micro-batch."""
         advice = (
-            "update them once per global batch, from sums over its micro-batches, or choose the "
-            "momentum of running means for so many updates"
+            "update them once per global batch, from sums over its micro-batches, or adapt the "
+            "momentum of running means to that number of updates"
         )
         if not self._pipelined:  # a pipeline needs micro-batches
             advice += "; without micro-batches there is one update"

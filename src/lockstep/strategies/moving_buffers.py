@@ -112,8 +112,6 @@ class MovingBuffers:
 
         Warns once if the values of some of them differ between ranks.
         """
-        # This compares the bits of the buffers with those at the beginning of the training. Torch
-        # also counts the writes to a tensor, but misses those of its own BatchNorm.
         changed_on_any_rank, differs_between_ranks = self._compare_over_ranks()
 
         # A buffer that has moved once may have returned to its first value.
@@ -123,9 +121,17 @@ class MovingBuffers:
                 moving.append(name)
 
         self.moving = moving
+        self._warn_of_different(differs_between_ranks)
 
-        # There is no warning of BatchNorm, because the start of the run has printed that it is not
-        # synchronised.
+    def _warn_of_different(self, differs_between_ranks: Sequence[bool]) -> None:
+        """Warns once of watched buffers whose values differ between ranks.
+
+        Buffers of BatchNorm are left out: the start of the run has printed that BatchNorm is not
+        synchronised.
+
+        Args:
+            differs_between_ranks: for each watched buffer, whether its values differ.
+        """
         buffers = dict(self._module.named_buffers())
         different: list[str] = []
         for name, differs in zip(self._watched_names, differs_between_ranks, strict=True):
@@ -139,6 +145,9 @@ class MovingBuffers:
     def _compare_over_ranks(self) -> tuple[list[bool], list[bool]]:
         """Compares the watched buffers with their first values, and between the ranks.
 
+        The values are compared by their bits. Torch also counts the writes to a tensor, but misses
+        those of its own BatchNorm.
+
         Returns:
             For each watched buffer, whether it has changed on any rank, and whether its values
             differ between ranks. The result is the same on all ranks.
@@ -151,8 +160,9 @@ class MovingBuffers:
         # negative.
         maxima = torch.stack([has_changed, sums, -sums])  # shape (3, buffers)
 
-        # If this rank had no samples, its buffers have kept their old values, which must not count.
-        # So it sends the smallest possible number, which is less than what any other rank sends.
+        # If this rank had no samples, its buffers have kept their old values, which must not count
+        # in the two rows of sums. So it sends the smallest possible number there: the maximum over
+        # the ranks is then that of the others.
         micro_batch = self._step.micro_batch
         rank_has_no_samples = micro_batch.global_samples > 0 and micro_batch.local_rows == 0
         if rank_has_no_samples:
@@ -177,9 +187,10 @@ class MovingBuffers:
         """
         advice = "compute them from the global batch: world.sum of sums and counts, in forward"
         if self._strategy is not None:
+            example = list(names[:1])
             advice += (
                 "; running means over samples can be averaged after each step instead: "
-                f"{self._strategy}(average_buffers={list(names[:1])!r})"
+                f"{self._strategy}(average_buffers={example!r})"
             )
 
         warn(

@@ -12,7 +12,7 @@ other layers with statistics compute as in evaluation, and buffers and random st
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
@@ -144,6 +144,8 @@ class _PlaceholderHooks:
         if not any(has_no_rows(tensor) for tensor in tensors_and_attributes((args, kwargs))):
             return None
 
+        # The step learns from the user's tensors which micro-batch the loop computes on. Only then
+        # is `rank_has_no_samples` right.
         self._run_state.report_inputs((args, kwargs))
         if not self._run_state.rank_has_no_samples:  # the user made the tensors without rows
             return None
@@ -174,25 +176,28 @@ class _PlaceholderHooks:
         Returns:
             The output without the row; None, which leaves it unchanged, if `before` added no row.
         """
-        row_was_added = bool(self._side_effect_guards)
-        if not row_was_added:
+        if not self._row_was_added:
             return None
 
         sync_batchnorm.thread_state.computes_placeholder = False
         guard = self._side_effect_guards.pop()
         guard.__exit__(None, None, None)
 
-        def cut_off_row(tensor: Tensor) -> Tensor:
-            """Removes the row, and marks a tensor without rows.
-
-            If the script calls a function of torch that refuses such tensors, the mark makes the
-            function compute with a placeholder row, too.
-            """
-            return mark_no_rows(self._placeholder_sample.cut_off(tensor))
-
         return map_tensors_and_attributes(
-            output, cut_off_row, self._placeholder_sample.cut_off_distribution
+            output, self._cut_off_row, self._placeholder_sample.cut_off_distribution
         )
+
+    @property
+    def _row_was_added(self) -> bool:
+        """True if `before` has added a row in the running forward pass."""
+        return len(self._side_effect_guards) > 0
+
+    def _cut_off_row(self, tensor: Tensor) -> Tensor:
+        """Removes the placeholder's row from a result, and marks a tensor without rows.
+
+        A function of torch that refuses a marked tensor computes with a placeholder row, too.
+        """
+        return mark_no_rows(self._placeholder_sample.cut_off(tensor))
 
 
 @contextmanager
@@ -206,25 +211,24 @@ def _without_side_effects(module: nn.Module) -> Iterator[None]:
     At the end, all other buffers that the forward pass has changed are restored. The model may have
     buffers besides those of normalisation layers, such as a counter of its calls.
     """
-    normalisation_layers: list[nn.Module] = []
-    synchronised_ids: set[int] = set()
+    normalisation_layers: list[nn.Module] = []  # without SyncBatchNorm
+    ids_of_synchronised_buffers: set[int] = set()
     for layer in module.modules():
         if isinstance(layer, SyncBatchNorm):
-            synchronised_ids.update(id(buffer) for buffer in layer.buffers(recurse=False))
+            buffers_of_layer = layer.buffers(recurse=False)
+            ids_of_synchronised_buffers.update(id(buffer) for buffer in buffers_of_layer)
         elif isinstance(layer, NormBase) and layer.training:
             normalisation_layers.append(layer)
 
-    buffers = [buffer for buffer in module.buffers() if id(buffer) not in synchronised_ids]
-    values = [buffer.detach().clone() for buffer in buffers]
-
-    # At the end, only buffers that the forward pass has written to are restored. Autograd may have
-    # saved a buffer that was only read, and the backward pass fails if a saved tensor is written.
-    write_counts_before = write_counts(buffers)
+    unsynchronised_buffers = [
+        b for b in module.buffers() if id(b) not in ids_of_synchronised_buffers
+    ]
     gpus = {p.device.index for p in module.parameters() if p.device.type == "cuda"}
     with ExitStack() as stack:
         # Restore the random streams: first those of the CPU, then those of the GPUs.
         stack.enter_context(preserve_rng_state())
         stack.enter_context(torch.random.fork_rng(sorted(gpus), enabled=bool(gpus)))
+        stack.enter_context(_buffers_restored(unsynchronised_buffers))
         for layer in normalisation_layers:
             layer.training = False
 
@@ -233,8 +237,22 @@ def _without_side_effects(module: nn.Module) -> Iterator[None]:
         finally:
             for layer in normalisation_layers:
                 layer.training = True
-            write_counts_after = write_counts(buffers)
-            with torch.no_grad():
-                for index, buffer in enumerate(buffers):
-                    if write_counts_after[index] != write_counts_before[index]:
-                        buffer.copy_(values[index])
+
+
+@contextmanager
+def _buffers_restored(buffers: Sequence[Tensor]) -> Iterator[None]:
+    """A context at whose end all buffers that were written to have their old values again.
+
+    Other buffers are not written to: autograd may have saved a buffer that was only read, and a
+    backward pass fails if a saved tensor was written to.
+    """
+    values_before = [buffer.detach().clone() for buffer in buffers]
+    write_counts_before = write_counts(buffers)
+    try:
+        yield
+    finally:
+        write_counts_after = write_counts(buffers)
+        with torch.no_grad():
+            for index, buffer in enumerate(buffers):
+                if write_counts_after[index] != write_counts_before[index]:
+                    buffer.copy_(values_before[index])

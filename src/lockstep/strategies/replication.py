@@ -50,7 +50,8 @@ def take_from_first(tensors: Iterable[Tensor], group: dist.ProcessGroup | None =
                 "register its indices and its values as buffers, or keep it as a plain attribute",
             )
 
-        # An expanded tensor has one number in the place of many, and cannot be written to.
+        # An expanded tensor has one number in the place of many, and cannot be written to. It gets
+        # memory of its own for each number.
         if _is_expanded(tensor):
             tensor.data = tensor.data.contiguous()
 
@@ -64,9 +65,10 @@ def take_from_first(tensors: Iterable[Tensor], group: dist.ProcessGroup | None =
         received = torch.split(message, [len(as_bytes) for as_bytes in tensors_as_bytes])
 
         for tensor, as_bytes in zip(bucket, received, strict=True):
-            # The message of a single contiguous tensor shares the tensor's memory, so the broadcast
-            # has written the values into the tensor already.
-            if as_bytes.data_ptr() == tensor.data_ptr():
+            # `to_bytes` returns a view of a contiguous tensor. If the message has no other tensor,
+            # the broadcast has written the values into this memory.
+            was_received_in_place = as_bytes.data_ptr() == tensor.data_ptr()
+            if was_received_in_place:
                 continue
 
             # The bytes of a tensor may begin anywhere in the message, for example at byte 3. To be
@@ -149,8 +151,8 @@ def norm_over_ranks(
 ) -> Tensor:
     """Returns the norm of all tensors that the ranks of a group hold together.
 
-    It takes one all-reduce of one or two numbers. They are in float64, so that the powers of large
-    norms do not overflow.
+    It takes one all-reduce of one number, or of two for the norm types inf and -inf. They are in
+    float64, so that the powers of large norms do not overflow.
 
     Args:
         local_tensors: the tensors of this rank, possibly none.
@@ -162,11 +164,7 @@ def norm_over_ranks(
     Returns:
         A tensor without dimensions, in the widest dtype of `local_tensors`.
     """
-    dtypes = {tensor.dtype for tensor in local_tensors} or {torch.float32}
-    result_dtype = dtypes.pop()
-    for dtype in dtypes:
-        result_dtype = torch.promote_types(result_dtype, dtype)
-
+    result_dtype = _widest_dtype(local_tensors)
     local_norm = _local_norm(local_tensors, norm_type)
     local_norm = local_norm.double().to(carrier_device(device, group))
 
@@ -182,18 +180,26 @@ def norm_over_ranks(
     return norm.to(device, result_dtype)
 
 
-def _local_norm(local_tensors: Sequence[Tensor], norm_type: float) -> Tensor:
-    """Returns the norm of this rank's tensors; without elements, one that changes no total norm.
+def _widest_dtype(tensors: Sequence[Tensor]) -> torch.dtype:
+    """Returns a dtype to which those of all tensors can be converted; float32 without tensors."""
+    if not tensors:
+        return torch.float32
+    widest = tensors[0].dtype
+    for tensor in tensors:
+        widest = torch.promote_types(widest, tensor.dtype)
+    return widest
 
-    Torch raises an error for the largest element of an empty tensor, so these are left out.
+
+def _local_norm(local_tensors: Sequence[Tensor], norm_type: float) -> Tensor:
+    """Returns the norm of this rank's tensors, or a neutral value if they have no elements.
+
+    The neutral value does not change the norm over all ranks. It is 0 for a positive norm type, and
+    infinity for a negative one, whose powers (inf ** -2) are 0.
     """
+    # Torch raises an error for the largest element of an empty tensor, so these are left out.
     filled = [tensor for tensor in local_tensors if tensor.numel()]
     if filled:
         return torch.nn.utils.get_total_norm(filled, norm_type)
-
-    # Without elements: for a positive type the largest norm is not less than 0, and 0 ** 2 adds
-    # nothing to a sum. For a negative type the smallest norm is not more than inf, and inf ** -2
-    # is 0.
     return torch.tensor(0.0) if norm_type > 0 else torch.tensor(math.inf)
 
 

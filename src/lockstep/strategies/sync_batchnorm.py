@@ -131,26 +131,15 @@ class SyncBatchNorm(BatchNorm):
         if num_ranks == 1:
             return super().forward(x)
 
-        if num_ranks < 1:  # torch returns -1 on a rank that is not in the group
+        is_member_of_group = num_ranks != -1  # torch returns -1 on other ranks
+        if not is_member_of_group:
             raise UsageError(
                 "SyncBatchNorm over a process group",
                 "this rank is not a member of the group",
                 "pass a group that holds this rank, or process_group=None for all ranks",
             )
 
-        # In an evaluation some ranks may have fewer batches than others, so that not all of them
-        # run this layer, which would wait for them forever.
-        if not torch.is_grad_enabled():
-            # The run blocks collectives in such an evaluation, and says why. The reason is None if
-            # all ranks run this forward pass.
-            reason = blocked_reason()
-            if reason is not None:
-                raise UsageError(
-                    "a model in training mode in an evaluation loop",
-                    f"its BatchNorm would wait for all ranks, but {reason}",
-                    "call model.eval() first; for update_bn give the loader drop_last=True",
-                )
-
+        _check_all_ranks_run_this()
         return self._forward_over_ranks(x, num_ranks)
 
     def _forward_in_eval(self, x: Tensor) -> Tensor:
@@ -177,8 +166,6 @@ class SyncBatchNorm(BatchNorm):
             return self._forward_by_fused_kernels(x, num_ranks)
 
         moments = _global_moments(x, self.process_group)
-
-        # Usually `x` shows that there are values, and `total`, on the device, need not be read.
         if self._no_rank_has_values(x, moments.total, num_ranks):
             return super().forward(x)  # torch's own layer accepts an empty batch
 
@@ -203,16 +190,15 @@ class SyncBatchNorm(BatchNorm):
         # channel. `detach` keeps autograd from recording this, because `FusedNormalize` computes
         # the gradient through the statistics by itself.
         x_is_placeholder = thread_state.computes_placeholder
-        row = fused_batchnorm.make_row(x.detach(), self.eps, has_samples=not x_is_placeholder)
-        rows = _gather_rows(row, group)
-        counts = rows[:, -1]
-
-        # Reading the sum of the counts would wait for the GPU. Usually `_no_rank_has_values` need
-        # not read it, because it sees values in `x`.
+        own_statistics = fused_batchnorm.make_row(
+            x.detach(), self.eps, has_samples=not x_is_placeholder
+        )
+        statistics_of_ranks = _gather_rows(own_statistics, group)
+        counts = statistics_of_ranks[:, -1]
         if self._no_rank_has_values(x, counts.sum(), num_ranks):
             return super().forward(x)  # torch's own layer accepts an empty batch
 
-        mean, invstd = self._combine_and_update_running_stats(rows)
+        mean, invstd = self._combine_and_update_running_stats(statistics_of_ranks)
         output: Tensor = fused_batchnorm.FusedNormalize.apply(  # type: ignore[no-untyped-call]
             x,
             self.weight,
@@ -235,25 +221,28 @@ class SyncBatchNorm(BatchNorm):
         Returns:
             The mean and `1 / sqrt(variance + eps)` of all ranks' samples.
         """
+        # The usual case: one kernel combines the rows and updates the running statistics.
         running_mean = self.running_mean
-        running_var = self.running_var
-        momentum = self.momentum
-
-        # The usual case: one kernel combines the rows and updates the running statistics. The
-        # statistics must have the dtype of the rows, and the kernel needs the weight of this batch,
-        # the momentum, as a Python number. If the momentum is None, the weight is
-        # 1 / `num_batches_tracked`, a tensor on the device.
-        if self.track_running_stats and momentum is not None:
-            if running_mean is not None and running_mean.dtype == rows.dtype:
-                if self.num_batches_tracked is not None:
-                    self.num_batches_tracked.add_(1)
-                return fused_batchnorm.combine_rows(
-                    rows, running_mean, running_var, momentum, self.eps
-                )
+        kernel_can_update = (
+            self.track_running_stats
+            # Without a momentum the weight of this batch is 1 / `num_batches_tracked`, a tensor on
+            # the device, and the kernel needs a Python number.
+            and self.momentum is not None
+            # The kernel needs statistics in the dtype of the rows.
+            and running_mean is not None
+            and running_mean.dtype == rows.dtype
+        )
+        if kernel_can_update:
+            assert self.momentum is not None
+            if self.num_batches_tracked is not None:
+                self.num_batches_tracked.add_(1)
+            return fused_batchnorm.combine_rows(
+                rows, running_mean, self.running_var, self.momentum, self.eps
+            )
 
         # Otherwise the kernel only combines the rows. Without running statistics, its momentum does
         # not matter.
-        mean, invstd = fused_batchnorm.combine_rows(rows, None, None, 0.0, self.eps)
+        mean, invstd = fused_batchnorm.combine_rows(rows, None, None, momentum=0.0, eps=self.eps)
         if self.track_running_stats:
             variance = invstd.double().pow(-2) - self.eps  # invstd = 1 / sqrt(variance + eps)
             counts = rows[:, -1]
@@ -264,8 +253,8 @@ class SyncBatchNorm(BatchNorm):
     def _no_rank_has_values(self, x: Tensor, total: Tensor, num_ranks: int) -> bool:
         """Returns True if no rank has any values. The caller then returns an empty output.
 
-        The number of values on all ranks is only known after waiting for the device. A rank with at
-        least two values per channel knows the answer without waiting.
+        To read `total`, this would have to wait for the device. That is rarely needed: a rank with
+        at least two values per channel knows the answer from `x` alone.
 
         Args:
             x: the input on this rank.
@@ -291,6 +280,23 @@ class SyncBatchNorm(BatchNorm):
 
     def _check_input_dim(self, x: Tensor) -> None:
         check_input(self, x)
+
+
+def _check_all_ranks_run_this() -> None:
+    """Raises UsageError in an evaluation in which some ranks may have fewer batches than others.
+
+    Then not all ranks run this layer, which would wait for them forever.
+    """
+    if torch.is_grad_enabled():
+        return
+    # The run blocks collectives in such an evaluation, and says why.
+    reason_collectives_are_blocked = blocked_reason()
+    if reason_collectives_are_blocked is not None:
+        raise UsageError(
+            "a model in training mode in an evaluation loop",
+            f"its BatchNorm would wait for all ranks, but {reason_collectives_are_blocked}",
+            "call model.eval() first; for update_bn give the loader drop_last=True",
+        )
 
 
 def check_input(layer: BatchNorm, x: Tensor, name: str | None = None) -> None:
@@ -335,14 +341,15 @@ def update_running_stats(layer: BatchNorm, mean: Tensor, variance: Tensor, total
     if layer.num_batches_tracked is not None:
         layer.num_batches_tracked.add_(1)
 
-    # Without momentum and counter, the running statistics never change, as in torch.
-    weight_of_batch: float | Tensor = 0.0
+    weight_of_batch: float | Tensor
     if layer.momentum is not None:
         weight_of_batch = layer.momentum
     elif layer.num_batches_tracked is not None:
         # Without momentum, the running statistics are the mean over all batches. The weight stays a
         # tensor, because reading the number would wait for the device.
         weight_of_batch = 1.0 / layer.num_batches_tracked.double()
+    else:
+        weight_of_batch = 0.0  # the running statistics never change, as in torch
 
     if layer.running_mean is not None:
         _update_running(layer.running_mean, mean, weight_of_batch)
@@ -425,7 +432,8 @@ def _global_moments(x: Tensor, group: dist.ProcessGroup | None) -> _GlobalMoment
     # With n_r values, mean m_r and sum of squared deviations M2_r on rank r (Chan, Golub, LeVeque):
     #   total = sum n_r,  mean = sum n_r * m_r / total
     #   variance = (sum M2_r + sum n_r * (m_r - mean) ** 2) / total
-    total = add_rows_in_tree(counts)[0]
+    # `add_rows_in_tree` adds up over the ranks: from shape (ranks, C) to (C,).
+    total = add_rows_in_tree(counts).squeeze(0)  # from (ranks, 1) to (1,) to ()
     mean = add_rows_in_tree(counts * means) / total
     squares_within_ranks = add_rows_in_tree(sums_of_squares)
     squares_between_ranks = add_rows_in_tree(counts * (means - mean).square())
@@ -453,12 +461,12 @@ def sum_over_ranks(
         tree_sums: adds up in a fixed order; None if the order may depend on the machines.
     """
     # If `sums` is on the device that the backend sends from, `to` does not copy it.
-    totals = sums.to(carrier_device(sums.device, group))
+    device_of_backend = carrier_device(sums.device, group)
+    totals = sums.to(device_of_backend)
     if tree_sums is None:
         routing.all_reduce(totals, group=group)
     else:
-        # This rank contributes one flat tensor. It is the input and also the output of the sum:
-        # `wait` overwrites it with the sum over all ranks.
+        # A sum in place: the flat tensor is this rank's only summand, and gets the result.
         flat = totals.view(-1)
         wait = tree_sums.start([flat], total=flat, scale=1.0)
         wait()
@@ -476,22 +484,23 @@ def _two_pass_moments(x: Tensor) -> _LocalMoments:
     centre = x.sum(all_but_channels(x), dtype=statistics_dtype(x)) / count  # (C,)
     deviations = x - per_channel(centre, x)
 
-    # `_sum_and_sum_of_products(dy, x, mean, invstd)` returns, per channel, the sum of dy and the
-    # sum of dy * (x - mean) * invstd. Here dy and x are the deviations d, mean is 0 and invstd is
-    # 1, which gives the sum of d and the sum of d * d.
-    sum_of_deviations, sum_of_squares = _sum_and_sum_of_products(
-        dy=deviations,
-        x=deviations,
-        mean=torch.zeros_like(centre),
-        invstd=torch.ones_like(centre),
-    )
+    sum_of_deviations, sum_of_squares = _sum_and_sum_of_squares(deviations)
 
-    # Rounding makes `centre` differ from the mean by a small error e, so the deviations add up to
-    # count * e instead of 0. The mean is corrected by e. The sum of squares would be corrected by
-    # count * e * e, which is too small to matter.
-    # The deviations stay those from `centre`, so they are returned together with it.
+    # `centre` is the mean with a small rounding error e, so the deviations add up to count * e. Add
+    # e to get the mean. (The sum of squares is too large by count * e * e, which does not matter.)
     mean = centre + sum_of_deviations.double() / count
     return _LocalMoments(mean, sum_of_squares, _CentredInput(centre, deviations))
+
+
+def _sum_and_sum_of_squares(deviations: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns, per channel, the sum of the deviations d and the sum of d * d.
+
+    They are sums of products dy * (x - mean) * invstd, with d for dy and x, mean 0 and invstd 1.
+    """
+    zeros = deviations.new_zeros(deviations.shape[1])
+    return _sum_and_sum_of_products(
+        dy=deviations, x=deviations, mean=zeros, invstd=torch.ones_like(zeros)
+    )
 
 
 def _sum_and_sum_of_products(
@@ -502,14 +511,18 @@ def _sum_and_sum_of_products(
     They are the gradients of bias and weight of a BatchNorm layer. torch's kernel for its backward
     pass computes only these two, in one pass, if the gradient of `x` is not requested.
     """
-    weight = invstd  # not used for these two, except that the kernel asks for its dtype
-    train = True  # makes the kernel use `mean` and `invstd`, not the running statistics
-    running_mean = None
-    running_var = None
-    eps = 0.0  # not used: `invstd` is given
-    gradients_wanted = [False, True, True]  # of x, weight and bias
+    any_tensor_of_that_dtype = invstd
     _, sum_of_products, sum_of_dy = torch.ops.aten.native_batch_norm_backward(
-        dy, x, weight, running_mean, running_var, mean, invstd, train, eps, gradients_wanted
+        dy,
+        x,
+        any_tensor_of_that_dtype,  # the weight, of which the kernel only looks at the dtype
+        None,  # no running mean,
+        None,  # and no running variance:
+        mean,  # the kernel takes these two,
+        invstd,
+        True,  # as in training
+        0.0,  # eps, which is not used, because `invstd` is given
+        [False, True, True],  # which gradients are wanted: not that of x, weight, bias
     )
 
     return sum_of_dy, sum_of_products
@@ -636,7 +649,8 @@ def _scaled_sum(
 ) -> Tensor:
     """Returns `dy * scale + xhat * factor_of_xhat + constant`, without a temporary tensor.
 
-    `xhat` is `x`, normalised by `mean` and `variance`. All vectors have shape (C,).
+    `xhat` is `x`, normalised by `mean` and `variance`. `dy` and `x` have the shape (N, C, ...);
+    `scale`, `mean`, `variance`, `factor_of_xhat` and `constant` have one number per channel: (C,).
     """
     if not x.numel():
         return torch.zeros_like(x)

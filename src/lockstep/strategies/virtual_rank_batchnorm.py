@@ -57,8 +57,7 @@ def synchronise_batchnorm(module: nn.Module, run: Run, statistics_of: str) -> li
             SyncBatchNorm of the model is restricted to some ranks.
     """
     _check_can_synchronise(module, run)
-    if run.settings.synchronises_batchnorm:
-        convert(module)  # all BatchNorm layers, in place
+    _convert_layers(module, all_layers=run.settings.synchronises_batchnorm)
 
     # Every rank computes one virtual rank, with the same number. Virtual ranks without samples are
     # present in the sums as well, and contribute zeros.
@@ -72,11 +71,6 @@ def synchronise_batchnorm(module: nn.Module, run: Run, statistics_of: str) -> li
     num_synchronised = 0
     num_others = 0
     for layer in module.modules():
-        # Without that option, convert only those layers that are torch's own SyncBatchNorm. Each
-        # becomes an instance of Lockstep's `SyncBatchNorm`.
-        if isinstance(layer, nn.SyncBatchNorm):
-            convert(layer)
-
         if isinstance(layer, SyncBatchNorm):
             layer.tree_sums = tree_sums
             num_synchronised += 1
@@ -94,6 +88,21 @@ def synchronise_batchnorm(module: nn.Module, run: Run, statistics_of: str) -> li
     return choices
 
 
+def _convert_layers(module: nn.Module, *, all_layers: bool) -> None:
+    """Converts layers to Lockstep's `SyncBatchNorm`, in place.
+
+    Args:
+        module: the user's module.
+        all_layers: True for all BatchNorm layers, False for torch's own `SyncBatchNorm` only.
+    """
+    if all_layers:
+        convert(module)
+        return
+    for layer in module.modules():
+        if isinstance(layer, nn.SyncBatchNorm):
+            convert(layer)
+
+
 def _check_can_synchronise(module: nn.Module, run: Run) -> None:
     """Raises SettingError if BatchNorm layers cannot take statistics from all virtual ranks.
 
@@ -107,11 +116,9 @@ def _check_can_synchronise(module: nn.Module, run: Run) -> None:
     settings = run.settings
     assert settings.virtual_ranks is not None
     num_ranks = run.topology.size
-    was_set = f"virtual_ranks={settings.virtual_ranks} with "
+    was_set = f"virtual_ranks={settings.virtual_ranks} with a SyncBatchNorm in the model"
     if settings.sync_batchnorm:
-        was_set += "sync_batchnorm=True"
-    else:
-        was_set += "a SyncBatchNorm in the model"
+        was_set = f"virtual_ranks={settings.virtual_ranks} with sync_batchnorm=True"
 
     if settings.virtual_ranks != num_ranks:
         raise SettingError(
@@ -136,9 +143,11 @@ def _check_can_synchronise(module: nn.Module, run: Run) -> None:
         if not isinstance(layer, SyncBatchNorm | nn.SyncBatchNorm):
             continue
         group = layer.process_group
-        if group is not None and dist.get_world_size(group) != num_ranks:
+        is_restricted_to_some_ranks = group is not None and dist.get_world_size(group) != num_ranks
+        if is_restricted_to_some_ranks:
             raise SettingError(
                 was_set,
+                # The subject is the SyncBatchNorm in the model, which `was_set` names.
                 "it has a process_group of some ranks, whose sums have no place in the tree over "
                 "all virtual ranks",
                 "build it without process_group",

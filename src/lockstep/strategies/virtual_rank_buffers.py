@@ -35,15 +35,15 @@ from lockstep.strategies.sync_batchnorm import SyncBatchNorm
 from lockstep.strategies.virtual_ranks import VirtualRankTree, counts_in_sum
 
 
-class _Copy(NamedTuple):
+class _BufferCopy(NamedTuple):
     """A copy of a buffer."""
 
     buffer: Tensor
     """The original buffer, which the model may have replaced since."""
     write_count: int
     """How often the buffer had been written to when it was copied."""
-    values: Tensor
-    """The values of the buffer when it was copied."""
+    tensor: Tensor
+    """The copy: the values that the buffer had."""
 
 
 class VirtualRankBuffers(Extension):
@@ -114,28 +114,26 @@ class VirtualRankBuffers(Extension):
             if is_of_batchnorm or name in self.averaged:
                 self._with_uncounted_writes.add(name)
 
-        self._at_beginning: dict[str, _Copy] = {}
+        self._copies_at_beginning: dict[str, _BufferCopy] = {}
         """Copies of the buffers from the beginning of the present global batch, by name."""
         self._partial_sums: list[list[Tensor]] = []
         """A stack of partial sums of the averaged buffers, over virtual ranks of this process.
 
         A partial sum is a list with one flat tensor for each dtype of the averaged buffers. See
         `_flatten_results` for what such a tensor contains."""
-        self._values_of_first: dict[str, Tensor] = {}
-        """The buffers that are neither averaged nor counters nor synchronised, as the first virtual
-        rank of this process with samples has left them, by name."""
-        self._has_values_of_first = False
-        """True once `_values_of_first` is complete; it may have no buffers."""
-        self._micro_batch_of_latest: MicroBatch | None = None
+        self._buffers_of_first_virtual_rank: dict[str, Tensor] | None = None
+        """The buffers that are neither averaged nor counters nor synchronised, by name, as the
+        first virtual rank of this process with samples has left them; None until then."""
+        self._first_micro_batch_of_virtual_rank: MicroBatch | None = None
         """The first micro-batch of the virtual rank that was begun last; None before the first
         virtual rank."""
         self._combined_in: StepKey | None = None
         """The optimizer step after which the buffers were combined."""
-        self._must_combine = False
+        self._has_uncombined_buffers = False
         """True from the beginning of a global batch until an optimizer step combines the buffers.
 
-        Until then, they are those of a single virtual rank. Always False if no optimizer trains the
-        module."""
+        Until then, the module has the buffers of a single virtual rank. Always False if no
+        optimizer trains the module."""
         self._present_values: dict[str, Tensor] = {}
         """While a checkpoint is being saved: the present buffers, by name."""
 
@@ -162,74 +160,79 @@ class VirtualRankBuffers(Extension):
         if not self._buffer_owners or not micro_batch.virtual_rank_begins:
             return
 
-        # A micro-batch of the virtual rank that was begun before this one, if there is one.
-        micro_batch_of_finished = self._micro_batch_of_latest
-        self._micro_batch_of_latest = micro_batch
+        # The micro-batch with which the previous virtual rank began, if there was one.
+        previous = self._first_micro_batch_of_virtual_rank
+        self._first_micro_batch_of_virtual_rank = micro_batch
 
-        if micro_batch_of_finished is None or micro_batch.first:
+        if previous is None or micro_batch.first:
             self._begin_global_batch()
         else:
-            self._store_buffers_left_by(micro_batch_of_finished)
+            self._store_buffers_left_by(previous)
             self._restore_buffers(keep_synchronised=True)
 
     def _begin_global_batch(self) -> None:
         """Copies the initial buffers of a global batch, and drops what is left of the previous one.
 
-        If no optimizer has stepped after the previous global batch, its results are not combined.
-        The buffers then still have the values of its last virtual rank, and are restored first.
-        Those of SyncBatchNorm layers are left alone, because all virtual ranks have given them the
-        same values.
+        Buffers of SyncBatchNorm layers are never restored here, because all virtual ranks have
+        given them the same values.
         """
-        if self._must_combine:
+        # If no optimizer has stepped for the previous global batch, the module still has the
+        # buffers of its last virtual rank. Go back to those of its beginning.
+        if self._has_uncombined_buffers:
             self._restore_buffers(keep_synchronised=True)
 
         self._partial_sums.clear()
-        self._forget_first()
+        self._buffers_of_first_virtual_rank = None
         self._copy_buffers()
-        self._must_combine = self._has_optimizer
+        self._has_uncombined_buffers = self._has_optimizer
 
     def after_step(self, optimizer: Optimizer, modules: Sequence[nn.Module]) -> None:
-        """Combines the buffers of all virtual ranks, after the step of the first optimizer."""
-        micro_batch = self._step.micro_batch
-        if self._prepared_module not in modules or micro_batch.virtual_rank is None:
-            return
-        if not self._buffer_owners:
-            return
+        """Combines the buffers of all virtual ranks, after the step of the first optimizer.
 
-        micro_batch_of_last = self._micro_batch_of_latest
-        if micro_batch_of_last is None:  # no virtual rank has begun
+        1. Store the buffers of the last virtual rank, which are still in the module.
+        2. Restore the initial buffers. Those of SyncBatchNorm layers are left alone: they have the
+           values of the global batch already.
+        3. Give averaged buffers their mean, and advance the counters.
+        4. Give all other buffers the values that the first virtual rank of this process has left.
+           (`moving_buffers` compares them between the processes.)
+        """
+        latest = self._first_micro_batch_of_virtual_rank
+        if latest is None or not self._has_buffers_to_combine(modules):
             return
-        if self._combined_in == self._step.key:  # at the step of another optimizer
-            return
-
         self._combined_in = self._step.key
-        self._must_combine = False
+        self._has_uncombined_buffers = False
 
-        # The buffers are still as the last virtual rank has left them. Store its buffers too.
-        self._store_buffers_left_by(micro_batch_of_last)
-
-        # Go back to the initial values, to which the increments of the counters are added below.
-        # Buffers of SyncBatchNorm are left alone: they have the values of the global batch already.
+        self._store_buffers_left_by(latest)
         self._restore_buffers(keep_synchronised=True)
+        self._combine_over_virtual_ranks(self._step.micro_batch.global_samples)
+        self._copy_from_first_virtual_rank()
 
-        # Averaged buffers get the mean over virtual ranks, and counters the increment of virtual
-        # rank 0.
-        self._combine_over_virtual_ranks(micro_batch.global_samples)
+    def _has_buffers_to_combine(self, modules: Sequence[nn.Module]) -> bool:
+        """Returns True if an optimizer step ends a global batch whose buffers are not combined yet.
 
-        # The remaining buffers get the values of the first virtual rank of this process. Other
-        # processes have theirs, which `moving_buffers` compares.
+        Args:
+            modules: the modules that the optimizer trains.
+        """
+        trains_this_module = self._prepared_module in modules
+        is_of_virtual_rank = self._step.micro_batch.virtual_rank is not None
+        is_first_optimizer = self._combined_in != self._step.key
+        has_buffers = len(self._buffer_owners) > 0
+        return trains_this_module and is_of_virtual_rank and is_first_optimizer and has_buffers
+
+    @torch.no_grad()
+    def _copy_from_first_virtual_rank(self) -> None:
+        """Gives buffers the stored values of the first virtual rank of this process."""
+        stored_buffers = self._buffers_of_first_virtual_rank or {}
+        self._buffers_of_first_virtual_rank = None
         buffers = self._buffers()
-        with torch.no_grad():
-            for name, values in self._values_of_first.items():
-                if name in buffers:
-                    buffers[name].copy_(values)
-
-        self._forget_first()
+        for name, stored in stored_buffers.items():
+            if name in buffers:
+                buffers[name].copy_(stored)
 
     def clear_gradients(self) -> None:
         """Restores the initial buffers when the loop has left a global batch early."""
-        if self._must_combine:
-            self._must_combine = False
+        if self._has_uncombined_buffers:
+            self._has_uncombined_buffers = False
             self._restore_buffers()
 
     def saving_begins(self) -> None:
@@ -237,7 +240,7 @@ class VirtualRankBuffers(Extension):
 
         A resumed run begins this global batch again.
         """
-        if not self._must_combine:
+        if not self._has_uncombined_buffers:
             return
         for name, buffer in self._changed_buffers().items():
             self._present_values[name] = buffer.clone()
@@ -250,11 +253,6 @@ class VirtualRankBuffers(Extension):
         for name, values in self._present_values.items():
             buffers[name].copy_(values)
         self._present_values.clear()
-
-    def _forget_first(self) -> None:
-        """Drops the values of the first virtual rank of this process."""
-        self._values_of_first.clear()
-        self._has_values_of_first = False
 
     def _buffers(self) -> dict[str, Tensor]:
         """Returns the present buffers by name. The model may have removed some."""
@@ -269,27 +267,27 @@ class VirtualRankBuffers(Extension):
     def _copy_buffers(self) -> None:
         """Updates the copies of those buffers that may have changed since they were copied."""
         copies = {}
-        outdated_values: list[Tensor] = []
+        tensors_to_overwrite: list[Tensor] = []
         changed_buffers: list[Tensor] = []
         for name, buffer in self._buffers().items():
-            known = self._at_beginning.get(name)
+            known = self._copies_at_beginning.get(name)
             if known is None or known.buffer is not buffer:  # there is no copy of this buffer yet
-                copies[name] = _Copy(buffer, write_count(buffer), buffer.clone())
+                copies[name] = _BufferCopy(buffer, write_count(buffer), tensor=buffer.clone())
             elif self._may_have_changed(name, buffer, known):
                 # The copy keeps its memory, which is overwritten below.
-                copies[name] = _Copy(buffer, write_count(buffer), known.values)
-                outdated_values.append(known.values)
+                copies[name] = _BufferCopy(buffer, write_count(buffer), tensor=known.tensor)
+                tensors_to_overwrite.append(known.tensor)
                 changed_buffers.append(buffer)
             else:
                 copies[name] = known
 
         # Many small copies are faster as one operation.
         if changed_buffers:
-            copy_to_each(outdated_values, changed_buffers)
+            copy_to_each(tensors_to_overwrite, changed_buffers)
 
-        self._at_beginning = copies
+        self._copies_at_beginning = copies
 
-    def _may_have_changed(self, name: str, buffer: Tensor, copy: _Copy) -> bool:
+    def _may_have_changed(self, name: str, buffer: Tensor, copy: _BufferCopy) -> bool:
         """Returns False if a buffer is known to have the same values as its copy."""
         was_replaced = copy.buffer is not buffer
         was_written_to = write_count(buffer) != copy.write_count
@@ -300,7 +298,7 @@ class VirtualRankBuffers(Extension):
         """Returns the buffers that may have changed since the global batch began, by name."""
         changed = {}
         for name, buffer in self._buffers().items():
-            copy = self._at_beginning.get(name)
+            copy = self._copies_at_beginning.get(name)
             if copy is None:
                 continue  # the model has registered the buffer since
             if self._may_have_changed(name, buffer, copy):
@@ -319,29 +317,29 @@ class VirtualRankBuffers(Extension):
         for name, buffer in self._changed_buffers().items():
             # A buffer with a new shape is no statistic, but for example a cache of the model. Such
             # buffers are not restored.
-            has_same_shape = buffer.shape == self._at_beginning[name].values.shape
+            has_same_shape = buffer.shape == self._copies_at_beginning[name].tensor.shape
             if has_same_shape and name not in kept:
                 restored[name] = buffer
 
         if not restored:
             return
 
-        initial_values = {name: self._at_beginning[name].values for name in restored}
+        initial_values = {name: self._copies_at_beginning[name].tensor for name in restored}
         copy_to_each(list(restored.values()), list(initial_values.values()))
 
-        # A buffer is taken for changed if its number of writes differs from `_at_beginning`. The
+        # A buffer is taken for changed if its number of writes differs from that of its copy. The
         # restoring was a write too, so store the new number.
         for name, buffer in restored.items():
-            self._at_beginning[name] = _Copy(buffer, write_count(buffer), initial_values[name])
+            copy = _BufferCopy(buffer, write_count(buffer), tensor=initial_values[name])
+            self._copies_at_beginning[name] = copy
 
     @torch.no_grad()
     def _store_buffers_left_by(self, micro_batch: MicroBatch) -> None:
         """Stores the buffers as a virtual rank has left them, until `after_step` combines them.
 
-        Averaged buffers and counters of batches are added to the sums over virtual ranks. Buffers
-        of SyncBatchNorm layers are left out, because they are equal on all virtual ranks. For any
-        other buffer, only the value of the first virtual rank of this process is kept. DDP keeps
-        that of rank 0.
+        - Averaged buffers and counters of batches are added to the sums over virtual ranks.
+        - Buffers of SyncBatchNorm layers are left out, because all virtual ranks have the same.
+        - Of any other buffer, only the value of this process's first virtual rank is stored.
 
         Args:
             micro_batch: a micro-batch of the virtual rank.
@@ -350,28 +348,40 @@ class VirtualRankBuffers(Extension):
         # check a device. Such results are dropped.
         if not counts_in_sum(micro_batch):
             return
-
-        is_first_virtual_rank = micro_batch.virtual_rank_number == 0
         if self.averaged:
-            flat_tensors = self._flatten_results(is_first_virtual_rank=is_first_virtual_rank)
+            self._add_to_sums(micro_batch)
+        if self._buffers_of_first_virtual_rank is None:
+            self._store_as_first(micro_batch)
 
-            # Put them on the stack of partial sums, then add up the topmost sums as often as the
-            # tree says.
-            num_merges = self._tree.num_merges(micro_batch)
-            push(self._partial_sums, flat_tensors, num_merges, add_to_each)
+    def _add_to_sums(self, micro_batch: MicroBatch) -> None:
+        """Adds the averaged buffers of a virtual rank, and its counters, to the partial sums."""
+        is_virtual_rank_0 = micro_batch.virtual_rank_number == 0
+        flat_tensors = self._flatten_results(is_virtual_rank_0=is_virtual_rank_0)
 
-        # Virtual rank 0 counts even if it has no samples and leaves its buffers as they were. On
-        # other processes such a virtual rank is passed over: its buffers would seem to differ.
-        may_be_kept = is_first_virtual_rank or micro_batch.local_rows > 0
-        if may_be_kept and not self._has_values_of_first:
-            self._has_values_of_first = True
-            # Combined buffers were stored above, and synchronised ones are left out.
-            not_stored_here = [*self.combined_names, *self._synchronised]
-            for name, buffer in self._changed_buffers().items():
-                if name not in not_stored_here:
-                    self._values_of_first[name] = buffer.clone()
+        # Put them on the stack of partial sums, then add up the topmost sums as often as the tree
+        # says.
+        num_merges = self._tree.num_merges(micro_batch)
+        push(self._partial_sums, flat_tensors, num_merges, add_to_each)
 
-    def _flatten_results(self, *, is_first_virtual_rank: bool) -> list[Tensor]:
+    def _store_as_first(self, micro_batch: MicroBatch) -> None:
+        """Stores the other buffers of a virtual rank, if it is the first of this process.
+
+        A virtual rank without samples has changed no buffers, which would seem to differ from those
+        of other processes. So it does not count as the first, unless it is virtual rank 0.
+        """
+        is_virtual_rank_0 = micro_batch.virtual_rank_number == 0
+        may_be_first = is_virtual_rank_0 or micro_batch.local_rows > 0
+        if not may_be_first:
+            return
+
+        stored_elsewhere = [*self.combined_names, *self._synchronised]
+        self._buffers_of_first_virtual_rank = {
+            name: buffer.clone()
+            for name, buffer in self._changed_buffers().items()
+            if name not in stored_elsewhere
+        }
+
+    def _flatten_results(self, *, is_virtual_rank_0: bool) -> list[Tensor]:
         """Packs the averaged buffers of a virtual rank into one flat tensor for each dtype.
 
         The increments of the counters of batches follow in the first tensor, so that they need no
@@ -380,24 +390,37 @@ class VirtualRankBuffers(Extension):
             [mean_0, mean_1, variance_0, variance_1, 1.0]
 
         Args:
-            is_first_virtual_rank: True for virtual rank 0, which decides how far the counters
-                advance. All others put zeros in the place of the increments.
+            is_virtual_rank_0: True for virtual rank 0, which decides how far the counters advance.
+                All others put zeros in the place of the increments.
         """
         buffers = self._buffers()
-        values_of_dtypes: list[list[Tensor]] = []
+        flat_by_dtype: list[list[Tensor]] = []
         for names in self._averaged_by_dtype(buffers):
-            values_of_dtypes.append([buffers[name].reshape(-1) for name in names])
+            flat_by_dtype.append([buffers[name].reshape(-1) for name in names])
 
-        # There is at least one dtype, because this is only called if there are averaged buffers.
-        values_of_first_dtype = values_of_dtypes[0]
-        first_dtype = values_of_first_dtype[0].dtype
+        # There is a first dtype, because this is only called if there are averaged buffers.
+        flat_by_dtype[0] += self._counter_increments(
+            buffers, dtype=flat_by_dtype[0][0].dtype, is_virtual_rank_0=is_virtual_rank_0
+        )
+        return [torch.cat(flat) for flat in flat_by_dtype]
+
+    def _counter_increments(
+        self, buffers: Mapping[str, Tensor], *, dtype: torch.dtype, is_virtual_rank_0: bool
+    ) -> list[Tensor]:
+        """Returns by how much each counter has advanced in this global batch, as flat tensors.
+
+        Args:
+            buffers: the present buffers by name.
+            dtype: the dtype of the result.
+            is_virtual_rank_0: False for other virtual ranks, which return zeros.
+        """
+        increments = []
         for name in self._counters:
-            increment = buffers[name] - self._at_beginning[name].values
-            if not is_first_virtual_rank:
+            increment = buffers[name] - self._copies_at_beginning[name].tensor
+            if not is_virtual_rank_0:
                 increment = torch.zeros_like(increment)
-            values_of_first_dtype.append(increment.reshape(-1).to(first_dtype))
-
-        return [torch.cat(values) for values in values_of_dtypes]
+            increments.append(increment.reshape(-1).to(dtype))
+        return increments
 
     def _averaged_by_dtype(self, buffers: Mapping[str, Tensor]) -> list[list[str]]:
         """Returns the names of the averaged buffers, in one list for each dtype."""
@@ -423,9 +446,11 @@ class VirtualRankBuffers(Extension):
             return
 
         sums = self._tree.sums(num_samples)
+        mean_scale = 1.0 / sums.num_present  # of the virtual ranks that have samples
         buffers = self._buffers()
 
         for dtype_index, names in enumerate(self._averaged_by_dtype(buffers)):
+            # The flat tensors of the first dtype have the increments of the counters at their end.
             averaged = [buffers[name] for name in names]
             counters: list[Tensor] = []
             if dtype_index == 0:
@@ -435,7 +460,7 @@ class VirtualRankBuffers(Extension):
             lengths = [buffer.numel() for buffer in (*averaged, *counters)]
             packed_mean = averaged[0].new_empty(sum(lengths))
             sums_of_dtype = [partial_sum[dtype_index] for partial_sum in self._partial_sums]
-            wait = sums.start(sums_of_dtype, packed_mean, scale=1.0 / sums.num_present)
+            wait = sums.start(sums_of_dtype, packed_mean, scale=mean_scale)
             wait()
 
             # Unpack it: first the means of the averaged buffers, then those of the increments.
@@ -447,8 +472,6 @@ class VirtualRankBuffers(Extension):
 
             copy_to_each(averaged, means)
 
-            # All virtual ranks except number 0 have put zeros in the place of increments. So a mean
-            # increment times the number of virtual ranks is the increment of virtual rank 0.
             _advance_counters(counters, mean_increments, sums.num_present)
 
         self._partial_sums.clear()

@@ -123,7 +123,8 @@ class _BucketGradients(NamedTuple):
         for view, index in zip(self.views, self.indices_in_module, strict=True):
             gradient = gradients_of_module[index]
             if gradient is not None:
-                # Copy the gradient to the place in `flat` that `view` has in the buffer.
+                # Copy the gradient to the place in `flat` that `view` has in the buffer. The view
+                # may have another memory format, such as channels last, so the strides are needed.
                 offset = view.storage_offset() - self.buffer.storage_offset()
                 flat.as_strided(view.shape, view.stride(), offset).copy_(gradient)
         return flat
@@ -171,8 +172,7 @@ class VirtualRankGradients(Extension):
         """Adds the gradients of the previous virtual rank to the sum when another one begins.
 
         When a global batch begins, nothing is left to add: the gradients of the last virtual rank
-        of a process are added in its own backward pass. If the script has cleared the gradients
-        between two virtual ranks, `before_step` raises an error.
+        of a process are added in its own backward pass.
         """
         if micro_batch.virtual_rank is None:  # the script does not use a prepared loader
             return
@@ -187,10 +187,10 @@ class VirtualRankGradients(Extension):
 
         if micro_batch.virtual_rank_begins and previous is not None:
             if self._was_cleared(previous):
-                self._sum_lacks_gradients = True
+                self._sum_lacks_gradients = True  # `before_step` raises an error for it
 
             # The gradients of the previous virtual rank are still in `parameter.grad`.
-            self._push_gradients(previous)
+            self._move_gradients_to_sums(previous)
 
     def backward_begins(self, weighted_loss: Tensor, micro_batch: MicroBatch) -> None:
         """Raises UsageError for a backward pass that cannot be part of the sum."""
@@ -236,7 +236,7 @@ class VirtualRankGradients(Extension):
 
     def _sum_on_one_process(self) -> None:
         """Writes the mean gradient of all virtual ranks to the parameters, on a single process."""
-        self._push_gradients(self._step.micro_batch)
+        self._move_gradients_to_sums(self._step.micro_batch)
         if not self._partial_sums:  # no virtual rank had a gradient that counts
             return
 
@@ -257,18 +257,25 @@ class VirtualRankGradients(Extension):
         """Starts replacing the gradients in a bucket of DDP by those of the global batch.
 
         It is called in the last backward pass of this process. The bucket then has the gradients of
-        this process's last virtual rank, and the stack of partial sums has those of all others.
-
-        The buffer of the bucket is the output of the sum (`total`). It may also be one of the
-        inputs, the partial sums that this process passes on.
+        this process's last virtual rank, and the stack of partial sums has those of all others. The
+        sum over all processes is written to the buffer of the bucket.
 
         Returns:
             A function that waits for the result.
         """
         micro_batch = self._step.micro_batch
         sums = self.tree.sums(micro_batch.global_samples)
-        total = bucket.buffer()
         scale = 1.0 / self.tree.num_virtual_ranks
+        return sums.start(self._partial_sums_with(bucket), bucket.buffer(), scale=scale)
+
+    def _partial_sums_with(self, bucket: dist.GradBucket) -> list[Tensor]:
+        """Returns the partial sums of this process over its virtual ranks, in a bucket's layout.
+
+        If the gradients in the bucket count, its buffer is the last of them.
+        """
+        micro_batch = self._step.micro_batch
+        # They do not count if the process had no virtual rank left to compute, or has repeated one
+        # to check a device.
         bucket_counts = counts_in_sum(micro_batch)
 
         # The usual case: this process has one virtual rank, whose gradients are in the bucket, and
@@ -276,30 +283,40 @@ class VirtualRankGradients(Extension):
         is_only_virtual_rank = not self._partial_sums
         has_listener = len(self._step.extensions.listeners["leaf_gradient"]) > 0
         if is_only_virtual_rank and not has_listener:
-            partial_sums = [total] if bucket_counts else []
-            return sums.start(partial_sums, total, scale=scale)
+            return [bucket.buffer()] if bucket_counts else []
 
-        # The process has no virtual rank left to compute, or has repeated one to check a device. It
-        # passes on the stack, and ignores what is in the bucket.
         gradients = self._gradients_in(bucket)
-        if not bucket_counts:
-            partial_sums = [gradients.copy_with(partial) for partial in self._partial_sums]
-            return sums.start(partial_sums, total, scale=scale)
+        remaining_sums = self._partial_sums
+        if bucket_counts:
+            self._step.extensions.leaf_gradient(micro_batch, gradients.parameters, gradients.views)
+            remaining_sums = self._merge_into_bucket(gradients, micro_batch)
 
-        self._step.extensions.leaf_gradient(micro_batch, gradients.parameters, gradients.views)
+        partial_sums = [gradients.copy_with(partial) for partial in remaining_sums]
+        if bucket_counts:
+            partial_sums.append(bucket.buffer())
+        return partial_sums
 
-        # Merge the topmost partial sums with the bucket, as many as the tree says. For example, the
-        # stack has the sum of the virtual ranks 0 and 1, the bucket has the gradients of 2, and one
-        # merge follows: the sum is added to the bucket, and nothing is left on the stack.
+    def _merge_into_bucket(
+        self, gradients: _BucketGradients, micro_batch: MicroBatch
+    ) -> list[Gradients]:
+        """Adds the topmost partial sums to the gradients in a bucket, as many as the tree says.
+
+        For example, the stack has the sum of the virtual ranks 0 and 1, the bucket has the
+        gradients of 2, and one merge follows: the sum is added to the bucket.
+
+        Args:
+            gradients: the gradients in the bucket.
+            micro_batch: a micro-batch of the virtual rank that they come from.
+
+        Returns:
+            The partial sums that were not added. The stack itself is not changed: the gradients in
+            other buckets are still to be merged with it.
+        """
         num_merges = self.tree.num_merges(micro_batch)
         num_left = len(self._partial_sums) - num_merges
         for partial_sum in reversed(self._partial_sums[num_left:]):
             gradients.add(partial_sum)
-
-        # Pass on the partial sums that are left, in the layout of the bucket, then the bucket.
-        partial_sums = [gradients.copy_with(partial) for partial in self._partial_sums[:num_left]]
-        partial_sums.append(total)
-        return sums.start(partial_sums, total, scale=scale)
+        return self._partial_sums[:num_left]
 
     def _gradients_in(self, bucket: dist.GradBucket) -> _BucketGradients:
         """Returns the gradients in a bucket, which are looked up once for each buffer."""
@@ -311,7 +328,7 @@ class VirtualRankGradients(Extension):
         if known is not None and known.buffer.data_ptr() == buffer.data_ptr():
             return known
 
-        # Torch makes all buckets anew at once, and the first one to arrive has index 0.
+        # Bucket 0 arrives first. If its buffer is unknown, all buckets are new.
         if bucket.index() == 0:
             self._buckets.clear()
 
@@ -322,7 +339,7 @@ class VirtualRankGradients(Extension):
 
         return gradients
 
-    def _push_gradients(self, micro_batch: MicroBatch) -> None:
+    def _move_gradients_to_sums(self, micro_batch: MicroBatch) -> None:
         """Moves the gradients of a virtual rank from the parameters to the partial sums.
 
         If the virtual rank does not count, its gradients are dropped.
@@ -382,7 +399,8 @@ def check_virtual_rank_backward(step: Step, micro_batch: MicroBatch) -> None:
             "virtual_ranks out",
         )
 
-    if step.training_pass.num_backwards:
+    has_earlier_backward = step.training_pass.num_backwards > 0  # of the same micro-batch
+    if has_earlier_backward:
         raise UsageError(
             "several backward passes of a batch with virtual_ranks",
             "the gradients of each virtual rank are added up when its backward pass is over",
@@ -414,8 +432,8 @@ def note_single_sample(error: BaseException | None, micro_batch: MicroBatch) -> 
 
     add_note_once(
         error,
-        _SINGLE_SAMPLE_NOTE,
-        f" {micro_batch.virtual_rank.number} has one of the "
+        beginning=_SINGLE_SAMPLE_NOTE,
+        rest=f" {micro_batch.virtual_rank.number} has one of the "
         f"{micro_batch.global_samples} samples of this batch, and with virtual_ranks each takes "
         "the statistics of its own part. Leave short batches out (drop_last=True), use fewer "
         "virtual ranks, or a larger batch.",

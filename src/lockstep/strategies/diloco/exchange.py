@@ -89,12 +89,9 @@ class Exchange:
             The new quantization errors, and a function that waits until `means` is filled. bf16 has
             no error feedback, and `errors` is returned unchanged.
         """
-        # Pad vectors to a multiple of BLOCK, and to at least one block.
+        # Shape (virtual ranks of this process, length of a vector with its padding).
         length = len(vectors[0])
-        padding = BLOCK if length == 0 else -length % BLOCK
-
-        # Shape (virtual ranks of this process, length + padding).
-        values = F.pad(torch.stack([*vectors]), (0, padding))
+        values = _padded_to_blocks(torch.stack(list(vectors)))
         for row, error in zip(values, errors, strict=True):
             if error is not None:
                 row += error  # a row is a view, so this changes `values`
@@ -114,7 +111,7 @@ class Exchange:
         if rounding_errors is None:
             return errors, wait
 
-        return [*rounding_errors], wait  # one row for each virtual rank
+        return list(rounding_errors), wait  # one row for each virtual rank
 
     def _mean_of_encoded(self, encoded_vectors: Tensor, method: Method, like: Tensor) -> Tensor:
         """Decodes one vector of each virtual rank, and returns their mean.
@@ -190,6 +187,13 @@ class Exchange:
         return finish
 
 
+def _padded_to_blocks(rows: Tensor) -> Tensor:
+    """Appends zeros to each row, up to a multiple of BLOCK, and to at least one block."""
+    length = rows.shape[1]
+    blocks = max(1, ceil_div(length, BLOCK))
+    return F.pad(rows, (0, blocks * BLOCK - length))
+
+
 def _join_columns(own_columns: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     """Joins the columns of a matrix that the ranks of a group hold, in the order of the ranks.
 
@@ -242,10 +246,11 @@ def split_into_fragments(sizes: Sequence[int], num_fragments: int) -> list[list[
         # The previous fragment has at least one tensor.
         lowest = first_tensors[-1] + 1
 
-        # So has this fragment, and each one after it. For example, with 5 tensors and 3 fragments,
-        # fragment 1 begins at tensor 3 at the latest, so that fragment 2 has tensor 4.
-        num_this_and_later = num_fragments - fragment
-        highest = num_tensors - num_this_and_later
+        # This fragment and each one after it have at least one tensor, too. For example, with 5
+        # tensors and 3 fragments, fragment 1 begins at tensor 3 at the latest, so that fragment 2
+        # has tensor 4.
+        fragments_from_here = num_fragments - fragment
+        highest = num_tensors - fragments_from_here
         candidates = range(lowest, highest + 1)
         first_tensors.append(
             min(candidates, key=lambda index: abs(size_before[index] - ideal_size_before))

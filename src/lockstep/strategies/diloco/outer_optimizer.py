@@ -139,12 +139,13 @@ class OuterOptimizer:
             differences = [(shared[index] - weights[index]).reshape(-1) for index in indices]
             vectors.append(torch.cat(differences))
 
-        # What quantization lost of each vector when this fragment was last sent, which is sent now
-        # in addition; None for a virtual rank that has not sent it before.
+        # What quantization lost of each vector when this fragment was last sent; None if it was not
+        # sent before. The call adds these errors to the vectors.
         errors = [self._quantization_errors[n].get(fragment) for n in self._virtual_ranks]
 
-        # The call quantizes the vectors, and returns their new errors. It does not wait for the
-        # exchange: the means are written into `pseudo_gradients` when `wait` is called.
+        # The call quantizes the vectors, and returns their new errors (None for a method that keeps
+        # none). It does not wait for the exchange: the means are written into `pseudo_gradients`
+        # when `wait` is called.
         pseudo_gradients = [torch.empty_like(shared[index]) for index in indices]
         new_errors, wait = self._exchange.start_quantized_means(
             vectors, errors, pseudo_gradients, method
@@ -177,13 +178,7 @@ class OuterOptimizer:
         indices = self._fragments[fragment]
 
         for index, gradient in zip(indices, in_flight.pseudo_gradients, strict=True):
-            update = gradient
-            if self._momentum:
-                if index not in self._velocity:
-                    self._velocity[index] = torch.zeros_like(gradient)
-                velocity = self._velocity[index].mul_(self._momentum).add_(gradient)  # in place
-                update = gradient.add(velocity, alpha=self._momentum)
-
+            update = self._nesterov_update(index, gradient) if self._momentum else gradient
             shared[index].sub_(update, alpha=self._learning_rate)
             for number in self._virtual_ranks:
                 weight = self._weights.values(number)[index]
@@ -193,6 +188,19 @@ class OuterOptimizer:
                     weight.lerp_(shared[index], 1.0 - WEIGHT_OF_OWN_VALUES)
                 else:
                     weight.copy_(shared[index])
+
+    def _nesterov_update(self, index: int, gradient: Tensor) -> Tensor:
+        """Updates the velocity of a parameter, and returns `gradient + momentum * velocity`.
+
+        Args:
+            index: the index of the parameter.
+            gradient: its pseudo-gradient.
+        """
+        if index not in self._velocity:
+            self._velocity[index] = torch.zeros_like(gradient)
+        velocity = self._velocity[index]
+        velocity.mul_(self._momentum).add_(gradient)  # in place
+        return gradient.add(velocity, alpha=self._momentum)
 
     def wait(self) -> None:
         """Waits until the pseudo-gradients of all fragments in flight are complete."""
@@ -219,9 +227,8 @@ class OuterOptimizer:
     def check(self, saved: Mapping[str, Any]) -> None:
         """Raises CheckpointError if the shared state was saved with another number of fragments.
 
-        In a round of DiLoCo the weights are exchanged fragment by fragment. The state has the
-        momentum and the unfinished exchange of each fragment. With another number of fragments,
-        they would contain other parameters.
+        The state has the momentum and the unfinished exchange of each fragment. With another number
+        of fragments, each fragment would have other parameters than its saved momentum.
         """
         num_fragments = len(self._fragments)
         num_saved = saved["fragments"]

@@ -94,13 +94,7 @@ class DiLoCo(DiLoCoOptions, Strategy):
             )
 
         if num_ranks > 1:
-            # The ranks of a row compute the same virtual ranks. For 4 processes and 2 virtual
-            # ranks: [[0, 1], [2, 3]]; for 2 processes and 4 virtual ranks: [[0], [1]].
-            ranks_per_group = max(1, num_ranks // self.replicas)
-            ranks = torch.arange(num_ranks).view(-1, ranks_per_group)
-            open_group(run, SAME_VIRTUAL_RANKS, ranks)  # one group for each row
-            if self.compress:
-                open_group(run, ACROSS_VIRTUAL_RANKS, ranks.T)  # one group for each column
+            self._open_groups(run)
 
         # In these first steps all virtual ranks still train one model.
         run.step.num_common_steps = self.start
@@ -109,6 +103,17 @@ class DiLoCo(DiLoCoOptions, Strategy):
             virtual_ranks=VirtualRanks(count=self.replicas, train_copies=True),
             statistics_group=SAME_VIRTUAL_RANKS,
         )
+
+    def _open_groups(self, run: Run) -> None:
+        """Opens the process groups: of ranks with the same virtual ranks, and across these."""
+        # The ranks of a row compute the same virtual ranks. For 4 processes and 2 virtual ranks:
+        # [[0, 1], [2, 3]]; for 2 processes and 4 virtual ranks: [[0], [1]].
+        num_ranks = run.topology.size
+        ranks_per_group = max(1, num_ranks // self.replicas)
+        ranks = torch.arange(num_ranks).view(-1, ranks_per_group)
+        open_group(run, SAME_VIRTUAL_RANKS, ranks)  # one group for each row
+        if self.compress:
+            open_group(run, ACROSS_VIRTUAL_RANKS, ranks.T)  # one group for each column
 
     @property
     def needs_values(self) -> bool:
@@ -134,25 +139,21 @@ class DiLoCo(DiLoCoOptions, Strategy):
         # The mean running statistics of BatchNorm may not match the weights after an exchange.
         self._warn_of_statistics(module)
 
-        untyped: Any = module  # for attributes and methods without types
-        used_options = self
+        options = self
         if run.settings.uncompressed:
-            used_options = replace(self, compress=None)
-            if self.compress is not None:
-                # `lockstep verify` compares runs without compression. It reads this attribute of a
-                # prepared model, and prints that the user's run differs by choice.
-                untyped.by_choice = f"differences of replicas are sent as {self.compress}"
+            options = self._without_compression(module)
 
-        training = DiLoCoTraining(module, run, used_options)
+        training = DiLoCoTraining(module, run, options)
         module.register_forward_pre_hook(ModuleHook(training.before_forward))
 
         # A state dict has the shared weights. If one is loaded, all virtual ranks begin again with
         # these weights.
-        untyped.register_state_dict_pre_hook(ModuleHook(training.put_shared_values))
-        untyped.register_load_state_dict_pre_hook(ModuleHook(training.forget_virtual_ranks))
+        untyped_module: Any = module  # torch's hooks have no types
+        untyped_module.register_state_dict_pre_hook(ModuleHook(training.put_shared_values))
+        untyped_module.register_load_state_dict_pre_hook(ModuleHook(training.forget_virtual_ranks))
 
         size_bytes = sum(p.numel() * p.element_size() for p in training.parameters)
-        choices += used_options._choices(run.topology.size, size_bytes)
+        choices += options._choices(run.topology.size, size_bytes)
 
         return PreparedModule(
             module=module,
@@ -162,8 +163,24 @@ class DiLoCo(DiLoCoOptions, Strategy):
             virtual_rank_state=training,
         )
 
+    def _without_compression(self, module: nn.Module) -> DiLoCo:
+        """Returns these options without compression, for `lockstep verify`.
+
+        It compares runs without compression. It reads the attribute `by_choice` of a prepared
+        model, and prints that the user's run differs by choice.
+        """
+        if self.compress is not None:
+            untyped_module: Any = module
+            untyped_module.by_choice = f"differences of replicas are sent as {self.compress}"
+        return replace(self, compress=None)
+
     def _choices(self, num_ranks: int, size_bytes: int) -> list[Choice]:
         """Returns the printed lines about the virtual ranks and the exchange.
+
+        For example:
+
+            replicas: 4, train apart; 2 replicas on each process, in turn
+            exchange: every 10 steps, 3.2 MB as int8, applied 2 steps later; outer SGD, rate 0.7
 
         Args:
             num_ranks: the number of processes.
@@ -177,10 +194,10 @@ class DiLoCo(DiLoCoOptions, Strategy):
         else:
             fewest = self.replicas // num_ranks
             most = ceil_div(self.replicas, num_ranks)
-            number = count_noun(fewest, "replica")
+            replicas = count_noun(fewest, "replica")
             if fewest != most:
-                number = f"{fewest} or {most} replicas"
-            where = f"{number} on each process, in turn"
+                replicas = f"{fewest} or {most} replicas"
+            where = f"{replicas} on each process, in turn"
 
         # What is exchanged, and how the outer optimizer applies it.
         exchanged = format_bytes(size_bytes)
@@ -203,18 +220,18 @@ class DiLoCo(DiLoCoOptions, Strategy):
         """Warns if the evaluated weights will not match the running statistics of BatchNorm.
 
         Running statistics become the mean over the virtual ranks. The weights become their mean
-        only with outer_lr=1 and without momentum; otherwise the outer optimizer moves them further.
+        only with outer_lr=1 and without momentum; otherwise they overshoot their mean.
         """
         weights_are_means = self.outer_lr == 1.0 and not self.outer_momentum
         if weights_are_means:
             return
 
         # Layers in evaluation mode (frozen ones) never change their statistics.
-        training_layers = [layer for layer in module.modules() if layer.training]
-        has_statistics = any(
-            getattr(layer, "running_mean", None) is not None for layer in training_layers
+        changes_statistics = any(
+            layer.training and getattr(layer, "running_mean", None) is not None
+            for layer in module.modules()
         )
-        if not has_statistics:
+        if not changes_statistics:
             return
 
         warn(

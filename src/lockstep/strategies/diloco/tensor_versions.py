@@ -39,10 +39,14 @@ class TensorVersions:
         A version that does not exist yet begins as a copy of the shared values.
         """
         if version == self.in_module:
-            return [tensor.data for tensor in self._get_tensors()]
+            return self._values_in_module()
         if version not in self._stored:
             self._stored[version] = [value.clone() for value in self.values(SHARED)]
         return self._stored[version]
+
+    def _values_in_module(self) -> list[Tensor]:
+        """Returns the values that are in the module now."""
+        return [tensor.data for tensor in self._get_tensors()]
 
     def put_in_module(self, version: Version) -> None:
         """Puts the values of a version into the module, and stores the values that were there."""
@@ -53,8 +57,7 @@ class TensorVersions:
         new_values = self.values(version)
 
         # Store the memory that the module has now. It is not copied.
-        values_in_module = self.values(self.in_module)
-        self._stored[self.in_module] = values_in_module
+        self._stored[self.in_module] = self._values_in_module()
 
         # Give the module the memory of the new values.
         for tensor, value in zip(self._get_tensors(), new_values, strict=True):

@@ -124,12 +124,10 @@ class DiLoCoTraining(Extension):
         Raises:
             UsageError: some virtual ranks have not stepped for the previous global batch.
         """
-        begins_global_batch = micro_batch.first
-        if begins_global_batch and self._some_optimizer_stepped:
-            # `_some_optimizer_stepped` would be False if the previous global batch had been
-            # finished. Some optimizer has not stepped for the last virtual rank of that batch. The
-            # script may step this optimizer less often, which is allowed. But if the last
-            # micro-batch was not even reached, the loop was left too early.
+        # `_finish_global_batch` resets `_some_optimizer_stepped`.
+        previous_is_unfinished = micro_batch.first and self._some_optimizer_stepped
+        if previous_is_unfinished:
+            # The loop was left before it reached the last virtual rank.
             if not self._last_micro_batch_began:
                 raise UsageError(
                     "a training loop that was left between the replicas of a global batch",
@@ -138,6 +136,8 @@ class DiLoCoTraining(Extension):
                     "once per global batch, such as world.step",
                 )
 
+            # Otherwise some optimizer has not stepped for the last virtual rank. That is allowed:
+            # the script may step one of its optimizers less often than the others.
             self._finish_global_batch()
 
         self._last_micro_batch_began = micro_batch.last  # of the global batch
@@ -146,7 +146,7 @@ class DiLoCoTraining(Extension):
         if micro_batch.opens_step:
             self._stepped_optimizers.clear()
 
-        self._put_present_values()
+        self._put_values_of_present_virtual_rank()
 
     def before_forward(self) -> None:
         """Chooses the values for a forward pass: those in training, or for evaluation the shared.
@@ -158,10 +158,16 @@ class DiLoCoTraining(Extension):
         if not is_training:
             self.put_shared_values()
         elif not self._all_optimizers_stepped:
-            self._put_present_values()
+            self._put_values_of_present_virtual_rank()
 
     def backward_begins(self, weighted_loss: Tensor, micro_batch: MicroBatch) -> None:
         """Restores the weights of the forward pass, which an evaluation may have replaced since.
+
+        These are the weights of the virtual rank that has its turn.
+
+        Args:
+            weighted_loss: not needed here; all extensions get it.
+            micro_batch: not needed here either.
 
         Raises:
             UsageError: no loader or no optimizer is prepared. The loader says which virtual rank a
@@ -174,7 +180,7 @@ class DiLoCoTraining(Extension):
                 "that has made its step",
                 "train on what world.prepare(model, optimizer, loader) returned",
             )
-        self._put_present_values()
+        self._put_values_of_present_virtual_rank()
 
     def backward_ended(self, micro_batch: MicroBatch) -> None:
         """Averages gradients over ranks, after the last backward pass before a step.
@@ -184,9 +190,8 @@ class DiLoCoTraining(Extension):
         of the same step, is equal on these ranks, so averaging it again does not change it.
 
         Args:
-            micro_batch: the micro-batch that the loss comes from. It is not used, because a loop
-                may call `backward` when it has already got the next micro-batch. The optimizer then
-                steps after the next micro-batch.
+            micro_batch: not used. A loop may have got the next micro-batch already, and the
+                optimizer then steps after that one.
         """
         latest_micro_batch = self._step.micro_batch
         if not latest_micro_batch.closes_step:  # more micro-batches follow before the step
@@ -195,7 +200,7 @@ class DiLoCoTraining(Extension):
         if self._trains_one_model:
             if self._run.topology.size > 1:
                 average_gradients(self.parameters)
-        elif self._group is not None:
+        elif self._group is not None:  # otherwise this rank alone computes the virtual rank
             average_gradients(self.parameters, self._group)
 
     def before_step(self, optimizer: Optimizer, modules: Sequence[nn.Module]) -> None:
@@ -219,7 +224,7 @@ class DiLoCoTraining(Extension):
                 "call optimizer.step() once for each batch of the loader",
             )
 
-        self._put_present_values()
+        self._put_values_of_present_virtual_rank()
 
         # In the first steps of a training, all virtual ranks train one model: one step with the
         # shared weights is made for all of them together. But each of their forward passes has
@@ -252,7 +257,7 @@ class DiLoCoTraining(Extension):
             self._weights.put_in_module(SHARED)
             self._write_counts_of_shared = write_counts(self.parameters)
 
-    def _put_present_values(self) -> None:
+    def _put_values_of_present_virtual_rank(self) -> None:
         """Puts the values of the virtual rank whose micro-batch is computed now into the module.
 
         These are its buffers and, unless the virtual ranks train one model, its weights and
@@ -266,10 +271,13 @@ class DiLoCoTraining(Extension):
         if self._trains_one_model:
             return
 
-        # The shared weights are in the module, and the virtual rank's own weights replace them. If
-        # the user has changed the shared weights by hand in the meantime, the change would be lost.
-        # (A virtual rank without weights of its own begins with a copy of the shared ones.)
-        if self._weights.in_module is SHARED and self._weights.exists(number):
+        # If the virtual rank's own weights replace the shared ones, a change that the user has made
+        # to these by hand would be lost. A virtual rank without weights of its own begins with a
+        # copy of the shared ones, changed or not.
+        own_weights_replace_shared = self._weights.in_module is SHARED and self._weights.exists(
+            number
+        )
+        if own_weights_replace_shared:
             self._check_shared_weights_are_unchanged()
 
         self._weights.put_in_module(number)
@@ -363,9 +371,12 @@ class DiLoCoTraining(Extension):
         """
         every = self._options.every
         to_send: list[int] = []
-        present_step_in_round = (steps_apart - 1) % every + 1  # from 1 to `every`
+        present_step_in_round = (
+            steps_apart - 1
+        ) % every + 1  # in the example 1 to 10, then again 1
         for fragment in range(self._options.fragments):
-            step_in_round = (fragment + 1) * every // self._options.fragments  # from 1 to `every`
+            # In the example, fragment 0 is sent in step 5 of a round, and fragment 1 in step 10.
+            step_in_round = (fragment + 1) * every // self._options.fragments
             if step_in_round == present_step_in_round:
                 to_send.append(fragment)
         return to_send
@@ -407,9 +418,11 @@ class DiLoCoTraining(Extension):
                 buffer.copy_(buffers_of_virtual_ranks[0][index])
                 taken_from_first.append(buffer)
 
+        # The exchange adds the sums up over the ranks, and divides by the number of all virtual
+        # ranks. The results replace the sums.
         wait = self._exchange.start_means(sums_of_differences)
         wait()
-        mean_differences = sums_of_differences  # the sums were replaced in place
+        mean_differences = sums_of_differences
         for buffer, mean_difference in zip(averaged, mean_differences, strict=True):
             buffer.sub_(mean_difference)
 
@@ -431,7 +444,8 @@ class DiLoCoTraining(Extension):
         if self._run.topology.size == 1:
             return
 
-        # The versions of the tensors: those of `SHARED`, and those of each virtual rank's number.
+        # `values` returns one version of the weights or buffers: the shared one, or that of a
+        # virtual rank, which its number identifies.
         shared_weights = self._weights.values(SHARED)
         shared_buffers = self._buffers.values(SHARED)
         yield EqualTensors(
@@ -506,25 +520,15 @@ class DiLoCoTraining(Extension):
             return
 
         self._outer_optimizer.wait()
-        self._outer_optimizer.drop_in_flight()
+        self._outer_optimizer.drop_in_flight()  # these have arrived, and are never applied
         every = self._options.every
         delay = self._options.delay
         steps_apart = self._step.number - self._options.start
+        steps_in_rounds = _steps_in_complete_rounds(steps_apart, every, delay)
 
-        # The virtual ranks exchange their weights in rounds of `every` steps. A round is complete
-        # `delay` steps after its end, when its last fragment is applied. With `every` 10 and
-        # `delay` 2, round 1 (steps 1 to 10) is complete after step 12, and round 2 (steps 11 to
-        # 20) after step 22.
-        num_complete_rounds = max(0, steps_apart - delay) // every
-        steps_in_rounds = num_complete_rounds * every
-
-        # Later steps are missing from the shared weights. If the run ends after step 12, these are
-        # the 2 steps 11 and 12; after step 15, the 5 steps from 11 to 15. The number is negative if
-        # the virtual ranks have not trained apart yet.
+        # The later steps are missing from the shared weights. At the best time to end, `delay`
+        # steps are missing. The number is negative if the virtual ranks have not trained apart yet.
         steps_left = steps_apart - steps_in_rounds
-
-        # Even at the best time to end, after step 12, `delay` steps are left. Warn if there are
-        # more.
         if steps_left <= delay:
             return
 
@@ -549,6 +553,17 @@ class DiLoCoTraining(Extension):
     def _present_buffers(self) -> list[Tensor]:
         """Returns the module's buffers. A forward pass may have replaced some by new tensors."""
         return [getattr(owner, attribute) for owner, attribute in self._buffer_places]
+
+
+def _steps_in_complete_rounds(steps_apart: int, every: int, delay: int) -> int:
+    """Returns how many of the steps that virtual ranks have trained apart are in complete rounds.
+
+    A round of `every` steps is complete `delay` steps after its end, when its last fragment is
+    applied. With `every` 10 and `delay` 2, round 1 (steps 1 to 10) is complete after step 12, and
+    round 2 after step 22. So after 12 to 21 steps apart, the result is 10.
+    """
+    num_complete_rounds = max(0, steps_apart - delay) // every
+    return num_complete_rounds * every
 
 
 def _owner_and_attribute(module: nn.Module, name: str) -> tuple[nn.Module, str]:

@@ -54,7 +54,7 @@ class GlobalBatch:
     """The random seed of its forward passes."""
     calls: list[ModelCall] = field(default_factory=list)
     """The calls of the model so far, one for each micro-batch."""
-    loss_backwards: list[Callable[[], None] | None] = field(default_factory=list)
+    backward_of_given_losses: list[Callable[[], None] | None] = field(default_factory=list)
     """One entry for each call of `world.backward`: a function that runs the backward pass of the
     loss. None if the loss is on another rank, or if its backward pass was run already."""
     boundary_tensors: dict[tuple[int, int], BoundaryTensors] = field(default_factory=dict)
@@ -62,7 +62,7 @@ class GlobalBatch:
     stage and micro-batch."""
     posted_gradients: dict[int, PostedMessage] = field(default_factory=dict)
     """Messages with gradients whose receives were started early, by micro-batch."""
-    average: GradientAverage | None = None
+    gradient_averaging: GradientAverage | None = None
     """Averages the gradients over several pipelines; set by the loss of the last micro-batch."""
 
     def is_ready(self, action: Action) -> bool:
@@ -73,4 +73,4 @@ class GlobalBatch:
         """
         if action.forward:
             return action.micro_batch < len(self.calls)
-        return action.micro_batch < len(self.loss_backwards)
+        return action.micro_batch < len(self.backward_of_given_losses)

@@ -36,8 +36,8 @@ def signature(arguments: Arguments) -> Any:
     other arguments.
     """
     args, kwargs = arguments
-    # A fast path for most calls. Its key differs from the one below, but the same arguments always
-    # take the same path.
+    # A fast path for most calls. Its keys have another form than those below. That does not matter:
+    # arguments of the same kind take the same path.
     if not kwargs and all(isinstance(arg, Tensor) for arg in args):
         return tuple((arg.shape, arg.dtype, arg.requires_grad) for arg in args)
 
@@ -46,10 +46,9 @@ def signature(arguments: Arguments) -> Any:
     for leaf in leaves:
         if isinstance(leaf, Tensor):
             key.append((tuple(leaf.shape), leaf.dtype, leaf.requires_grad))
-        elif isinstance(leaf, int | float | str | bool | None):
-            key.append(leaf)
-        elif isinstance(leaf, tuple):
-            # A tuple of a class that torch does not take apart, such as `torch.Size`.
+        elif isinstance(leaf, int | float | str | bool | tuple | None):
+            # (`tree_flatten` takes most tuples apart, but not those of some classes, such as
+            # `torch.Size`.)
             key.append(leaf)
         else:
             # The attributes of an object of another type may decide about shapes.
@@ -58,7 +57,7 @@ def signature(arguments: Arguments) -> Any:
     return tuple(key)
 
 
-def remember(values: dict[Any, Any], kind: Any, value: Any) -> None:
+def store_in_cache(values: dict[Any, Any], kind: Any, value: Any) -> None:
     """Stores a value for a kind of input, unless the kind is None (unknown).
 
     Args:

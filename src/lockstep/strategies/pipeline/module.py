@@ -98,7 +98,7 @@ class PipelinedModule(ModuleWrapper):
         self._activation_wires = wires.activations
         self._gradient_wires = wires.gradients
         self._output_wires = wires.outputs
-        self._copies: WeakSet[PipelinedModule] = WeakSet([self])
+        self._self_and_copies: WeakSet[PipelinedModule] = WeakSet([self])
         """This module, and the copies of it that the user has made."""
         self._all_parameters = list(self.module.parameters())
         self._global_batch: GlobalBatch | None = None
@@ -150,7 +150,7 @@ class PipelinedModule(ModuleWrapper):
             return False
         if batch.key != self.run.step.key:  # the loop was left in the middle of that global batch
             return False
-        return len(batch.loss_backwards) < len(batch.calls)
+        return len(batch.backward_of_given_losses) < len(batch.calls)
 
     @property
     def has_last_stage(self) -> bool:
@@ -180,9 +180,9 @@ class PipelinedModule(ModuleWrapper):
         batch = self._current_global_batch()
         self._check_call(batch)
 
-        # Calls of the same kind have activations of the same shapes.
-        kind = self._input_kind((args, kwargs), batch.requires_grad)
-        batch.calls.append(ModelCall((args, kwargs), kind))
+        # Calls with inputs of the same kind have activations of the same shapes.
+        input_kind = self._input_kind((args, kwargs), batch.requires_grad)
+        batch.calls.append(ModelCall((args, kwargs), input_kind))
 
         # This call returns after the forward pass of this micro-batch through the last stage of
         # this rank. The schedule may put other actions before it, which are then done as well.
@@ -191,7 +191,7 @@ class PipelinedModule(ModuleWrapper):
         micro_batch = len(batch.calls) - 1
         forward_pass = Action(forward=True, stage=last_stage_here, micro_batch=micro_batch)
 
-        # The last action that is done in this loop is the forward pass, so `output` is its output.
+        # `_do_next_action` returns the output of the action. The last one is the forward pass.
         output = None
         while forward_pass in batch.actions:
             output = self._do_next_action(batch)
@@ -227,12 +227,15 @@ class PipelinedModule(ModuleWrapper):
     def _check_call(self, batch: GlobalBatch) -> None:
         """Raises UsageError if the model is called at the wrong time within a global batch.
 
+        That is the case if the previous call was not followed by `world.backward`, or if the user
+        has switched modes since the global batch began.
+
         Args:
             batch: the global batch, without the present call.
         """
         # Every earlier call must have been followed by `world.backward`. Ranks without the last
         # stage call it as well: their output is NaN, and so is the loss that they compute from it.
-        every_call_has_its_loss = len(batch.calls) == len(batch.loss_backwards)
+        every_call_has_its_loss = len(batch.calls) == len(batch.backward_of_given_losses)
         if not every_call_has_its_loss:
             raise UsageError(
                 "two forward passes with gradients for one world.backward",
@@ -241,10 +244,12 @@ class PipelinedModule(ModuleWrapper):
                 "world.backward even if the loss is NaN, as it always is without the last stage",
             )
 
-        if batch.training is self.training:
-            return
+        has_switched_modes = batch.training is not self.training
+        if has_switched_modes:
+            self._check_has_no_statistics()
 
-        # The user has switched modes. That only matters for layers with running statistics.
+    def _check_has_no_statistics(self) -> None:
+        """Raises UsageError if a layer has running statistics, when the user has switched modes."""
         has_statistics = any(
             getattr(part, "running_mean", None) is not None for part in self.module.modules()
         )
@@ -268,30 +273,33 @@ class PipelinedModule(ModuleWrapper):
         # If all losses were given, this call begins another global batch. A loop that calls the
         # model several times for each batch of the loader does so.
         if batch is not None:
-            all_losses_were_given = len(batch.loss_backwards) == batch.num_micro_batches
-            if all_losses_were_given:
-                self._finish_global_batch(batch)  # sets `_global_batch` to None
+            all_losses_were_given = len(batch.backward_of_given_losses) == batch.num_micro_batches
+            if not all_losses_were_given:
+                return batch
+            self._finish_global_batch(batch)
 
-        if self._global_batch is None:
-            num_micro_batches = self.run.step.micro_batch.num_micro_batches
-            actions = order(
-                self._schedule,
-                position=self.place.position,
-                positions=self.place.num_positions,
-                per_rank=self.place.stages_per_rank,
-                micro_batches=num_micro_batches,
-            )
-            self._global_batch = GlobalBatch(
-                key=self.run.step.key,
-                num_micro_batches=num_micro_batches,
-                actions=deque(actions),
-                # It decides which activations need gradients, so it is part of each `InputKind`.
-                requires_grad=tuple(p.requires_grad for p in self._all_parameters),
-                training=self.training,
-                seed=self._next_seed(),
-            )
-
+        self._global_batch = self._new_global_batch()
         return self._global_batch
+
+    def _new_global_batch(self) -> GlobalBatch:
+        """Returns a global batch of the present step, of which nothing was computed yet."""
+        num_micro_batches = self.run.step.micro_batch.num_micro_batches
+        actions = order(
+            self._schedule,
+            position=self.place.position,
+            positions=self.place.num_positions,
+            per_rank=self.place.stages_per_rank,
+            micro_batches=num_micro_batches,
+        )
+        return GlobalBatch(
+            key=self.run.step.key,
+            num_micro_batches=num_micro_batches,
+            actions=deque(actions),
+            # It decides which activations need gradients, so it is part of each `InputKind`.
+            requires_grad=tuple(p.requires_grad for p in self._all_parameters),
+            training=self.training,
+            seed=self._next_seed(),
+        )
 
     def backward(self, loss: Tensor, precision: Precision, **options: Any) -> None:
         """Takes the loss of the latest forward pass, and does all actions that are possible now.
@@ -313,25 +321,26 @@ class PipelinedModule(ModuleWrapper):
         if self.has_last_stage:
             run_backward = partial(precision.backward, loss, **options)
 
-        # Losses come in the order of the micro-batches, so the first one is that of micro-batch 0.
-        micro_batch = len(batch.loss_backwards)
-        batch.loss_backwards.append(run_backward)
+        # Losses come in the order of the micro-batches, from 0 on.
+        micro_batch = len(batch.backward_of_given_losses)
+        batch.backward_of_given_losses.append(run_backward)
 
         # The next stage will send gradients of this micro-batch. Start receiving them now, even if
         # the backward pass that needs them comes after other actions.
         self._receive_gradients_early(batch, micro_batch)
 
+        # From the last micro-batch on, backward passes send complete gradients to other pipelines.
         is_last = self.run.step.micro_batch.last
         if is_last and self.replica_group is not None:
-            batch.average = GradientAverage(self.replica_group)
+            batch.gradient_averaging = GradientAverage(self.replica_group)
 
         while batch.actions and batch.is_ready(batch.actions[0]):
             self._do_next_action(batch)
 
         if is_last:
             self._finish_global_batch(batch)
-            if batch.average is not None:
-                batch.average.finish()
+            if batch.gradient_averaging is not None:
+                batch.gradient_averaging.finish()
 
     def check_backward_is_done(self) -> None:
         """Raises UsageError if an optimizer steps before `world.backward` was called."""
@@ -340,13 +349,15 @@ class PipelinedModule(ModuleWrapper):
             return
 
         # A global batch of an earlier step was left early by the loop, and will be dropped.
-        belongs_to_this_step = batch.key == self.run.step.key
-        if belongs_to_this_step:
-            raise UsageError(
-                "optimizer.step() before the backward pass of the pipeline",
-                "loss.backward() reaches no further than the stage of this rank",
-                "call world.backward(loss)",
-            )
+        is_of_earlier_step = batch.key != self.run.step.key
+        if is_of_earlier_step:
+            return
+
+        raise UsageError(
+            "optimizer.step() before the backward pass of the pipeline",
+            "loss.backward() reaches no further than the stage of this rank",
+            "call world.backward(loss)",
+        )
 
     def make_moving_buffers_equal(self) -> None:
         """Makes the buffers that forward passes change equal in all pipelines."""
@@ -368,7 +379,7 @@ class PipelinedModule(ModuleWrapper):
         shared = [
             self.run,
             self.place,
-            self._copies,
+            self._self_and_copies,
             self._activation_wires,
             self._gradient_wires,
             self._output_wires,
@@ -384,7 +395,7 @@ class PipelinedModule(ModuleWrapper):
             attributes[not_copied] = None
 
         vars(new_module).update(copy.deepcopy(attributes, memo))
-        self._copies.add(new_module)
+        self._self_and_copies.add(new_module)
         return new_module
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
@@ -407,8 +418,7 @@ class PipelinedModule(ModuleWrapper):
         self.replica_group = None
         self._moving_buffers = None  # this object also refers to the replica group
 
-        # `_copies` contains this module as well.
-        for pipelined in self._copies:
+        for pipelined in self._self_and_copies:
             for part in pipelined.modules():
                 if isinstance(part, SyncBatchNorm | nn.SyncBatchNorm):
                     part.process_group = None
@@ -431,7 +441,8 @@ class PipelinedModule(ModuleWrapper):
             self._run_backward_pass(batch, action)
             return None
 
-        # If another micro-batch follows, a wire may start receiving its tensors early.
+        # If another micro-batch follows, the wire (the connection to the previous stage) may start
+        # receiving its tensors early.
         another_micro_batch_follows = action.micro_batch + 1 < batch.num_micro_batches
         call = batch.calls[action.micro_batch]
         result = self._run_forward_pass(
@@ -441,6 +452,7 @@ class PipelinedModule(ModuleWrapper):
             seed=mix_seed(batch.seed, action.micro_batch),
             another_follows=another_micro_batch_follows,
         )
+        # The backward pass gets gradients of these only.
         sent_with_gradient = [tensor for tensor in result.sent if tensor.requires_grad]
         batch.boundary_tensors[action.stage, action.micro_batch] = BoundaryTensors(
             result.received, sent_with_gradient
@@ -454,8 +466,8 @@ class PipelinedModule(ModuleWrapper):
         """Returns the kind of a call; None if unknown.
 
         Calls of the same kind give activations of the same shapes, so the ranks exchange the shapes
-        only once for each kind. If a kind depends on values, a message begins with a mark that says
-        whether the shapes are really the same.
+        only once for each kind. Calls of a kind that `depends_on_values` may still differ in
+        shapes, so each message between the stages says whether they do.
 
         Args:
             arguments: the arguments of the call.
@@ -471,11 +483,7 @@ class PipelinedModule(ModuleWrapper):
             autocast_dtype = torch.get_autocast_dtype(device_type)
 
         # A forward pass may branch on the values of integers or booleans, such as a padding mask.
-        depends_on_values = False
-        for leaf in pytree.tree_leaves(arguments):
-            if isinstance(leaf, Tensor) and not (leaf.is_floating_point() or leaf.is_complex()):
-                depends_on_values = True
-
+        depends_on_values = any(_is_integer_tensor(leaf) for leaf in pytree.tree_leaves(arguments))
         modes = (self.training, torch.is_grad_enabled(), autocast_dtype)
         key = (arguments_key, modes, requires_grad)
         return InputKind(key, depends_on_values)
@@ -512,7 +520,7 @@ class PipelinedModule(ModuleWrapper):
         self,
         stage: int,
         arguments: Arguments,
-        kind: InputKind | None,
+        input_kind: InputKind | None,
         *,
         seed: int,
         another_follows: bool,
@@ -522,8 +530,8 @@ class PipelinedModule(ModuleWrapper):
         Args:
             stage: the number of the stage.
             arguments: the arguments of the model's forward.
-            kind: the kind of these arguments. If the wires have carried the same kind before, they
-                know the shapes.
+            input_kind: the kind of these arguments. The wires know the shapes of the activations
+                from the first message of the same kind.
             seed: the seed of the random numbers that the stage draws.
             another_follows: True if another micro-batch is certain to follow. Then the wires may
                 start receiving its tensors early.
@@ -533,15 +541,15 @@ class PipelinedModule(ModuleWrapper):
             if stage > 0:
                 source = self.place.rank_of_stage(stage - 1)
                 wire = self._activation_wires[stage - 1]
-                received = wire.receive(source, kind, another_follows=another_follows)
+                received = wire.receive(source, input_kind, another_follows=another_follows)
 
-            sent, output = self._model.run(stage, received, arguments, seed)
-            if sent is not None:
+            to_send, output = self._model.run(stage, received, arguments, seed)
+            if to_send is not None:
                 destination = self.place.rank_of_stage(stage + 1)
                 wire = self._activation_wires[stage]
-                wire.send(sent, destination, kind, another_follows=another_follows)
+                wire.send(to_send, destination, input_kind, another_follows=another_follows)
 
-        return ForwardResult(received or [], sent or [], output)
+        return ForwardResult(received or [], to_send or [], output)
 
     def _run_backward_pass(self, batch: GlobalBatch, action: Action, *, drop: bool = False) -> None:
         """Receives the gradients for a stage, runs its backward pass, and starts sending gradients.
@@ -564,17 +572,7 @@ class PipelinedModule(ModuleWrapper):
             self._model.backward_pass(),
             self._averaging_gradients(batch, action),
         ):
-            # Compute gradients, from the loss or from the gradients of what was sent. If no tensor
-            # that was sent needs a gradient, there is nothing to do.
-            if stage == self.place.last_stage:
-                run_backward = batch.loss_backwards[micro_batch]
-                batch.loss_backwards[micro_batch] = None  # it holds the whole graph of the loss
-                if run_backward is not None and not drop:
-                    run_backward()
-            elif tensors.sent:
-                outputs, gradients = self._receive_gradients(batch, action, tensors.sent)
-                if outputs and not drop:
-                    torch.autograd.backward(outputs, gradients)
+            self._compute_gradients(batch, action, tensors.sent, drop=drop)
 
             # Send the gradients of what was received. The previous stage has sent these tensors, so
             # it knows the shapes and dtypes. For each tensor a mark says whether it has a gradient.
@@ -585,6 +583,29 @@ class PipelinedModule(ModuleWrapper):
                     message.tensors, destination, message.marks
                 )
 
+    def _compute_gradients(
+        self, batch: GlobalBatch, action: Action, sent: list[Tensor], *, drop: bool
+    ) -> None:
+        """Computes the gradients of a stage, from the loss or from those of what the stage sent.
+
+        Args:
+            batch: the global batch.
+            action: the backward pass of the stage.
+            sent: the tensors that the stage sent and that need a gradient. If there are none, there
+                is nothing to do.
+            drop: True to receive gradients without computing anything.
+        """
+        if action.stage == self.place.last_stage:
+            run_backward = batch.backward_of_given_losses[action.micro_batch]
+            # The function holds the whole graph of the loss.
+            batch.backward_of_given_losses[action.micro_batch] = None
+            if run_backward is not None and not drop:
+                run_backward()
+        elif sent:
+            outputs, gradients = self._receive_gradients(batch, action, sent)
+            if outputs and not drop:
+                torch.autograd.backward(outputs, gradients)
+
     @contextmanager
     def _averaging_gradients(self, batch: GlobalBatch, action: Action) -> Iterator[None]:
         """Averages a stage's gradients over the pipelines, if this pass completes them.
@@ -593,15 +614,15 @@ class PipelinedModule(ModuleWrapper):
             batch: the global batch. Its `actions` are those that remain after `action`.
             action: the backward pass that runs inside this context.
         """
-        # With one pipeline `average` is None. With several it is None until `world.backward` was
-        # called for the last micro-batch, because only then it is known what still follows.
-        average = batch.average
-        if average is None or self._another_backward_follows(batch, action.stage):
+        # With one pipeline this is None. With several it is None until `world.backward` was called
+        # for the last micro-batch, because only then it is known what still follows.
+        gradient_averaging = batch.gradient_averaging
+        if gradient_averaging is None or self._another_backward_follows(batch, action.stage):
             yield
             return
 
         parameters = self._model.parameters_of_stage[action.stage]
-        with average.during_backward(parameters):
+        with gradient_averaging.during_backward(parameters):
             yield
 
     def _another_backward_follows(self, batch: GlobalBatch, stage: int) -> bool:
@@ -617,7 +638,7 @@ class PipelinedModule(ModuleWrapper):
         """
         for action in batch.actions:
             is_backward_of_stage = not action.forward and action.stage == stage
-            loss_was_given = action.micro_batch < len(batch.loss_backwards)
+            loss_was_given = action.micro_batch < len(batch.backward_of_given_losses)
             if is_backward_of_stage and loss_was_given:
                 return True
         return False
@@ -626,6 +647,8 @@ class PipelinedModule(ModuleWrapper):
         self, batch: GlobalBatch, action: Action, sent: list[Tensor]
     ) -> tuple[list[Tensor], list[Tensor]]:
         """Receives the gradients of the tensors that a stage has sent to the next stage.
+
+        Their receives may have been posted (started) before. Then this only waits for them.
 
         Args:
             batch: the global batch.
@@ -656,8 +679,7 @@ class PipelinedModule(ModuleWrapper):
     def _receive_gradients_early(self, batch: GlobalBatch, micro_batch: int) -> None:
         """Starts receiving gradients from the next stage, before the backward pass needs them.
 
-        The receives are kept in `batch.posted_gradients`. Nothing is started early over NCCL, where
-        a waiting receive would keep the GPU busy.
+        The receives are kept in `batch.posted_gradients`.
 
         Args:
             batch: the global batch.
@@ -672,7 +694,7 @@ class PipelinedModule(ModuleWrapper):
             return
 
         stage = self.place.stages[0]
-        if self._gradient_wires[stage].posts_early:
+        if self._gradient_wires[stage].receives_can_wait:  # not over NCCL
             # One gradient will arrive for each tensor that was sent to the next stage, in the same
             # shape.
             sent = batch.boundary_tensors[stage, micro_batch].sent
@@ -691,10 +713,9 @@ class PipelinedModule(ModuleWrapper):
         """Ends a global batch: runs remaining backward passes, and waits until all is sent.
 
         Backward passes remain if the loop has left out some micro-batches. For example, the order
-        of a rank is F0 F1 B0 F2 B1 B2 (F forward, B backward), and the loop does not call the model
-        for micro-batch 2. Then F0 F1 B0 are done. The rank does actions in order, so it has not
-        done B1, which is behind F2. This method skips F2 and B2, and does B1. The loops of all
-        ranks leave out the same micro-batches.
+        of a rank is F0 F1 B0 F2 B1 B2 (F forward, B backward), and the loop has left out
+        micro-batch 2. So F2 was never done, and B1 still waits behind it. This method skips F2 and
+        B2, and does B1. The loops of all ranks leave out the same micro-batches.
 
         Args:
             batch: the global batch.
@@ -706,9 +727,8 @@ class PipelinedModule(ModuleWrapper):
             if action.forward:  # the loop has left out its micro-batch
                 continue
 
-            # `loss_backwards` has an entry for each micro-batch whose loss was given. The loop has
-            # left out all later micro-batches.
-            loss_was_given = action.micro_batch < len(batch.loss_backwards)
+            # The loop has left out all micro-batches after the last one whose loss was given.
+            loss_was_given = action.micro_batch < len(batch.backward_of_given_losses)
             if loss_was_given:
                 self._run_backward_pass(batch, action, drop=drop)
 
@@ -740,16 +760,19 @@ class PipelinedModule(ModuleWrapper):
     def _evaluate(self, arguments: Arguments) -> Any:
         """Runs a forward pass without gradients, and returns the model's output on every rank."""
         self._drop_unfinished()  # a global batch of an earlier step, which the loop has left
-        kind = self._input_kind(arguments)
+        input_kind = self._input_kind(arguments)
         seed = self._next_seed()
 
-        # Nothing is received early, because it is not known whether the script evaluates more.
         output = None
         for stage in self.place.stages:
             result = self._run_forward_pass(
-                stage, arguments, kind, seed=seed, another_follows=False
+                stage,
+                arguments,
+                input_kind,
+                seed=seed,
+                another_follows=False,  # it is not known whether the script evaluates more
             )
-            output = result.output
+            output = result.output  # only the model's last stage returns values, others shapes
 
         leaves = pytree.tree_leaves(output)
         tensors_here = [leaf.detach() for leaf in leaves if isinstance(leaf, Tensor)]
@@ -807,3 +830,8 @@ class PipelinedModule(ModuleWrapper):
         # The loop computes a loss from it and may call `loss.backward()`, so it requires a
         # gradient. `expand` repeats the one number without copying it.
         return value.requires_grad_(can_be_nan).expand(tensor.shape)
+
+
+def _is_integer_tensor(leaf: Any) -> bool:
+    """Returns True for a tensor of integers or booleans."""
+    return isinstance(leaf, Tensor) and not (leaf.is_floating_point() or leaf.is_complex())

@@ -137,13 +137,15 @@ class _SimulatedRank:
     def candidates(self, schedule: str) -> list[Action]:
         """Returns the actions that the rank may do next, in order of preference.
 
-        Forward passes are preferred, because the last position waits for them. Under `gpipe`,
-        backward passes begin when all forward passes are done.
+        Forward passes are done in order, so only the next one is a candidate. They are preferred,
+        because the last position waits for them. Under `gpipe`, backward passes begin when all
+        forward passes are done.
         """
         candidates: list[Action] = []
         if self.forward_passes:
             candidates.append(self.forward_passes[0])
-        if schedule == "1f1b" or not self.forward_passes:
+        may_run_backward = schedule == "1f1b" or not self.forward_passes
+        if may_run_backward:
             for action in self.backward_passes:
                 if self._can_start_backward(action):
                     candidates.append(action)
@@ -180,16 +182,13 @@ class _SimulatedRank:
     def do(self, action: Action, tick: int) -> _Finished:
         """Does an action that begins at the given tick, and moves the rank forward in its loop.
 
-        A forward pass takes one tick, a backward pass two. A *meeting point* is a place in the
-        training loop at which all ranks may wait for each other: number 2n is after the call of the
-        model for micro-batch n, and number 2n + 1 after its `world.backward`.
+        A forward pass takes one tick, a backward pass two.
 
         Returns:
             The tick at which the action ends, and the meeting point before which it is done.
         """
-        # This is the next meeting point of the rank, or a later one: a backward pass of micro-batch
-        # 3 needs the loss, so it is done in `world.backward`, between the meeting points 6 and 7.
         done_before = self.meeting_point_of(action)
+        self.meeting_point = self._meeting_point_after(action)
         self.actions.append(action)
         if action.forward:
             self.forward_passes.popleft()
@@ -197,18 +196,18 @@ class _SimulatedRank:
         else:
             self.backward_passes.remove(action)
             self.busy_until = tick + 2
-
-        # After its forward pass through the highest stage of this rank, the call of the model
-        # returns. For micro-batch 3 the rank then reaches meeting point 6 and goes past it, so its
-        # next actions are done before 7. After any other action the rank is still before the same
-        # meeting point.
-        call_of_model_returns = action.forward and action.stage == self.highest_stage
-        if call_of_model_returns:
-            self.meeting_point = done_before + 1
-        else:
-            self.meeting_point = done_before
-
         return _Finished(self.busy_until, done_before)
+
+    def _meeting_point_after(self, action: Action) -> int:
+        """Returns the next meeting point that the rank reaches if it has just done an action.
+
+        With the forward pass through the highest stage of this rank, the call of the model returns,
+        and the rank goes past a meeting point. For micro-batch 3 this is point 6, so the next one
+        is 7. After any other action the rank is still before the same meeting point.
+        """
+        done_before = self.meeting_point_of(action)
+        call_of_model_returns = action.forward and action.stage == self.highest_stage
+        return done_before + 1 if call_of_model_returns else done_before
 
 
 def _interleaved_orders(
@@ -276,13 +275,13 @@ def _pass_gradient_on(
     for. After the backward pass of stage 2, for example, that of stage 1 is added there.
 
     Args:
-        backward_pass: the backward pass, which was done. It used the first gradient of its rank
-            (`_SimulatedRank.candidates` offers no other), unless it started from the loss.
+        backward_pass: the backward pass, which was done.
         ranks: the ranks of the pipeline, by position.
         last_stage: the number of the model's last stage, which starts from the loss instead.
     """
     stage = backward_pass.stage
     if stage < last_stage:
+        # Gradients are used in the order in which they came, so it has used the first one.
         ranks[stage % len(ranks)].backwards_with_gradients.popleft()
 
     if stage > 0:
@@ -329,26 +328,35 @@ def _requirements(
         last_stage: the number of the model's last stage.
         max_under_way: how many micro-batches each rank may have begun and not finished.
     """
-    stage = action.stage
-    micro_batch = action.micro_batch
-    if not action.forward:
-        required = [action._replace(forward=True)]  # the forward pass of the same stage
-        if stage < last_stage:  # the gradients come from the next stage
-            required.append(action._replace(stage=stage + 1))
-        return required
+    if action.forward:
+        return _requirements_of_forward(action, positions, max_under_way)
 
+    required = [action._replace(forward=True)]  # the forward pass of the same stage
+    if action.stage < last_stage:  # the gradients come from the next stage
+        required.append(action._replace(stage=action.stage + 1))
+    return required
+
+
+def _requirements_of_forward(action: Action, positions: int, max_under_way: int) -> list[Action]:
+    """Returns the actions that must be finished before a forward pass; see `_requirements`."""
     required = []
-    if stage > 0:  # the activations come from the stage before
-        required.append(action._replace(stage=stage - 1))
+    if action.stage > 0:  # the activations come from the stage before
+        required.append(action._replace(stage=action.stage - 1))
 
     # Only `max_under_way` micro-batches may be under way at a time. So before the rank begins one
-    # more, it must have finished the one that was begun `max_under_way` before it.
-    if micro_batch >= max_under_way:
-        earlier = micro_batch - max_under_way
-
-        # A rank finishes a micro-batch with the backward pass of its lowest stage. For example, on
-        # 2 positions, stages 1 and 3 are on one rank, whose lowest stage is 3 % 2 = 1.
-        lowest_stage = stage % positions
+    # more, it must have finished the one that was begun `max_under_way` before it. It does so with
+    # the backward pass of its lowest stage.
+    if action.micro_batch >= max_under_way:
+        earlier = action.micro_batch - max_under_way
+        lowest_stage = _lowest_stage_of_rank(action.stage, positions)
         required.append(Action(forward=False, stage=lowest_stage, micro_batch=earlier))
 
     return required
+
+
+def _lowest_stage_of_rank(stage: int, positions: int) -> int:
+    """Returns the lowest stage of the rank that has a given stage.
+
+    For example, on 2 positions the stages 1, 3 and 5 are on one rank, whose lowest stage is 1.
+    """
+    return stage % positions

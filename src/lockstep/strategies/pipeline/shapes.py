@@ -90,7 +90,7 @@ def shape_of(tensor: Tensor) -> Tensor:
 
 def copy_to_meta(module: nn.Module) -> nn.Module:
     """Returns a copy of a module on the meta device, which only computes shapes."""
-    # `deepcopy` replaces an object by the one that is found here under its `id`.
+    # `deepcopy` replaces an object by what is found here under its `id`, even if that is None.
     memo: dict[int, Any] = {}
     for parameter in module.parameters():
         on_meta = parameter.detach().to("meta")

@@ -66,7 +66,7 @@ def units(module: nn.Module) -> list[str]:
 
 
 def _find_units(name: str, module: nn.Module, blocks: list[str]) -> list[tuple[str, nn.Module]]:
-    """Divides a module into units, with or without state; returns their names and modules.
+    """Divides a module into units; returns their names and modules.
 
     Args:
         name: the name of the module in the model.
@@ -81,7 +81,8 @@ def _find_units(name: str, module: nn.Module, blocks: list[str]) -> list[tuple[s
     # call its submodules in an order of its own, so it stays whole.
     is_whole_model = name == ""
     is_container = isinstance(module, _CONTAINERS)
-    prefix = "" if is_whole_model else f"{name}."  # of the names of all its submodules
+    # The names of all blocks inside of this module begin with its prefix.
+    prefix = "" if is_whole_model else f"{name}."
     contains_blocks = any(block.startswith(prefix) for block in blocks)
     if not (is_whole_model or is_container or contains_blocks):
         return [(name, module)]
@@ -166,23 +167,32 @@ def _assign_stages(name: str, module: nn.Module, stage: int, result: Split) -> i
     Returns:
         The stage in which the module ends.
     """
-    prefix = f"{name}." if name else ""  # "" for the whole model, in which all cuts are
-    has_cuts_inside = any(cut.startswith(prefix) for cut in result.cuts)
-    if not has_cuts_inside:
+    if not _has_cuts_inside(name, result.cuts):
         if _has_state(module):
             result.pieces[name] = stage
         return stage
 
+    prefix = f"{name}." if name else ""
     for parameter_name, _ in module.named_parameters(recurse=False):
         result.loose_parameters[f"{prefix}{parameter_name}"] = stage
 
     for child_name, child in _direct_children(module):
         child_path = f"{prefix}{child_name}"
-        if child_path in result.cuts:
+        child_begins_next_stage = child_path in result.cuts
+        if child_begins_next_stage:
             stage += 1
+        # The child may have cuts inside. Then it ends, and the next child begins, in a later stage.
         stage = _assign_stages(child_path, child, stage, result)
 
     return stage
+
+
+def _has_cuts_inside(name: str, cuts: Sequence[str]) -> bool:
+    """Returns True if a stage begins at a submodule of the module with this name."""
+    is_whole_model = name == ""
+    if is_whole_model:
+        return len(cuts) > 0
+    return any(cut.startswith(f"{name}.") for cut in cuts)
 
 
 def _direct_children(module: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -231,10 +241,10 @@ def _has_state(module: nn.Module) -> bool:
     return False
 
 
-def balanced(costs: Sequence[float], parts: int) -> list[int]:
+def balanced_cuts(costs: Sequence[float], parts: int) -> list[int]:
     """Divides a list into contiguous parts so that the most expensive part is as cheap as possible.
 
-    For example, `balanced([1, 1, 1, 3], 2)` is `[3]`: the parts are `[1, 1, 1]` and `[3]`.
+    For example, `balanced_cuts([1, 1, 1, 3], 2)` is `[3]`: the parts are `[1, 1, 1]` and `[3]`.
 
     Args:
         costs: the costs of the items, in order.

@@ -45,7 +45,7 @@ from lockstep.distributed.torch_compat import (
 )
 from lockstep.errors import UsageError
 from lockstep.strategies.deferred_model import with_memory
-from lockstep.strategies.pipeline.input_kind import Arguments, remember, signature
+from lockstep.strategies.pipeline.input_kind import Arguments, signature, store_in_cache
 from lockstep.strategies.pipeline.shapes import (
     Shape,
     copy_to_meta,
@@ -88,7 +88,7 @@ class StagedModel:
         self._device = device
         self._cuts = split.cuts
         self._last_stage = len(split.cuts)
-        self.gone = _move_to_stages(module, split, frozenset(stages), device)
+        self.parameters_on_other_ranks = _move_to_stages(module, split, frozenset(stages), device)
         """Parameters that are on other ranks now, and the parameters without values that replaced
         them."""
         self.parameters_of_stage = _parameters_of_stages(module, split, stages)
@@ -116,20 +116,18 @@ class StagedModel:
             return
 
         stage_is_here = stage in stages
-
-        # If the piece's stage is elsewhere, the piece itself computes the shapes. If this process
-        # runs this stage and others, a copy computes them. If it runs only this one, nothing does.
-        shape_forward = _make_shape_forward(
-            piece, stage_is_here=stage_is_here, num_stages=len(stages)
-        )
+        if not stage_is_here:  # then the piece itself computes shapes, and nothing else
+            skip_normalisation(piece)
         forward = _PieceForward(
-            self,
-            name,
-            stage,
-            is_first_of_stage,
-            stage_is_here,
-            piece.forward,
-            shape_forward,
+            model=self,
+            name=name,
+            stage=stage,
+            is_first_of_stage=is_first_of_stage,
+            stage_is_here=stage_is_here,
+            __wrapped__=piece.forward,
+            shape_forward=_shape_forward_of(
+                piece, stage_is_here=stage_is_here, num_stages=len(stages)
+            ),
         )
         piece.forward = forward
         if is_first_of_stage:
@@ -160,14 +158,10 @@ class StagedModel:
         args, kwargs = arguments
         gpus = [self._device] if self._device.type == "cuda" else []
         try:
-            # Before and after the stage, shapes are computed instead of values, in a context that
-            # `stage_run` enters in the ExitStack `shape_contexts`. It leaves the context when the
-            # stage begins. A context that is still entered at the end is left by the ExitStack.
-            with torch.random.fork_rng(gpus), stage_run.shape_contexts:
+            with torch.random.fork_rng(gpus):
                 seed_streams(seed, self._device)
-                if stage > 0:  # only stage 0 computes values from the start of the forward pass
-                    stage_run.begin_shapes()
-                output = self.module(*args, **kwargs)
+                with stage_run.computing_shapes_outside_stage():
+                    output = self.module(*args, **kwargs)
         except RuntimeError as error:
             # The model has used the value of a shape, or mixed shapes and values. The message of
             # torch is then, for example, "Tensor.item() cannot be called on meta tensors".
@@ -190,24 +184,26 @@ class StagedModel:
         """
         stage = stage_run.stage
 
-        # The name of the piece with which each stage begins. `self._cuts` has none for stage 0,
-        # which begins with the forward pass.
-        first_pieces = ["", *self._cuts]
-
         # Every stage except the last one ends where the next stage begins.
         if stage < self._last_stage:
             next_stage = stage + 1
             if not stage_run.has_ended:
-                raise _not_called_error(first_pieces[next_stage], next_stage)
+                raise _not_called_error(self._first_piece_of(next_stage), next_stage)
             return
 
-        # The last stage computes values from its first piece to the end of the forward pass.
-        if not stage_run.computes_values:
-            raise _not_called_error(first_pieces[stage], stage)
+        # The last stage computes values from its first piece on, still at the end of the forward
+        # pass.
+        has_begun = stage_run.computes_values
+        if not has_begun:
+            raise _not_called_error(self._first_piece_of(stage), stage)
 
         for leaf in pytree.tree_leaves(output):
             if isinstance(leaf, Tensor) and leaf.is_meta:
                 raise _uses_other_stage_error(stage)
+
+    def _first_piece_of(self, stage: int) -> str:
+        """Returns the name of the piece with which a stage begins, except for stage 0."""
+        return self._cuts[stage - 1]
 
     @contextmanager
     def backward_pass(self) -> Iterator[None]:
@@ -243,8 +239,20 @@ class StageRun:
     """
     computes_values: bool = True
     """True while values are computed, False while shapes are computed."""
-    shape_contexts: ExitStack = field(default_factory=ExitStack)
+    _shape_contexts: ExitStack = field(default_factory=ExitStack)
     """Holds the context in which shapes are computed, while it is entered."""
+
+    @contextmanager
+    def computing_shapes_outside_stage(self) -> Iterator[None]:
+        """A context for the forward pass, in which shapes are computed before and after the stage.
+
+        `begin_values` and `end` tell where the stage begins and ends.
+        """
+        with self._shape_contexts:  # leaves, at the end, the context of shapes if it is entered
+            # Only stage 0 computes values from the start of the forward pass.
+            if self.stage > 0:
+                self._begin_shapes()
+            yield
 
     @property
     def has_ended(self) -> bool:
@@ -266,14 +274,15 @@ class StageRun:
         Returns:
             The arguments, with the received tensors in place of the shapes.
         """
-        self.shape_contexts.close()  # leaves the context in which shapes are computed
+        self._shape_contexts.close()  # leaves the context in which shapes are computed
         self.computes_values = True
 
         # A received tensor that needs a gradient is a leaf of the autograd graph, and torch does
         # not allow in-place operations on leaves. The model may use some, so it gets the result of
         # an identity function instead.
+        assert self.received is not None  # only stage 0 receives nothing, and it begins otherwise
         tensors: list[Tensor] = []
-        for tensor in self.received or ():
+        for tensor in self.received:
             if tensor.requires_grad:
                 tensor = _ReceivedTensor.apply(tensor)  # type: ignore[no-untyped-call]
             tensors.append(tensor)
@@ -287,7 +296,8 @@ class StageRun:
                 "build the arguments of the stage's first submodule in the same way on all ranks",
             )
 
-        # Replace each shape by the next received tensor.
+        # Replace each shape by the next received tensor: `end` sends them in the order of the
+        # leaves.
         remaining = iter(tensors)
         filled: Arguments = pytree.tree_map_only(Tensor, lambda _: next(remaining), arguments)
         return filled
@@ -301,12 +311,12 @@ class StageRun:
         self.sent = [leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, Tensor)]
         if any(tensor.is_meta for tensor in self.sent):
             raise _uses_other_stage_error(self.stage)
-        self.begin_shapes()
+        self._begin_shapes()
 
-    def begin_shapes(self) -> None:
+    def _begin_shapes(self) -> None:
         """Starts computing shapes instead of values."""
         self.computes_values = False
-        self.shape_contexts.enter_context(only_shapes(self.device))
+        self._shape_contexts.enter_context(only_shapes(self.device))
 
 
 @dataclass(eq=False)
@@ -324,7 +334,7 @@ class _PieceForward:
     """The original forward of the piece."""
     shape_forward: Callable[..., Any] | None
     """A forward that computes shapes; None if this process runs no other stage."""
-    output_of_kind: dict[Any, Any] = field(default_factory=dict)
+    cached_outputs: dict[Any, Any] = field(default_factory=dict)
     """The shapes of the output that were computed so far, by the kind of input."""
 
     @never_compiled  # the original forward may be compiled by itself
@@ -358,9 +368,8 @@ class _PieceForward:
         """Begins or ends the running stage if the call of this piece is where it begins or ends.
 
         It is called before the piece runs: as a forward pre-hook if the piece is the first of its
-        stage, and otherwise by `__call__`. A stage computes values from the call of its own first
-        piece to the call of the next stage's first piece. Before and after that, it computes
-        shapes.
+        stage, and otherwise by `__call__`. The running stage computes shapes, then values from its
+        own first piece to the first piece of the next stage, and then shapes again.
 
         Returns:
             The arguments for the piece.
@@ -368,49 +377,57 @@ class _PieceForward:
         stage_run = self.model.stage_run
         if stage_run is None:  # no stage is running, for example in the backward pass
             return args, kwargs
-
-        # Case 1: the piece belongs to the running stage. Values are computed already if an earlier
-        # piece of the stage was called, and in stage 0, which computes values from the start of the
-        # forward pass. Otherwise this must be the piece with which the stage begins.
         if self.stage == stage_run.stage:
-            # From the stage's first call of a piece on, it draws random numbers of its own.
-            stage_run.use_own_seed()
-            if stage_run.computes_values:
-                return args, kwargs
-            if self.is_first_of_stage and not stage_run.has_ended:
-                return stage_run.begin_values((args, kwargs))
-            raise _out_of_order_error(self.name, self.stage)
+            return self._before_own_stage(stage_run, (args, kwargs))
+        return self._before_other_stage(stage_run, (args, kwargs))
 
-        # Case 2: the piece belongs to another stage, and the running one has not begun or has
-        # ended.
+    def _before_own_stage(self, stage_run: StageRun, arguments: Arguments) -> Arguments:
+        """Begins the running stage, which is that of this piece, at its first piece.
+
+        Returns:
+            The arguments for the piece.
+        """
+        stage_run.use_own_seed()  # does nothing if an earlier piece of the stage was called
+        # An earlier piece of the stage was called, or this is stage 0, which computes values from
+        # the start of the forward pass.
+        has_begun = stage_run.computes_values
+        if has_begun:
+            return arguments
+        if self.is_first_of_stage and not stage_run.has_ended:
+            return stage_run.begin_values(arguments)
+        raise _out_of_order_error(self.name, self.stage)
+
+    def _before_other_stage(self, stage_run: StageRun, arguments: Arguments) -> Arguments:
+        """Ends the running stage if this piece, of another stage, is the first of the next stage.
+
+        Returns:
+            The arguments for the piece.
+        """
+        # The running stage has not begun, or has ended.
         if not stage_run.computes_values:
-            return args, kwargs
+            return arguments
 
-        # Case 3: the piece belongs to another stage while values are computed. It must be the one
-        # with which the next stage begins; the running stage ends here.
         is_of_next_stage = self.stage == stage_run.stage + 1
         if self.is_first_of_stage and is_of_next_stage:
-            stage_run.end((args, kwargs))
-            return args, kwargs
-
+            stage_run.end(arguments)
+            return arguments
         raise _out_of_order_error(self.name, self.stage)
 
     def _output_shapes(self, arguments: Arguments) -> Any:
         """Returns the shapes of the piece's output, computed once for each kind of input."""
-        # Shapes are only needed while another stage than the piece's own runs. If this process runs
-        # another stage, `_make_shape_forward` has made a function that computes shapes.
+        # Shapes are only needed while another stage than the piece's own runs.
         assert self.shape_forward is not None
 
         # Reading attributes of a `Shape`, a subclass of Tensor, is slow without this context.
         with DisableTorchFunctionSubclass():
             kind = signature(arguments)  # None if unknown: then nothing is remembered
 
-        if kind is not None and kind in self.output_of_kind:
-            return self.output_of_kind[kind]
+        if kind is not None and kind in self.cached_outputs:
+            return self.cached_outputs[kind]
 
         args, kwargs = pytree.tree_map_only(Tensor, shape_of, arguments)
         output = self.shape_forward(*args, **kwargs)
-        remember(self.output_of_kind, kind, output)
+        store_in_cache(self.cached_outputs, kind, output)
         return output
 
 
@@ -441,10 +458,11 @@ def _move_to_stages(
         The parameters whose values are on other ranks now: the original parameters, and those on
         the meta device that replaced them.
     """
-    gone: list[nn.Parameter] = []
+    parameters_on_other_ranks: list[nn.Parameter] = []
     for module_name, part in module.named_modules():
         parameters_here: list[nn.Parameter] = []
         parameters_elsewhere: list[tuple[str, nn.Parameter]] = []
+        # `attribute` is the name of a parameter or buffer in its module.
         for attribute, parameter in part.named_parameters(recurse=False, remove_duplicate=False):
             path = f"{module_name}.{attribute}" if module_name else attribute
             if split.stage_of(path) in stages:
@@ -456,21 +474,25 @@ def _move_to_stages(
 
         # A parameter on the meta device takes the place of one that is on another rank.
         for attribute, parameter in parameters_elsewhere:
-            gone.append(parameter)
+            parameters_on_other_ranks.append(parameter)
             if not parameter.is_meta:  # it is already if the model was built on the meta device
                 meta_parameter = nn.Parameter(shape_of(parameter), parameter.requires_grad)
                 part.register_parameter(attribute, meta_parameter)
-                gone.append(meta_parameter)
+                parameters_on_other_ranks.append(meta_parameter)
 
         # A module that a cut goes through belongs to no stage, and all ranks need its buffers.
         stage = split.stage_of(module_name)
         stage_is_here = stage is None or stage in stages
         buffers = part.named_buffers(recurse=False, remove_duplicate=False)
         for attribute, buffer in list(buffers):
-            # `buffers` of `members` is the dict in which the module keeps its buffers.
-            members(part).buffers[attribute] = buffer.to(device if stage_is_here else "meta")
+            _replace_buffer(part, attribute, buffer.to(device if stage_is_here else "meta"))
 
-    return gone
+    return parameters_on_other_ranks
+
+
+def _replace_buffer(part: nn.Module, attribute: str, buffer: Tensor) -> None:
+    """Replaces a buffer of a module, without changing whether state dicts contain it."""
+    members(part).buffers[attribute] = buffer  # the dict in which the module keeps its buffers
 
 
 def _move_to_device(
@@ -499,7 +521,7 @@ def _move_to_device(
         convert_tensors(part, give_memory, recurse=False)
 
 
-def _make_shape_forward(
+def _shape_forward_of(
     piece: nn.Module, *, stage_is_here: bool, num_stages: int
 ) -> Callable[..., Any] | None:
     """Returns the forward with which this process computes the shapes of a piece's output.
@@ -512,16 +534,12 @@ def _make_shape_forward(
     - Its stage is one of several of this process. While another one of them runs, the shapes are
       computed by a copy of the piece on the meta device, because the piece itself holds values.
 
-    Where shapes are computed, normalisation layers must not read their statistics, which have no
-    values, or wait for other ranks.
-
     Args:
-        piece: the piece, before its forward is replaced. It is changed in the first case.
+        piece: the piece, before its forward is replaced.
         stage_is_here: True if this process runs the stage of the piece.
         num_stages: the number of stages that this process runs.
     """
     if not stage_is_here:
-        skip_normalisation(piece)
         return piece.forward
 
     if num_stages == 1:

@@ -45,7 +45,7 @@ from lockstep.strategies.base import (
 )
 from lockstep.strategies.pipeline.module import PipelinedModule, Wires
 from lockstep.strategies.pipeline.place import PipelinePlace
-from lockstep.strategies.pipeline.split import Split, balanced, split, units
+from lockstep.strategies.pipeline.split import Split, balanced_cuts, split, units
 from lockstep.strategies.pipeline.stage import StagedModel
 from lockstep.strategies.pipeline.training import PipelineSteps
 from lockstep.strategies.pipeline.unit_costs import UnitCosts, measure
@@ -196,12 +196,15 @@ class Pipeline(Strategy):
 
         # The model must not refer to removed parameters any more, since that would keep all of the
         # user's model in memory.
-        gone = model.gone
-        model.gone = []
+        parameters_on_other_ranks = model.parameters_on_other_ranks
+        model.parameters_on_other_ranks = []
         return PreparedModule(
             module=pipelined,
             choices=choices,
-            replaced_parameters=[(parameter, None) for parameter in gone],  # None: on other ranks
+            replaced_parameters=[
+                (parameter, None)  # None: the values are on other ranks
+                for parameter in parameters_on_other_ranks
+            ],
             may_unfreeze=True,
             zero_grad_misses_gradients=True,
             gradients_after_backward=True,
@@ -268,11 +271,16 @@ class Pipeline(Strategy):
             device = local_parameters[0].device
 
         # Every pipeline has all stages, so a gradient is on as many ranks as there are pipelines.
-        # The option `stages` is the number of ranks in a pipeline, although each rank may have
-        # several stages of the model (`interleave`). By default all ranks are in one pipeline.
-        ranks_per_pipeline = self.stages or num_ranks
-        num_pipelines = num_ranks // ranks_per_pipeline
+        num_pipelines = num_ranks // self._ranks_per_pipeline(num_ranks)
         return norm_over_ranks(gradients, norm_type, device, copies=num_pipelines)
+
+    def _ranks_per_pipeline(self, num_ranks: int) -> int:
+        """Returns the number of ranks in a pipeline, by default all ranks.
+
+        The user's option for it is called `stages`, although each rank may have several stages of
+        the model (`interleave`).
+        """
+        return self.stages or num_ranks
 
     def _num_micro_batches(self, run: Run) -> int:
         """Returns the number of micro-batches in a global batch.
@@ -296,21 +304,19 @@ class Pipeline(Strategy):
         if from_settings is not None:
             return from_settings
 
+        # Nothing was set. The number follows from the number of samples if `micro_batch_size` is
+        # set, and one process has no other stages to keep busy.
         num_positions = self._num_positions(run.topology)
-        if run.settings.micro_batch_size:
-            number = 1  # a lower bound: the number will follow from the number of samples
-        elif num_positions == 1:
-            number = 1  # one process has no other stages to keep busy
-        else:
-            number = MICRO_BATCHES_PER_STAGE * num_positions
-
-        return max(number, run.settings.min_micro_batches)
+        default = MICRO_BATCHES_PER_STAGE * num_positions
+        if run.settings.micro_batch_size or num_positions == 1:
+            default = 1
+        return max(default, run.settings.min_micro_batches)  # which only raises the default
 
     def _num_positions(self, topology: Topology) -> int:
         """Returns the number of ranks in a pipeline."""
         if topology.size == 1:
             return 1
-        return self.stages or topology.size
+        return self._ranks_per_pipeline(topology.size)
 
     def _place(self, topology: Topology) -> PipelinePlace:
         """Returns the place of this rank in the pipelines."""
@@ -336,15 +342,15 @@ class Pipeline(Strategy):
             gradients.append(open_group(run, name, ranks_of_pipelines))
 
         # Over Gloo receives are posted early, so tags must tell the messages of a group apart.
-        # Activations and outputs have one group: with `n` cuts, activations have the tags 0 to
-        # n - 1, and outputs have the tags n to 2 n - 1.
+        # Outputs use the group of the activations.
         num_cuts = place.last_stage  # stages count from 0, and each except stage 0 begins at a cut
         wires = Wires([], [], [])
         for cut in range(num_cuts):
             group = gradients[place.gradient_group(cut)]
+            tag_of_output = num_cuts + cut
             wires.activations.append(Wire(activations, run.device, tag=cut))
             wires.gradients.append(Wire(group, run.device, tag=cut))
-            wires.outputs.append(Wire(activations, run.device, tag=num_cuts + cut))
+            wires.outputs.append(Wire(activations, run.device, tag=tag_of_output))
 
         return wires
 
@@ -366,8 +372,9 @@ class Pipeline(Strategy):
             group = open_group(run, "alone", one_rank_per_row)
 
         for layer in layers:
-            # Turn torch's own SyncBatchNorm into Lockstep's, in place. Torch's layer works neither
-            # on CPUs nor on the meta device, where the pipeline computes shapes of other stages.
+            # Torch's own layer (`nn.SyncBatchNorm`) becomes Lockstep's (`SyncBatchNorm`), in place.
+            # Torch's works neither on CPUs nor on the meta device, where the pipeline computes
+            # shapes of other stages.
             if isinstance(layer, nn.SyncBatchNorm):
                 convert(layer, group)
 
@@ -389,23 +396,26 @@ class Pipeline(Strategy):
             raise _compiled_around_cuts_error(type(without_compile(module)).__name__)
 
         has_batchnorm = any(isinstance(part, BatchNorm) for part in module.modules())
-        number_is_set = (
+        user_set_the_number = (
             self.num_micro_batches
             or run.settings.num_micro_batches
             or run.settings.micro_batch_size
         )
-        if has_batchnorm and not number_is_set:
+        if has_batchnorm and not user_set_the_number:
             raise SettingError(
                 "strategy='pipeline' for a model with BatchNorm",
                 f"a global batch is cut into {self._num_micro_batches(run)} micro-batches by "
                 "default, and BatchNorm takes its statistics from one of them, not from the whole "
                 "batch",
                 "say how many: lockstep.strategies.Pipeline(num_micro_batches=...), or "
-                "micro_batch_size=; one device with as many computes the same",
+                "micro_batch_size=; one device with the same number of micro-batches computes the "
+                "same",
             )
 
     def _cut(self, module: nn.Module, run: Run, place: PipelinePlace) -> tuple[Split, str]:
         """Cuts the module, either at the names that are set or into stages of equal cost.
+
+        A *unit* is a submodule before which the model can be cut.
 
         Returns:
             The cut module, and the reason for the cuts, to be printed.
@@ -428,13 +438,13 @@ class Pipeline(Strategy):
         measured_by_rank = run.collectives.exchange(measured)
         unit_costs = UnitCosts(*measured_by_rank[0])
 
-        # The indices of the units with which the stages begin, except for the first stage.
         num_stages = place.last_stage + 1
-        first_indices = _choose_first_units(names, unit_costs, num_stages)
-        cuts = [names[index] for index in first_indices]
+        first_units_of_later_stages = _choose_first_units(names, unit_costs, num_stages)
+        cuts = [names[unit] for unit in first_units_of_later_stages]
 
         # For the printed line: "48% + 52% of time and memory, ...".
-        costs_of_stages = _sums_between(unit_costs.costs, [0, *first_indices, len(names)])
+        boundaries = [0, *first_units_of_later_stages, len(names)]
+        costs_of_stages = _sums_between_boundaries(unit_costs.costs, boundaries)
         total = sum(costs_of_stages) or 1  # all may be 0
         percentages = " + ".join(f"{cost / total:.0%}" for cost in costs_of_stages)
 
@@ -481,15 +491,15 @@ def _choose_first_units(names: Sequence[str], unit_costs: UnitCosts, num_stages:
 
     # Put each of these units into a group with the units after it that are not called. Then divide
     # the groups among the stages, and find the group with which each stage but the first begins.
-    costs_of_groups = _sums_between(unit_costs.costs, [*possible_units, len(names)])
-    groups_at_cuts = balanced(costs_of_groups, num_stages)
+    costs_of_groups = _sums_between_boundaries(unit_costs.costs, [*possible_units, len(names)])
+    groups_at_cuts = balanced_cuts(costs_of_groups, num_stages)
 
     return [possible_units[group] for group in groups_at_cuts]
 
 
-def _sums_between(numbers: Sequence[float], bounds: Sequence[int]) -> list[float]:
-    """Returns the sums of numbers between bounds: `([1, 2, 3, 4], [0, 2, 4]) -> [3, 7]`."""
-    return [sum(numbers[begin:end]) for begin, end in itertools.pairwise(bounds)]
+def _sums_between_boundaries(numbers: Sequence[float], boundaries: Sequence[int]) -> list[float]:
+    """Returns the sums of numbers between boundaries: `([1, 2, 3, 4], [0, 2, 4]) -> [3, 7]`."""
+    return [sum(numbers[begin:end]) for begin, end in itertools.pairwise(boundaries)]
 
 
 def check_compiled_parts(module: nn.Module, cuts: Split) -> None:

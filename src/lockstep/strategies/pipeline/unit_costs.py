@@ -10,7 +10,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -95,9 +94,14 @@ def measure(
 
 
 def _measure_on_examples(
-    module: nn.Module, units: Sequence[nn.Module], examples: Sequence[Callable[[], Any]]
+    module: nn.Module, units: Sequence[nn.Module], make_examples: Sequence[Callable[[], Any]]
 ) -> tuple[list[float], list[int]] | None:
     """Measures units on the first example that the model can be called with.
+
+    Args:
+        module: the model.
+        units: the units to measure.
+        make_examples: functions, each of which returns a batch.
 
     Returns:
         The seconds of each unit, and the bytes of its activations; both are 0 for units that the
@@ -112,15 +116,15 @@ def _measure_on_examples(
     if parameters:
         device = parameters[0].device
 
-    for example in examples:
-        batch = map_tensors(example(), lambda tensor: tensor.to(device))
+    for make_example in make_examples:
+        batch = map_tensors(make_example(), lambda tensor: tensor.to(device))
 
         # A loop may call `model(inputs)`, `model(inputs, targets)` or `model(batch)`. Which of
-        # them it is can only be found out by trying.
+        # them it is can only be found out by trying. With wrong arguments any error may come.
         for arguments in _possible_arguments(batch):
             try:
                 return _measure_call(module, units, arguments, device)
-            except Exception:  # the model cannot be called with these arguments
+            except Exception:
                 continue
 
     return None
@@ -171,47 +175,56 @@ def _time_units(
 
     A unit is timed at its first call, with the inputs and under the autocast settings of that call.
     """
-    seconds_of_unit: dict[int, float] = {}
-    was_called: set[int] = set()
+    timers = [_FirstCallTimer(device) for _ in units]
+    args, kwargs = arguments
+    with torch.no_grad(), ExitStack() as stack:
+        for unit, timer in zip(units, timers, strict=True):
+            stack.enter_context(unit.register_forward_pre_hook(timer, with_kwargs=True))
+        module(*args, **kwargs)
 
-    def time_first_call(
-        number: int, unit: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
-        """A forward pre-hook of unit `number`, which times the unit at its first call."""
-        if number in was_called:
+    return [timer.seconds for timer in timers]
+
+
+class _FirstCallTimer:
+    """A forward pre-hook that times a unit at its first call.
+
+    Args:
+        device: the device on which the unit runs.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._was_called = False
+        self.seconds = 0.0
+
+    def __call__(self, unit: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Times the unit; called by torch before the unit runs."""
+        if self._was_called:
             return
 
         # `_time_unit` calls the unit, and so this hook again, which then returns at once.
-        was_called.add(number)
-        seconds_of_unit[number] = _time_unit(unit, (args, kwargs), device)
-
-    args, kwargs = arguments
-    with torch.no_grad(), ExitStack() as stack:
-        for number, unit in enumerate(units):
-            hook = partial(time_first_call, number)
-            stack.enter_context(unit.register_forward_pre_hook(hook, with_kwargs=True))
-        module(*args, **kwargs)
-
-    return [seconds_of_unit.get(number, 0.0) for number in range(len(units))]
+        self._was_called = True
+        self.seconds = _time_unit(unit, (args, kwargs), self._device)
 
 
 @torch.enable_grad()
 def _time_unit(unit: nn.Module, arguments: Arguments, device: torch.device) -> float:
     """Measures the seconds of one forward and backward pass: the minimum of several trials."""
-    synchronize = partial(torch.get_device_module(device).synchronize, device)
+    device_module = torch.get_device_module(device)  # such as `torch.cuda`
     best = float("inf")
     for _ in range(NUM_TRIALS):
+        # The unit may write to its arguments, so each trial gets copies.
         args, kwargs = pytree.tree_map_only(Tensor, _copy_for_trial, arguments)
-        inputs = _tensors_with_gradient(unit.parameters())
-        inputs += _tensors_with_gradient(pytree.tree_leaves((args, kwargs)))
-        synchronize()  # a GPU may still be busy with earlier work
+        with_gradient = _tensors_with_gradient(unit.parameters())
+        with_gradient += _tensors_with_gradient(pytree.tree_leaves((args, kwargs)))
+        device_module.synchronize(device)  # a GPU may still be busy with earlier work
         begin = time.perf_counter()
         outputs = _tensors_with_gradient(pytree.tree_leaves(unit(*args, **kwargs)))
         sums = [output.sum() for output in outputs]
-        if sums and inputs:  # otherwise there is no backward pass
-            torch.autograd.grad(sums, inputs, allow_unused=True)
+        if sums and with_gradient:  # otherwise there is no backward pass
+            torch.autograd.grad(sums, with_gradient, allow_unused=True)
 
-        synchronize()
+        device_module.synchronize(device)
         best = min(best, time.perf_counter() - begin)
 
     return best

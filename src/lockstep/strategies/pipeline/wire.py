@@ -26,8 +26,18 @@ other forever.
 Over Gloo, the receives of the next message of a training pass are posted as soon as a message has
 arrived, if it had the same specs as the previous one. The reason is that Gloo sends nothing before
 the receive is posted. If data is already waiting at that time, it arrives while the posting thread
-still holds Gloo's lock, for which Gloo's own thread then spins. Both sides know what was posted. If
-the next message turns out to be different, zeros complete the posted receives first.
+still holds Gloo's lock, for which Gloo's own thread then spins.
+
+Both sides know what was posted. If the next message turns out to be a different one, the sender
+first completes the posted receives with zeros, which the receiver drops. So there are these cases:
+
+    the message is ...                       what the sender sends
+    1. the first of its kind                 (zeros for posted receives), its specs, its tensors
+    2. like the last one of its kind         (mark: True), its tensors
+    3. unlike the last one of its kind       (mark: False), zeros for the last specs, its specs,
+                                             its tensors
+
+In the cases 2 and 3, receives that were posted for another kind are completed with zeros, too.
 """
 
 from __future__ import annotations
@@ -43,7 +53,7 @@ from torch import Tensor
 from lockstep.communication.routing import carrier_device
 from lockstep.distributed import tensor_bytes
 from lockstep.errors import UsageError
-from lockstep.strategies.pipeline.input_kind import InputKind, remember
+from lockstep.strategies.pipeline.input_kind import InputKind, store_in_cache
 
 
 class TensorSpec(NamedTuple):
@@ -137,6 +147,8 @@ class Wire:
     ) -> None:
         """Starts sending a message. Its specs are sent first, unless the receiver knows them.
 
+        The module's docstring lists the three cases.
+
         Args:
             tensors: any number of tensors.
             to: the rank that calls `receive`.
@@ -158,14 +170,13 @@ class Wire:
             self._send_zeros(self._posted_by_receiver, to)
 
         marks: list[bool] = []
-        if expected is None:  # the first message of this kind
+        if expected is None:  # case 1
             self._send_specs(specs, to, kind)
         elif _has_mark(kind):
             has_known_specs = specs == known_specs
-            if has_known_specs:
+            if has_known_specs:  # case 2
                 marks = [True]
-            else:
-                # The mark is among these zeros, so the receiver reads it as False.
+            else:  # case 3. The mark is among these zeros, so the receiver reads it as False.
                 self._send_zeros(expected, to)
                 self._send_specs(specs, to, kind)
         elif specs != known_specs:
@@ -201,44 +212,34 @@ class Wire:
 
         data = [tensor_bytes.to_bytes(tensor).to(self._carrier_device) for tensor in tensors]
         self._send_batch(data, to)
+        self._drop_finished_sends()
 
-        # `_send_from_cpu` and `_send_batch` have added to `_sends`, which keeps data alive until it
-        # is sent. Drop what has been sent.
-        self._sends = [(work, sent) for work, sent in self._sends if not work.is_completed()]
+    def _drop_finished_sends(self) -> None:
+        """Drops the data of finished sends, which `_sends` keeps alive until it is sent."""
+        self._sends = [(work, data) for work, data in self._sends if not work.is_completed()]
 
     def receive(
         self, source: int, kind: InputKind | None = None, *, another_follows: bool = False
     ) -> list[Tensor]:
         """Receives the message that `send` sends.
 
-        If gradients are needed, its tensors are leaves of the autograd graph.
-
-        The receives of a message may have been started early, when the message before arrived.
-        Inputs of one kind give the same specs, so there are three cases:
-
-        - The message is the first of its kind. Receives that were started early do not fit it. The
-          sender knows of them, and completes them with zeros. Then it sends the specs.
-        - It is of a known kind, and has the known specs. It arrives in the receives that were
-          started early, or that are started now.
-        - It is of a known kind, but has new specs (`_receive_of_known_kind`). The receives are
-          completed with zeros. Then the specs arrive, and the message itself.
+        If gradients are needed, its tensors are leaves of the autograd graph. The module's
+        docstring lists the three cases.
 
         Args:
             source: the rank that calls `send`.
             kind: the same kind that is passed to `send`.
             another_follows: True if another message is certain to follow, as it is passed to
-                `send`. Its receives may then be started now.
+                `send`. Its receives may then be posted now.
         """
         known_specs = self._specs_of_kind.get(kind)
-        if known_specs is None:
-            # The first message of a kind begins with its specs. Receives that were started early
-            # are for a message of the previous kind, so the sender completes them with zeros.
-            self._receive_zeros_of_posted()
+        if known_specs is None:  # case 1; receives that were posted are for another kind
+            self._drop_posted()
             specs, tensors = self._receive_with_specs(source, kind)
         else:
             specs, tensors = self._receive_of_known_kind(source, kind, known_specs)
 
-        # The next message will most likely have the same specs, so its receives are started now.
+        # The next message will most likely have the same specs, so its receives are posted now.
         if self._posts_next_message(specs, another_follows):
             self._posted = self.post_receives(source, _spec_of_message(specs, kind))
 
@@ -254,9 +255,9 @@ class Wire:
     ) -> tuple[tuple[TensorSpec, ...], list[Tensor]]:
         """Receives a message of a kind that was received before; returns its specs and its tensors.
 
-        If the kind depends on values of the inputs, the message has one mark. The mark is True if
-        the message has the known specs, and False if new specs follow. Messages of other kinds have
-        no mark, and always have the known specs.
+        A message has a mark only if its kind depends on values of the inputs. The mark is False in
+        case 3 of the module's docstring: the tensors with the known specs are zeros, and the new
+        specs and the real tensors follow.
 
         Args:
             source: the sending rank.
@@ -264,23 +265,22 @@ class Wire:
             known_specs: the specs of the previous message of this kind.
         """
         expected = _spec_of_message(known_specs, kind)
-        if self._posted is not None and self._posted.spec == expected:
-            # The receives that were started early are for this message.
-            posted = self._posted
+        message = self._receive_with_known_spec(source, expected)
+        new_specs_follow = message.marks == [False]
+        if new_specs_follow:
+            return self._receive_with_specs(source, kind)
+        return known_specs, message.tensors
+
+    def _receive_with_known_spec(self, source: int, expected: MessageSpec) -> Message:
+        """Receives a message in the receives that were posted for it, or that are posted now."""
+        posted = self._posted
+        was_posted_early = posted is not None and posted.spec == expected
+        if posted is not None and was_posted_early:
             self._posted = None
         else:
-            # Receives that were started early have other sizes. No data is lost in them: the sender
-            # knows that they were started, and fills them with zeros before it sends the message.
-            self._receive_zeros_of_posted()
+            self._drop_posted()  # receives that were posted are for another kind
             posted = self.post_receives(source, expected)
-
-        message = self.take(posted)
-        has_known_specs = message.marks in ([], [True])
-        if has_known_specs:
-            return known_specs, message.tensors
-
-        # The tensors received so far are zeros. The new specs and the real tensors follow.
-        return self._receive_with_specs(source, kind)
+        return self.take(posted)
 
     def _receive_with_specs(
         self, source: int, kind: InputKind | None
@@ -290,11 +290,10 @@ class Wire:
         message = self.take(self.post_receives(source, MessageSpec(specs)))
         return specs, message.tensors
 
-    def _receive_zeros_of_posted(self) -> None:
-        """Completes the receives that were started early, if any, and drops what they received.
+    def _drop_posted(self) -> None:
+        """Waits for receives that were posted for another message, if any, and drops the zeros.
 
-        They were started for a message like the previous one. The next message is a different one,
-        so the sender first completes these receives with zeros.
+        The sender knows of these receives, and completes them with zeros before the real message.
         """
         posted = self._posted
         self._posted = None
@@ -311,11 +310,11 @@ class Wire:
             specs: the specs of the present message.
             another_follows: True if another message is certain to follow.
         """
-        return specs == self._previous_specs and another_follows and self.posts_early
+        return specs == self._previous_specs and another_follows and self.receives_can_wait
 
     @property
-    def posts_early(self) -> bool:
-        """True if posting receives early helps, which is the case over Gloo.
+    def receives_can_wait(self) -> bool:
+        """True if receives may be posted long before their message arrives, as over Gloo.
 
         Gloo sends nothing before a receive is posted. With NCCL, a posted receive would keep the
         GPU busy until the message arrives.
@@ -345,11 +344,9 @@ class Wire:
         return PostedMessage(spec, marks, data, works)
 
     def take(self, posted: PostedMessage) -> Message:
-        """Waits for the receives of a message, and returns the message.
-
-        Over NCCL this process only waits for the marks, which arrive on the CPU, over Gloo. For the
-        tensors, `work.wait()` makes the GPU wait instead.
-        """
+        """Waits for the receives of a message, and returns the message."""
+        # Over NCCL, `wait` returns at once and makes the GPU wait for the tensors. Only for the
+        # marks, which arrive on the CPU over Gloo, this process waits.
         for work in posted.works:
             work.wait()
 
@@ -374,7 +371,7 @@ class Wire:
         text = torch.tensor(list(json.dumps(specs).encode()), dtype=torch.uint8)
         self._send_from_cpu(torch.tensor([len(text)]), to)
         self._send_from_cpu(text, to)
-        remember(self._specs_of_kind, kind, specs)
+        store_in_cache(self._specs_of_kind, kind, specs)
 
     def _receive_specs(self, source: int, kind: InputKind | None) -> tuple[TensorSpec, ...]:
         """Receives the specs that `_send_specs` sends, and remembers them.
@@ -392,13 +389,15 @@ class Wire:
         for dtype, shape, requires_grad in json.loads(bytes(text.tolist())):
             specs.append(TensorSpec(dtype, tuple(shape), requires_grad))
 
-        remember(self._specs_of_kind, kind, tuple(specs))
+        store_in_cache(self._specs_of_kind, kind, tuple(specs))
         return tuple(specs)
 
     def _send_zeros(self, spec: MessageSpec, to: int) -> None:
         """Sends zeros to complete receives that were posted for another message.
 
-        As in every message, the marks are sent from CPU to CPU, and the tensors as bytes.
+        The receiver drops them: it finds out by the kind of the next message, or by the mark False
+        among these zeros, that they are no message. As in every message, the marks are sent from
+        CPU to CPU, and the tensors as bytes.
         """
         zeros: list[Tensor] = []
         for tensor_spec in spec.tensors:
