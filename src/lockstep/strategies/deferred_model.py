@@ -19,7 +19,9 @@ Nothing here communicates after `world.prepare`, so values may be needed on a si
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from enum import Enum, auto
 from typing import Any, NamedTuple
 
 import torch
@@ -101,13 +103,13 @@ class DeferredModel(Extension):
         self._class_name = type(module).__name__  # kept for messages, since FSDP changes the class
         self._drawn_shapes = drawn_shapes
         self._run = run
-        keys_of_resets = _record_resets(module)
-        self._tensors = _find_tensors(module, keys_of_resets)
+        memory_keys_of_resets = _record_resets(module)
+        self._tensors = _find_tensors(module, memory_keys_of_resets)
 
-        self._tensor_of_name: dict[str, DeferredTensor] = {}
+        self._tensors_without_values: dict[str, DeferredTensor] = {}
         for tensor in self._tensors:
             for name in tensor.names:
-                self._tensor_of_name[name] = tensor
+                self._tensors_without_values[name] = tensor
 
         self._generator_states: dict[int, list[Tensor | None]] = {}
         """The random states of rank 0 with which a recording is computed, by the recording's `id`.
@@ -144,7 +146,8 @@ class DeferredModel(Extension):
 
         All ranks call this together, before the strategy wraps the module, since strategies compare
         buffers. Random numbers are drawn later (`fill`), in the order in which the model drew them:
-        those of a buffer may come after those of a large parameter.
+        those of a buffer may come after those of a large parameter. At that time the ranks no
+        longer wait for each other, so they exchange the random states here.
 
         Args:
             device: the device of the buffers.
@@ -153,25 +156,22 @@ class DeferredModel(Extension):
             UsageError: nothing can ever give values to some buffer.
         """
         self._check_buffers()
-
-        # When random numbers are drawn later, the ranks no longer wait for each other. So they
-        # exchange the random states now.
         self._take_random_states_of_first_rank()
 
         _give_memory_to_buffers(self._module, device)
         buffers = dict(self._module.named_buffers(remove_duplicate=False))
-        targets = {name: buffers[name] for name in self._tensor_of_name if name in buffers}
+        targets = {name: buffers[name] for name in self._tensors_without_values if name in buffers}
         self._read_files(targets)
 
         computable: dict[str, Tensor] = {}
         for name, target in targets.items():
-            source = self._tensor_of_name[name].source
+            source = self._tensors_without_values[name].source
             if not isinstance(source, RecordedSource):  # its values come from a file, or are loaded
                 continue
 
             memory_key = source.view.key  # identifies the memory of the buffer in the recording
-            is_random = source.recording.draws([memory_key])  # draws random numbers for it
-            if not is_random:
+            needs_random_numbers = source.recording.draws([memory_key])
+            if not needs_random_numbers:
                 computable[name] = target
 
         self._compute(computable)
@@ -205,18 +205,21 @@ class DeferredModel(Extension):
                 self._targets[name] = target
                 self._write_counts[name] = write_count(target)
 
-        self._watch(wrapped.module)
-
-        # On different processors, the same random state may give numbers that differ in the last
-        # bits. Then values cannot be put off: they are computed now, while all ranks are in
-        # `world.prepare` together, and what must be equal is sent by the first rank.
+        self._watch(wrapped.module)  # computes the waiting values when they are needed first
         if self._processors_differ:
-            self.fill()
-            for equal in wrapped.equal_tensors():
-                tensors = [*equal.parameters.values(), *equal.buffers.values()]
-                take_from_first([t for t in tensors if not t.is_meta], equal.group)
-
+            self._fill_now_and_share(wrapped)
         return self._choices()
+
+    def _fill_now_and_share(self, wrapped: PreparedModule) -> None:
+        """Computes all values, and gives all ranks those of the first rank that must be equal.
+
+        On different processors, the same random state may give numbers that differ in the last
+        bits. So values are not put off: now all ranks are in `world.prepare` together.
+        """
+        self.fill()
+        for equal in wrapped.equal_tensors():
+            tensors = [*equal.parameters.values(), *equal.buffers.values()]
+            take_from_first([t for t in tensors if not t.is_meta], equal.group)
 
     def _parts_without_values(self) -> dict[str, Tensor]:
         """Returns this rank's part of each tensor that still has no values, by name.
@@ -225,7 +228,7 @@ class DeferredModel(Extension):
         """
         present = dict(_named_tensors(self._module))
         without_values: dict[str, Tensor] = {}
-        for name in self._tensor_of_name:
+        for name in self._tensors_without_values:
             is_here = name in present and not present[name].is_meta
             if is_here and name not in self._computed:  # `fill_buffers` has computed some
                 without_values[name] = present[name]
@@ -247,7 +250,7 @@ class DeferredModel(Extension):
         Raises:
             UsageError: nothing can give values to some tensor.
         """
-        if not self._may_lack_values:
+        if not self._may_lack_values:  # `_stop_watching` has made it False
             return
 
         self._check_sources()
@@ -285,11 +288,11 @@ class DeferredModel(Extension):
         # Find the submodules that have tensors without values.
         parts_without_values: set[nn.Module] = set()
         for path, part in self._module.named_modules(remove_duplicate=False):
-            own = members(part)
+            members_of_part = members(part)
             name_in_model: dict[str, str] = {}
-            for own_name in [*own.parameters, *own.buffers]:
+            for own_name in [*members_of_part.parameters, *members_of_part.buffers]:
                 name = f"{path}.{own_name}" if path else own_name
-                if name in self._tensor_of_name:
+                if name in self._tensors_without_values:
                     name_in_model[own_name] = name
 
             if name_in_model:
@@ -310,11 +313,12 @@ class DeferredModel(Extension):
         before_state = part.register_state_dict_pre_hook(self._before_state_dict)  # type: ignore[no-untyped-call]
         self._watch_handles += [before_forward, before_state]
 
-        # There are no hooks for `copy.deepcopy`. So the object gets a method `__deepcopy__`, which
-        # calls `fill`, removes itself, and then calls `copy.deepcopy`. Modules under FSDP have such
-        # a method already, which refuses to copy them.
+        # There are no hooks for `copy.deepcopy`, so the object gets a method `__deepcopy__`.
+        # Modules under FSDP have one already, which refuses to copy them.
         if "__deepcopy__" not in vars(part):
-            before_copy = _FillBefore(self.fill, part, "__deepcopy__", copy.deepcopy)
+            before_copy = _FillBefore(
+                part, method="__deepcopy__", fill=self.fill, then=copy.deepcopy
+            )
             self._watch_handles.append(before_copy)
 
     def watch_parameters(self) -> None:
@@ -324,7 +328,9 @@ class DeferredModel(Extension):
         """
         if self._may_lack_values:
             for part in {self._prepared, *self._prepared.modules()}:
-                handle = _FillBefore(self.fill, part, "named_parameters", _named_parameters)
+                handle = _FillBefore(
+                    part, method="named_parameters", fill=self.fill, then=_named_parameters
+                )
                 self._watch_handles.append(handle)
 
     def _before_state_dict(self, *_: Any) -> None:
@@ -335,7 +341,7 @@ class DeferredModel(Extension):
     def _record_loaded(self, names: list[str]) -> None:
         """Records that a state dict has given values to the tensors with these names."""
         for name in names:
-            self._loaded.update(self._tensor_of_name[name].names)
+            self._loaded.update(self._tensors_without_values[name].names)
 
     def _was_written(self, name: str, target: Tensor) -> bool:
         """Returns True if the user has given values to a tensor since `world.prepare`.
@@ -382,14 +388,14 @@ class DeferredModel(Extension):
         Args:
             targets: this rank's part of each tensor, by name. Tied tensors occur several times.
         """
-        ids_of_read: set[int] = set()
+        ids_already_read: set[int] = set()
         for name, target in targets.items():
-            source = self._tensor_of_name[name].source
+            source = self._tensors_without_values[name].source
             if not isinstance(source, FileSource):
                 continue
-            if id(target) not in ids_of_read:
+            if id(target) not in ids_already_read:
                 copy_part(source.value, target)
-            ids_of_read.add(id(target))
+                ids_already_read.add(id(target))
             self._loaded.add(name)
 
     def _compute(self, targets: Mapping[str, Tensor]) -> None:
@@ -398,29 +404,37 @@ class DeferredModel(Extension):
         Args:
             targets: this rank's part of each tensor, by name. Tied tensors occur several times.
         """
-        # Sort the tensors by the recording that computes them.
-        copiers: dict[int, _CopyToTargets] = {}  # one for each recording, by the recording's `id`
-        ids_of_targets: set[int] = set()
+        self._computed.update(targets)
+
+        # Each recording calls its copier with every piece of memory that it has computed.
+        for copier in self._copiers_by_recording(targets):
+            recording = copier.recording
+            wanted_keys = copier.memory_keys()
+            # Random numbers for tensors that were loaded in the meantime need not be drawn.
+            loaded_keys = self._loaded_memory_keys(recording)
+            random_states = self._generator_states.get(id(recording))
+            recording.replay(wanted_keys, loaded_keys, copier, random_states)
+
+    def _copiers_by_recording(self, targets: Mapping[str, Tensor]) -> list[_CopyToTargets]:
+        """Returns one copier for each recording, with the tensors that the recording computes.
+
+        Args:
+            targets: this rank's part of each tensor, by name. Tied tensors occur several times.
+        """
+        copier_of_recording: dict[int, _CopyToTargets] = {}  # by the `id` of the recording
+        ids_already_added: set[int] = set()
         for name, target in targets.items():
-            source = self._tensor_of_name[name].source
-            assert isinstance(source, RecordedSource)  # `_check_sources` has rejected all others
-            self._computed.add(name)
-            if id(target) in ids_of_targets:  # a tied tensor, which was seen under another name
+            if id(target) in ids_already_added:  # a tied tensor, which has another name, too
                 continue
 
-            ids_of_targets.add(id(target))
+            ids_already_added.add(id(target))
+            source = self._tensors_without_values[name].source
+            assert isinstance(source, RecordedSource)  # `_check_sources` has rejected all others
             recording_id = id(source.recording)
-            if recording_id not in copiers:
-                copiers[recording_id] = _CopyToTargets(source.recording)
-            copiers[recording_id].add(source, target)
-
-        # Replay each recording. It calls its copier with every piece of memory that it has
-        # computed. Random numbers for tensors that were loaded in the meantime need not be drawn.
-        for recording_id, copier in copiers.items():
-            wanted_keys = copier.memory_keys()
-            loaded_keys = self._loaded_memory_keys(copier.recording)
-            random_states = self._generator_states.get(recording_id)
-            copier.recording.replay(wanted_keys, loaded_keys, copier, random_states)
+            if recording_id not in copier_of_recording:
+                copier_of_recording[recording_id] = _CopyToTargets(source.recording)
+            copier_of_recording[recording_id].add(source, target)
+        return list(copier_of_recording.values())
 
     def _loaded_memory_keys(self, recording: Recording) -> set[int]:
         """Returns keys that identify the memory of tensors that were loaded.
@@ -497,12 +511,12 @@ class DeferredModel(Extension):
     # Checks, and what is printed
 
     def _check_buffers(self) -> None:
-        """Raises UsageError for buffers whose values are neither known nor part of a state dict."""
-        names: list[str] = []
-        for tensor in self._tensors:
-            if tensor.source is None and not tensor.is_in_state:
-                names.append(tensor.names[0])
+        """Raises UsageError for buffers that can never get values.
 
+        A buffer that is not persistent is in no file, so it has no values if nobody has recorded
+        how they were computed.
+        """
+        names = [t.names[0] for t in self._tensors if t.source is None and not t.is_in_state]
         if names:
             raise UsageError(
                 f"world.prepare of {with_article(self._class_name)} on the meta device",
@@ -559,32 +573,38 @@ class DeferredModel(Extension):
 
     def _choices(self) -> list[Choice]:
         """Returns the printed lines about where values come from, with the number of tensors."""
-        num_from_files = 0
-        num_recorded = 0  # the operations of the constructor were recorded, and will be replayed
-        num_reset = 0
-        num_unknown = 0
-
-        for tensor in self._tensors:
-            if isinstance(tensor.source, FileSource):
-                num_from_files += 1
-            elif tensor.source is None:
-                num_unknown += 1
-            elif tensor.from_reset_parameters:
-                num_reset += 1
-            else:
-                num_recorded += 1
-
+        num_tensors = Counter(_origin_of_values(tensor) for tensor in self._tensors)
+        reasons = {
+            _Origin.FILES: "each rank reads its part from files",
+            _Origin.RECORDED: "as the same code gives on the CPU, unless they are loaded before",
+            _Origin.RESET: "drawn by reset_parameters, unless they are loaded before",
+            _Origin.UNKNOWN: "have to be loaded before the first step",
+        }
         choices: list[Choice] = []
-        for number, reason in (
-            (num_from_files, "read from files, by each rank its part"),
-            (num_recorded, "as the same code gives on the CPU, unless they are loaded before"),
-            (num_reset, "drawn by reset_parameters, unless they are loaded before"),
-            (num_unknown, "have to be loaded before the first step"),
-        ):
-            if number:
-                choices.append(Choice("values", count_noun(number, "tensor"), reason))
-
+        for origin, reason in reasons.items():
+            if num_tensors[origin]:
+                choices.append(Choice("values", count_noun(num_tensors[origin], "tensor"), reason))
         return choices
+
+
+class _Origin(Enum):
+    """Where the values of a tensor come from."""
+
+    FILES = auto()
+    RECORDED = auto()
+    """The operations of the constructor were recorded, and will be replayed."""
+    RESET = auto()
+    """From a `reset_parameters` that `world.prepare` has recorded."""
+    UNKNOWN = auto()
+
+
+def _origin_of_values(tensor: DeferredTensor) -> _Origin:
+    """Returns where the values of a tensor come from."""
+    if isinstance(tensor.source, FileSource):
+        return _Origin.FILES
+    if tensor.source is None:
+        return _Origin.UNKNOWN
+    return _Origin.RESET if tensor.from_reset_parameters else _Origin.RECORDED
 
 
 class _CopyToTargets:
@@ -647,27 +667,35 @@ class _LoadHook:
 class _FillBefore:
     """Makes a method of a module compute missing values before it runs.
 
+    The object that is called gets a method of this name, which hides that of the class. It calls
+    `fill`, which removes it again, and then the original method.
+
     Args:
-        fill: computes missing values, and calls `remove`.
         module: the module.
         method: the name of the method.
-        call: runs the original method, with the module and the arguments of the call.
+        fill: computes missing values, and calls `remove`.
+        then: runs the original method, with the module and the arguments of the call.
     """
 
     def __init__(
-        self, fill: Callable[[], None], module: nn.Module, method: str, call: Callable[..., Any]
+        self,
+        module: nn.Module,
+        *,
+        method: str,
+        fill: Callable[[], None],
+        then: Callable[..., Any],
     ) -> None:
         self._fill = fill
         self._module = module
         self._method = method
-        self._call = call
+        self._then = then
         vars(module)[method] = self._fill_and_call
 
     def _fill_and_call(self, *args: Any, **kwargs: Any) -> Any:
         """Takes the place of the method."""
         if values_are_needed():
             self._fill()
-        return self._call(self._module, *args, **kwargs)
+        return self._then(self._module, *args, **kwargs)
 
     def remove(self) -> None:
         """Restores the original method."""
@@ -706,14 +734,14 @@ def _give_memory_to_buffers(module: nn.Module, device: torch.device) -> None:
                 buffers[name] = real_by_id[id(buffer)]
 
 
-def _find_tensors(module: nn.Module, keys_of_resets: set[int]) -> list[DeferredTensor]:
+def _find_tensors(module: nn.Module, memory_keys_of_resets: set[int]) -> list[DeferredTensor]:
     """Returns the tensors of a module that are on the meta device.
 
     Args:
         module: the user's module.
-        keys_of_resets: keys that identify the memory of those tensors whose values a recorded
-            `reset_parameters` computes. These tensors are marked, because the constructor of the
-            model might have given them other values.
+        memory_keys_of_resets: keys that identify the memory of those tensors whose values a
+            recorded `reset_parameters` computes. These tensors are marked, because the constructor
+            of the model might have given them other values.
     """
     parameter_ids = {id(parameter) for parameter in module.parameters()}
     names_in_state = set(module.state_dict())
@@ -726,21 +754,21 @@ def _find_tensors(module: nn.Module, keys_of_resets: set[int]) -> list[DeferredT
             tensor_of_id[id(tensor)] = tensor
             names_of_id.setdefault(id(tensor), []).append(name)
 
-    found: list[DeferredTensor] = []
-    for identifier, names in names_of_id.items():
-        source = _find_source(module, names, tensor_of_id[identifier])
-        from_reset = isinstance(source, RecordedSource) and source.view.key in keys_of_resets
-        found.append(
+    tensors: list[DeferredTensor] = []
+    for tensor_id, names in names_of_id.items():
+        source = _find_source(module, names, tensor_of_id[tensor_id])
+        is_reset = isinstance(source, RecordedSource) and source.view.key in memory_keys_of_resets
+        tensors.append(
             DeferredTensor(
                 names,
                 source,
-                is_parameter=identifier in parameter_ids,
-                is_in_state=not names_in_state.isdisjoint(names),
-                from_reset_parameters=from_reset,
+                is_parameter=tensor_id in parameter_ids,
+                is_in_state=any(name in names_in_state for name in names),
+                from_reset_parameters=is_reset,
             )
         )
 
-    return found
+    return tensors
 
 
 def _named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -764,7 +792,8 @@ def _find_source(module: nn.Module, names: Sequence[str], tensor: Tensor) -> Sou
         source = find_source(module.get_submodule(owner), own_name, tensor)
         if isinstance(source, FileSource):
             return source
-        recorded = recorded or source
+        if recorded is None:  # otherwise it was found under an earlier name
+            recorded = source
     return recorded
 
 
@@ -772,7 +801,7 @@ def _find_source(module: nn.Module, names: Sequence[str], tensor: Tensor) -> Sou
 
 
 def _record_resets(module: nn.Module) -> set[int]:
-    """Records the `reset_parameters` methods of submodules that have tensors without a source.
+    """Records calls of `reset_parameters` of submodules that have tensors without a source.
 
     A submodule comes before the modules that contain it, as when constructors call this method.
     The recording is then the source of these tensors.
@@ -780,12 +809,12 @@ def _record_resets(module: nn.Module) -> set[int]:
     Returns:
         The keys that identify the memory of these tensors.
     """
-    lacking: dict[int, Tensor] = {}  # the tensors without a source, by their `id`
+    without_source: dict[int, Tensor] = {}  # the tensors without a source, by their `id`
     for name, tensor in _named_tensors(module):
         if tensor.is_meta and _find_source(module, [name], tensor) is None:
-            lacking[id(tensor)] = tensor
+            without_source[id(tensor)] = tensor
 
-    if not lacking:
+    if not without_source:
         return set()
 
     # In this context, all operations on tensors of the meta device are recorded, not computed.
@@ -793,19 +822,21 @@ def _record_resets(module: nn.Module) -> set[int]:
         for part in _children_first(module, seen=set()):
             tensors = [*part.parameters(), *part.buffers()]
             reset_parameters = reset_method(part)
-            lacks_values = any(id(tensor) in lacking for tensor in tensors)
+            lacks_values = any(id(tensor) in without_source for tensor in tensors)
             if reset_parameters is not None and lacks_values:
-                # Leaves the tensors of `part` that are not in `lacking` as they are.
-                _record_reset(reset_parameters, tensors, lacking)
+                # Leaves the tensors of `part` that are not in `without_source` as they are.
+                _record_reset(reset_parameters, tensors, without_source)
 
         # Buffers of models of transformers, which have no `reset_parameters`.
-        _record_buffer_inits(module, lacking)
+        _record_buffer_inits(module, without_source)
 
-    return {storage_key(tensor) for tensor in lacking.values()}
+    return {storage_key(tensor) for tensor in without_source.values()}
 
 
 def _record_reset(
-    reset_parameters: Callable[[], object], tensors: Sequence[Tensor], lacking: Mapping[int, Tensor]
+    reset_parameters: Callable[[], object],
+    tensors: Sequence[Tensor],
+    without_source: Mapping[int, Tensor],
 ) -> None:
     """Records a call of `reset_parameters` so that it changes only the tensors without a source.
 
@@ -816,9 +847,9 @@ def _record_reset(
     Args:
         reset_parameters: the method of a submodule.
         tensors: the parameters and buffers of the submodule, all of which the method may change.
-        lacking: the tensors of the model without a source, by their `id`.
+        without_source: the tensors of the model without a source, by their `id`.
     """
-    with_source = [tensor for tensor in tensors if id(tensor) not in lacking]
+    with_source = [tensor for tensor in tensors if id(tensor) not in without_source]
     values = [tensor.detach().clone() for tensor in with_source]
     reset_parameters()
 
@@ -827,16 +858,16 @@ def _record_reset(
         tensor.copy_(value)
 
 
-def _record_buffer_inits(module: nn.Module, lacking: Mapping[int, Tensor]) -> None:
+def _record_buffer_inits(module: nn.Module, without_source: Mapping[int, Tensor]) -> None:
     """Records how models of transformers compute buffers that are in no file, such as `inv_freq`.
 
     They do so in `_init_weights(submodule)`, a method of the model. The caller has entered
-    `deferred_init`, so the calls made here are recorded. If a model contains another one with such
-    a method, both methods are recorded for the same submodule, and the later call decides.
+    `deferred_init`, so the calls made here are recorded. A submodule of a model inside of another
+    one gets the calls of both, of which the later one decides.
 
     Args:
         module: the user's module.
-        lacking: the tensors without a source, by their `id`.
+        without_source: the tensors without a source, by their `id`.
     """
     for model in module.modules():
         init_weights = getattr(model, "_init_weights", None)
@@ -845,13 +876,12 @@ def _record_buffer_inits(module: nn.Module, lacking: Mapping[int, Tensor]) -> No
 
         for part in model.modules():
             own = members(part)
-            lacks_buffers = any(id(buffer) in lacking for buffer in own.buffers.values())
-
-            # Submodules with parameters are left out, because the method would also draw their
-            # parameters anew. Those with `reset_parameters` have been recorded already.
-            has_parameters = any(parameter is not None for parameter in own.parameters.values())
-            has_reset = reset_method(part) is not None
-            if lacks_buffers and not has_parameters and not has_reset:
+            lacks_buffers = any(id(buffer) in without_source for buffer in own.buffers.values())
+            # Otherwise the method would also draw the parameters anew.
+            has_no_parameters = all(parameter is None for parameter in own.parameters.values())
+            # Otherwise the submodule was recorded already.
+            has_no_reset = reset_method(part) is None
+            if lacks_buffers and has_no_parameters and has_no_reset:
                 init_weights(part)
 
 

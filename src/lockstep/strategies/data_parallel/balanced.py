@@ -75,8 +75,8 @@ class BalancedDataParallel(DataParallel):
 
         self.gpu0_bsz: int | None = int(gpu0_bsz)
         self._looks_for_short_batches = True
-        """True until the first training batch that is not short (`_check_not_short`)."""
-        self._short_batch_size: int | None = None
+        """True until the first training batch that is not short (`_is_short`)."""
+        self._previous_short_size: int | None = None
         """The size of the latest short training batch; None if there was none."""
 
     def set_shares(self, shares: str | Sequence[int] | None) -> None:
@@ -94,47 +94,51 @@ class BalancedDataParallel(DataParallel):
             count: the number of samples in the batch.
 
         Raises:
-            SettingError: `gpu0_bsz` is larger than the training batches (`_check_not_short`).
+            SettingError: all of the first training batches have fewer samples than `gpu0_bsz`.
         """
         if self.gpu0_bsz is None or self.num_replicas == 1:  # divided by shares, or not at all
             return super().sizes(count)
 
         # The first training batches show whether batches have fewer samples than `gpu0_bsz`.
-        # `_check_not_short` ends the checks when one has enough samples.
         is_training_batch = self.training and torch.is_grad_enabled()
         if is_training_batch and self._looks_for_short_batches:
-            self._check_not_short(count, self.gpu0_bsz)
+            self._looks_for_short_batches = self._is_short(count, self.gpu0_bsz)
 
         size_of_first = min(self.gpu0_bsz, count)
         equal_shares = (1,) * (self.num_replicas - 1)
         sizes_of_others = part_sizes(count - size_of_first, equal_shares)
         return [size_of_first, *sizes_of_others]
 
-    def _check_not_short(self, batch_size: int, gpu0_bsz: int) -> None:
-        """Raises SettingError if `gpu0_bsz` is larger than the usual size of training batches.
+    def _is_short(self, batch_size: int, gpu0_bsz: int) -> bool:
+        """Returns True if a training batch has fewer samples than `gpu0_bsz`.
 
-        A *short* batch has fewer samples than `gpu0_bsz`, so the first GPU computes all of it and
-        the others nothing. Every training batch is checked until one is not short. Two short
-        batches of the same size in a row are an error, because this is then the usual size. Others
-        are not: a single short batch may be the last one of an epoch, in a run that was resumed
-        there, and `micro_batch_size="auto"` tries different sizes. For example, with `gpu0_bsz=8`:
+        The first GPU computes all of such a *short* batch, and the others nothing. If two short
+        batches in a row have the same size, this is the usual size, and an error. Short batches of
+        different sizes are not:
+
+        - one may be the last batch of an epoch, in a run that was resumed there;
+        - `micro_batch_size="auto"` tries different sizes.
+
+        For example, with `gpu0_bsz=8`:
 
             batch sizes 5, 64: no error      batch sizes 6, 6: an error at the second one
 
         Args:
             batch_size: the number of samples in the present training batch.
             gpu0_bsz: the number of samples that the first GPU computes.
-        """
-        is_short = batch_size < gpu0_bsz
-        if not is_short:
-            self._looks_for_short_batches = False
-            return
 
-        if batch_size == self._short_batch_size:  # as the previous short batch
+        Raises:
+            SettingError: the usual size is smaller than `gpu0_bsz`.
+        """
+        if batch_size >= gpu0_bsz:
+            return False
+
+        if batch_size == self._previous_short_size:
             raise SettingError(
                 f"gpu0_bsz={gpu0_bsz}",
                 f"the batches that are trained on have {batch_size} samples",
                 "give fewer than a batch has; with accumulation, than a micro-batch has",
             )
 
-        self._short_batch_size = batch_size
+        self._previous_short_size = batch_size
+        return True

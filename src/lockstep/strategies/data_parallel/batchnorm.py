@@ -54,25 +54,25 @@ class BatchNormOverReplicas:
             # This layer runs alone: in a forward pass that does not need the other replicas, or in
             # a backward pass, in which activation checkpointing runs the forward pass again.
             if in_backward_pass():
-                self._check_met_no_replicas()
+                self._check_can_run_alone_again()
             else:
-                layer.met_replicas = False
+                layer.last_forward_met_replicas = False
             return BatchNorm.forward(layer, x)
 
-        layer.met_replicas = True
+        layer.last_forward_met_replicas = True
         sync_batchnorm.check_input(layer, x, self.name)
         output: Tensor = replica.barrier.meet(
             replica.position, self.name, (layer, x), normalise_over_replicas
         )
         return output
 
-    def _check_met_no_replicas(self) -> None:
+    def _check_can_run_alone_again(self) -> None:
         """Raises UsageError if the latest forward pass took statistics over all replicas.
 
         Called when activation checkpointing runs the layer again, alone, in the backward pass. It
         expects the result of the forward pass, which cannot be computed without the other replicas.
         """
-        if self.uses_batch_statistics and self.layer.met_replicas:
+        if self.uses_batch_statistics and self.layer.last_forward_met_replicas:
             raise UsageError(
                 "activation checkpointing of a block with BatchNorm under strategy 'dp'",
                 f"{self.name!r} takes statistics over all replicas, and in the backward pass "
@@ -99,12 +99,14 @@ def synchronise_batchnorm(module: nn.Module) -> BatchNormNames:
         is_sync_batchnorm = isinstance(layer, sync_batchnorm.SyncBatchNorm)
         if is_sync_batchnorm or sync_batchnorm.is_plain(layer):
             layer.forward = BatchNormOverReplicas(layer, name)
-            layer.met_replicas = False  # becomes True in a forward pass with all replicas
+            layer.last_forward_met_replicas = (
+                False  # becomes True in a forward pass with all replicas
+            )
             names.converted.append(name)
             continue
 
-        # The layer has its own forward. It may be the one that was set above on the layer object,
-        # when the module was wrapped in another DataParallel.
+        # The layer has its own forward. This function may have set it, for another DataParallel
+        # that the module was wrapped in before.
         own_forward = vars(layer).get("forward")
         if isinstance(own_forward, BatchNormOverReplicas):
             names.converted.append(name)

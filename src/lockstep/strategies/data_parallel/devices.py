@@ -37,28 +37,37 @@ def parse_device_ids(
         check_whole_number(f"replicas={replicas!r}", replicas)
         return [], replicas
 
-    num_visible = torch.cuda.device_count()
+    is_single_device = isinstance(device_ids, int | str | torch.device)  # 0, not the list [0]
+    if is_single_device:
+        raise _device_ids_error(device_ids)
 
     # By default all visible GPUs are used, which may be none.
-    given: Any = range(num_visible) if device_ids is None else device_ids
-    is_single_device = isinstance(given, int | str | torch.device)  # 0 or "cuda:0", without a list
-    devices: list[torch.device] = []
-    if not is_single_device:
-        devices = [_to_device(device) for device in given]
+    num_visible = torch.cuda.device_count()
+    numbers_or_devices = range(num_visible) if device_ids is None else device_ids
+    devices = [_to_device(number_or_device) for number_or_device in numbers_or_devices]
 
     # torch stores an index in one byte, so 900 becomes a negative number. It is out of range, too.
     all_visible = all(d.type == "cuda" and d.index in range(num_visible) for d in devices)
     has_duplicates = len(set(devices)) < len(devices)
-    if is_single_device or not all_visible or has_duplicates:
-        shown = given if is_single_device else list(given)
-        raise SettingError(
-            f"device_ids={shown!r}",
-            f"they name GPUs, each once, and {num_visible} are visible here",
-            "give a list of numbers below that; replicas=N computes on one device of any kind",
-        )
+    if not all_visible or has_duplicates:
+        raise _device_ids_error(list(numbers_or_devices))
 
     num_replicas = max(1, len(devices))  # without GPUs, one replica on the module's own device
     return devices, num_replicas
+
+
+def _device_ids_error(shown: Any) -> SettingError:
+    """Returns the error for an invalid `device_ids`.
+
+    Args:
+        shown: what the user has given.
+    """
+    num_visible = torch.cuda.device_count()
+    return SettingError(
+        f"device_ids={shown!r}",
+        f"they name GPUs, each once, and {num_visible} are visible here",
+        "give a list of numbers below that; replicas=N computes on one device of any kind",
+    )
 
 
 def parse_output_device(output_device: int | torch.device | None) -> torch.device | None:
@@ -78,12 +87,12 @@ def parse_output_device(output_device: int | torch.device | None) -> torch.devic
     device = _to_device(output_device)
     num_visible = torch.cuda.device_count()
 
-    # `torch.device("cuda")` has no index.
-    if device.type == "cuda" and (device.index or 0) not in range(num_visible):
+    index = 0 if device.index is None else device.index  # `torch.device("cuda")` has no index
+    if device.type == "cuda" and index not in range(num_visible):
         raise SettingError(
             f"output_device={output_device!r}",
             f"{num_visible} GPUs are visible here",
-            "give a number below that, or leave it out: the first of device_ids",
+            "give a number below that, or leave it out, which means the first of device_ids",
         )
 
     return device

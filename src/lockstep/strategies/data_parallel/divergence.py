@@ -57,11 +57,12 @@ def describe_sample_lists(batch: Any, num_samples: int) -> list[str]:
             return [f"an array of shape {batch.shape}"]
         return []
 
-    if isinstance(batch, list | tuple) and len(batch) == num_samples:
+    has_entry_per_sample = isinstance(batch, list | tuple) and len(batch) == num_samples
+    if has_entry_per_sample:
         if all(isinstance(value, str | bytes | int | float) for value in batch):
             return [f"{describe_type(batch)} of {num_samples}"]
 
-    # Search any other container for such lists and arrays.
+    # Search any other container for such lists and arrays, also a list of tensors, for example.
     values: Sequence[Any] = ()
     if isinstance(batch, Mapping):
         values = list(batch.values())
@@ -130,39 +131,45 @@ def warn_of_state(modules: Sequence[nn.Module], state_before: ForwardState) -> N
     states = [forward_state(module) for module in modules]
 
     # A key is a pair such as ("layer.losses", 0): the name of a buffer or attribute, and the index
-    # in its container. Dictionaries with values of None are used as ordered sets.
-    keys: dict[tuple[str, int], None] = {}
-    for state in states:
-        keys.update(dict.fromkeys(state))
-
-    names: dict[str, None] = {}  # the state to warn of
+    # in its container. (`dict.fromkeys` removes duplicates and keeps the order.)
+    keys = list(dict.fromkeys(key for state in states for key in state))
+    names: list[str] = []  # the state to warn of
     for key in keys:
         name, _ = key
         tensors = [state.get(key) for state in states]  # None where a replica does not have it
-        first = tensors[0]
-
-        # First case: each replica has a buffer or attribute of its own, with its own value.
-        differs = not all(_may_be_equal(first, tensor) for tensor in tensors[1:])
-
-        # Second case: a list that existed before the forward pass. The replicas share this one
-        # object, and each of them has added its tensor. So all replicas have the same tensors at
-        # the same indices, but the tensors are new.
-        is_shared = first is tensors[1]
-        is_new = first is not state_before.get(key)
-
-        if differs or (is_shared and is_new):
-            names[name] = None
+        if name not in names and _needs_warning(tensors, state_before.get(key)):
+            names.append(name)
 
     if not names:
         return
 
     warn(
-        f"a module on {len(modules)} replicas that keeps {join_first(list(names), 4)}",
+        f"a module on {len(modules)} replicas that keeps {join_first(names, 4)}",
         "each replica makes its own from its samples, and only that of the first replica stays; a "
         "list gets an entry from each replica, and a dictionary keeps that of the last one",
         "return what the loss needs from forward, so that it is joined",
         code="LS310",
     )
+
+
+def _needs_warning(tensors: Sequence[Tensor | None], before: Tensor | None) -> bool:
+    """Returns True if a forward pass has left a tensor that is not the same in all replicas.
+
+    Args:
+        tensors: the buffer or attribute of each replica; None where a replica does not have it.
+        before: that of the first replica before the forward pass.
+    """
+    # First case: each replica has a buffer or attribute of its own, with its own value.
+    first = tensors[0]
+    if not all(_may_be_equal(first, tensor) for tensor in tensors[1:]):
+        return True
+
+    # Second case: a list that existed before the forward pass. The replicas share this one object,
+    # and each of them has added its tensor. So all replicas have the same tensors at the same
+    # indices, but the tensors are new.
+    is_shared = first is tensors[1]
+    is_new = first is not before
+    return is_shared and is_new
 
 
 def _may_be_equal(value: Tensor | None, other: Tensor | None) -> bool:

@@ -210,25 +210,42 @@ class DataParallel(nn.DataParallel[nn.Module]):
         # first device gets no samples, the first replica that runs is a copy. What the forward pass
         # leaves in it must then be copied to the module.
         first = replicas[0]
-        is_copy = first.module is not self.module
-        attributes_before = attributes(first.module) if is_copy else {}  # to find the new ones
+        with self._state_checked(replicas), self._state_copied_back(first):
+            outputs = self._run(replicas)
 
-        # The check for state that differs is made once, in the first training pass.
-        checks_state = len(replicas) > 1 and torch.is_grad_enabled() and not self._has_checked_state
-        state_before = forward_state(first.module) if checks_state else {}
-
-        outputs = self._run(replicas)
-
-        home = first.home
-        if is_copy:
-            copy_state_back(self.module, first.module, attributes_before, home)
-
-        if checks_state:
-            self._has_checked_state = True
-            warn_of_state([replica.module for replica in replicas], state_before)
-
-        output_device = home if self._output_device is None else self._output_device
+        output_device = first.home if self._output_device is None else self._output_device
         return self._join_outputs(replicas, outputs, output_device)
+
+    @contextmanager
+    def _state_copied_back(self, first: Replica) -> Iterator[None]:
+        """A context for a forward pass, at whose end the module has the state of a replica.
+
+        Args:
+            first: the first replica that runs. If this is the module itself, nothing is copied.
+        """
+        if first.module is self.module:
+            yield
+            return
+
+        attributes_before = attributes(first.module)  # to find the new ones
+        yield
+        copy_state_back(self.module, first.module, attributes_before, first.home)
+
+    @contextmanager
+    def _state_checked(self, replicas: Sequence[Replica]) -> Iterator[None]:
+        """A context for a forward pass, which warns of state that then differs between replicas.
+
+        The check is made once, in the first training pass.
+        """
+        is_training_pass = torch.is_grad_enabled()
+        if len(replicas) == 1 or not is_training_pass or self._has_checked_state:
+            yield
+            return
+
+        state_before = forward_state(replicas[0].module)
+        yield
+        self._has_checked_state = True
+        warn_of_state([replica.module for replica in replicas], state_before)
 
     def _make_replicas(self, batch: Any) -> list[Replica]:
         """Splits a batch, and returns the replicas that have samples of it.
@@ -349,14 +366,14 @@ class DataParallel(nn.DataParallel[nn.Module]):
             sizes=[replica.num_samples for replica in replicas],
             dim=self.dim,
             device=device,
-            state_numbers=[_number_state(replica.module) for replica in replicas],
+            tensor_numbers=[_numbers_of_tensors(replica.module) for replica in replicas],
         )
         output = join_trees(outputs, join_leaf)
         self.returned_mean = any(_is_computed_loss(tensor) for tensor in tensors(output))
         return output
 
 
-def _number_state(module: nn.Module) -> dict[int, int]:
+def _numbers_of_tensors(module: nn.Module) -> dict[int, int]:
     """Numbers the parameters and buffers of a replica: `{id(weight): 0, id(bias): 1}`.
 
     All replicas have them in the same order, so copies of one parameter have the same number. If
@@ -391,7 +408,8 @@ class Replica:
         """Runs the forward pass of this replica."""
         try:
             is_cuda = self.device.type == "cuda"
-            with torch.cuda.device(self.device) if is_cuda else nullcontext():
+            on_device = torch.cuda.device(self.device) if is_cuda else nullcontext()
+            with on_device:
                 return self.module(*self.args, **self.kwargs)
         except Exception as error:
             if self.error_note:

@@ -80,7 +80,7 @@ class ReplicaBarrier:
         self.wait_for_turn(position)
         return self._results[position]
 
-    def end(self, position: int) -> None:
+    def end_of_forward(self, position: int) -> None:
         """Waits until all replicas have ended the forward pass; none may wait elsewhere."""
         self._wait_for_all(position, Arrival(END_OF_FORWARD, None, None))
 
@@ -104,7 +104,11 @@ class ReplicaBarrier:
             turn.release()
 
     def _wait_for_all(self, position: int, arrival: Arrival) -> None:
-        """Lets the next replica run, and waits until all replicas have called this method."""
+        """Lets the next replica run, and waits until all replicas have called this method.
+
+        If another replica fails in the meantime, `fail` breaks the barrier, and this raises
+        `threading.BrokenBarrierError`.
+        """
         self._arrivals[position] = arrival
         try:
             # `_turns` has a semaphore for each replica if they run in turn; otherwise it is empty.
@@ -139,8 +143,9 @@ def _end_meeting(arrivals: dict[int, Arrival], results: list[Any]) -> None:
             "each replica take statistics of its own with sync_batchnorm=False",
         )
 
+    # At the end of the forward pass, the replicas only wait: there is nothing to combine.
     combine = in_order[0].combine
-    if combine is None:  # the end of the forward pass, for which the replicas only wait
+    if combine is None:
         results.clear()
     else:
         results[:] = combine([arrival.value for arrival in in_order])
@@ -177,7 +182,10 @@ def parallel_apply(
     mode_factories = _mode_factories_of_this_thread(devices)
 
     def run_replica(position: int) -> Any:
-        """Runs one call in the current thread. If it fails, stores the error in the barrier.
+        """Runs one call in the current thread, and returns its result.
+
+        If the call fails, this stores the error in the barrier, from which `parallel_apply` raises
+        it, and returns None.
 
         If all replicas share one device, they run in turn: each begins when the one before it waits
         in the barrier, in a BatchNorm layer or at the end of its forward pass.
@@ -192,7 +200,7 @@ def parallel_apply(
                         stack.enter_context(make_mode())
                 barrier.wait_for_turn(position)
                 result = calls[position]()
-                barrier.end(position)
+                barrier.end_of_forward(position)
                 return result
         except BaseException as error:
             barrier.fail(error)
@@ -230,7 +238,8 @@ def _mode_factories_of_this_thread(
 ) -> list[Callable[[], AbstractContextManager[Any]]]:
     """Returns functions that make context managers with this thread's modes, for other threads.
 
-    torch keeps these modes per thread: CUDA streams, inference mode, gradients and autocast.
+    torch keeps these modes per thread: CUDA streams, inference mode, gradients and autocast. Each
+    thread needs context managers of its own, because one cannot be entered twice.
     """
     factories: list[Callable[[], AbstractContextManager[Any]]] = []
     for device in devices:
@@ -240,7 +249,7 @@ def _mode_factories_of_this_thread(
     factories.append(partial(torch.inference_mode, torch.is_inference_mode_enabled()))
     factories.append(partial(torch.set_grad_enabled, torch.is_grad_enabled()))
     cache_enabled = torch.is_autocast_cache_enabled()
-    device_types = {"cpu"} | {device.type for device in devices}
+    device_types = {"cpu"} | {device.type for device in devices}  # a model may compute on the CPU
 
     for device_type in sorted(device_types):
         if torch.is_autocast_enabled(device_type):

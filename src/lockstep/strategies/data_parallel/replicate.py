@@ -148,17 +148,17 @@ def _copy_slots(part: nn.Module, new_part: nn.Module) -> None:
 def _check_can_be_copied(name: str, part: nn.Module) -> None:
     """Raises UsageError for code that is bound to one module object, which a copy cannot run."""
     if is_compiled(part):
-        reason = "compiled"
+        found = "is compiled"
     elif isinstance(part, torch.jit.ScriptModule):
-        reason = "scripted"
+        found = "is scripted"
     elif not _can_be_rebound(part):
-        reason = "a forward set on the object"
+        found = "has a forward set on the object"
     else:
         return
 
     raise UsageError(
         f"several replicas of {describe_type(part)}",
-        f"{name or 'the module'} is {reason}, which is bound to one object on one device",
+        f"{name or 'the module'} {found}, which is bound to one object on one device",
         "use strategy='ddp' for it, or leave torch.compile, torch.jit and the like out",
     )
 
@@ -180,18 +180,19 @@ def _can_be_rebound(part: nn.Module) -> bool:
     if isinstance(forward, FunctionType | partial):
         return False
 
-    # Any other forward refers to the module in its attributes, and can be rebound if these can be
-    # set. Objects of classes that are written in C have none.
+    # Any other forward refers to the module in its attributes, in which the copy can replace it. An
+    # object of a class that is written in C has no such attributes.
     return hasattr(forward, "__dict__")
 
 
 def _bind_forward(forward: Any, original: nn.Module, new_module: nn.Module) -> Callable[..., Any]:
     """Returns a `forward` for the copy of a module, from the one that was set on the original.
 
-    The result calls the same code, with the copy in the place of the original (`_rebind`). It
-    refers to the copy only weakly, and binds `forward` to the copy anew in each call. If a copy
-    held a method of its own, it would be in a reference cycle, and its parameters would stay in
-    memory until the next garbage collection.
+    The result calls the same code, with the copy in the place of the original (`_rebind`).
+
+    A method that is bound to the copy would refer to the copy: if the copy kept it, its parameters
+    would stay in memory until the next garbage collection. So the copy keeps the function `call`,
+    which refers to it weakly, and binds `forward` anew each time.
     """
     reference = weakref.ref(new_module)
 
@@ -203,7 +204,7 @@ def _bind_forward(forward: Any, original: nn.Module, new_module: nn.Module) -> C
     return call
 
 
-def _rebind(value: Any, original: nn.Module, new_module: nn.Module | None) -> Any:
+def _rebind(forward: Any, original: nn.Module, new_module: nn.Module | None) -> Any:
     """Returns a `forward` that calls the copy of a module instead of the original.
 
     There are two kinds of `forward`:
@@ -215,24 +216,24 @@ def _rebind(value: Any, original: nn.Module, new_module: nn.Module | None) -> An
       has the module, and `HalfForward` (autocast) has the module and the previous `forward`.
 
     Args:
-        value: the `forward` of the original, or one that such an object calls.
+        forward: the `forward` of the original, or one that such an object calls.
         original: the module that was copied.
         new_module: the copy.
     """
-    if isinstance(value, MethodType):
-        if value.__self__ is original:
-            return MethodType(value.__func__, new_module)
-        return value  # a method of another object
+    if isinstance(forward, MethodType):
+        if forward.__self__ is original:
+            return MethodType(forward.__func__, new_module)
+        return forward  # a method of another object
 
     # An object that refers to the module. `_can_be_rebound` has checked that it has attributes.
-    new_value = copy.copy(value)
-    for name, inner in vars(value).items():
-        if inner is original:
-            setattr(new_value, name, new_module)
-        elif _is_inner_forward(value, name, inner):
-            setattr(new_value, name, _rebind(inner, original, new_module))
+    new_forward = copy.copy(forward)
+    for name, attribute in vars(forward).items():
+        if attribute is original:
+            setattr(new_forward, name, new_module)
+        elif _is_inner_forward(forward, name, attribute):
+            setattr(new_forward, name, _rebind(attribute, original, new_module))
 
-    return new_value
+    return new_forward
 
 
 def _is_inner_forward(forward: Any, name: str, attribute: Any) -> bool:
@@ -287,25 +288,26 @@ class Broadcast(torch.autograd.Function):
         ctx.home = tensors[0].device
         ctx.num_tensors = len(tensors)
         ctx.set_materialize_grads(False)
-        needs_gradient = ctx.needs_input_grad[1:]  # without the first argument, which is a list
-        copies: list[Tensor] = []
-        without_gradient: list[Tensor] = []
+        needs_gradient = ctx.needs_input_grad[1:]  # without the first argument, `devices`
 
         # torch's function broadcasts from the first device of the list, here the device of the
         # tensors. It returns a list for each device; the first list has the tensors themselves.
-        _, *lists_of_copies = broadcast_coalesced(tensors, [ctx.home, *devices])
-        for copies_on_device in lists_of_copies:
-            for copied, needed in zip(copies_on_device, needs_gradient, strict=True):
-                copies.append(copied)
-                if not needed:
-                    without_gradient.append(copied)
+        _, *copies_of_devices = broadcast_coalesced(tensors, [ctx.home, *devices])
+        copies = tuple(copied for on_device in copies_of_devices for copied in on_device)
 
-        ctx.mark_non_differentiable(*without_gradient)
-        return tuple(copies)
+        needed_copies = [*needs_gradient] * len(devices)
+        frozen = [c for c, is_needed in zip(copies, needed_copies, strict=True) if not is_needed]
+        ctx.mark_non_differentiable(*frozen)
+        return copies
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Returns, for each tensor, the sum of the gradients of its copies."""
+        """Returns, for each tensor, the sum of the gradients of its copies.
+
+        Args:
+            ctx: what `forward` has stored.
+            *gradients: the gradients of the copies, in the order in which `forward` returns these.
+        """
         gradients_of_tensors: list[list[Tensor]] = []
         for index in range(ctx.num_tensors):
             # The copies of a tensor, one on each device, are `num_tensors` apart. The gradient of a
@@ -314,8 +316,12 @@ class Broadcast(torch.autograd.Function):
             used = [gradient for gradient in gradients_of_copies if gradient is not None]
             gradients_of_tensors.append(used)
 
-        gradient_of_devices = None  # the first argument of `forward`
-        return gradient_of_devices, *sum_gradients(gradients_of_tensors, ctx.home)
+        no_gradient_of_devices = None  # of the first argument of `forward`
+        return no_gradient_of_devices, *sum_gradients(gradients_of_tensors, ctx.home)
+
+
+_BucketKey = tuple[tuple[torch.device, ...], torch.dtype]
+"""What the gradients of the tensors in a bucket have in common: their devices and their dtype."""
 
 
 def sum_gradients(
@@ -335,8 +341,8 @@ def sum_gradients(
         The sum for each tensor; None if it has no gradients.
     """
     sums: list[Tensor | None] = [None] * len(gradients_of_tensors)
-    buckets: dict[Any, list[int]] = {}  # lists of indices of tensors
-    bytes_in_bucket: dict[Any, int] = {}  # on each of the devices
+    buckets: dict[_BucketKey, list[int]] = {}  # lists of indices of tensors
+    bytes_in_bucket: dict[_BucketKey, int] = {}  # on each of the devices
     for index, gradients in enumerate(gradients_of_tensors):
         if not gradients:
             continue
@@ -376,14 +382,14 @@ def _sum_bucket(
         home: the device of the sums.
         sums: the sum for each tensor, by the index of the tensor.
     """
+    gradients_in_bucket = [gradients_of_tensors[index] for index in bucket]
     flat_gradients: list[Tensor] = []
-    num_copies = len(gradients_of_tensors[bucket[0]])
-    for copy_index in range(num_copies):
-        parts = [gradients_of_tensors[index][copy_index].reshape(-1) for index in bucket]
+    for gradients_on_device in zip(*gradients_in_bucket, strict=True):
+        parts = [gradient.reshape(-1) for gradient in gradients_on_device]
         flat_gradients.append(parts[0] if len(parts) == 1 else torch.cat(parts))
 
     total = _sum_from_device_to_device(flat_gradients).to(home)
-    shapes = [gradients_of_tensors[index][0].shape for index in bucket]
+    shapes = [gradients[0].shape for gradients in gradients_in_bucket]
     views = torch.split(total, [shape.numel() for shape in shapes])
 
     # In a backward pass gradients are only enabled with `create_graph=True`.
@@ -446,11 +452,12 @@ def copy_state_back(
         for name, value in vars(part_of_replica[path]).items():
             is_unchanged = name in attributes_before and attributes_before[name] is value
             if not is_unchanged:
+                # (`to` copies a tensor only if it is on another device.)
                 vars(original_part)[name] = map_tensors(value, lambda tensor: tensor.to(home))
 
     with torch.no_grad():
         for path, original_part in module.named_modules():
-            original_buffers = members(original_part).buffers  # the module's own dict
+            original_buffers = members(original_part).buffers  # the dict that the module uses
             for name, new_buffer in members(part_of_replica[path]).buffers.items():
                 _copy_buffer_back(original_buffers, name, new_buffer, home)
 

@@ -44,17 +44,19 @@ def count_samples(batch: Any, dim: int, num_replicas: int) -> int:
     # Tensors of size 1 belong to every sample, unless all have this size.
     if len(sizes) > 1:
         sizes.discard(1)
+    smallest_size = min(sizes, default=0)
+    if num_replicas == 1:
+        return smallest_size
 
     sizes_differ = len(sizes) > 1
-    if sizes_differ and num_replicas > 1:
+    if sizes_differ:
         shown = ", ".join(str(size) for size in sorted(sizes))
         raise DataError(
             f"inputs of a module on {num_replicas} devices, cut along dimension {dim}",
             f"their sizes there are {shown}",
             "give all the same size, or size 1 where it is for every sample",
         )
-
-    return min(sizes, default=0)
+    return smallest_size
 
 
 def _is_splittable_tensor(leaf: Any) -> bool:
@@ -108,7 +110,8 @@ def scatter(
     def take_part(tensor: Tensor) -> Tensor:
         """Returns the samples `begin` to `end - 1` of a tensor, on the device of the replica.
 
-        A tensor that does not hold samples along `dim` is returned as a whole.
+        A tensor that does not hold samples along `dim` is returned as a whole. All but the tensor
+        are arguments of `scatter`.
         """
         holds_samples = has_dimension(tensor, dim) and tensor.shape[dim] == num_samples
         if holds_samples and not takes_all_samples:
@@ -129,7 +132,7 @@ def gather_leaf(
     sizes: Sequence[int],
     dim: int,
     device: torch.device,
-    state_numbers: Sequence[Mapping[int, int]],
+    tensor_numbers: Sequence[Mapping[int, int]],
 ) -> Any:
     """Joins what the replicas returned at one place of their outputs; see `DataParallel`.
 
@@ -138,8 +141,9 @@ def gather_leaf(
         sizes: the number of samples of each replica.
         dim: the dimension of the samples.
         device: the device of the result.
-        state_numbers: for each replica, a number for each of its parameters and buffers, by the
-            `id` of the tensor. Copies of the same parameter have the same number.
+        tensor_numbers: for each replica, a number for each of its parameters and buffers, by the
+            `id` of the tensor. Copies of the same parameter have the same number, so a parameter
+            that every replica returns can be recognised.
 
     Raises:
         UsageError: the leaves differ, and are neither tensors of samples nor means.
@@ -147,7 +151,7 @@ def gather_leaf(
     are_tensors = all(isinstance(leaf, Tensor) for leaf in leaves)
     are_floats = all(isinstance(leaf, float) for leaf in leaves)
     if are_tensors:
-        if _is_same_state(leaves, state_numbers):  # a parameter that was returned as it is
+        if _is_same_state(leaves, tensor_numbers):  # a parameter that was returned as it is
             return leaves[0].to(device)
         if _are_means(leaves, sizes):  # single numbers, which may have a dimension of size 1
             return _weighted_mean([leaf.to(device) for leaf in leaves], sizes)
@@ -161,7 +165,15 @@ def gather_leaf(
         # change them; the code below returns the first.
         return _weighted_mean(leaves, sizes)
 
-    # Anything else must be equal on all replicas.
+    return _the_equal_leaf(leaves, dim)
+
+
+def _the_equal_leaf(leaves: Sequence[Any], dim: int) -> Any:
+    """Returns the leaf of the first replica, if all replicas have returned an equal one.
+
+    Raises:
+        UsageError: the leaves differ.
+    """
     first = leaves[0]
     if all(_are_equal(leaf, first) for leaf in leaves):
         return first
@@ -174,15 +186,16 @@ def gather_leaf(
     )
 
 
-def _is_same_state(leaves: Sequence[Tensor], state_numbers: Sequence[Mapping[int, int]]) -> bool:
+def _is_same_state(leaves: Sequence[Tensor], tensor_numbers: Sequence[Mapping[int, int]]) -> bool:
     """Returns True if every replica returned its copy of the same parameter or buffer.
 
     Args:
         leaves: the leaf of each replica.
-        state_numbers: see `gather_leaf`.
+        tensor_numbers: for each replica, the number of each of its parameters and buffers, by the
+            `id` of the tensor. It is the same for all copies of a parameter.
     """
     numbers: set[int] = set()
-    for leaf, number_of_id in zip(leaves, state_numbers, strict=True):
+    for leaf, number_of_id in zip(leaves, tensor_numbers, strict=True):
         number = number_of_id.get(id(leaf))
         if number is None:  # the leaf is no parameter or buffer of this replica
             return False
@@ -231,8 +244,8 @@ def _concatenate(tensors: list[Tensor], dim: int, device: torch.device) -> Tenso
         shown = ", ".join(str(tuple(tensor.shape)) for tensor in tensors)
         raise UsageError(
             f"tensors returned by a module on {len(tensors)} devices, joined along dimension {dim}",
-            f"they have other shapes beside it: {shown}",
-            "return the same shape whatever the samples are: squeeze named dimensions alone, as a "
+            f"their shapes differ in other dimensions: {shown}",
+            "return the same shape whatever the samples are: call squeeze with a dimension, as a "
             "part may be one sample, and pad to a length that does not depend on the part",
         )
 
@@ -245,7 +258,10 @@ def _concatenate(tensors: list[Tensor], dim: int, device: torch.device) -> Tenso
 
 
 def _are_equal(value: Any, other: Any) -> bool:
-    """Returns True if two leaves are equal; False if they differ or cannot be compared."""
+    """Returns True if two leaves are equal; False if they differ or cannot be compared.
+
+    Arrays, for example, cannot: `==` compares them item by item, which gives no single truth value.
+    """
     if isinstance(value, Tensor):
         return isinstance(other, Tensor) and torch.equal(value, other)
     if value is other:
@@ -256,5 +272,4 @@ def _are_equal(value: Any, other: Any) -> bool:
     try:
         return bool(value == other)
     except (TypeError, ValueError, RuntimeError):
-        # For example arrays: they are compared item by item, so the result is not one truth value.
         return False

@@ -63,8 +63,8 @@ class DP(Strategy):
         """
         check_number_of_processes(self.name, run.topology.size)
 
-        # Wrap a module without parameters. This checks the devices and the shares, and the wrapper
-        # shows which ones the run will use.
+        # A wrapper of a module without parameters: to make it checks the devices and the shares,
+        # and it shows which ones the run will use.
         example = self._make_data_parallel(nn.Identity(), run)
         if example.num_replicas > 1:
             refuse_virtual_ranks(
@@ -82,15 +82,15 @@ class DP(Strategy):
                 f"begin with {run.device.index}, or set device='cuda:{device_ids[0]}'",
             )
 
-        # A plan has shares over processes and shares over devices. This strategy has one process,
-        # which divides each batch over its devices by these.
+        # The only process has each batch as a whole, and divides it over its devices.
+        process_shares = (1,)
         device_shares: tuple[int, ...] | None = tuple(example.shares)
         if is_auto(run.settings.shares) and example.num_replicas > 1:
             device_shares = None  # to be measured
 
         return StrategyPlan(
-            rank=DataParallelRank(0, 1),  # the only rank, which has each batch as a whole
-            shares=(1,),  # over processes
+            rank=DataParallelRank(rank=0, size=1),
+            shares=process_shares,
             num_devices=example.num_replicas,
             local_devices=range(example.num_replicas),
             device_shares=device_shares,
@@ -98,7 +98,7 @@ class DP(Strategy):
                 run.settings.min_micro_batches, run.settings.num_micro_batches or 1
             ),
             can_autotune=True,
-            virtual_ranks=planned_virtual_ranks(run, (1,)),
+            virtual_ranks=planned_virtual_ranks(run, process_shares),
         )
 
     def wrap(self, module: nn.Module, run: Run) -> PreparedModule:
@@ -117,7 +117,8 @@ class DP(Strategy):
         data_parallel = self._make_data_parallel(module.to(run.device), run)
         _seed_gpu_streams(data_parallel, run)
 
-        # With virtual ranks, these keep the gradients and the buffers of virtual ranks apart.
+        # As for any module on one process: with virtual ranks, these extensions keep the gradients
+        # and the buffers of virtual ranks apart.
         virtual_rank_extensions = on_one_process(data_parallel, run).extensions
         return PreparedModule(
             module=data_parallel,
@@ -126,7 +127,11 @@ class DP(Strategy):
         )
 
     def _make_data_parallel(self, module: nn.Module, run: Run) -> DataParallel:
-        """Wraps a module with these options, on all visible GPUs if no devices are set."""
+        """Wraps a module with these options.
+
+        Either `device_ids` or `replicas` (on one device) may be set. If neither is, the module runs
+        on all visible GPUs, or in a run on the CPU with one replica.
+        """
         device_ids = self.device_ids
         replicas = self.replicas
         if device_ids is None and replicas is None:
@@ -157,15 +162,8 @@ class DP(Strategy):
         A line has a name, a value and a reason, for example
         "batchnorm: 2 synchronised (statistics of the samples of all devices, as on one)".
         """
-        if self.replicas is not None:  # all of them on one device
-            reason = f"on {run.device}, as set: they share the parameters"
-        elif data_parallel.device_ids:  # one on each GPU, the first of which holds the outputs
-            gpus = ", ".join(str(index) for index in data_parallel.device_ids)
-            reason = f"on GPUs {gpus}; outputs and loss on one"
-        else:
-            reason = "no GPU; strategy=lockstep.strategies.DP(replicas=2) computes on two replicas"
-
-        choices = [Choice("replicas", str(data_parallel.num_replicas), reason)]
+        where = self._where_replicas_are(data_parallel, run)
+        choices = [Choice("replicas", str(data_parallel.num_replicas), where)]
         if len(set(data_parallel.shares)) > 1:
             shares = ":".join(str(share) for share in data_parallel.shares)
             choices.append(Choice("shares", shares, "of every micro-batch, over the devices"))
@@ -185,6 +183,15 @@ class DP(Strategy):
         )
         return choices
 
+    def _where_replicas_are(self, data_parallel: DataParallel, run: Run) -> str:
+        """Returns the printed text about the devices of the replicas."""
+        if self.replicas is not None:  # all of them on one device
+            return f"on {run.device}, as set: they share the parameters"
+        if data_parallel.device_ids:  # one on each GPU, the first of which holds the outputs
+            gpus = ", ".join(str(index) for index in data_parallel.device_ids)
+            return f"on GPUs {gpus}; outputs and loss on one"
+        return "no GPU; strategy=lockstep.strategies.DP(replicas=2) computes on two replicas"
+
 
 class WeightedMeanWarning(Extension):
     """Warns once if samples have weights, but a mean is computed inside the model (LS310).
@@ -198,13 +205,15 @@ class WeightedMeanWarning(Extension):
         self._has_warned = False
 
     def delivered(self, batch: DeliveredBatch) -> None:
-        """Records whether the samples of the loader have weights."""
+        """Records whether the samples of the loader have weights (its option `weight`)."""
         self._samples_have_weights = batch.loader.weight is not None
 
     def backward_begins(self, weighted_loss: Tensor, micro_batch: MicroBatch) -> None:
         """Warns once if the latest forward pass returned a mean and the samples have weights.
 
-        The arguments of this event are not needed.
+        Args:
+            weighted_loss: not needed here; all extensions get it.
+            micro_batch: not needed here either.
         """
         if self._has_warned or not self._samples_have_weights or not self._module.returned_mean:
             return
