@@ -180,7 +180,7 @@ def test_a_size_that_fits_whole_is_found_by_doubling_alone():
 def test_the_first_micro_batch_gives_every_rank_with_a_share_something():
     def sizes(count, shares, most=None, whole=False, pieces=1):
         found = first_micro_batch(
-            count, shares, split_batch(count, shares, pieces), most, take_planned=whole
+            count, shares, split_batch(count, shares, pieces) if whole else None, most
         )
         return None if found is None else (found[..., 1] - found[..., 0]).tolist()
 

@@ -15,7 +15,7 @@ from torch import nn
 
 from lockstep.errors import SettingError, UsageError
 from lockstep.strategies.pipeline.schedule import Action, order
-from lockstep.strategies.pipeline.split import balanced, split, units
+from lockstep.strategies.pipeline.split import balanced_cuts, split, units
 from lockstep.strategies.pipeline.stage import StagedModel
 from lockstep.strategies.pipeline.strategy import check_compiled_parts
 from lockstep.strategies.pipeline.unit_costs import measure
@@ -140,7 +140,7 @@ def test_balanced_is_the_best_of_all_cuts(costs, parts):
             return [[]]
         return [[c, *rest] for c in range(begin, len(costs)) for rest in all_cuts(c + 1, left - 1)]
 
-    found = balanced(costs, parts)
+    found = balanced_cuts(costs, parts)
     assert len(found) == parts - 1
     assert sorted({0, *found}) == [0, *found]
     assert worst(found) == min(map(worst, all_cuts(1, parts - 1)))
@@ -360,4 +360,6 @@ def test_a_module_that_is_cut_may_have_parameters_that_are_not_there():
     assert model.encoder.shift is None
     assert model.embed.weight.is_meta
     assert not model.head.weight.is_meta
-    assert len(staged.gone) == 2 * len([p for p in model.parameters() if p.is_meta])
+    assert len(staged.parameters_on_other_ranks) == 2 * len(
+        [p for p in model.parameters() if p.is_meta]
+    )

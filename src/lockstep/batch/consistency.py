@@ -29,7 +29,7 @@ from lockstep.batch.source import Source
 from lockstep.distributed.collectives import Collectives
 from lockstep.distributed.seeding import preserve_rng_state, seed_sample
 from lockstep.errors import RanksDifferError
-from lockstep.wording import describe_type, join_first
+from lockstep.wording import describe_type, format_ranks
 
 NUM_SAMPLES = 4
 READ_TIME_LIMIT_S = 0.25
@@ -125,13 +125,12 @@ def describe_difference(sample: int, digests_of_ranks: Sequence[Any]) -> str:
         sample: index of the sample.
         digests_of_ranks: digest of the sample on each rank.
     """
-    ranks = []
-    for rank, found in enumerate(digests_of_ranks):
-        if not digests_match(found, digests_of_ranks[0]):
-            ranks.append(str(rank))
-    plural = "s" if len(ranks) > 1 else ""
-    names = join_first(ranks)
-    return f"sample {sample} on rank{plural} {names} differs from sample {sample} on rank 0"
+    other_ranks = []
+    for rank, digest_on_rank in enumerate(digests_of_ranks):
+        if not digests_match(digest_on_rank, digests_of_ranks[0]):
+            other_ranks.append(rank)
+    where = format_ranks(other_ranks)
+    return f"sample {sample} on {where} differs from sample {sample} on rank 0"
 
 
 def read_samples(
@@ -150,6 +149,7 @@ def read_samples(
         list is shorter than `indices` if reading takes longer than `READ_TIME_LIMIT_S`. It is empty
         if starting a worker would take long, or if its `worker_init_fn` raises an error.
     """
+    # An iterable dataset of digests. It ends early if `READ_TIME_LIMIT_S` have passed.
     reader = _DigestReader(source.dataset, seed, indices, file_names)
     loader_has_workers = source.options["num_workers"] > 0
     if not loader_has_workers:
@@ -164,7 +164,7 @@ def read_samples(
 
     worker: DataLoader[Any] = DataLoader(
         reader,
-        batch_size=None,
+        batch_size=None,  # the digests come one by one
         num_workers=1,
         multiprocessing_context=context,
         worker_init_fn=source.options["worker_init_fn"],

@@ -81,8 +81,8 @@ class _OpenPass:
         """The position of the global batch that should come next."""
         self.crc_of_order = 0
         """A CRC-32 of the planned samples, which depends on their order."""
-        self.planned = _Tally()
-        """The tally of the planned samples, over all ranks."""
+        self.planned_of_delivered_batches = _Tally()
+        """The tally of the planned samples, over all ranks, of the global batches that came."""
         self.delivered = _Tally()
         """The tally of the samples that this rank was handed."""
         self._planned_samples: list[Indices] = []
@@ -105,11 +105,12 @@ class _OpenPass:
         self._delivered_samples.append(samples)
 
         # The planned samples of a global batch are added once, with its last micro-batch.
-        if not micro_batch.last:
+        is_last_of_global_batch = micro_batch.last
+        if not is_last_of_global_batch:
             return
 
-        # They are only added if it is the next global batch of the plan. If one comes twice, or one
-        # is skipped, what follows is delivered but not planned. The tallies then differ, which the
+        # They are only added if it is the next global batch of the plan. Otherwise one has come
+        # twice, or one was skipped: then the delivered samples exceed the planned ones, which the
         # comparison of the ranks detects.
         if position != self.next_position:
             return
@@ -125,7 +126,7 @@ class _OpenPass:
         # np.concatenate needs at least one array.
         planned = np.concatenate([_NO_SAMPLES, *self._planned_samples])
         delivered = np.concatenate([_NO_SAMPLES, *self._delivered_samples])
-        self.planned.add(tally(planned))
+        self.planned_of_delivered_batches.add(tally(planned))
         self.delivered.add(tally(delivered))
         # This continues the CRC-32 of all samples that were planned before.
         self.crc_of_order = zlib.crc32(planned.data, self.crc_of_order)
@@ -152,9 +153,9 @@ class Coverage:
         is_meant_to_repeat = (
             hasattr(custom_order, "__getitem__") or type(custom_order) is SequentialSampler
         )
-        self._warns_of_repetition = custom_order is not None and not is_meant_to_repeat
-        """True to compare the order of each epoch with that of the epoch before, and to warn if
-        they are the same. False after the warning, which is given once."""
+        self._compares_orders = custom_order is not None and not is_meant_to_repeat
+        """True to compare the order of each epoch with that of the epoch before, until the first
+        repetition."""
         self._planned = _Tally()
         """The tally of the planned samples in all passes that have not been compared yet."""
         self._delivered = _Tally()
@@ -163,7 +164,7 @@ class Coverage:
         """The latest pass. If it began inside another pass, the outer one is not compared."""
         self._crc_of_all_orders = 0
         """A CRC-32 of the orders in these passes."""
-        self._last_order: tuple[int, int] | None = None
+        self._last_epoch_and_crc: tuple[int, int] | None = None
         """The epoch of the last pass with a custom order, and the CRC-32 of that order."""
         self._num_passes = 0
         self._steps_since_comparison = 0
@@ -180,13 +181,15 @@ class Coverage:
         """
         self._open_pass = _OpenPass(epoch, start, plan)
 
-        # Lockstep's own order is another one in each epoch. Only the order of the user's sampler,
-        # which is a `CustomPlan`, can be the same again.
-        if self._warns_of_repetition and isinstance(plan, CustomPlan):
+        # Lockstep's own order differs in every epoch. Only that of the user's sampler, which is a
+        # `CustomPlan`, can repeat.
+        if self._compares_orders and isinstance(plan, CustomPlan):
             crc_of_order = zlib.crc32(np.ascontiguousarray(plan.order).data)
-            if self._last_order == (epoch - 1, crc_of_order):
+            repeats_previous_epoch = self._last_epoch_and_crc == (epoch - 1, crc_of_order)
+            if repeats_previous_epoch:
+                self._compares_orders = False
                 self._warn_of_repetition(epoch, plan.order)
-            self._last_order = (epoch, crc_of_order)
+            self._last_epoch_and_crc = (epoch, crc_of_order)
 
     def add(
         self,
@@ -209,8 +212,8 @@ class Coverage:
             return
 
         # Only the pass that began last is checked. This micro-batch may belong to an outer pass,
-        # inside whose loop that pass began: then the two have different epoch numbers, or the inner
-        # pass has ended and no pass is open.
+        # inside whose loop that pass began: then the two have different epoch numbers (each pass
+        # over the loader gets a new one), or the inner pass has ended and no pass is open.
         open_pass = self._open_pass
         if open_pass is None or open_pass.epoch != epoch:
             return
@@ -227,23 +230,23 @@ class Coverage:
         self._open_pass = None
         ended_pass.tally_samples()
 
-        # `ended_pass.planned` has only the global batches that came. A global batch that never came
-        # is missing in both tallies, so they would agree. The number of planned samples is
-        # therefore taken from the plan itself: then the numbers differ, which is enough to detect
-        # the mistake.
+        # A global batch that never came is missing in both tallies, so they would agree. Therefore
+        # the number of planned samples is taken from the plan itself.
         num_planned = ended_pass.plan.num_samples_from(ended_pass.start)
-        self._planned.add(_Tally(num_planned, ended_pass.planned.checksum))
+        self._planned.add(_Tally(num_planned, ended_pass.planned_of_delivered_batches.checksum))
         self._delivered.add(ended_pass.delivered)
 
-        # Several passes may be compared together, so the CRC-32 continues from pass to pass.
-        bytes_of_crc = ended_pass.crc_of_order.to_bytes(4, "little")
-        self._crc_of_all_orders = zlib.crc32(bytes_of_crc, self._crc_of_all_orders)
-
+        self._add_order(ended_pass.crc_of_order)
         self._num_passes += 1
         self._steps_since_comparison += len(ended_pass.plan) - ended_pass.start
         is_first_pass = self._num_passes <= NUM_FIRST_PASSES_COMPARED
         has_many_steps = self._steps_since_comparison >= STEPS_BETWEEN_COMPARISONS
         self._comparison_is_due = is_first_pass or has_many_steps
+
+    def _add_order(self, crc_of_order: int) -> None:
+        """Adds the order of a pass to `_crc_of_all_orders`: passes may be compared together."""
+        bytes_of_crc = crc_of_order.to_bytes(4, "little")
+        self._crc_of_all_orders = zlib.crc32(bytes_of_crc, self._crc_of_all_orders)
 
     def compare_if_due(self, collectives: Collectives) -> None:
         """Compares the tallies with those of the other ranks, if a comparison is due.
@@ -264,20 +267,21 @@ class Coverage:
         planned = self._planned
         delivered = self._delivered
         crc_of_all_orders = self._crc_of_all_orders
-        # The values to compare are in the variables above, so the tallies can start again at 0.
-        self._forget_compared_passes()
+        self._forget_compared_passes()  # makes new tallies; those above stay as they are
 
         # The order of the samples and the plan must be equal on all ranks. What was delivered is
         # another part of the plan on each rank.
         must_be_equal = [crc_of_all_orders, planned.count, planned.checksum]
         reports = collectives.exchange((must_be_equal, astuple(delivered)))
-        _check_same_orders([equal_on_ranks for equal_on_ranks, _ in reports])
+        parts_that_must_be_equal = [report[0] for report in reports]
+        delivered_on_ranks = [_Tally(*report[1]) for report in reports]
+        _check_same_orders(parts_that_must_be_equal)
 
         # All stages of a pipeline get the same samples, so only the ranks of the first stage are
         # added up. These come first.
         delivered_to_all = _Tally()
-        for _, (count_on_rank, checksum_on_rank) in reports[: collectives.num_contributing_ranks]:
-            delivered_to_all.add(_Tally(count_on_rank, checksum_on_rank))
+        for delivered_on_rank in delivered_on_ranks[: collectives.num_contributing_ranks]:
+            delivered_to_all.add(delivered_on_rank)
         if delivered_to_all == planned:
             return
 
@@ -309,15 +313,13 @@ class Coverage:
     def _warn_of_repetition(self, epoch: int, order: Indices) -> None:
         """Warns that a sampler has returned the same random order as in the previous epoch.
 
-        It is called for the first repetition only: the orders of later epochs are not compared.
-
         Args:
             epoch: number of the epoch whose order is that of the previous one.
             order: the indices of its samples.
         """
-        self._warns_of_repetition = False  # so that `begin` does not compare orders any more
-        is_sorted = bool((order[:-1] <= order[1:]).all())
-        if is_sorted:  # it is not a random order, so it is meant to repeat
+        # An ascending order (or one with a single sample) is not random, so it is meant to repeat.
+        is_ascending = bool((order[:-1] <= order[1:]).all())
+        if is_ascending:
             return
         if len(np.unique(order)) < MIN_DISTINCT_SAMPLES:  # it may repeat by chance
             return

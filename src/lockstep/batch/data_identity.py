@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import zlib
+from typing import Any
 
 from lockstep.batch.consistency import read_samples
 from lockstep.batch.digest_matching import Parts, parts_of
@@ -26,7 +27,7 @@ def read_fingerprint(source: Source, seed: int) -> Fingerprint | None:
     """Reads the fingerprint of a dataset with an index; returns None for a stream.
 
     It consists of checksums over the indices of subsets, the fingerprint of a Hugging Face dataset,
-    and digests of some samples.
+    and digests of some samples. Random parts of samples, such as augmented images, are left out.
     """
     if isinstance(source, IterableSource):
         return None
@@ -40,11 +41,11 @@ def read_fingerprint(source: Source, seed: int) -> Fingerprint | None:
     if not isinstance(hugging_face, str):
         hugging_face = None
 
-    digests_of_samples = _read_repeatable_parts(source, seed)
+    digests_of_samples = _digest_repeatable_parts(source, seed)
     return Fingerprint(subset_checksums, hugging_face, digests_of_samples)
 
 
-def _read_repeatable_parts(source: Source, seed: int) -> dict[int, Parts]:
+def _digest_repeatable_parts(source: Source, seed: int) -> dict[int, Parts]:
     """Reads some samples twice, and returns digests of the parts that are equal in both readings.
 
     The *parts* of a sample are its components, such as an image and a label; each has a name and a
@@ -57,21 +58,10 @@ def _read_repeatable_parts(source: Source, seed: int) -> dict[int, Parts]:
     Returns:
         The parts of each sample, by its index.
     """
-    # Read each sample twice in a row.
-    indices = _spread_indices(len(source.dataset))  # type: ignore[arg-type]
-    indices_twice: list[int] = []
-    for index in indices:
-        indices_twice += [index, index]
-    # If time runs out, `read_samples` returns digests of fewer samples than it was asked for.
-    digests = read_samples(source, seed, indices_twice, file_names=True)
-    first_readings = digests[0::2]
-    second_readings = digests[1::2]
-    indices_read = indices[: len(second_readings)]
-
     # Find the parts that differ between the two readings of a sample.
     parts_by_index: dict[int, Parts] = {}
     random_parts: set[str] = set()
-    for index, first, second in zip(indices_read, first_readings, second_readings, strict=False):
+    for index, first, second in _read_twice(source, seed):
         if first is None or second is None:  # the sample cannot be read
             continue
         parts_by_index[index] = parts_of(first)
@@ -83,6 +73,20 @@ def _read_repeatable_parts(source: Source, seed: int) -> dict[int, Parts]:
     for index, parts in parts_by_index.items():
         samples[index] = {name: part for name, part in parts.items() if name not in random_parts}
     return samples
+
+
+def _read_twice(source: Source, seed: int) -> list[tuple[int, Any, Any]]:
+    """Reads some samples twice in a row, until the time limit of `read_samples`.
+
+    Returns:
+        For each sample its index, and the digests of the first and of the second reading.
+    """
+    indices = _spread_indices(len(source.dataset))  # type: ignore[arg-type]
+    indices_twice = [index for index in indices for _ in range(2)]
+    digests = read_samples(source, seed, indices_twice, file_names=True)
+    # If time ran out, there are fewer digests, and the last sample may have been read only once.
+    # `zip` leaves out samples without a second reading.
+    return list(zip(indices, digests[0::2], digests[1::2], strict=False))
 
 
 def _spread_indices(length: int) -> list[int]:
@@ -142,6 +146,8 @@ def check_fingerprint(source: Source, before: Fingerprint, now: Fingerprint) -> 
             "of their own; to train on other data, leave the loader out of the checkpoint",
         )
 
+    # Only some parts of the samples differ, for example the images but not the labels.
+    # Only some parts of the samples differ, for example the images but not the labels.
     warn(
         f"resuming a loader of {with_article(name)} of {source.length} samples",
         f"{difference.found}; other parts of them, such as the labels, are as in the checkpoint",

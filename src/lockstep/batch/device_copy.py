@@ -65,17 +65,15 @@ def _copy_one_ahead(
     with _Copier(device) as copier:
         previous: tuple[T, _StartedCopy] | None = None
         for description, batch in pairs:
-            # Start to pin and copy this batch, then let the caller use the previous one. `start`
-            # returns a function that waits until the batch is pinned, and returns the copy.
-            wait_until_pinned = copier.start(batch)
+            # Start to pin and copy this batch, then let the caller use the previous one.
+            pending = copier.start(batch)
             if previous is not None:
                 previous_description, previous_copy = previous
                 yield previous_description, copier.finish(previous_copy)
 
             # Wait until this batch is pinned before the next one is read, because the next one may
             # reuse its memory. The copy to the GPU has then been started, and goes on.
-            started_copy = wait_until_pinned()
-            previous = description, started_copy
+            previous = description, pending.wait_until_pinned()
 
         if previous is not None:
             previous_description, previous_copy = previous
@@ -88,6 +86,13 @@ class _StartedCopy(NamedTuple):
     batch: Any
     copied_event: torch.cuda.Event | None
     """Reached when the batch is on the device; None if the batch is still in host memory."""
+
+
+class _PendingCopy(NamedTuple):
+    """A batch that may still have to be pinned before its copy to the GPU starts."""
+
+    wait_until_pinned: Callable[[], _StartedCopy]
+    """Waits until the batch is pinned, and returns the started copy. Raises errors of pinning."""
 
 
 class _Copier:
@@ -110,16 +115,11 @@ class _Copier:
         if self._executor is not None:
             self._executor.shutdown()
 
-    def start(self, batch: Any) -> Callable[[], _StartedCopy]:
-        """Starts to pin and copy a batch, in a thread if it is large.
-
-        Returns:
-            A function that waits until the batch is pinned and its copy to the GPU has begun, and
-            returns this copy. It raises any error of pinning.
-        """
+    def start(self, batch: Any) -> _PendingCopy:
+        """Starts to pin and copy a batch, in a thread if it is large."""
         if bytes_to_pin(batch) < MIN_BYTES_FOR_THREAD:
             started_copy = self._pin_and_copy(batch)
-            return lambda: started_copy  # there is nothing left to wait for
+            return _PendingCopy(lambda: started_copy)  # there is nothing left to wait for
 
         if self._executor is None:
             # Each thread has its own current device. If it were not set, every rank would open
@@ -132,11 +132,7 @@ class _Copier:
             )
 
         future = self._executor.submit(self._pin_and_copy, batch)
-
-        def wait_until_pinned() -> _StartedCopy:
-            return future.result()
-
-        return wait_until_pinned
+        return _PendingCopy(future.result)
 
     def _pin_and_copy(self, batch: Any) -> _StartedCopy:
         """Pins a batch, and starts to copy it to the GPU if it has only dense tensors."""

@@ -52,9 +52,8 @@ def digest(value: Any, max_numbers: int = MAX_NUMBERS, *, file_names: bool = Fal
         value: the sample.
         max_numbers: the digest of an array is made of about this many of its numbers, evenly
             spread, so that a large array does not take long.
-        file_names: True to include the file name of a path. Its folders are never included, because
-            they differ between machines. A fingerprint of a dataset includes the file name. If
-            ranks compare their samples, it is left out, and all paths have the same digest.
+        file_names: True in fingerprints of data sets: a path counts by its file name, without the
+            folders, which differ between machines. False between ranks: all paths are equal.
     """
     if isinstance(value, Tensor):
         if value.layout is not torch.strided:  # the numbers of a sparse tensor are not compared
@@ -68,12 +67,11 @@ def digest(value: Any, max_numbers: int = MAX_NUMBERS, *, file_names: bool = Fal
         return _digest_array(np.asarray(value), max_numbers)
 
     if isinstance(value, str):
-        # A path, `images/7.png` -> `7.png`. A text without a slash is left as it is.
-        text_without_folders = value.replace("\\", "/").rpartition("/")[2]
-        is_path = text_without_folders != value
+        file_name = _file_name(value)
+        is_path = file_name != value  # it has a slash
         if is_path and not file_names:
             return "path"
-        return zlib.crc32(text_without_folders.encode())
+        return zlib.crc32(file_name.encode())
 
     if isinstance(value, bytes):
         return zlib.crc32(value)
@@ -88,6 +86,11 @@ def digest(value: Any, max_numbers: int = MAX_NUMBERS, *, file_names: bool = Fal
         return [digest(item, max_numbers, file_names=file_names) for item in value]
 
     return type(value).__name__  # of any other object only the class is compared
+
+
+def _file_name(text: str) -> str:
+    """Returns the file name in a path, `images/7.png` -> `7.png`; any other text as it is."""
+    return text.replace("\\", "/").rpartition("/")[2]
 
 
 def _digest_array(array: npt.NDArray[Any], max_numbers: int) -> list[Any]:
@@ -107,18 +110,18 @@ def _digest_array(array: npt.NDArray[Any], max_numbers: int) -> list[Any]:
         return dtype_and_shape
 
     stride = max(1, array.size // max_numbers)
-    array = array.reshape(-1)[::stride]
+    chosen = array.reshape(-1)[::stride]
 
-    # Floating-point numbers and pixels are taken for measured numbers. All others are exact, and so
-    # are complex numbers.
-    is_small = array.size <= MAX_NUMBERS_KEPT
-    may_be_image = array.dtype == np.uint8 and not is_small
+    # Floating-point numbers and pixels are taken for measured numbers. All others count as exact,
+    # also complex numbers, although they are floating-point.
+    few_are_chosen = chosen.size <= MAX_NUMBERS_KEPT
+    may_be_image = array.dtype == np.uint8 and not few_are_chosen
     is_measured = array.dtype.kind == "f" or may_be_image
     if not is_measured:
-        return [*dtype_and_shape, zlib.crc32(np.ascontiguousarray(array).tobytes())]
+        return [*dtype_and_shape, zlib.crc32(np.ascontiguousarray(chosen).tobytes())]
 
-    numbers = array.astype(np.float64)
-    if is_small:
+    numbers = chosen.astype(np.float64)
+    if few_are_chosen:
         return [*dtype_and_shape, *numbers.tolist()]
 
     # The first mean shows other magnitudes, the second another order of the numbers, and the third

@@ -50,10 +50,12 @@ def match_parts(before: Sequence[Parts], now: Sequence[Parts]) -> Match:
     Args:
         before: the parts of each sample in the first reading.
         now: the parts of each sample in the second reading.
+
+    Returns:
+        `SAME` if all parts are equal, or if there are no samples to compare; `CHANGED` if these are
+        the same samples with other contents; `OTHER` if they are other samples.
     """
     pairs = list(zip(before, now, strict=False))  # both readings of each sample
-
-    # Without any samples, nothing is known to differ.
     if all(samples_match(old, new) for old, new in pairs):
         return Match.SAME
 
@@ -135,8 +137,9 @@ def parts_of(digest: Any, name: str = "sample") -> dict[str, Any]:
 
     parts: dict[str, Any] = {}
     for place, item in enumerate(digest):
-        # An item that begins with a text, such as `["label", 3]`, is a key and its value.
-        if _is_pair_of_mapping(item):
+        # `["label", 3]` is a key and its value: the digests of texts are numbers, so only a key can
+        # be a text.
+        if _is_key_and_value(item):
             key, value = item
             parts |= parts_of(value, f"{name}[{key!r}]")
         else:
@@ -145,7 +148,7 @@ def parts_of(digest: Any, name: str = "sample") -> dict[str, Any]:
     return parts
 
 
-def _is_pair_of_mapping(digest: Any) -> bool:
+def _is_key_and_value(digest: Any) -> bool:
     """Returns True for `[key, value]`, an item in the digest of a mapping.
 
     It is recognised by its first item, a text. The digest of an array begins with a text, too:

@@ -35,50 +35,52 @@ class Epochs:
         they have been trained on again."""
 
     def run(self, total: int) -> Iterator[int]:
-        """Yields the epochs from the current one to `total` - 1."""
+        """Yields the epochs from the current one to `total` - 1.
+
+        At the beginning of each epoch, this notes how often the loaders and the optimizer have been
+        used so far; by that it recognises whether the epoch is done. After the last one, or if the
+        loop is left, it forgets these notes.
+        """
         while self.present < total:
-            self._begin()
+            self._note_beginning()
             try:
                 yield self.present
-            except GeneratorExit:
-                # The loop was left with `break`. Another loop will continue with this epoch if it
-                # is not done, and otherwise with the next one.
+            except GeneratorExit:  # the loop was left, by `break` or by an exception in it
+                # Another loop will continue with this epoch if it is not done, and otherwise with
+                # the next one. (This must be asked before the notes are forgotten.)
                 self.present = self.epoch_to_resume
-                self._end()
+                self._forget_beginning()
                 raise
 
             self.present += 1
 
-        self._end()
+        self._forget_beginning()
 
     @property
     def epoch_to_resume(self) -> int:
         """The epoch to resume with: the next one if the current one is done, else the current."""
         return self.present + 1 if self._is_done() else self.present
 
-    def _begin(self) -> None:
-        """Records the state at the beginning of an epoch, by which `_is_done` recognises its end.
+    def _note_beginning(self) -> None:
+        """Notes the state at the beginning of an epoch, by which `_is_done` recognises its end.
 
-        It also records which loaders were trained on in the previous epoch. The new epoch is done
-        only after each of them has been trained on again.
+        It also notes which loaders were trained on in the previous epoch. The new epoch is done
+        only after each of them has been trained on again. (It does not wait for a loader that was
+        prepared during the previous epoch, of which no beginning was noted.)
         """
-        # `passes_before_epoch` was recorded at the beginning of the previous epoch, so loaders that
-        # have made more passes by now were trained on in that epoch. A loader that was prepared
-        # during the previous epoch was not recorded, so the new epoch does not wait for it. Before
-        # the first epoch nothing was recorded.
-        self._loaders_of_previous_epoch = []
-        for loader in self._loaders:
-            num_passes_before = loader.passes_before_epoch
-            if num_passes_before is not None and loader.num_training_passes > num_passes_before:
-                self._loaders_of_previous_epoch.append(loader)
+        self._loaders_of_previous_epoch = [
+            loader
+            for loader in self._loaders
+            if loader.passes_before_epoch is not None and loader.was_trained_on_in_epoch
+        ]
 
         self._is_running = True
         for loader in self._loaders:
             loader.passes_before_epoch = loader.num_training_passes
         self._step_at_begin = self._step.number
 
-    def _end(self) -> None:
-        """Records that no loop over epochs is running any more."""
+    def _forget_beginning(self) -> None:
+        """Forgets the beginning of the epoch: no loop over epochs is running any more."""
         self._is_running = False
         for loader in self._loaders:
             loader.passes_before_epoch = None
@@ -93,17 +95,13 @@ class Epochs:
             return False
         if any(loader.mid_epoch for loader in self._loaders):  # a pass has not ended yet
             return False
+
+        # If no loader was trained on so far in the whole run, the training uses no prepared loader.
+        # Then a single optimizer step is enough.
         if not any(loader.num_training_passes for loader in self._loaders):
-            # The training uses no prepared loader. Then a single optimizer step is enough.
             return self._step.number > self._step_at_begin
 
-        trained_in_epoch = []
-        for loader in self._loaders:
-            # A loader that was prepared during the epoch had no passes before it.
-            if loader.num_training_passes > (loader.passes_before_epoch or 0):
-                trained_in_epoch.append(loader)
-
+        trained_in_epoch = [loader for loader in self._loaders if loader.was_trained_on_in_epoch]
         if not trained_in_epoch:
             return False
-
         return all(loader in trained_in_epoch for loader in self._loaders_of_previous_epoch)

@@ -93,9 +93,9 @@ class TensorRows(NamedTuple):
         rows = samples if self.row_of_sample is None else self.row_of_sample[samples]
         try:
             return _select_rows(self.tensors, rows)
-        except (IndexError, RuntimeError):
-            # A Subset may have negative indices, which count from the end. `index_select` refuses
-            # them.
+        except (IndexError, RuntimeError):  # raised by `index_select` for a negative index
+            # A Subset may have such indices, which count from the end. That is rare, so it is not
+            # checked beforehand.
             num_rows = len(self.tensors[0])
             rows_from_begin = np.where(rows < 0, rows + num_rows, rows)
             return _select_rows(self.tensors, rows_from_begin)
@@ -141,7 +141,7 @@ def call_collate(collate: Callable[[Any], Any], samples: list[Any]) -> Any:
     try:
         return collate(samples)
     except (IndexError, RuntimeError, ValueError) as error:
-        if collate is not default_collate:
+        if collate is not default_collate:  # torch's own leaves no samples out
             error.add_note(
                 f"lockstep: the collate function was given {len(samples)} of the samples of a "
                 "global batch. If it leaves samples out and none of these was left, let it return "

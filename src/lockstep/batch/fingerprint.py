@@ -95,21 +95,33 @@ def compare(before: Fingerprint, now: Fingerprint) -> Difference | None:
     if match is Match.SAME:
         return None
 
-    # The message also says which samples differ, each compared by itself.
-    differing: list[str] = []  # indices, as text
-    for index, parts_before, parts_now in zip(compared, samples_before, samples_now, strict=True):
-        if not samples_match(parts_before, parts_now):
-            differing.append(str(index))
-
     # Equal fingerprints of Hugging Face mean equal data. If samples differ all the same, they are
     # only read differently: a difference, but no other samples.
     hugging_face_says_same = (
         before.hugging_face is not None and before.hugging_face == now.hugging_face
     )
-    found = f"of {len(compared)} samples that were compared {len(differing)} differ: "
-    found += join_first(differing, MAX_SAMPLES_IN_TEXT)
     other_samples = match is Match.OTHER and not hugging_face_says_same
+    found = _describe_differing(compared, samples_before, samples_now)
     return Difference(found, other_samples=other_samples)
+
+
+def _describe_differing(
+    indices: Sequence[int], samples_before: Sequence[Parts], samples_now: Sequence[Parts]
+) -> str:
+    """Describes which samples differ, each compared by itself.
+
+    Args:
+        indices: the indices of the samples.
+        samples_before: the parts of each sample in the earlier reading.
+        samples_now: the parts of each sample in the later reading.
+    """
+    differing: list[str] = []  # indices, as text
+    for index, parts_before, parts_now in zip(indices, samples_before, samples_now, strict=True):
+        if not samples_match(parts_before, parts_now):
+            differing.append(str(index))
+
+    found = f"of {len(indices)} samples that were compared {len(differing)} differ: "
+    return found + join_first(differing, MAX_SAMPLES_IN_TEXT)
 
 
 def _parts_to_compare(sample_before: Parts, sample_now: Parts) -> tuple[Parts, Parts]:
@@ -118,6 +130,10 @@ def _parts_to_compare(sample_before: Parts, sample_now: Parts) -> tuple[Parts, P
     Args:
         sample_before: the parts of the sample in the earlier reading, by name.
         sample_now: the parts of the sample in the later reading, by name.
+
+    Returns:
+        The parts that both readings have. If there are none, all parts, with None for those that a
+        reading lacks, so that they count as different.
     """
     # First case: all parts of the earlier reading were random and left out. Nothing is compared.
     if not sample_before:
@@ -130,8 +146,7 @@ def _parts_to_compare(sample_before: Parts, sample_now: Parts) -> tuple[Parts, P
         names = sorted(common_names)
         return _parts_named(names, sample_before), _parts_named(names, sample_now)
 
-    # Third case: no common parts, so these are different samples. All parts are compared: each of
-    # them is None in one of the readings, so they differ.
+    # Third case: no common parts, so these are different samples.
     names = sorted(sample_before.keys() | sample_now.keys())
     return _parts_named(names, sample_before), _parts_named(names, sample_now)
 

@@ -38,7 +38,7 @@ from lockstep.batch.micro_batches import (
 )
 from lockstep.batch.no_rows import mark_no_rows
 from lockstep.batch.plan import CustomPlan, Plan, split_sizes
-from lockstep.batch.pytree import cut_to_rows, map_tensors, storages
+from lockstep.batch.pytree import cut_to_rows, map_tensors, storage_references
 from lockstep.batch.rows import RowCounter
 from lockstep.batch.shuffling import is_shuffled_in_slices
 from lockstep.batch.source import SHARDING, Source
@@ -219,6 +219,14 @@ class Loader:
     def epoch(self) -> int:
         """The number of the current epoch, or between epochs that of the next one."""
         return self._next_epoch - 1 if self._is_training else self._next_epoch
+
+    @property
+    def was_trained_on_in_epoch(self) -> bool:
+        """True if a training pass has ended in the current epoch of `World.epochs`.
+
+        A loader that was prepared during the epoch had no passes before it.
+        """
+        return self.num_training_passes > (self.passes_before_epoch or 0)
 
     @property
     def mid_epoch(self) -> bool:
@@ -436,10 +444,9 @@ class Loader:
         """
         if self.passes_before_epoch is None or self._is_training or self.start > 0:
             return False
-        was_trained_on = self.num_training_passes > self.passes_before_epoch
         another_is_trained_on = self._step.in_training_loop
         has_known_length = self.steps is not None
-        return was_trained_on and another_is_trained_on and has_known_length
+        return self.was_trained_on_in_epoch and another_is_trained_on and has_known_length
 
     def _num_steps_of_last_epoch(self) -> int:
         """Returns the number of global batches of the epoch that was trained on last."""
@@ -688,7 +695,8 @@ class Loader:
         # `hand_out`, but later if the loop has not finished an earlier batch.
         awaiting = _BatchAwaitingTraining(epoch, training_pass, planned, batch)
         on_begin = partial(self._begin_training_on, awaiting)
-        delivery = Delivery(training_pass, planned.micro_batch, storages(batch), on_begin)
+        references = storage_references(batch)
+        delivery = Delivery(training_pass, planned.micro_batch, references, on_begin)
         self._step.hand_out(delivery)
 
         # If training begins later, the step keeps `on_begin` until then. That must not keep the

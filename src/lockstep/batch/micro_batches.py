@@ -531,10 +531,9 @@ class MicroBatchPlan:
         """
         # While the micro-batch size is unknown, a planned micro-batch might not fit into memory.
         fits_in_memory = not self.request.micro_batch_size_is_open
-        take_planned = fits_in_memory and self.request.must_keep_plan()
-        return first_micro_batch(
-            count, self.shares, self.split(count), self.micro_batch_size, take_planned=take_planned
-        )
+        takes_planned = fits_in_memory and self.request.must_keep_plan()
+        planned = self.split(count) if takes_planned else None
+        return first_micro_batch(count, self.shares, planned, self.micro_batch_size)
 
     def _plan_rest(
         self, position: int, batch: Indices, num_measured: int

@@ -168,7 +168,7 @@ def plan_epoch(
     return EpochPlan(num_samples, batch_size, computed_slice)
 
 
-def plan_custom_order(order: Indices, batch_size: int, *, drop_last: bool) -> CustomPlan:
+def cut_into_batches(order: Indices, batch_size: int, *, drop_last: bool) -> CustomPlan:
     """Divides a given order of sample indices into consecutive global batches."""
     num_batches = batches_in_epoch(len(order), batch_size, drop_last=drop_last)
     bounds = np.arange(num_batches + 1, dtype=np.int64) * batch_size

@@ -37,10 +37,10 @@ transformer holds layers, which hold tensors. An object may also refer to half o
 def map_tensors(
     batch: Any,
     change: Callable[[Tensor], Tensor],
-    opaque: Callable[[Any], Any] | None = None,
+    change_opaque: Callable[[Any], Any] | None = None,
     *,
     inside_opaque: bool = False,
-    other: Callable[[Any], Any] | None = None,
+    change_other: Callable[[Any], Any] | None = None,
 ) -> Any:
     """Returns a copy of a pytree in which each tensor is replaced by `change(tensor)`.
 
@@ -50,32 +50,33 @@ def map_tensors(
     Args:
         batch: the pytree, which is not modified.
         change: function that is called with each tensor.
-        opaque: function that is called with each opaque object and returns what takes its place; by
-            default opaque objects stay as they are.
+        change_opaque: function that is called with each opaque object and returns what takes its
+            place; by default opaque objects stay as they are.
         inside_opaque: True to look inside of opaque objects that are containers, such as a
             `PackedSequence`, and change the tensors in them.
-        other: function that is called with each leaf that is neither a tensor nor opaque, and
-            returns what takes its place; by default these leaves stay as they are.
+        change_other: function that is called with each leaf that is neither a tensor nor opaque,
+            and returns what takes its place; by default these leaves stay as they are.
     """
     if isinstance(batch, Tensor):
         return change(batch)
 
+    # With `inside_opaque`, an opaque object that is a container has children, too.
     children = children_of(batch, opaque_too=inside_opaque)
-    if children is not None:  # it is a container
+    if children is not None:
         changed = {}
         for key, child in children.items():
             changed[key] = map_tensors(
-                child, change, opaque, inside_opaque=inside_opaque, other=other
+                child,
+                change,
+                change_opaque,
+                inside_opaque=inside_opaque,
+                change_other=change_other,
             )
         return _rebuild(batch, changed)
 
-    if opaque is not None and is_opaque(batch):
-        return opaque(batch)
-
-    if other is not None and not is_opaque(batch):
-        return other(batch)
-
-    return batch
+    # Another leaf, opaque or not.
+    change_leaf = change_opaque if is_opaque(batch) else change_other
+    return batch if change_leaf is None else change_leaf(batch)
 
 
 def map_tensors_and_attributes(
@@ -101,6 +102,10 @@ def map_tensors_and_attributes(
     """
 
     def change_attributes(instance: Any) -> Any:
+        """Returns an object, or a copy of it in which the tensors in its attributes are changed.
+
+        The search for tensors ends with objects that are inside of `_MAX_OBJECT_DEPTH` others.
+        """
         if isinstance(instance, Distribution):
             return instance if change_distribution is None else change_distribution(instance)
 
@@ -118,7 +123,9 @@ def map_tensors_and_attributes(
 
         return _with_attributes(instance, changed) if changed else instance
 
-    return map_tensors(value, change, change_attributes, other=change_attributes)
+    return map_tensors(
+        value, change, change_opaque=change_attributes, change_other=change_attributes
+    )
 
 
 def tensors_and_attributes(value: Any) -> list[Tensor]:
@@ -129,7 +136,7 @@ def tensors_and_attributes(value: Any) -> list[Tensor]:
         found.append(tensor)
         return tensor
 
-    map_tensors_and_attributes(value, collect)
+    map_tensors_and_attributes(value, collect)  # only to visit the tensors; its result is dropped
     return found
 
 
@@ -138,14 +145,19 @@ def _attributes_of(instance: Any) -> dict[str, Any]:
     attributes = dict(getattr(instance, "__dict__", {}))
     for base in type(instance).__mro__:
         slots = base.__dict__.get("__slots__", ())
-        for name in (slots,) if isinstance(slots, str) else slots:
+        if isinstance(slots, str):  # `__slots__ = "x"` is one slot
+            slots = (slots,)
+        for name in slots:
             if name not in {"__dict__", "__weakref__"} and hasattr(instance, name):
                 attributes[name] = getattr(instance, name)
     return attributes
 
 
 def _is_same(old: Any, new: Any) -> bool:
-    """Returns True if two trees have the same leaves. `map_tensors` rebuilds all containers."""
+    """Returns True if two trees have the same leaves.
+
+    Containers are not compared, because `map_tensors` makes new ones.
+    """
     if old is new:
         return True
     old_leaves = list(leaves(old))
@@ -187,7 +199,7 @@ class _ObjectReference:
         return self._reference() is None
 
 
-def storages(batch: Any) -> list[StorageReference]:
+def storage_references(batch: Any) -> list[StorageReference]:
     """Returns weak references to the storages of all dense tensors in a pytree.
 
     They make it possible to recognise these tensors, and views of them, later. An opaque object is
@@ -286,9 +298,12 @@ def cut_to_rows(
     # This is a list of plain data, such as file names, or any other sequence that seems to have one
     # item for each of the `num_samples` samples.
     is_sequence = isinstance(batch, list | tuple)
-    if is_list_of_plain_data(batch) or (is_sequence and has_item_per_sample(batch, num_samples)):
-        first_children = dict(list(children.items())[:keep])
-        return _rebuild(batch, first_children)
+    has_one_item_per_sample = is_list_of_plain_data(batch) or (
+        is_sequence and has_item_per_sample(batch, num_samples)
+    )
+    if has_one_item_per_sample:
+        first_items = dict(list(children.items())[:keep])  # the items by position
+        return _rebuild(batch, first_items)
 
     # Second case: the children are fields of the batch, e.g. images and labels. Each of them holds
     # all samples and is cut by itself.
@@ -422,8 +437,8 @@ def _is_structured(item: Any) -> bool:
 def has_item_per_sample(sequence: Sequence[Any], count: int | None) -> bool:
     """Returns True if a sequence has one item for each sample, and not one for each field.
 
-    A sequence does not say which of the two it is, so these rules are tried in order. The examples
-    are for 2 samples:
+    A sequence does not say which of the two it is. But all fields have one row for each sample, and
+    a sample has another length by itself. So these rules are tried in order, here for 2 samples:
 
     1. `[a, b, c]` has 3 items: False.
     2. `(images, {"label": labels})` has items of different structures: fields, so False.
@@ -509,10 +524,8 @@ def _rebuild(batch: Any, children: dict[Any, Any]) -> Any:
         children: the new children by key, by field name, or, for a sequence, by index, e.g.
             `{0: a, 1: b}`. There may be fewer than before.
     """
-    if type(batch) is dict:
-        return children
-    if type(batch) is list:
-        return list(children.values())
+    if type(batch) in (dict, list):
+        return _plain_container(batch, children)
     if not isinstance(batch, Mapping | list | tuple):
         return _with_attributes(batch, children)
 
@@ -522,11 +535,16 @@ def _rebuild(batch: Any, children: dict[Any, Any]) -> Any:
             return _rebuild_mapping(batch, children)
         return _rebuild_sequence(batch, list(children.values()))
     except Exception:  # a user's class may raise anything
-        if isinstance(batch, Mapping):
-            return children
-        if isinstance(batch, list):
-            return list(children.values())
-        return tuple(children.values())
+        return _plain_container(batch, children)
+
+
+def _plain_container(batch: Any, children: dict[Any, Any]) -> Any:
+    """Returns a `dict`, `list` or `tuple` of the children, as the container is one of the three."""
+    if isinstance(batch, Mapping):
+        return children
+    if isinstance(batch, list):
+        return list(children.values())
+    return tuple(children.values())
 
 
 def _with_attributes(batch: Any, children: dict[str, Any]) -> Any:
@@ -554,14 +572,16 @@ def _rebuild_sequence(batch: Any, values: list[Any]) -> Any:
 def _rebuild_mapping(batch: Any, children: dict[Any, Any]) -> Any:
     """Returns a mapping of the same class with other values.
 
-    A `dict` or `UserDict` is copied and its values are replaced, which keeps additional attributes.
-    A shallow copy of any other mapping may share its items with the batch, so its class is called
-    instead.
+    A copy of the mapping keeps additional attributes. It is only made if it has items of its own,
+    whose values can be replaced. Otherwise the class of the mapping is called. These share items:
+
+    - a copy of a mapping that is neither a `dict` nor a `UserDict` may do so;
+    - some classes set `self.__dict__ = self`, so that `batch.image` is `batch["image"]`. A copy of
+      such an object keeps the batch itself as its `__dict__`.
     """
-    # Some classes set `self.__dict__ = self`, so that `batch.image` is `batch["image"]`. A copy of
-    # such an object would keep the batch itself as its `__dict__`.
     is_its_own_dict = getattr(batch, "__dict__", None) is batch
-    if isinstance(batch, dict | UserDict) and not is_its_own_dict:
+    copy_has_own_items = isinstance(batch, dict | UserDict) and not is_its_own_dict
+    if copy_has_own_items:
         rebuilt: Any = copy.copy(batch)
         for key, value in children.items():
             rebuilt[key] = value

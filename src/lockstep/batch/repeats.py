@@ -33,6 +33,11 @@ class CheckedPiece(NamedTuple):
     is_compared: bool = False
     """True if two ranks compute its virtual rank and compare their results."""
 
+    @classmethod
+    def repeated(cls, piece: VirtualRankPiece) -> CheckedPiece:
+        """Returns a micro-batch that is computed again, to compare the result."""
+        return cls(piece, is_repeat=True, is_compared=True)
+
 
 class CheckedGlobalBatch(NamedTuple):
     """The micro-batches of a checked global batch."""
@@ -132,7 +137,7 @@ def _repeats_of(
     repeats = []
     for piece in pieces_of_owner:
         if piece.virtual_rank == virtual_rank and not piece.is_padding:
-            repeats.append(CheckedPiece(piece, is_repeat=True, is_compared=True))
+            repeats.append(CheckedPiece.repeated(piece))
     return repeats
 
 
@@ -197,10 +202,16 @@ def _unused_piece(pieces: Sequence[VirtualRankPiece]) -> CheckedPiece:
         return CheckedPiece(padding)
 
     # The rank also computes this piece at its usual place. There its gradient is used, so here it
-    # is marked as a repeat, whose gradient is ignored. It is made the only piece of its virtual
-    # rank (number 0 of 1): the virtual rank begins and ends with it, and does not wait for others.
-    only_piece = with_samples[-1]._replace(piece_number=0, num_pieces=1)
-    return CheckedPiece(only_piece, is_repeat=True)
+    # is marked as a repeat, whose gradient is ignored.
+    return CheckedPiece(_as_only_piece(with_samples[-1]), is_repeat=True)
+
+
+def _as_only_piece(piece: VirtualRankPiece) -> VirtualRankPiece:
+    """Returns a piece as if it were the only one of its virtual rank.
+
+    The virtual rank then begins and ends with it, and does not wait for other pieces.
+    """
+    return piece._replace(piece_number=0, num_pieces=1)
 
 
 def pieces_of_virtual_rank(
@@ -220,5 +231,5 @@ def pieces_of_virtual_rank(
     for pieces in pieces_of_ranks:
         for piece in pieces:
             if piece.virtual_rank == number and not piece.is_padding:
-                repeats.append(CheckedPiece(piece, is_repeat=True, is_compared=True))
+                repeats.append(CheckedPiece.repeated(piece))  # every rank computes and compares it
     return repeats

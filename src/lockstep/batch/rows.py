@@ -110,9 +110,8 @@ class RowCounter:
             "a collate function that leaves samples out, or adds rows",
             f"a global batch of {planned} samples has {rows} rows, so each rank's part counts by "
             "the rows that it has",
-            # Printed after "do: ".
-            "nothing, if the loss is a mean over rows and each row is made of one sample. If it is "
-            "a mean over something else, such as tokens, say how many of these a batch has: "
+            do="nothing, if the loss is a mean over rows and each row is made of one sample. If it "
+            "is a mean over something else, such as tokens, say how many of these a batch has: "
             "world.loader(..., weight=...). If a row is made of several samples of its batch, the "
             "rows depend on the number of ranks, since each rank collates its own samples",
         )
@@ -168,7 +167,7 @@ def shapes_in(batch: Any, planned: int) -> Iterator[Shape]:
             yield Shape(len(batch), None)
             return
 
-        if _looks_like_samples(batch, planned):
+        if _has_one_item_per_sample(batch, planned):
             # Fields, such as images and labels, have one row for each sample, so their tensors are
             # equally long. Samples, such as sentences, may have any lengths. So tensors of equal
             # length may be fields or samples; tensors of different lengths must be samples.
@@ -184,7 +183,7 @@ def shapes_in(batch: Any, planned: int) -> Iterator[Shape]:
         yield from shapes_in(child, planned)
 
 
-def _looks_like_samples(sequence: Sequence[Any], planned: int) -> bool:
+def _has_one_item_per_sample(sequence: Sequence[Any], planned: int) -> bool:
     """Returns True if the items of a sequence may be samples; False if they are surely fields.
 
     Args:

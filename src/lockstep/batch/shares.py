@@ -67,27 +67,25 @@ def parse_micro_batch_size(value: Any) -> int | None:
 def first_micro_batch(
     count: int,
     shares: tuple[int, ...],
-    planned: Indices,
+    planned: Indices | None,
     max_samples_of_rank: int | None,
-    *,
-    take_planned: bool,
 ) -> Indices | None:
     """Returns the micro-batch of a global batch on which measurements are made.
 
     Args:
         count: number of samples in the global batch.
         shares: share of each rank.
-        planned: the result of `split_batch` for the global batch: begin and end of each part, of
-            shape `(micro-batches, ranks, 2)`.
+        planned: the planned micro-batches, of which the first one is taken: begin and end of each
+            part, of shape `(micro-batches, ranks, 2)`, from `split_batch`. None to take two samples
+            on each rank.
         max_samples_of_rank: the largest number of samples that a rank can compute at once; None if
             not limited.
-        take_planned: True for the first planned micro-batch; False for two samples on each rank.
 
     Returns:
         Begin and end of each rank's part, of shape `(1, ranks, 2)`. None if some rank with a share
         would have no sample.
     """
-    if take_planned:
+    if planned is not None:
         split = planned[:1]
     else:
         # The same number of samples on each rank that has a share.
@@ -98,7 +96,7 @@ def first_micro_batch(
         num_samples = min(count, samples_of_rank * sum(equal_shares))
         split = split_batch(num_samples, equal_shares)
 
-    sizes_of_ranks = split_sizes(split)[0]  # those of the only micro-batch, shape (ranks,)
+    (sizes_of_ranks,) = split_sizes(split)  # of the only micro-batch
     for size, share in zip(sizes_of_ranks, shares, strict=True):
         if share > 0 and size == 0:
             return None
@@ -195,15 +193,27 @@ def choose_shares_by_times(
         SettingError: the limits are too low for the batch.
     """
     if are_equally_fast(times):
-        # Choose equal shares. They are passed as the current ones, which `choose_shares` keeps
-        # unless they do not fit into the limits.
-        equal_seconds = [1.0] * len(times)
-        equal_shares = (1,) * len(times)
-        return choose_shares(
-            equal_seconds, present=equal_shares, batch_size=batch_size, limits=limits
-        )
+        return _equal_shares_within(limits, batch_size)
     shortest = [min(times_of_rank) for times_of_rank in times]
     return choose_shares(shortest, present, batch_size, limits)
+
+
+def _equal_shares_within(limits: Sequence[int | None], batch_size: int) -> tuple[int, ...]:
+    """Returns equal shares, or if these do not fit into the limits, shares that do.
+
+    Args:
+        limits: the largest number of samples that each rank can take; None if not limited.
+        batch_size: number of samples in the global batch.
+
+    Raises:
+        SettingError: the limits are too low for the batch.
+    """
+    # `choose_shares` keeps the present shares if they fit and no others are faster. Of ranks that
+    # all take the same time, equal shares are the fastest.
+    num_ranks = len(limits)
+    return choose_shares(
+        [1.0] * num_ranks, present=(1,) * num_ranks, batch_size=batch_size, limits=limits
+    )
 
 
 def confirm_shares(
@@ -228,8 +238,10 @@ def confirm_shares(
     else:
         best = min(seconds, key=seconds.__getitem__)
 
-    # If none of the shares that were tried fit into memory, the last ones may.
-    if seconds[best] == math.inf:
+    # `best` is the fastest, so if it takes infinite time, none of the shares that were tried fit
+    # into memory. The last ones, if they are untried, may.
+    none_fits = seconds[best] == math.inf
+    if none_fits:
         return last
 
     # Keep the shares with which the search began, unless others are measurably faster. They were
@@ -286,20 +298,20 @@ def choose_shares(
         SettingError: the limits are too low for the batch.
     """
     # The largest number of samples that each rank can take.
-    room = [batch_size if limit is None else limit for limit in limits]
-    if sum(room) < batch_size:
-        fitting = [f"{samples} on rank {rank}" for rank, samples in enumerate(room)]
+    max_samples = [batch_size if limit is None else limit for limit in limits]
+    if sum(max_samples) < batch_size:
+        fitting = [f"{samples} on rank {rank}" for rank, samples in enumerate(max_samples)]
         raise SettingError(
             f"shares='auto' with a global batch of {batch_size}",
             f"fewer samples fit into memory: {', '.join(fitting)}",
             "set micro_batch_size='auto' too: the batch is then computed in micro-batches",
         )
 
-    ideal = _ideal_division(seconds, room, batch_size)
+    ideal = _ideal_division(seconds, max_samples, batch_size)
     step_seconds_by_shares: dict[tuple[int, ...], float] = {}
-    for shares in _candidates(ideal, present, room):
+    for shares in _candidates(ideal, present, max_samples):
         sizes = part_sizes(batch_size, shares)  # samples of each rank
-        fits = all(size <= most for size, most in zip(sizes, room, strict=True))
+        fits = all(size <= most for size, most in zip(sizes, max_samples, strict=True))
         if fits:
             # A global batch of sum(shares) samples would take as long as its slowest rank, which
             # has as many samples as its share. This is scaled to `batch_size`.
@@ -324,7 +336,7 @@ def choose_shares(
 
 
 def _candidates(
-    ideal: Sequence[float], present: tuple[int, ...], room: Sequence[int]
+    ideal: Sequence[float], present: tuple[int, ...], max_samples: Sequence[int]
 ) -> list[tuple[int, ...]]:
     """Returns the shares to choose from.
 
@@ -334,18 +346,19 @@ def _candidates(
     Args:
         ideal: number of samples of each rank with which all ranks need the same time.
         present: the current shares.
-        room: the largest number of samples that each rank can take.
+        max_samples: the largest number of samples that each rank can take.
     """
     num_ranks = len(present)
     candidates = [present]
 
     # Whole numbers nearly in the proportion of `ideal`, whose sum is about `total`. `parse_shares`
     # divides them by their common divisor: (2, 4) becomes (1, 2).
-    for total in range(num_ranks, MAX_SUM_PER_RANK * num_ranks + 1):
+    lowest_total = num_ranks  # the share 1 for each rank
+    for total in range(lowest_total, MAX_SUM_PER_RANK * num_ranks + 1):
         candidates.append(parse_shares(_rounded_division(ideal, total), num_ranks))
 
-    # Shares in the proportion of `room` always fit, even if none of the others do.
-    candidates.append(parse_shares(room, num_ranks))
+    # Shares in the proportion of `max_samples` always fit, even if none of the others do.
+    candidates.append(parse_shares(max_samples, num_ranks))
     return candidates
 
 
@@ -359,23 +372,24 @@ def _slowest(samples: Sequence[float], seconds: Sequence[float]) -> float:
     return max(count * s for count, s in zip(samples, seconds, strict=True))
 
 
-def _ideal_division(seconds: Sequence[float], room: Sequence[int], batch_size: int) -> list[float]:
+def _ideal_division(
+    seconds: Sequence[float], max_samples: Sequence[int], batch_size: int
+) -> list[float]:
     """Returns fractional numbers of samples with which all ranks need the same time.
 
-    A rank that has no room for its number gets as many samples as it has room for. The rest is
-    divided over the other ranks.
+    A rank that cannot take its number gets `max_samples`. The rest is divided over the other ranks.
 
     Args:
         seconds: seconds per sample of each rank.
-        room: the largest number of samples that each rank can take.
+        max_samples: the largest number of samples that each rank can take.
         batch_size: number of samples in the global batch.
     """
-    samples = [0.0] * len(room)
+    samples = [0.0] * len(max_samples)
 
     # Divide the batch over the open ranks in proportion to their speed. Ranks that would get more
-    # than they have room for are filled and closed. Repeat with the rest of the batch and the other
+    # than `max_samples` are filled and closed. Repeat with the rest of the batch and the other
     # ranks until no rank gets too much.
-    open_ranks = set(range(len(room)))
+    open_ranks = set(range(len(max_samples)))
     remaining_samples = float(batch_size)
     while open_ranks:
         samples_per_second = sum(1 / seconds[rank] for rank in open_ranks)
@@ -384,13 +398,13 @@ def _ideal_division(seconds: Sequence[float], room: Sequence[int], batch_size: i
         full_ranks = set()
         for rank in open_ranks:
             samples[rank] = remaining_samples / seconds[rank] / samples_per_second
-            if samples[rank] > room[rank]:
+            if samples[rank] > max_samples[rank]:
                 full_ranks.add(rank)
 
         if not full_ranks:
             break
         for rank in full_ranks:
-            samples[rank] = float(room[rank])
+            samples[rank] = float(max_samples[rank])
         remaining_samples -= sum(samples[rank] for rank in full_ranks)
         open_ranks -= full_ranks
 

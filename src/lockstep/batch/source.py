@@ -28,7 +28,7 @@ from lockstep.batch.plan import (
     Plan,
     batches_in_epoch,
     check_batch_size,
-    plan_custom_order,
+    cut_into_batches,
     plan_epoch,
 )
 from lockstep.distributed.seeding import mix_seed, preserve_rng_state, seed_sample
@@ -126,7 +126,7 @@ class Source:
             checksum = zlib.crc32(index_bytes(indices), checksum)
 
         if self.custom_order:
-            plan = self._plan_custom_order(seed=0, epoch=0)
+            plan = self._custom_plan(seed=0, epoch=0)
             checksum = zlib.crc32(plan.order.tobytes(), checksum)
             # The bounds say where in this order the global batches begin and end.
             checksum = zlib.crc32(plan.bounds.tobytes(), checksum)
@@ -142,7 +142,7 @@ class Source:
     def plan(self, seed: int, epoch: int) -> Plan:
         """Returns the global batches of an epoch, the same on every rank."""
         if self.custom_order:
-            return self._plan_custom_order(seed, epoch)
+            return self._custom_plan(seed, epoch)
         return plan_epoch(
             self.length,
             self.batch_size,
@@ -152,7 +152,7 @@ class Source:
             drop_last=self.drop_last,
         )
 
-    def _plan_custom_order(self, seed: int, epoch: int) -> CustomPlan:
+    def _custom_plan(self, seed: int, epoch: int) -> CustomPlan:
         """Asks the user's sampler for the order of an epoch, and forms the global batches.
 
         All random number generators that the sampler may use are seeded first, so it returns the
@@ -167,6 +167,7 @@ class Source:
             for number, generator in enumerate(generators):
                 _seed_generator(generator, mix_seed(seed, epoch, _SAMPLER, number))
 
+            # A batch sampler forms the global batches itself.
             if self.batch_sampler is not None:
                 batches = [np.asarray(batch, dtype=np.int64) for batch in self.batch_sampler]
                 sizes = [len(batch) for batch in batches]
@@ -176,8 +177,9 @@ class Source:
                 bounds = np.cumsum([0, *sizes], dtype=np.int64)
                 return CustomPlan(order, bounds)
 
+            # A sampler only orders the samples.
             order = np.fromiter(cast("torch_data.Sampler[int]", self.sampler), dtype=np.int64)
-            return plan_custom_order(order, self.batch_size, drop_last=self.drop_last)
+            return cut_into_batches(order, self.batch_size, drop_last=self.drop_last)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -262,7 +264,8 @@ def _seed_generator(generator: _Generator, value: int) -> None:
         # and its state is copied. A user-defined bit generator may not allow that.
         bits = generator.bit_generator
         with suppress(TypeError, ValueError):
-            bits.state = type(bits)(value).state
+            new_bits = type(bits)(value)
+            bits.state = new_bits.state
     else:
         seed_of_32_bits = value & 0xFFFFFFFF  # RandomState takes no larger seed
         # A RandomState can be based on a bit generator that cannot be seeded.
@@ -435,12 +438,12 @@ def _order_fields(loader: torch_data.DataLoader[Any], shuffle: bool) -> dict[str
                 code="LS102",
             )
 
-    # Without a batch sampler of the user's, torch creates a BatchSampler, and the DataLoader has a
-    # batch size. With one of the user's, which may be of the same class, it has none.
-    was_created_by_torch = (
-        type(batch_sampler) is torch_data.BatchSampler and loader.batch_size is not None
+    # If the user passes a batch sampler, `loader.batch_size` is None, even if it is a BatchSampler.
+    # Otherwise torch has created a BatchSampler.
+    is_users_batch_sampler = (
+        type(batch_sampler) is not torch_data.BatchSampler or loader.batch_size is None
     )
-    if not was_created_by_torch:
+    if is_users_batch_sampler:
         size = getattr(batch_sampler, "batch_size", None)
         if not (isinstance(size, int) and size > 0):
             # The sizes of the batches are unknown and may vary, so the mean is used.
@@ -592,8 +595,7 @@ def _can_be_read_only_once(dataset: Any) -> bool:
     """Returns True if the dataset is known to be an iterator, which does not start again.
 
     These are generators, files, the iterators of built-in types, and classes that inherit their
-    `__iter__` from `collections.abc.Iterator`. A class with an `__iter__` of its own, written in
-    Python, may start again, even if it also has a `__next__` (as litdata's StreamingDataset does).
+    `__iter__` from `collections.abc.Iterator`.
     """
     if not hasattr(dataset, "__next__"):
         return False
@@ -603,7 +605,7 @@ def _can_be_read_only_once(dataset: Any) -> bool:
     if inherits_from_iterator:
         return True
     is_written_in_python = isinstance(method, FunctionType)
-    if is_written_in_python:
+    if is_written_in_python:  # it may start again, as that of litdata's StreamingDataset does
         return False
 
     # A method that is implemented in C, such as that of a generator or a file, has no side effects

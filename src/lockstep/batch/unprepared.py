@@ -72,12 +72,7 @@ class UnpreparedLoaders:
                 self._ended(ended_pass)
             return
 
-        # If the user's loop trains on a dataset that it reads as a whole, that is most likely a
-        # mistake, since every rank reads the same samples. The dataset is remembered for a check
-        # before the backward pass, which warns of this. With a sampler of the user's, this rank may
-        # read only its part of the dataset, which is no mistake.
-        reads_whole_dataset = type(sampler) in (SequentialSampler, RandomSampler)
-        self.dataset_in_use = dataset if reads_whole_dataset else None
+        self._remember_dataset_in_use(dataset, sampler)
 
         # Add the batch to what the pass has read before.
         read_before = self._open_passes.get(iterator, ReadPass(samples=0, checksum=0))
@@ -87,6 +82,16 @@ class UnpreparedLoaders:
             checksum=(read_before.checksum + read_now.checksum) & CHECKSUM_MASK,
         )
 
+    def _remember_dataset_in_use(self, dataset: Any, sampler: Any) -> None:
+        """Sets `dataset_in_use`, for a check before the backward pass.
+
+        If the user's loop trains on a dataset that it reads as a whole, that is most likely a
+        mistake, since every rank reads the same samples; the check warns of this. With a sampler of
+        the user's, this rank may read only its part of the dataset, which is no mistake.
+        """
+        reads_whole_dataset = type(sampler) in (SequentialSampler, RandomSampler)
+        self.dataset_in_use = dataset if reads_whole_dataset else None
+
 
 def checksum(batch: Any) -> ReadPass:
     """Counts the samples of a batch, and sums the bits of some of their numbers.
@@ -95,15 +100,15 @@ def checksum(batch: Any) -> ReadPass:
     0 if there is none.
 
     Returns:
-        The number and the sum, as if the batch were a whole pass. Adding the results of all batches
-        gives the number and the sum of the pass.
+        A `ReadPass` with the number of samples and the sum of this batch. Adding those of all
+        batches gives the `ReadPass` of the pass.
     """
-    summed = [tensor for tensor in tensors(batch) if _can_be_summed(tensor)][:MAX_TENSORS]
-    if not summed:
+    chosen_tensors = [tensor for tensor in tensors(batch) if _can_be_summed(tensor)][:MAX_TENSORS]
+    if not chosen_tensors:
         return ReadPass(samples=0, checksum=0)
 
     total = 0
-    for tensor in summed:
+    for tensor in chosen_tensors:
         rows = tensor.detach().reshape(len(tensor), -1)  # (samples, numbers)
         stride = max(1, rows.shape[1] // NUMBERS_OF_SAMPLE)
         numbers = rows[:, ::stride].contiguous()  # a few numbers of each sample
@@ -113,7 +118,7 @@ def checksum(batch: Any) -> ReadPass:
         bits = numbers.view(_INTEGER_DTYPES[numbers.itemsize])
         total += int(bits.sum(dtype=torch.int64))
 
-    return ReadPass(samples=len(summed[0]), checksum=total & CHECKSUM_MASK)
+    return ReadPass(samples=len(chosen_tensors[0]), checksum=total & CHECKSUM_MASK)
 
 
 def _can_be_summed(tensor: Tensor) -> bool:

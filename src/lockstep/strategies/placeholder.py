@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from lockstep.batch.no_rows import Placeholder, has_no_rows, mark_no_rows
 from lockstep.batch.pytree import (
     map_tensors_and_attributes,
-    storages,
+    storage_references,
     tensors,
     tensors_and_attributes,
 )
@@ -92,7 +92,7 @@ class Placeholders(Extension):
         """Tells the step which tensors a module was called with, before they are replaced."""
         if torch.is_grad_enabled():
             has_gradient = any(tensor.requires_grad for tensor in tensors(inputs))
-            self._step.module_called(storages(inputs), has_gradient=has_gradient)
+            self._step.module_called(storage_references(inputs), has_gradient=has_gradient)
 
     @property
     def rank_has_no_samples(self) -> bool:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lockstep.batch.pytree import storages, tensors
+from lockstep.batch.pytree import storage_references, tensors
 from lockstep.session.extension import Extension
 from lockstep.session.step import Step
 
@@ -68,4 +68,4 @@ class _ReportInputs:
         if torch.is_grad_enabled():
             inputs = (args, kwargs)
             has_gradient = any(tensor.requires_grad for tensor in tensors(inputs))
-            self._step.module_called(storages(inputs), has_gradient=has_gradient)
+            self._step.module_called(storage_references(inputs), has_gradient=has_gradient)

@@ -201,7 +201,7 @@ class PipelinedModule(ModuleWrapper):
 
         # On this rank the output consists of tensors without values. They become NaN, so that
         # nobody takes a loss that is computed from them for a real one.
-        return map_tensors(self._make_nan, output)
+        return map_tensors(output, self._make_nan)
 
     def _check_can_run(self) -> None:
         """Raises UsageError if the run has ended, or if an earlier call has failed on this rank."""

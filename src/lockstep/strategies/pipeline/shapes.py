@@ -73,7 +73,7 @@ def only_shapes(device: torch.device) -> Iterator[None]:
         Shape.device_to_show = None
 
 
-def map_tensors(change: Callable[[Tensor], Tensor], tree: Any) -> Any:
+def map_tensors(tree: Any, change: Callable[[Tensor], Tensor]) -> Any:
     """Returns a pytree, or a single tensor, with `change` applied to each tensor."""
     if isinstance(tree, Tensor):  # much faster than `tree_map_only`
         return change(tree)

@@ -361,7 +361,7 @@ class _PieceForward:
         output = self._output_shapes((args, kwargs))
 
         # Return new tensors, because the caller may change their shapes in place.
-        return map_tensors(lambda tensor: tensor.as_subclass(Shape), output)
+        return map_tensors(output, lambda tensor: tensor.as_subclass(Shape))
 
     @never_compiled
     def before(self, _piece: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
