@@ -1,6 +1,8 @@
 """Checks that a resumed training reads the same data as before, by comparing fingerprints.
 
-`fingerprint` defines what a fingerprint is, and when two of them differ. A stream has none.
+A *fingerprint* consists of a few checksums and of digests (short hashes) of some samples;
+`fingerprint` says when two of them differ. A stream has none. The *parts* of a sample are its
+components, such as an image and a label.
 """
 
 from __future__ import annotations

@@ -473,19 +473,16 @@ class Loader:
                     "loader out",
                 )
 
-        # Checkpoints of older versions have no fingerprint of the data.
-        if "data" in state and self.fingerprint is not None:
+        state = _with_keys_of_this_version(state)
+        if state["data"] is not None and self.fingerprint is not None:
             fingerprint_before = Fingerprint.from_text(state["data"])
             check_fingerprint(self.source, fingerprint_before, self.fingerprint)
 
         self._next_epoch = state["epoch"]
         self.start = state["step"]  # the number of the global batch to begin with
+        self._evaluations_begun = state["evaluations"]
         self._is_resumed = True
         self._training_pass = None
-
-        # In checkpoints of older versions "epoch" counts training passes and evaluations together,
-        # and there is no "evaluations". Then both counters continue from "epoch".
-        self._evaluations_begun = state.get("evaluations", state["epoch"])
 
         # The order of the epoch, if the user's own sampler has given it; see `state_dict`.
         self._custom_plan = None
@@ -987,3 +984,12 @@ class Loader:
         indices = np.arange(min(count, self.source.length), dtype=np.int64)
         with preserve_rng_state():
             return self._fetch[epoch, indices]
+
+
+def _with_keys_of_this_version(state: dict[str, Any]) -> dict[str, Any]:
+    """Returns the state of a loader with the keys that checkpoints of older versions lack.
+
+    These have no fingerprint of the data. Their "epoch" counts training passes and evaluations
+    together, so both counters continue from it.
+    """
+    return {"data": None, "evaluations": state["epoch"], **state}

@@ -122,6 +122,7 @@ class Source:
         )
         checksum = zlib.crc32(repr(numbers).encode())
 
+        # Each further part continues the checksum.
         for indices in subset_indices(self.dataset):
             checksum = zlib.crc32(index_bytes(indices), checksum)
 
@@ -298,12 +299,14 @@ def index_bytes(indices: Any) -> bytes:
     except ValueError:  # NumPy cannot convert, for example, tuples of different lengths
         return length_as_bytes
 
+    # An empty list becomes an array of floats. It gives the same bytes as an empty array of
+    # integers: none.
+    if array.size == 0:
+        return b""
     is_integer = array.dtype.kind in "iu"  # "i" means signed and "u" unsigned
-    is_text = array.dtype.kind == "U"
     if is_integer:
         return array.astype(np.int64).tobytes()
-    if array.size == 0:  # an empty list, which NumPy makes an array of floats, is treated alike
-        return b""
+    is_text = array.dtype.kind == "U"
     if is_text:
         return array.tobytes()
     return length_as_bytes
@@ -382,7 +385,7 @@ def make_source(
     if is_iterable:
         _check_mosaic_has_one_worker(dataset, loader.num_workers)
         return IterableSource(transform=transform, shard=shard, **fields)
-    fields.update(_order_fields(loader, shuffle))
+    fields.update(_fields_of_order(loader, shuffle))
     return Source(**fields)
 
 
@@ -411,7 +414,7 @@ def _global_batch_size(batch_size: int | None, per_device: int | None, devices: 
     return check_batch_size(batch_size)
 
 
-def _order_fields(loader: torch_data.DataLoader[Any], shuffle: bool) -> dict[str, Any]:
+def _fields_of_order(loader: torch_data.DataLoader[Any], shuffle: bool) -> dict[str, Any]:
     """Finds out in which order a DataLoader reads its samples.
 
     Args:

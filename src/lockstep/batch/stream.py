@@ -252,14 +252,11 @@ class IterableLoader(Loader):
         """
         position = start
         try:
-            # With shares="auto" or micro_batch_size="auto", training starts with global batches on
-            # which the devices are measured, until every "auto" setting has a value.
-            autotuning_request = self._plan.request
-            while training and autotuning_request.is_open:
-                pass_has_ended = yield from self._read_for_autotuning(epoch, position)
-                if pass_has_ended:
+            if training:
+                position_after_autotuning = yield from self._autotune(epoch, start)
+                if position_after_autotuning is None:  # the pass has ended already
                     return
-                position += 1
+                position = position_after_autotuning
 
             micro_batches = self._read_from(epoch, position, training)
 
@@ -284,6 +281,23 @@ class IterableLoader(Loader):
             yield from to_device(micro_batches, self._collectives.device)
         finally:
             self._iterable.close()
+
+    def _autotune(self, epoch: int, start: int) -> Generator[ReadMicroBatch, None, int | None]:
+        """Yields global batches on which devices are measured, while an "auto" setting is open.
+
+        These settings are shares="auto" and micro_batch_size="auto". Usually there are none.
+
+        Returns:
+            The value of `yield from`: the position of the next global batch; None if the pass has
+            ended.
+        """
+        position = start
+        while self._plan.request.is_open:
+            pass_has_ended = yield from self._read_for_autotuning(epoch, position)
+            if pass_has_ended:
+                return None
+            position += 1
+        return position
 
     def _read_for_autotuning(
         self, epoch: int, position: int

@@ -266,7 +266,9 @@ class IterableFetch(Dataset[Any]):
             # numbers 0, 2, 4, ... and rank 1 has 1, 3, 5, ..., so no two samples share a number.
             first_number=first_on_rank * num_ranks + rank,
             planned_sizes=planned_sizes,
-            ended=not samples,  # also after a short global batch, this rank is asked for the next
+            # No samples: the dataset has ended. (After a short global batch, this rank is asked
+            # for another one.)
+            ended=not samples,
         )
 
     def _read_every_nth(self, request: GlobalBatchRequest, planned_sizes: Indices) -> _ReadPart:
@@ -447,18 +449,23 @@ class IterableFetch(Dataset[Any]):
             return call_collate(self._source.collate, samples)
 
         with preserve_rng_state():
-            # Without a transform, only the collate function may draw random numbers. It gets the
-            # random numbers of the first sample.
+            # Without a transform, the collate function gets the random numbers of the first sample.
+            # Otherwise it goes on with those of the last sample.
             if transform is None:
                 seed_sample(self._seed, epoch, int(numbers[0]))
-                return call_collate(self._source.collate, samples)
+            else:
+                samples = self._transform_each(transform, samples, epoch, numbers)
+            return call_collate(self._source.collate, samples)
 
-            # Otherwise the collate function goes on with the random numbers of the last sample.
-            transformed = []
-            for sample, number in zip(samples, numbers.tolist(), strict=True):
-                seed_sample(self._seed, epoch, number)
-                transformed.append(transform(sample))
-            return call_collate(self._source.collate, transformed)
+    def _transform_each(
+        self, transform: Callable[[Any], Any], samples: list[Any], epoch: int, numbers: Indices
+    ) -> list[Any]:
+        """Transforms samples, each with random numbers of its own."""
+        transformed = []
+        for sample, number in zip(samples, numbers.tolist(), strict=True):
+            seed_sample(self._seed, epoch, number)
+            transformed.append(transform(sample))
+        return transformed
 
     def _read(
         self,

@@ -304,6 +304,7 @@ class DDP(base.Strategy):
         Raises:
             SettingError: compression does not work with this module or with the run's precision.
         """
+        # `lockstep verify` compares runs without compression (`uncompressed`), whatever was chosen.
         if self.compress is None or run.settings.uncompressed:
             return None
 

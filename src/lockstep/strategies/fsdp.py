@@ -600,7 +600,9 @@ class HSDP(FSDP):
             check_whole_number(f"HSDP(shard_size={self.shard_size})", self.shard_size)
 
     def plan(self, run: Run) -> StrategyPlan:
-        """Plans a run in which every rank computes its own part of each global batch.
+        """Plans a run under HSDP, in which groups of ranks hold copies of the model.
+
+        Every rank computes its own part of each global batch.
 
         Raises:
             SettingError: the number of ranks is not a multiple of the shard size.

@@ -196,8 +196,8 @@ class MovingBuffers:
         warn(
             "buffers that change in the forward pass",
             f"the values of {join_first(names)} differ between ranks, as each rank changes its "
-            "own; after each step all ranks take those of rank 0, and what others have seen is "
-            "lost",
+            "own; after each step all ranks take those of rank 0, and what the other ranks "
+            "recorded is lost",
             f"{advice}; if those of rank 0 are good enough, nothing has to be done",
         )
 

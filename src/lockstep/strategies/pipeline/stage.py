@@ -580,13 +580,9 @@ def _disable_nested_tensors(module: nn.Module, split: Split) -> None:
 
 
 def _uses_other_stage_error(stage: int) -> UsageError:
-    """Returns the error for a stage that uses values of another stage.
-
-    The error is about the place where the stage begins ("there"), which `world.prepare` has
-    printed.
-    """
+    """Returns the error for a stage that uses values of another stage."""
     return UsageError(
-        f"a pipeline whose stage {stage} begins there",
+        f"a pipeline whose stage {stage} begins at the place that world.prepare has printed",
         "the model uses a value of another stage that is not an argument of the stage's first "
         "submodule (a skip connection, a mask made of activations), or it reads the value of an "
         "activation",
