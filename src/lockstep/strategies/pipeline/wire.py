@@ -274,12 +274,10 @@ class Wire:
     def _receive_with_known_spec(self, source: int, expected: MessageSpec) -> Message:
         """Receives a message in the receives that were posted for it, or that are posted now."""
         posted = self._posted
-        was_posted_early = posted is not None and posted.spec == expected
-        if posted is not None and was_posted_early:
-            self._posted = None
-        else:
-            self._drop_posted()  # receives that were posted are for another kind
+        if posted is None or posted.spec != expected:
+            self._drop_posted()  # receives that were posted, if any, are for another kind
             posted = self.post_receives(source, expected)
+        self._posted = None
         return self.take(posted)
 
     def _receive_with_specs(
