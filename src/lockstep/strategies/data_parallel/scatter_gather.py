@@ -244,7 +244,7 @@ def _concatenate(tensors: list[Tensor], dim: int, device: torch.device) -> Tenso
         shown = ", ".join(str(tuple(tensor.shape)) for tensor in tensors)
         raise UsageError(
             f"tensors returned by a module on {len(tensors)} devices, joined along dimension {dim}",
-            f"their shapes differ in other dimensions: {shown}",
+            f"their shapes differ in the dimensions beside it: {shown}",
             "return the same shape whatever the samples are: call squeeze with a dimension, as a "
             "part may be one sample, and pad to a length that does not depend on the part",
         )
