@@ -196,8 +196,8 @@ class _DigestReader(IterableDataset[Any]):
 
             seed_sample(self.seed, 0, index)  # as the loader does in epoch 0
             try:
-                found = digest(self.dataset[index], file_names=self.file_names)
+                digest_of_sample = digest(self.dataset[index], file_names=self.file_names)
             except Exception:  # the training loop will raise it again
-                found = None
+                digest_of_sample = None
 
-            yield found
+            yield digest_of_sample

@@ -191,14 +191,14 @@ class Loader:
     @property
     def sampler(self) -> Any:
         """The user's own sampler; otherwise an object that has `set_epoch` alone."""
-        own = self.source.sampler
-        return EpochSetter(self) if own is None else own
+        own_sampler = self.source.sampler
+        return EpochSetter(self) if own_sampler is None else own_sampler
 
     @property
     def batch_sampler(self) -> Any:
         """The user's own batch sampler; otherwise an object that has `set_epoch` alone."""
-        own = self.source.batch_sampler
-        return EpochSetter(self) if own is None else own
+        own_sampler = self.source.batch_sampler
+        return EpochSetter(self) if own_sampler is None else own_sampler
 
     @property
     def shares(self) -> tuple[int, ...]:

@@ -130,14 +130,14 @@ def map_tensors_and_attributes(
 
 def tensors_and_attributes(value: Any) -> list[Tensor]:
     """Returns all tensors of a pytree, and those in attributes of the objects in it."""
-    found: list[Tensor] = []
+    collected: list[Tensor] = []
 
     def collect(tensor: Tensor) -> Tensor:
-        found.append(tensor)
+        collected.append(tensor)
         return tensor
 
     map_tensors_and_attributes(value, collect)  # only to visit the tensors; its result is dropped
-    return found
+    return collected
 
 
 def _attributes_of(instance: Any) -> dict[str, Any]:

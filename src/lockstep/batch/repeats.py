@@ -150,11 +150,11 @@ def _mark_compared(
         pieces: the micro-batches of the rank.
         repeated_virtual_rank: the virtual rank of this rank that another one repeats, or None.
     """
-    own = []
+    own_pieces = []
     for piece in pieces:
         is_compared = piece.virtual_rank == repeated_virtual_rank and not piece.is_padding
-        own.append(CheckedPiece(piece, is_compared=is_compared))
-    return own
+        own_pieces.append(CheckedPiece(piece, is_compared=is_compared))
+    return own_pieces
 
 
 def _num_pieces_before_repeats(pieces_of_ranks: Sequence[Sequence[VirtualRankPiece]]) -> int:

@@ -193,8 +193,8 @@ class IterableFetch(Dataset[Any]):
         if some_are_empty and part.samples:
             # The loader makes empty batches from this one, as it has the right dtypes and shapes.
             with preserve_rng_state():
-                number = np.array([part.first_number])
-                rank_batch.one_sample_batch = self.collate(request.epoch, part.samples[:1], number)
+                numbers = np.array([part.first_number])
+                rank_batch.one_sample_batch = self.collate(request.epoch, part.samples[:1], numbers)
         return rank_batch
 
     def _read_part(self, request: GlobalBatchRequest) -> _ReadPart:

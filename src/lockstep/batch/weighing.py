@@ -123,8 +123,8 @@ def _index_of_weight(counted: CountedBatch) -> int:
 
     Without virtual ranks, the list only has the weight of the whole global batch, at index 0.
     """
-    number = counted.planned.micro_batch.virtual_rank_number
-    return 0 if number is None else number
+    virtual_rank = counted.planned.micro_batch.virtual_rank_number
+    return 0 if virtual_rank is None else virtual_rank
 
 
 def _weigh_batch(weight: Weight, batch: Any) -> float:

@@ -850,11 +850,11 @@ def _record_reset(
         without_source: the tensors of the model without a source, by their `id`.
     """
     with_source = [tensor for tensor in tensors if id(tensor) not in without_source]
-    values = [tensor.detach().clone() for tensor in with_source]
+    values_before = [tensor.detach().clone() for tensor in with_source]
     reset_parameters()
 
     # Undo what the method has done to tensors that have a source.
-    for tensor, value in zip(with_source, values, strict=True):
+    for tensor, value in zip(with_source, values_before, strict=True):
         tensor.copy_(value)
 
 

@@ -270,16 +270,17 @@ class VirtualRankBuffers(Extension):
         tensors_to_overwrite: list[Tensor] = []
         changed_buffers: list[Tensor] = []
         for name, buffer in self._buffers().items():
-            known = self._copies_at_beginning.get(name)
-            if known is None or known.buffer is not buffer:  # there is no copy of this buffer yet
+            present_copy = self._copies_at_beginning.get(name)
+            # The model may have replaced the buffer. Then there is no copy of the new one yet.
+            if present_copy is None or present_copy.buffer is not buffer:
                 copies[name] = _BufferCopy(buffer, write_count(buffer), tensor=buffer.clone())
-            elif self._may_have_changed(name, buffer, known):
+            elif self._may_have_changed(name, buffer, present_copy):
                 # The copy keeps its memory, which is overwritten below.
-                copies[name] = _BufferCopy(buffer, write_count(buffer), tensor=known.tensor)
-                tensors_to_overwrite.append(known.tensor)
+                copies[name] = _BufferCopy(buffer, write_count(buffer), tensor=present_copy.tensor)
+                tensors_to_overwrite.append(present_copy.tensor)
                 changed_buffers.append(buffer)
             else:
-                copies[name] = known
+                copies[name] = present_copy
 
         # Many small copies are faster as one operation.
         if changed_buffers:
@@ -312,13 +313,13 @@ class VirtualRankBuffers(Extension):
         Args:
             keep_synchronised: True to leave the buffers of SyncBatchNorm layers as they are.
         """
-        kept = self._synchronised if keep_synchronised else set()
+        names_to_leave = self._synchronised if keep_synchronised else set()
         restored: dict[str, Tensor] = {}
         for name, buffer in self._changed_buffers().items():
             # A buffer with a new shape is no statistic, but for example a cache of the model. Such
             # buffers are not restored.
             has_same_shape = buffer.shape == self._copies_at_beginning[name].tensor.shape
-            if has_same_shape and name not in kept:
+            if has_same_shape and name not in names_to_leave:
                 restored[name] = buffer
 
         if not restored:

@@ -422,11 +422,11 @@ AttributesOfPart = dict[str, dict[str, Any]]
 
 def attributes(module: nn.Module) -> AttributesOfPart:
     """Returns the attributes of every submodule whose forward the user may have written."""
-    found: AttributesOfPart = {}
+    attributes_of_part: AttributesOfPart = {}
     for path, part in module.named_modules():
         if may_set_attributes(part):
-            found[path] = dict(vars(part))
-    return found
+            attributes_of_part[path] = dict(vars(part))
+    return attributes_of_part
 
 
 def copy_state_back(
