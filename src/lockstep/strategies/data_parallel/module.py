@@ -135,12 +135,12 @@ class DataParallel(nn.DataParallel[nn.Module]):
         """The device of each replica."""
         return self._devices_for(parameters_and_buffers(self.module), batch=())
 
-    def _devices_for(self, state: Sequence[Tensor], batch: Any) -> list[torch.device]:
+    def _devices_for(self, tensors_of_module: Sequence[Tensor], batch: Any) -> list[torch.device]:
         """Returns the device of each replica.
 
         Args:
-            state: the parameters and buffers of the module. Without GPUs, replicas run on the
-                device of these tensors.
+            tensors_of_module: the parameters and buffers of the module. Without GPUs, replicas run
+                on the device of these tensors.
             batch: the inputs. Replicas run on the device of the inputs if the module has no
                 parameters and buffers.
         """
@@ -148,8 +148,8 @@ class DataParallel(nn.DataParallel[nn.Module]):
             return self._gpus
 
         device = torch.device("cpu")
-        if state:
-            device = state[0].device
+        if tensors_of_module:
+            device = tensors_of_module[0].device
         else:
             inputs = tensors(batch)
             if inputs:
@@ -253,31 +253,31 @@ class DataParallel(nn.DataParallel[nn.Module]):
         Args:
             batch: the positional and the keyword arguments of the forward pass.
         """
-        state = parameters_and_buffers(self.module)
-        devices = self._devices_for(state, batch)  # one for each replica
+        tensors_of_module = parameters_and_buffers(self.module)
+        devices = self._devices_for(tensors_of_module, batch)  # one for each replica
         home = devices[0]  # where the parameters are
-        self._check_is_on(home, state)
+        self._check_is_on(home, tensors_of_module)
         num_samples = count_samples(batch, self.dim, self.num_replicas)
 
-        # `sizes` has the number of samples of every replica, and `running` the numbers of the
-        # replicas that run.
+        # `sizes` has the number of samples of every replica; `running_numbers` are the numbers of
+        # the replicas that run.
         if num_samples > 0:
             sizes = self.sizes(num_samples)
-            running = [number for number, size in enumerate(sizes) if size > 0]
+            running_numbers = [number for number, size in enumerate(sizes) if size > 0]
         else:
             # The inputs have no samples to split. The first replica gets all of them.
             sizes = [0] * self.num_replicas
-            running = [0]
+            running_numbers = [0]
 
-        modules = self._modules_of_replicas(running, devices, state)
+        modules = self._modules_of_replicas(running_numbers, devices, tensors_of_module)
 
         # Lists are not split. Warn once of a list with one entry per sample.
-        if len(running) > 1 and not self._has_checked_inputs:
+        if len(running_numbers) > 1 and not self._has_checked_inputs:
             self._has_checked_inputs = True
-            warn_of_lists(len(running), batch, num_samples)
+            warn_of_lists(len(running_numbers), batch, num_samples)
 
         replicas: list[Replica] = []
-        for number, module in zip(running, modules, strict=True):
+        for number, module in zip(running_numbers, modules, strict=True):
             device = devices[number]
             begin = sum(sizes[:number])
             end = begin + sizes[number]
@@ -295,27 +295,30 @@ class DataParallel(nn.DataParallel[nn.Module]):
         return replicas
 
     def _modules_of_replicas(
-        self, running: Sequence[int], devices: Sequence[torch.device], state: Sequence[Tensor]
+        self,
+        running_numbers: Sequence[int],
+        devices: Sequence[torch.device],
+        tensors_of_module: Sequence[Tensor],
     ) -> list[nn.Module]:
         """Returns the module of each replica: the module itself for number 0, else a copy.
 
         Args:
-            running: the numbers of the replicas that run, in ascending order.
+            running_numbers: the numbers of the replicas that run, in ascending order.
             devices: the devices of all replicas, including those that do not run.
-            state: the module's parameters and buffers, which are copied to the other devices.
+            tensors_of_module: the parameters and buffers, which are copied to the other devices.
         """
-        devices_of_copies = [devices[number] for number in running if number != 0]
+        devices_of_copies = [devices[number] for number in running_numbers if number != 0]
         home = devices[0]  # the device of the module
-        copies = replicate(self.module, state, home, devices_of_copies)
+        copies = replicate(self.module, tensors_of_module, home, devices_of_copies)
 
-        module_itself_runs = running[0] == 0
+        module_itself_runs = running_numbers[0] == 0
         if module_itself_runs:
             return [self.module, *copies]
         return copies
 
-    def _check_is_on(self, home: torch.device, state: Sequence[Tensor]) -> None:
+    def _check_is_on(self, home: torch.device, tensors_of_module: Sequence[Tensor]) -> None:
         """Raises UsageError if a parameter or buffer is not on the first device."""
-        for tensor in state:
+        for tensor in tensors_of_module:
             if tensor.device != home:
                 unique_devices = dict.fromkeys(self.devices)
                 where = ", ".join(str(device) for device in unique_devices)
@@ -380,8 +383,8 @@ def _numbers_of_tensors(module: nn.Module) -> dict[int, int]:
     replicas return parameters as a part of their outputs, the numbers show whether all have
     returned the same one.
     """
-    state = parameters_and_buffers(module)
-    return {id(tensor): number for number, tensor in enumerate(state)}
+    tensors_of_module = parameters_and_buffers(module)
+    return {id(tensor): number for number, tensor in enumerate(tensors_of_module)}
 
 
 def _is_computed_loss(tensor: Tensor) -> bool:
