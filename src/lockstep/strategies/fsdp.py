@@ -475,7 +475,7 @@ class FSDP(Strategy):
 
     def total_norm(self, parameters: Sequence[nn.Parameter], norm_type: float) -> Tensor:
         """Returns the norm of the whole gradient, with one small all-reduce over all shards."""
-        # Either all gradients are DTensors or none is: on several ranks all parameters are sharded.
+        # Only those of scalars are no DTensors, because all other parameters are sharded.
         gradients = [p.grad for p in parameters if isinstance(p.grad, DTensor)]
         if not gradients:
             return super().total_norm(parameters, norm_type)

@@ -115,7 +115,7 @@ class SummedScalars(VirtualRankGradients):
         """Completes the sum after the last backward pass of a global batch."""
         super().backward_ended(micro_batch)
         if self._step.micro_batch.last:
-            self._push_gradients(self._step.micro_batch)
+            self._move_gradients_to_sums(self._step.micro_batch)
             self._sum_over_processes(self._step.micro_batch)
 
     def gradient_bits(self) -> dict[str, Tensor]:
