@@ -22,7 +22,7 @@ MODULES = house.read_house()
 ORDER = (
     {"columns", "language", "wording", "user_code", "masking"},
     {"errors", "error_in_flight"},
-    {"units", "familiar_names"},
+    {"units", "familiar_names", "file_paths", "keyword_arguments"},
     {"settings", "session"},
     {"communication"},
     {"distributed"},
@@ -43,6 +43,8 @@ SEEN_FROM_BESIDE = {
     "columns",
     "error_in_flight",
     "errors",
+    "file_paths",
+    "keyword_arguments",
     "language",
     "masking",
     "distributed.control_groups",

@@ -577,10 +577,16 @@ def check_that_values_keep_their_places(entry: Entry, values: dict[str, str]) ->
     text = entry.message.format(**values)
     translated = catalogue.translate(text)
     # Two fields without a word between them are one value, and without its empty values a text may
-    # be a message of its own.
+    # be a message of its own, or be made from another template.
     if translated == text or re.search(r"\}\{", entry.message) or text in TEXTS:
         return
-    alternatives = [{value, catalogue.translate(value)} for value in values.values()]
+    if "" in values.values():
+        return
+    # Chinese has no articles, so the one at the beginning of a value may go.
+    alternatives = []
+    for value in values.values():
+        without_article = re.sub(r"^an? ", "", value)
+        alternatives.append({value, without_article, catalogue.translate(value)})
     possible = set()
     for chosen in itertools.product(*alternatives):
         filled = language.fill_in(entry.translation, dict(zip(values, chosen, strict=True)))

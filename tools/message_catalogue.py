@@ -30,9 +30,12 @@ PO_FILE = CATALOGUE_FILE
 CATALOGUE_OF_FINDINGS = house.SOURCE / "verify" / "catalogue.toml"
 
 FILES_OF_SENTENCES = (
+    "checkpoint.bits",
     "checkpoint.file_errors",
     "checkpoint.health",
+    "checkpoint.random_states",
     "checkpoint.repair",
+    "cli.explain_topics",
     "cli.run_help",
     "distributed.interface",
     "doctor.",
@@ -129,9 +132,10 @@ SHORT_MESSAGES = {
     "{value} is not a valid integer range.": "cli.help_text",
     "{value} is not in the range {interval}.": "cli.help_text",
     "{value} is not one of {choices}.": "cli.help_text",
-    "No such command {name}. Did you mean {value}?": "cli.main",
-    "Nothing in the catalogue is about {query}: see lockstep explain": "cli.explain",
-    "No such command {name}. There are: {commands}.": "cli.main",
+    "No such command {name}. Did you mean {value}?": "cli.command_group",
+    "No such command {name}. Did you mean one of: {values}?": "cli.command_group",
+    "No such command {name}. There are: {commands}.": "cli.command_group",
+    "No such option {name}: {advice}": "cli.unknown_option",
     "strategies are {known_words}": "strategies.find",
     "options of {name} are {known_words}": "strategies.find",
     "compressions are {known_words}": "strategies.ddp",

@@ -4,7 +4,8 @@
     ├── SettingError                2   an argument, flag or variable that cannot be honoured
     ├── UsageError                  2   an object used in a way that would give wrong numbers
     │   ├── NotOnStageError         2   a part of the model that is on another pipeline stage
-    │   └── UnknownNameError        2   a name of another library, for which Lockstep has its own
+    │   ├── UnknownNameError        2   a name of another library, for which Lockstep has its own
+    │   └── UnknownArgumentError    2   a keyword argument that a function does not have
     ├── DataError                   2   a dataset, sampler or batch that cannot be split
     │   └── LengthUnknownError      2   the length of a stream that has none
     ├── CheckpointError             1   a file that cannot be read, written or matched
@@ -186,6 +187,13 @@ class UnknownNameError(UsageError, AttributeError):
     """A name of another library, for which Lockstep has a different name.
 
     It is also an AttributeError, so that `hasattr()` returns False.
+    """
+
+
+class UnknownArgumentError(UsageError, TypeError):
+    """A keyword argument that a function does not have.
+
+    It is also a TypeError, as Python's own error is.
     """
 
 

@@ -1,4 +1,4 @@
-"""Names that people know from torch.distributed, Accelerate, Fabric and Lightning.
+"""Names that people know from torch.distributed, Accelerate, Fabric, Lightning, and other tools.
 
 Whoever converts a script writes `world.get_rank()` or `lockstep.Accelerator()` from habit. Python
 suggests names that are spelled alike; these tables name what Lockstep has for the same purpose.
@@ -139,6 +139,19 @@ CODE_OF_MODULE_NAME = {
 }
 """What to write instead of a name that the module `lockstep` does not have."""
 
+ARGUMENT_OF_WORD = {
+    "amp": "precision",
+    "dtype": "precision",
+    "mixed_precision": "precision",
+    "accumulate": "num_micro_batches",
+    "accumulation_steps": "num_micro_batches",
+    "gradient_accumulation_steps": "num_micro_batches",
+    "dist_backend": "backend",
+    "dist_url": "init_method",
+    "timeout": "collective_timeout",
+}
+"""The argument of `lockstep.init` that an argument of another library means."""
+
 ADVICE_FOR_FLAG = {
     # Accelerate and DeepSpeed
     "num-processes": "use --nproc, which counts the processes of each machine, not all of them",
@@ -173,6 +186,52 @@ ADVICE_FOR_FLAG = {
 """What to use instead of a flag of another launcher: a flag, or a sentence of advice.
 
 The keys are without the hyphens at the start, and with `-` in place of `_`."""
+
+COMMANDS_OF_WORD: dict[str, dict[str, tuple[str, ...]]] = {
+    "lockstep": {
+        **dict.fromkeys(
+            ("exec", "launch", "python", "resume", "start", "torchrun", "train"), ("run",)
+        ),
+        **dict.fromkeys(("equal", "same", "validate"), ("verify",)),
+        **dict.fromkeys(("check", "test"), ("verify", "doctor")),
+        **dict.fromkeys(("debug", "devices", "diagnose", "env", "info", "ping"), ("doctor",)),
+        **dict.fromkeys(("dashboard", "log", "logs", "monitor", "page", "plot"), ("report",)),
+        **dict.fromkeys(("profile", "stats", "status", "summary", "trace", "view"), ("report",)),
+        **dict.fromkeys(("coverage", "data", "samples"), ("ledger",)),
+        **dict.fromkeys(("bits", "hash", "hashes"), ("journal show",)),
+        **dict.fromkeys(("cmp", "diff"), ("checkpoint diff", "journal diff")),
+        "compare": ("checkpoint diff", "journal diff", "verify"),
+        **dict.fromkeys(("consolidate", "convert", "export"), ("checkpoint convert",)),
+        **dict.fromkeys(("merge", "merge-weights"), ("checkpoint convert",)),
+        **dict.fromkeys(("inspect", "list", "ls", "show"), ("checkpoint inspect", "report")),
+        **dict.fromkeys(("fix", "repair"), ("checkpoint repair",)),
+        **dict.fromkeys(("checkpoints", "ckpt", "weights"), ("checkpoint",)),
+        **dict.fromkeys(("code", "codes", "describe", "error", "why"), ("explain",)),
+        **dict.fromkeys(("config", "init"), ("run --help",)),
+        "help": ("--help",),
+        "version": ("--version",),
+    },
+    "lockstep checkpoint": {
+        **dict.fromkeys(("cmp", "compare", "equal"), ("diff",)),
+        **dict.fromkeys(("cat", "check", "describe", "dump", "info", "list", "ls"), ("inspect",)),
+        **dict.fromkeys(
+            ("open", "print", "show", "stat", "validate", "verify", "view"), ("inspect",)
+        ),
+        **dict.fromkeys(
+            ("cast", "consolidate", "copy", "export", "extract", "merge"), ("convert",)
+        ),
+        **dict.fromkeys(("save", "split", "transform", "unshard"), ("convert",)),
+        **dict.fromkeys(("clean", "fix", "prune", "recover", "rescue", "restore"), ("repair",)),
+        "help": ("--help",),
+    },
+    "lockstep journal": {
+        **dict.fromkeys(("cmp", "compare", "verify"), ("diff",)),
+        **dict.fromkeys(("cat", "head", "info", "inspect", "list", "log", "ls"), ("show",)),
+        **dict.fromkeys(("print", "tail", "view"), ("show",)),
+        "help": ("--help",),
+    },
+}
+"""For each group of commands: the commands that a word of other tools may mean, below the group."""
 
 STRATEGY_OF_WORD = {
     "dataparallel": "dp",

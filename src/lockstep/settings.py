@@ -13,6 +13,7 @@ from __future__ import annotations
 import difflib
 import json
 import math
+import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields
@@ -22,6 +23,7 @@ from functools import partial
 from typing import Any, NamedTuple, TypeGuard
 
 from lockstep.errors import LockstepError, SettingError, check_language
+from lockstep.file_paths import check_path_of_this_system
 from lockstep.units import parse_seconds
 from lockstep.wording import count_noun, did_you_mean
 
@@ -181,6 +183,17 @@ def check_seed(seed: Any) -> None:
             "a seed is a whole number from 0 to 2**64 - 1",
             "pass a whole number from 0 to 2**64 - 1",
         )
+
+
+def check_folder(name: str, folder: Any) -> None:
+    """Raises SettingError for a folder of Windows on another system.
+
+    Args:
+        name: the name of the setting.
+        folder: its value.
+    """
+    if isinstance(folder, str | os.PathLike):
+        check_path_of_this_system(f"{name}={str(folder)!r}", folder)
 
 
 def check_precision(precision: Any) -> None:
@@ -401,6 +414,7 @@ class Settings:
     )
     ledger: str | None = _setting(
         None,
+        check=partial(check_folder, "ledger"),
         reader=str,
         metavar="FOLDER",
         help="Record which samples each step trains on; see lockstep ledger.",
@@ -409,6 +423,7 @@ class Settings:
     """Folder where every rank writes down which samples it trains; None: nowhere."""
     report: str | None = _setting(
         None,
+        check=partial(check_folder, "report"),
         reader=str,
         metavar="FOLDER",
         help="Record loss, speed and waiting times; see lockstep report.",
@@ -424,6 +439,7 @@ class Settings:
     """The step that every rank traces, counted from 1; None: none."""
     journal: str | None = _setting(
         None,
+        check=partial(check_folder, "journal"),
         reader=str,
         metavar="FOLDER",
         help="Record hashes of what each step computes; see lockstep journal.",

@@ -35,11 +35,17 @@ from lockstep.distributed.seeding import seed_everything, seed_rank
 from lockstep.errors import UsageError, warn
 from lockstep.extensions import add_extensions
 from lockstep.extensions.report.closing import print_closing
-from lockstep.extensions.report.console import print_choices, print_line, title_of
+from lockstep.extensions.report.console import (
+    print_choices,
+    print_line,
+    print_note,
+    title_of,
+)
 from lockstep.extensions.report.logged import log, means_over_ranks
 from lockstep.extensions.report.progress import check_loader
 from lockstep.extensions.report.progress import progress as show_progress
-from lockstep.familiar_names import error_of_world_name
+from lockstep.familiar_names import ARGUMENT_OF_WORD, error_of_world_name
+from lockstep.keyword_arguments import check_keywords, check_keywords_of_methods
 from lockstep.language import translate
 from lockstep.session.extension import Place
 from lockstep.settings import Choice, choices_from_file, resolve_settings
@@ -80,6 +86,7 @@ def trained_steps() -> int | None:
     return _steps_at_close
 
 
+@check_keywords_of_methods("world")
 class World:
     """One process's view of the run, made by `lockstep.init`.
 
@@ -114,6 +121,8 @@ class World:
         self._closed = False
         self._num_calls_of_main_process_first = 0
         self._epochs = Epochs(self._preparer.loaders, run.step)
+        self._resumed_step: int | None = None
+        """The step of the checkpoint that was resumed last; None if none was."""
         _open_worlds.add(self)
         atexit.register(process_group.close_at_exit, self._close)
 
@@ -524,6 +533,14 @@ class World:
     def epochs(self, total: int) -> Iterator[int]:
         """Yields the epochs from 0, or from where a checkpoint was resumed, to `total` - 1."""
         self._preparer.schedule_lengths.check_epochs(total)
+        if self._resumed_step is not None and self.epoch >= total and self.is_main:
+            print_note(
+                translate(
+                    f"nothing is left of world.epochs({total}): the run was resumed at epoch "
+                    f"{self.epoch}, step {self.step}; a larger number trains on, and another "
+                    "checkpoint folder begins anew"
+                )
+            )
         return self._epochs.run(total)
 
     def checkpoint(
@@ -626,6 +643,7 @@ class World:
         """Loads what `state_dict` returned."""
         self._epochs.present = state["epoch"]
         self._run.step.number = state["step"]
+        self._resumed_step = state["step"]
         self._preparer.precision.load_state_dict(state["scaler"])
         self._preparer.load_unsent_gradients(state.get("state", {}))
 
@@ -657,7 +675,13 @@ class World:
         if not failed:
             self._run.extensions.settle()
         if self.is_main and not failed:
-            print_closing(self._run.step, self._run.checkpoint_folders, traffic, self.strategy)
+            print_closing(
+                self._run.step,
+                self._run.checkpoint_folders,
+                traffic,
+                self.strategy,
+                resumed_step=self._resumed_step,
+            )
 
     def _announce(self) -> None:
         """Prints the choices that were made since the last call, on rank 0."""
@@ -689,6 +713,7 @@ def _choice_of_device_checks(every: int, num_processes: int) -> Choice:
     return Choice("devices", f"checked every {every} steps", reason)
 
 
+@check_keywords("lockstep.init", ARGUMENT_OF_WORD)
 def init(  # noqa: PLR0913 - one place for all settings of a run
     strategy: str | Strategy | None = None,
     *,

@@ -159,6 +159,7 @@ def test_a_failed_run_finishes_the_save_that_was_begun(tmp_path: Path) -> None:
     run.end(failed=True)
     assert layout.latest(tmp_path) is not None
     again = Training(tmp_path, policy=LATER)
+    assert again.checkpoint.resume()
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         failing_once(patch, errno.EIO)

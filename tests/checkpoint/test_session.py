@@ -17,13 +17,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lockstep.checkpoint import layout, storage
 from lockstep.checkpoint.health import examine
+from lockstep.checkpoint.random_states import RandomStates
 from lockstep.checkpoint.schedule import Policy
 from lockstep.checkpoint.session import Checkpoint
 from lockstep.checkpoint.weights import load_weights
 from lockstep.distributed.collectives import Collectives
 from lockstep.distributed.process_group import Run
 from lockstep.distributed.topology import Topology
-from lockstep.errors import CheckpointError, SettingError, UsageError
+from lockstep.errors import CheckpointError, LockstepWarning, SettingError, UsageError
 from lockstep.session.step import Step
 from lockstep.settings import Settings
 
@@ -185,6 +186,39 @@ def test_saving_many_times_keeps_the_newest(tmp_path: Path) -> None:
         run.train(1)
         run.checkpoint.save()
     assert [layout.step_of(p) for p in layout.list_checkpoints(tmp_path)] == [3, 4]
+
+
+def test_a_step_of_another_training_is_not_replaced(tmp_path: Path) -> None:
+    first = Training(tmp_path)
+    first.train(1)
+    path = first.checkpoint.save()
+    assert first.checkpoint.save() == path, "its own step may be replaced"
+
+    other = Training(tmp_path)
+    other.train(1)
+    before = layout.read_manifest(tmp_path / "step-000000001")["id"]
+    with pytest.warns(
+        LockstepWarning, match=r"without resume\(\)\n  found: step-000000001 is there"
+    ):
+        other.run.extensions.step_finished(1)
+    with pytest.raises(CheckpointError, match="step-000000001 is there already, from a run that"):
+        other.checkpoint.save()
+    assert layout.read_manifest(tmp_path / "step-000000001")["id"] == before
+
+    resumed = Training(tmp_path)
+    assert resumed.checkpoint.resume()
+    resumed.run.extensions.step_finished(1)  # without a warning
+    assert resumed.checkpoint.save() == path
+
+
+def test_the_random_state_is_mentioned_only_if_it_was_drawn_from() -> None:
+    states = RandomStates(Collectives(Topology(), CPU), common_stream=None)
+    saved = {"manifest": {"world_size": 2}, "random": [states.state(), states.state()]}
+    assert states.restore(saved) == ""
+    torch.rand(())  # what dropout does
+    saved["random"] = [states.state(), states.state()]
+    torch.manual_seed(0)
+    assert "saved by 2 processes, resumed on 1: dropout" in states.restore(saved)
 
 
 def test_resume_names_incomplete_checkpoints(tmp_path: Path) -> None:

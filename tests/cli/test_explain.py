@@ -2,15 +2,19 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
 from ranks import HANG_S
 
+from lockstep.cli.explain_topics import TOPICS, Topic, find_topic
 from lockstep.cli.main import main
 from lockstep.verify.catalogue import ENTRIES
 
 pytestmark = pytest.mark.launcher
+
+PAGES = Path(__file__).parents[2] / "docs"
 
 
 def explain(*arguments: str, columns: int = 90) -> str:
@@ -46,6 +50,49 @@ def test_nothing_is_found():
     result = CliRunner().invoke(main, ["explain", "xyzzy"])
     assert result.exit_code == 2
     assert "Nothing in the catalogue is about 'xyzzy'" in result.output
+
+
+@pytest.mark.parametrize(
+    ("query", "text"),
+    [
+        ("LS999", "There is no LS999. Codes are LS101-LS1"),
+        ("LS1234", "There is no LS1234. "),
+        ("nosuch", "about 'nosuch'. There are topics: deadlock, "),
+    ],
+)
+def test_what_there_is_instead_is_listed(query: str, text: str) -> None:
+    result = CliRunner().invoke(main, ["explain", query])
+    assert result.exit_code == 2
+    assert text in result.output
+    assert "lockstep explain lists all" in result.output
+
+
+def test_several_codes_and_a_pasted_hint() -> None:
+    both = explain("LS303", "ls205")
+    assert both.startswith("LS303: ")
+    assert "\nLS205: " in both
+    assert explain("[LS303: lockstep explain LS303]") == explain("303")
+    assert explain("LS").count("\n  LS") == len(ENTRIES)
+    assert explain("12").startswith("There is no LS12; the nearest are:\n")
+
+
+@pytest.mark.parametrize("topic", TOPICS, ids=lambda topic: topic.name)
+def test_topics_without_a_code(topic: Topic) -> None:
+    for word in topic.words:
+        assert find_topic(word) is topic, "no other topic has the same word"
+        assert explain(word).startswith(f"{topic.name}\n\n  {topic.text[:30]}")
+    for extension in (".md", ".zh.md"):
+        page, _, heading = topic.page.partition("#")
+        text = (PAGES / f"{page}{extension}").read_text(encoding="utf-8")
+        if heading and extension == ".md":
+            headings = [line.lower().replace(" ", "-") for line in text.splitlines()]
+            assert f"##-{heading}" in headings
+
+
+def test_entries_are_listed_behind_a_topic() -> None:
+    output = explain("hang")
+    assert output.index("deadlock") < output.index("\nCodes in whose texts these words stand:\n")
+    assert "LS303" not in output, "it has only unchanged words, such as changed"
 
 
 def test_it_does_not_import_torch():

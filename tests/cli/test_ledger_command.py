@@ -42,4 +42,6 @@ def test_there_is_no_ledger(tmp_path: Path) -> None:
     result = CliRunner().invoke(main, ["ledger", str(tmp_path)])
     assert result.exit_code == 1
     assert "the folder holds none" in result.stderr
-    assert CliRunner().invoke(main, ["ledger", str(tmp_path / "no")]).exit_code == 2
+    result = CliRunner().invoke(main, ["ledger", str(tmp_path / "no")])
+    assert result.exit_code == 1
+    assert "there is no such folder" in result.stderr

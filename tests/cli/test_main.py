@@ -11,6 +11,7 @@ from lockstep import __version__
 from lockstep.cli import explain
 from lockstep.cli.main import main
 from lockstep.errors import UsageError
+from lockstep.familiar_names import COMMANDS_OF_WORD
 
 pytestmark = pytest.mark.launcher
 
@@ -18,12 +19,47 @@ pytestmark = pytest.mark.launcher
 @pytest.mark.parametrize(
     ("arguments", "advice"),
     [
-        (["runn"], "Did you mean run?"),
-        (["train.py"], "Did you mean lockstep run train.py?"),
+        (["runn"], " run?"),
+        (["train.py", "--lr", "1"], " run train.py --lr 1?"),
+        (["launch", "train.py"], " run train.py?"),
+        (["diff", "a", "b"], "one of: "),
+        (["version"], " --version?"),
+        (["checkpoint", "compare", "a", "b c"], " checkpoint diff a 'b c'?"),
+        (["checkpoint", "Show", "a"], " checkpoint inspect a?"),
+        (["checkpoint", "merge-it"], "There are: "),
+        (["checkpoint", "convrt", "a"], " checkpoint convert a?"),
+        (["checkpoint", "."], " checkpoint inspect .?"),
+        (["journal", "compare", "a"], " journal diff a?"),
         (["zzz"], "There are: run"),
     ],
 )
 def test_unknown_command(arguments: list[str], advice: str) -> None:
+    result = CliRunner().invoke(main, arguments)
+    assert result.exit_code == 2
+    assert advice in result.output
+
+
+@pytest.mark.parametrize("group", COMMANDS_OF_WORD)
+def test_words_of_other_tools_lead_to_commands_that_there_are(group: str) -> None:
+    for word, commands in COMMANDS_OF_WORD[group].items():
+        assert CliRunner().invoke(main, [*group.split()[1:], word]).exit_code == 2
+        for command in commands:
+            words = [*group.split()[1:], *command.split()]
+            result = CliRunner().invoke(main, words if "--" in command else [*words, "--help"])
+            assert result.exit_code == 0, words
+
+
+@pytest.mark.parametrize(
+    ("arguments", "advice"),
+    [
+        (["verify", "--step", "5", "t.py"], "No such option '--step'. Did you mean --steps?"),
+        (["verify", "--nprocs", "2", "t.py"], "Did you mean --nproc?"),
+        (["verify", "--gpu-ids", "0", "t.py"], "--gpu-ids': set CUDA_VISIBLE_DEVICES"),
+        (["checkpoint", "convert", "--shardsize", "5"], "Did you mean --shard-size?"),
+        (["explain", "--xyzzy"], "No such option '--xyzzy'.\n"),
+    ],
+)
+def test_unknown_option(arguments: list[str], advice: str) -> None:
     result = CliRunner().invoke(main, arguments)
     assert result.exit_code == 2
     assert advice in result.output
@@ -35,7 +71,7 @@ def test_the_package_can_be_run_as_a_module() -> None:
     )
     assert done.returncode == 2
     assert "Usage: lockstep [OPTIONS]" in done.stderr
-    assert "Did you mean run?" in done.stderr
+    assert " run?" in done.stderr
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import sys
 from pathlib import Path
 
 import click
@@ -207,6 +208,12 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (("-n", "2", "t.py"), "do:    use --nproc instead\n"),
         (("-np", "2", "t.py"), "do:    use --nproc instead\n"),
         (("--nproc=2", "-m", "torch.distributed.run", "t.py"), "it is a launcher too"),
+        (("--nproc=2", "-m", "lockstep", "run", "t.py"), "it is a launcher too"),
+        (("torchrun", "--nproc_per_node=2", "t.py"), ": lockstep run --nproc_per_node=2 t.py\n"),
+        (("/opt/bin/mpirun", "-n", "2", "t.py"), "do:    leave it and its options out: "),
+        ((sys.executable, "-u", "t.py"), "out: lockstep run t.py\n"),
+        (("--report", "D:\\runs", "t.py"), "--report D:\\runs\n  found: D:\\runs is a path of Win"),
+        (("--log-dir", "D:/runs", "t.py"), "--log-dir D:/runs\n  found: D:/runs is a path of Win"),
         (("s.py",), "did you mean t.py?"),
         (("t",), "did you mean t.py?"),
         (("elsewhere/t.py",), "there is no such file"),
@@ -385,13 +392,47 @@ def test_a_module_beside_the_script_that_hides_what_each_rank_imports(
 def test_options_after_a_script_that_reads_no_arguments_are_warned_of(
     asked: list[LaunchSpec],
 ) -> None:
+    text = "warning: --stategy has no effect, as t.py reads no arguments: if you meant --strategy,"
+    assert text in run("--nproc", "2", "t.py", "--stategy", "fsdp").output
     text = "warning: --strategy fsdp has no effect, as it stands after t.py"
     assert text in run("--nproc", "2", "t.py", "--strategy", "fsdp").output
     assert "warning" not in run("--nproc", "2", "t.py", "--epochs", "3").output
     assert "warning" not in run("--from-file=", "t.py", "--strategy", "fsdp").output
     Path("t.py").write_text("import argparse")
     assert "warning" not in run("--nproc", "2", "t.py", "--strategy", "fsdp").output
-    assert len(asked) == 4
+    assert len(asked) == 5
+
+
+@pytest.mark.usefixtures("folder")
+def test_a_second_launcher_around_this_one_is_refused(
+    asked: list[LaunchSpec], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "7")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert run("t.py").exit_code == 7, "one process starts one training"
+
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    output = run("--seed", "1", "t.py", "--lr", "1").output
+    assert "in each of the 4 processes of torchrun\n" in output
+    assert "lockstep run --nproc 2 t.py --lr 1. If a process" in output
+
+    monkeypatch.setenv("LOCKSTEP_LAUNCHER", "lockstep run")
+    assert run("t.py").exit_code == 7, "a rank of Lockstep's starts another run on purpose"
+
+    for name in ("TORCHELASTIC_RUN_ID", "LOCKSTEP_LAUNCHER"):
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("OMPI_COMM_WORLD_LOCAL_SIZE", "2")
+    assert "in each of the 2 processes of mpirun\n" in run("t.py").output
+    assert len(asked) == 2
+
+
+@pytest.mark.usefixtures("folder")
+def test_variables_of_torchrun_do_not_reach_other_machines(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PET_NPROC_PER_NODE", "2")
+    output = run("--hosts", "a,b", "--dry-run", "t.py").output
+    assert "PET_NPROC_PER_NODE=2 with --hosts\n" in output
+    assert "write the option --nproc-per-node\n" in output
 
 
 @pytest.mark.usefixtures("folder")

@@ -30,7 +30,9 @@ def test_what_is_not_known_is_left_out(capsys: pytest.CaptureFixture[str]) -> No
     print_closing(step, ["runs"], Traffic(), "ddp")
     assert capsys.readouterr().out == ""
     step.number = 1
-    print_closing(step, ["runs"], Traffic(), "ddp")
+    print_closing(step, [], Traffic(), "ddp", resumed_step=1)
+    assert capsys.readouterr().out == "  trained     nothing after step 1, which was resumed\n"
+    print_closing(step, ["runs"], Traffic(), "ddp", resumed_step=0)
     assert capsys.readouterr().out == "  checkpoint  runs\n"
     traffic = Traffic()
     traffic.sent = 2**20  # what is not torch's

@@ -201,6 +201,31 @@ def test_a_pass_inside_a_pass_over_the_same_loader(world, workers):
     assert found == expected
 
 
+def test_a_finished_training_that_is_started_again_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = []
+    for num_epochs in (1, 1, 2):
+        with lockstep.init(seed=3) as world:
+            model, optimizer = ready(world)
+            loader = world.loader(tensors(8), 4)
+            checkpoint = world.checkpoint(tmp_path, model=model, loader=loader)
+            checkpoint.resume()
+            for _ in world.epochs(num_epochs):
+                for batch in loader:
+                    world.backward(mean_loss(model, batch))
+                    optimizer.step()
+                checkpoint.save()
+        said.append(capsys.readouterr().out)
+
+    nothing_left = "nothing is left of world.epochs(1): the run was resumed at epoch 1, step 2;"
+    nothing_trained = "trained     nothing after step 2, which was resumed"
+    assert nothing_left in said[1]
+    assert nothing_trained in said[1]
+    for other in (said[0], said[2]):
+        assert "nothing" not in other
+
+
 @pytest.mark.parametrize("when", ["top", "inside", "last batch", "end"])
 def test_a_checkpoint_at_any_place_of_the_loop_loses_and_repeats_nothing(tmp_path: Path, when):
     def train(stop: bool) -> tuple[list[int], dict[str, Any]]:

@@ -18,8 +18,14 @@ from lockstep.checkpoint import layout
 from lockstep.checkpoint.differences import find_differences
 from lockstep.checkpoint.modules import plain_shapes
 from lockstep.errors import CheckpointError, SettingError, UsageError
-from lockstep.wording import describe_type
+from lockstep.file_paths import check_path_of_this_system
+from lockstep.wording import describe_type, did_you_mean
 
+NAMES_OF_OPTIONS = ("keep", "every", "best", "busy", "asynchronous", "memory")
+"""The options of `world.checkpoint`. All other keywords name objects that are saved."""
+PASS_OBJECTS_WITH_STATE = (
+    "pass modules, optimizers, schedulers, loaders, or own objects that have both"
+)
 RESERVED_NAMES = frozenset({"training", "manifest", "world", "random", "replicas"})
 """Names that a checkpoint uses itself."""
 BUILD_AS_SAVED = "build {} as it was in the run that saved it"
@@ -48,7 +54,7 @@ def check_state(state: Mapping[str, Any]) -> None:
             raise UsageError(
                 f"world.checkpoint(..., {name}=...)",
                 f"{describe_type(value)} has no state_dict() and load_state_dict()",
-                "pass modules, optimizers, schedulers, loaders, or own objects that have both",
+                did_you_mean(name, NAMES_OF_OPTIONS, PASS_OBJECTS_WITH_STATE),
             )
 
         # Each name is a key of the manifest, and a part of the names of files.
@@ -73,8 +79,10 @@ def check_is_no_checkpoint(folder: Path) -> None:
     """Checks that a folder for the checkpoints of a run is not the folder of a single checkpoint.
 
     Raises:
-        SettingError: it is the folder of a single checkpoint.
+        SettingError: it is the folder of a single checkpoint, or a path of another system.
     """
+    check_path_of_this_system(f"world.checkpoint({str(folder)!r}, ...)", folder)
+
     # The path may be ".", or lead to a checkpoint by a symbolic link.
     resolved = folder.resolve()
     own_files = (layout.MANIFEST, layout.tensor_file(layout.TRAINING))

@@ -114,6 +114,10 @@ class RandomStates:
         if manifest.get("virtual_ranks") is not None:
             return "; saved with virtual ranks: dropout's random state restarts from the seed"
 
+        # Without random numbers in the training, such as dropout's, nothing is lost.
+        if self._training_drew_nothing(states):
+            return ""
+
         # Case 3: the saved run had another number of ranks.
         topology = self._collectives.topology
         world_size = manifest["world_size"]
@@ -131,3 +135,20 @@ class RandomStates:
         # Case 5: each rank has a state of its own, and there are as many ranks as before.
         seeding.set_rng_state(copy_to_memory(states[topology.rank]), self._collectives.device)
         return ""
+
+    def _training_drew_nothing(
+        self, saved_states: Sequence[Mapping[str, Any] | None] | None
+    ) -> bool:
+        """Returns True if the training that was saved has drawn no random numbers on this rank.
+
+        Then the saved random state of this rank is the present one, because both runs were seeded
+        in the same way, and nothing has been trained since.
+
+        Args:
+            saved_states: the saved random states by rank; None if they are not known.
+        """
+        rank = self._collectives.topology.rank
+        if saved_states is None or rank >= len(saved_states):
+            return False
+        saved = saved_states[rank]
+        return saved is not None and rng_state_to_text(copy_to_memory(saved)) == self.to_text()

@@ -151,7 +151,11 @@ class RankReports:
 
 
 def begin_checkpoint(
-    temporary: Path, damaged_names: Collection[str] = (), lock: Lock | None = None
+    temporary: Path,
+    damaged_names: Collection[str] = (),
+    lock: Lock | None = None,
+    *,
+    may_replace_step: bool = True,
 ) -> None:
     """Creates the hidden folder into which the checkpoint of one step is written. For rank 0 only.
 
@@ -163,10 +167,12 @@ def begin_checkpoint(
         damaged_names: names of checkpoints that are known to be damaged. They are ignored, even if
             they are of a later step.
         lock: the lock on the run's folder; None to use no lock.
+        may_replace_step: False if a checkpoint of the same step is of another training.
 
     Raises:
         CheckpointError: the folder is a file, is not writable, or belongs to another run; or it
-            holds a checkpoint of a later step, so this run has not resumed from it.
+            holds a checkpoint of a later step, so this run has not resumed from it; or of the same
+            step, and it must not be replaced.
     """
     folder = temporary.parent
     step = layout.step_of(temporary)
@@ -177,7 +183,8 @@ def begin_checkpoint(
 
         # The checkpoints are in the order of their steps.
         checkpoints = _undamaged(folder, damaged_names)
-        if checkpoints and layout.step_of(checkpoints[-1]) > step:
+        last_step = layout.step_of(checkpoints[-1]) if checkpoints else -1
+        if last_step > step or (last_step == step and not may_replace_step):
             raise CheckpointError(
                 f"saving the checkpoint of step {step} in {folder}",
                 f"{checkpoints[-1].name} is there already, from a run that this one does not "

@@ -20,7 +20,7 @@ import os
 import secrets
 import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict
 from datetime import UTC, datetime
 from functools import partial, wraps
@@ -92,11 +92,13 @@ from lockstep.distributed.collectives import (
     run_on_all_ranks,
 )
 from lockstep.distributed.process_group import Run
-from lockstep.errors import EXIT_SIGNAL, CheckpointError, UsageError
+from lockstep.errors import EXIT_SIGNAL, CheckpointError, UsageError, warn
+from lockstep.keyword_arguments import check_keywords_of_methods
 from lockstep.language import translate
 from lockstep.optim.deferred_init import shapes_are_enough
 from lockstep.session.extension import Extension, Place
 from lockstep.settings import is_quiet
+from lockstep.user_code import user_location
 from lockstep.wording import count_noun
 
 Method = TypeVar("Method", bound=Callable[..., Any])
@@ -179,6 +181,37 @@ class _EndOfRun(Extension):
         self._writer.close(failed, timeout_s)
 
 
+class _UnresumedWarning(Extension):
+    """Warns at the first step if the folder has checkpoints and the script has not called `resume`.
+
+    The training then begins anew beside the checkpoints of another one, and may be refused to save
+    only after hours.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.is_due = True
+        self._folder = folder
+        self._line = user_location()  # of `world.checkpoint`
+
+    def step_finished(self, number: int) -> None:
+        """Warns once."""
+        if not self.is_due:
+            return
+        self.is_due = False
+
+        latest = None
+        with suppress(CheckpointError):  # the first save raises it again
+            latest = layout.latest(self._folder)
+        if latest is not None:
+            warn(
+                f"world.checkpoint({str(self._folder)!r}) without resume()",
+                f"{latest.name} is there already, from a run that this one does not continue: this "
+                "step or an earlier one cannot be saved there, and later ones replace it",
+                "call checkpoint.resume() before the loop, or choose another folder",
+                at=self._line,
+            )
+
+
 class PreparedSave(NamedTuple):
     """What a rank writes in a save."""
 
@@ -187,6 +220,7 @@ class PreparedSave(NamedTuple):
     """Empty on all ranks except rank 0, which writes it."""
 
 
+@check_keywords_of_methods("checkpoint")
 class Checkpoint:
     """Saves and resumes the state of a training run. All ranks create one and call its methods.
 
@@ -252,6 +286,11 @@ class Checkpoint:
         self._writer = Writer(self.folder, run.collectives)
         self._kept = self._make_kept_steps(run, asked_for=memory)
         self._has_resumed = False
+        self._continues_folder = False
+        """True once a checkpoint of the folder, or a step in memory, was resumed. The checkpoints
+        in the folder are then earlier ones of the same training."""
+        self._saved_steps: set[int] = set()
+        """The steps that this object has saved."""
         self._plain_states: dict[str, PlainState] = {}
         self._optimizer_facts: dict[str, Any] = {}
         """The class of each optimizer and the names of its parameters, for the manifest."""
@@ -266,6 +305,9 @@ class Checkpoint:
         """The number of optimizer steps that had been made when `step` was last called."""
         # The run gets a separate object: a reference to this one would keep the state alive.
         run.extensions.add(_EndOfRun(self._writer, requests), Place.OBSERVER)
+        self._unresumed_warning = _UnresumedWarning(self.folder)
+        if run.topology.is_main:
+            run.extensions.add(self._unresumed_warning, Place.OBSERVER)
 
     def _make_kept_steps(self, run: Run, asked_for: bool | None) -> KeptSteps | None:
         """Creates the object that keeps each step in memory, or returns None to keep no steps.
@@ -318,8 +360,9 @@ class Checkpoint:
 
         The checkpoint holds the state of this moment, including the random state of every rank:
         training may continue while the ranks write. It appears in the folder only when it is
-        complete, and replaces an earlier checkpoint of the same step. With `asynchronous=False` it
-        is safely on disk when this method returns, otherwise when `wait()` does.
+        complete, and replaces an earlier checkpoint of the same step, unless that is of a training
+        which this run does not continue. With `asynchronous=False` it is safely on disk when this
+        method returns, otherwise when `wait()` does.
 
         Args:
             metric: the present value of the metric that decides which checkpoint is `best`. It must
@@ -331,7 +374,8 @@ class Checkpoint:
 
         Raises:
             CheckpointError: on all ranks, if any of them cannot do its part (the state cannot be
-                stored, the folder has a later step, or another run writes there), or if the
+                stored, the folder has a later step, or the same one of a training that was not
+                resumed, or another run writes there), or if the
                 previous checkpoint could not be written (disk full, not writable). The state of the
                 training is unchanged, and so are earlier checkpoints.
             RanksDifferError: the metric differs between ranks.
@@ -379,7 +423,9 @@ class Checkpoint:
             self.wait()
         self._schedule.saved()
 
-        path = layout.step_folder(self.folder, int(states["world"]["step"]))
+        step = int(states["world"]["step"])
+        self._saved_steps.add(step)
+        path = layout.step_folder(self.folder, step)
         # If the checkpoint of this step was damaged, a sound one now replaces it.
         self._damaged_names = tuple(name for name in self._damaged_names if name != path.name)
         return path
@@ -471,8 +517,10 @@ class Checkpoint:
 
         manifest = self._manifest(states, summaries[0].metric, trees)
         temporary = layout.temporary_folder(self.folder, manifest["step"])
-        # A damaged checkpoint of a later step is no reason to refuse this save.
-        self._writer.begin(temporary, self._damaged_names)
+        # Without having resumed, a checkpoint of the same step is of another training, and must not
+        # be lost. A damaged checkpoint of a later step is no reason to refuse this save.
+        is_own_step = self._continues_folder or manifest["step"] in self._saved_steps
+        self._writer.begin(temporary, self._damaged_names, may_replace_step=is_own_step)
         return PreparedSave(part, manifest), temporary.name
 
     def _start_writing(
@@ -591,7 +639,15 @@ class Checkpoint:
                 of them is sound.
         """
         self.wait()
+        self._unresumed_warning.is_due = False  # the script calls `resume`
 
+        if self._resume_from_memory_or_disk():
+            self._continues_folder = True
+            return True
+        return False
+
+    def _resume_from_memory_or_disk(self) -> bool:
+        """Does what `resume` promises."""
         if not self._all_ranks_keep_steps():
             self._kept = None
         kept = self._kept

@@ -50,6 +50,8 @@ from lockstep.distributed.collectives import Collectives, run_on_all_ranks
 from lockstep.distributed.process_group import run_of
 from lockstep.distributed.torch_compat import is_sharded, storage_key, to_local
 from lockstep.errors import CheckpointError, SettingError
+from lockstep.file_paths import check_path_of_this_system
+from lockstep.keyword_arguments import check_keywords
 from lockstep.optim.deferred_init import (
     FileSource,
     find_source,
@@ -84,6 +86,7 @@ class WeightsReport:
 # Saving
 
 
+@check_keywords("lockstep.save_weights")
 def save_weights(
     model: nn.Module,
     path: str | os.PathLike[str],
@@ -117,6 +120,7 @@ def save_weights(
         SettingError: `dtype` is no floating-point dtype, or `shard_size` is no size.
     """
     path = Path(path)
+    check_path_of_this_system(f"saving weights to {path}", path)
     if dtype is not None and not dtype.is_floating_point:
         raise SettingError(
             f"saving weights to {path} with dtype={dtype}",
@@ -260,6 +264,7 @@ class _LoadPlan(NamedTuple):
     report: WeightsReport
 
 
+@check_keywords("lockstep.load_weights")
 def load_weights(
     model: nn.Module, path: str | os.PathLike[str], *, strict: bool = True, trust: bool = False
 ) -> WeightsReport:

@@ -59,10 +59,12 @@ class Writer:
         """True while something is being written."""
         return self._thread is not None and not self._thread_ended.is_set()
 
-    def begin(self, temporary: Path, damaged_names: Collection[str]) -> None:
+    def begin(
+        self, temporary: Path, damaged_names: Collection[str], *, may_replace_step: bool
+    ) -> None:
         """Creates the hidden folder of a checkpoint (see `begin_checkpoint`), and protects it."""
         self.protect_folder(temporary)
-        begin_checkpoint(temporary, damaged_names, self.lock)
+        begin_checkpoint(temporary, damaged_names, self.lock, may_replace_step=may_replace_step)
 
     def protect_folder(self, temporary: Path) -> None:
         """Makes sure that a folder is removed if the save is given up or a signal ends the process.

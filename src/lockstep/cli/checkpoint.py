@@ -15,8 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from lockstep.cli.command_group import SuggestingGroup
 from lockstep.columns import pad_label
 from lockstep.errors import LockstepError, SettingError
+from lockstep.file_paths import check_path_of_this_system
 from lockstep.language import translate
 from lockstep.wording import replace_unprintable
 
@@ -42,7 +44,11 @@ REPAIR_TEXTS = {
 }
 
 
-@click.group(name="checkpoint", short_help="Inspects, compares, converts and repairs checkpoints.")
+@click.group(
+    cls=SuggestingGroup,
+    name="checkpoint",
+    short_help="Inspects, compares, converts and repairs checkpoints.",
+)
 def command() -> None:
     """Inspects, compares, converts and repairs checkpoints and weights.
 
@@ -226,6 +232,7 @@ def convert_command(
     from lockstep.checkpoint.formats.safetensors_files import index_of, parse_shard_size
 
     max_shard_bytes = parse_shard_size(shard_size)
+    check_path_of_this_system(f"the output {out}", out)
 
     # The output is either one file, or an index and several files.
     for path in (out, index_of(out)):

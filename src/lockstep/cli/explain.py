@@ -9,13 +9,15 @@ import textwrap
 
 import click
 
+from lockstep.cli.explain_topics import EXIT_CODES, TOPICS, Topic, find_topic
 from lockstep.columns import wrap
-from lockstep.language import LANGUAGES, translate
+from lockstep.language import ENGLISH, LANGUAGES, language, translate
 from lockstep.verify import catalogue
 from lockstep.verify.catalogue import GROUPS, Entry
 
 MAX_WIDTH = 100  # columns
 INDENT = "  "
+DOCS_FOLDER = "docs/"
 
 
 @click.command(name="explain", short_help="Explains a code such as LS303.")
@@ -35,30 +37,96 @@ def command(words: tuple[str, ...], markdown: str | None) -> None:
         return
 
     query = " ".join(words)
-    entries = catalogue.find(query)  # an empty query finds all entries
-    if not entries:
-        raise click.UsageError(f"Nothing in the catalogue is about {query!r}: see lockstep explain")
 
     size_without_terminal = (MAX_WIDTH, 24)  # columns, and lines, which are not used
     width = min(shutil.get_terminal_size(size_without_terminal).columns, MAX_WIDTH)
-    if len(entries) > 1:
-        click.echo(_format_list(entries, width))
-        text = translate(f"To read one of them: lockstep explain {entries[0].code}")
-        click.echo(f"\n{text}")
-        return
-
-    entry = entries[0]
-    spellings_of_code = (entry.code, entry.code.removeprefix("LS"))  # LS303 and 303
-    if _is_code(query) and query.upper() not in spellings_of_code:
-        # There is no such code, so `find` has returned the entry with the most similar code.
-        click.echo(translate(f"There is no {query}; the nearest is:"))
-
-    click.echo(_format_entry(entry, width))
+    codes = catalogue.codes_in(query)
+    is_exit_code = query in EXIT_CODES
+    if codes and not is_exit_code:
+        click.echo("\n\n".join(_explain_code(code, width) for code in codes))
+    else:
+        click.echo(_explain_words(query, width))
 
 
-def _is_code(query: str) -> bool:
-    """Returns True if a query is a code, such as `LS303` or `303`."""
-    return query.upper().removeprefix("LS").isdigit()
+def _explain_code(code: str, width: int) -> str:
+    """Returns the entry of a code, or the list of entries whose codes begin with it.
+
+    Args:
+        code: such as LS303, or LS3 for a group.
+        width: of the text, in columns.
+
+    Raises:
+        click.UsageError: there is no such code, and none that is similar.
+    """
+    entries = catalogue.find(code)
+    if not entries:
+        ranges = []
+        for group in GROUPS:
+            codes = [known for known in catalogue.ENTRIES if known.startswith(group)]
+            ranges.append(f"{codes[0]}-{codes[-1]}")
+        raise click.UsageError(
+            f"There is no {code}. Codes are {', '.join(ranges)}; lockstep explain lists all of them"
+        )
+    is_entry = len(entries) == 1
+    text = _format_entry(entries[0], width) if is_entry else _format_entries(entries, width)
+    if entries[0].code.startswith(code):
+        return text
+
+    # No code begins like this, and `find` has returned the entries with the most similar ones.
+    if is_entry:
+        heading = translate(f"There is no {code}; the nearest is:")
+    else:
+        heading = translate(f"There is no {code}; the nearest are:")
+    all_of_them = translate("To list all of them: lockstep explain")
+    return f"{heading}\n{text}\n\n{all_of_them}"
+
+
+def _explain_words(query: str, width: int) -> str:
+    """Returns the topic and the entries that words are about; all entries if there are no words.
+
+    Args:
+        query: the words.
+        width: of the text, in columns.
+
+    Raises:
+        click.UsageError: nothing is about these words.
+    """
+    topic = find_topic(query)
+    entries = catalogue.find(query, similar_spellings=topic is None)
+    if topic is None and not entries:
+        names = ", ".join(each.name for each in TOPICS)
+        raise click.UsageError(
+            f"Nothing in the catalogue is about {query!r}. There are topics: {names}. lockstep "
+            "explain lists all codes"
+        )
+
+    parts = []
+    if topic is not None:
+        parts.append(_format_topic(topic, width))
+    if topic is not None and entries:
+        parts.append(translate("Codes in whose texts these words stand:"))
+    if len(entries) == 1 and topic is None:
+        parts.append(_format_entry(entries[0], width))
+    elif entries:
+        parts.append(_format_entries(entries, width))
+    return "\n\n".join(parts)
+
+
+def _format_topic(topic: Topic, width: int) -> str:
+    """Writes a topic: its name, its text, and where to read more."""
+    extension = ".md" if language() == ENGLISH else ".zh.md"
+    page, number_sign, heading = topic.page.partition("#")
+    place = "".join((DOCS_FOLDER, page, extension, number_sign, heading))
+    paragraphs = [translate(topic.text), translate(f"More about it: {place}")]
+    lines = [line for paragraph in paragraphs for line in [*wrap(paragraph, width - 2), ""]]
+    indented = textwrap.indent("\n".join(lines).rstrip(), INDENT)
+    return f"{topic.name}\n\n{indented}"
+
+
+def _format_entries(entries: list[Entry], width: int) -> str:
+    """Writes the list of several entries, and how to read one of them."""
+    text = translate(f"To read one of them: lockstep explain {entries[0].code}")
+    return f"{_format_list(entries, width)}\n\n{text}"
 
 
 def _format_list(entries: list[Entry], width: int) -> str:

@@ -13,6 +13,7 @@ from typing import IO, Any
 
 import click
 
+from lockstep.cli.unknown_option import describe_unknown_option
 from lockstep.columns import join_label, pad, width_of, wrap
 from lockstep.language import ENGLISH, language, translate
 
@@ -95,7 +96,11 @@ class TranslatedUsageError(click.UsageError):
     """
 
     def __init__(self, error: click.UsageError) -> None:
-        super().__init__(error.format_message(), error.ctx)
+        if isinstance(error, click.NoSuchOption):
+            message = describe_unknown_option(error)
+        else:
+            message = error.format_message()
+        super().__init__(message, error.ctx)
 
     def show(self, file: IO[Any] | None = None) -> None:
         """Prints how the command is called, and what is wrong."""

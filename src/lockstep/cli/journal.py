@@ -6,6 +6,7 @@ from pathlib import Path
 
 import click
 
+from lockstep.cli.command_group import SuggestingGroup
 from lockstep.cli.output import print_for_people, write_json
 from lockstep.errors import LockstepError
 from lockstep.language import translate
@@ -13,7 +14,7 @@ from lockstep.language import translate
 FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
 
 
-@click.group(short_help="Finds where two runs first differ, bit by bit.")
+@click.group(cls=SuggestingGroup, short_help="Finds where two runs first differ, bit by bit.")
 def command() -> None:
     """Reads journals of hashes, recorded with `lockstep run --journal FOLDER`."""
 

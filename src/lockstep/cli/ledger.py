@@ -14,7 +14,7 @@ from lockstep.cli.output import print_for_people, write_json
     epilog="Exit code 0: every sample was trained on exactly once; 1: not, or no ledger was found.",
 )
 @click.option("--json", "json_file", metavar="FILE", help="Write the report to FILE; - is stdout.")
-@click.argument("run", type=click.Path(exists=True, file_okay=False, path_type=Path))
+@click.argument("run", type=click.Path(path_type=Path))
 @click.pass_context
 def command(ctx: click.Context, /, run: Path, json_file: str | None) -> None:
     """Reads the sample ledger in folder RUN, recorded with `lockstep run --ledger RUN`.

@@ -6,7 +6,6 @@ to print its help.
 
 from __future__ import annotations
 
-import difflib
 import os
 import signal
 from importlib import import_module
@@ -15,13 +14,14 @@ from typing import Any
 import click
 
 from lockstep import __version__
+from lockstep.cli.command_group import SuggestingGroup
 from lockstep.cli.help_text import TranslatedUsageError, translate_help
 from lockstep.errors import EXIT_SIGNAL, LockstepError, check_language
 
 COMMANDS = ("run", "verify", "doctor", "report", "ledger", "journal", "checkpoint", "explain")
 
 
-class LazyGroup(click.Group):
+class LazyGroup(SuggestingGroup):
     """A group that imports a subcommand only when it is needed, and prints Lockstep's errors
     briefly.
     """
@@ -55,26 +55,6 @@ class LazyGroup(click.Group):
         command: click.Command = import_module(f"lockstep.cli.{cmd_name}").command
         translate_help(command)
         return command
-
-    def resolve_command(
-        self, ctx: click.Context, args: list[str]
-    ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Finds the subcommand of a command line, and suggests a similar one if it is unknown."""
-        name = args[0]
-
-        # If there is an unknown option in its place, click reports that.
-        if name not in COMMANDS and not name.startswith("-"):
-            similar = difflib.get_close_matches(name, COMMANDS, n=1)
-            if similar:
-                advice = f"Did you mean {similar[0]}?"
-            elif name.endswith(".py"):
-                advice = f"Did you mean lockstep run {name}?"
-            else:
-                advice = f"There are: {', '.join(COMMANDS)}."
-
-            ctx.fail(f"No such command {name!r}. {advice}")
-
-        return super().resolve_command(ctx, args)
 
     def invoke(self, ctx: click.Context) -> Any:
         """Runs the subcommand. Lockstep's own errors end it with their message and exit code."""

@@ -10,6 +10,7 @@ import click
 
 from lockstep.cli.output import write_json
 from lockstep.errors import SettingError
+from lockstep.file_paths import check_path_of_this_system
 from lockstep.language import translate
 from lockstep.units import format_bytes
 
@@ -84,6 +85,7 @@ def command(
 
     page = render(record, other_records)
     path = out or run / "report.html"
+    check_path_of_this_system(f"--out {path}", path)
     if _is_stdout(path):
         click.echo(page.encode(), nl=False)
         return

@@ -8,13 +8,12 @@ on. A *launch file* holds options in TOML.
 
 from __future__ import annotations
 
-import difflib
 import os
 import re
 import shlex
 import signal
 import unicodedata
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -32,8 +31,12 @@ from lockstep.cli.run_options import (
     is_given,
     setting_options,
 )
+from lockstep.cli.unknown_option import (
+    MIN_SIMILARITY_AFTER_SCRIPT,
+    familiar_option,
+    similar_option,
+)
 from lockstep.errors import SettingError
-from lockstep.familiar_names import ADVICE_FOR_FLAG
 from lockstep.language import translate
 from lockstep.run.machines import ray_run, slurm, slurm_batch
 from lockstep.run.machines.hostfile import parse_hosts
@@ -48,7 +51,12 @@ from lockstep.run.machines.ssh_run import run_on_hosts
 from lockstep.run.start.plan import HangRules, LaunchSpec
 from lockstep.run.start.rank_imports import without_garbage_collection
 from lockstep.run.start.step_memory import check_keep_in_memory
-from lockstep.run.start.torchrun_flags import check_flags_usable_with, has_node_flags, parse_flags
+from lockstep.run.start.torchrun_flags import (
+    check_flags_usable_with,
+    has_node_flags,
+    is_torchrun_variable,
+    parse_flags,
+)
 from lockstep.run.start.unread_arguments import misplaced_launcher_options, never_reads_arguments
 from lockstep.run.start.worker import Script
 from lockstep.settings import DECLARATIONS, FROM_FILE_VARIABLE, QUIET_VARIABLE, is_quiet
@@ -81,8 +89,20 @@ MODULES_OF_LAUNCHERS = (
     "torch.distributed.launch",
     "accelerate.commands.launch",
     "deepspeed.launcher.runner",
+    "lockstep",
 )
 """Modules that start a script on several processes, as `lockstep run` does."""
+PROGRAMS_OF_LAUNCHERS = (
+    *("accelerate", "deepspeed", "fabric", "horovodrun", "lockstep", "mpiexec", "mpirun"),
+    *("srun", "torchrun"),
+)
+"""Programs that do the same."""
+LAUNCHER_VARIABLE = "LOCKSTEP_LAUNCHER"
+"""The variable that the ranks of a run of Lockstep's have."""
+TORCHELASTIC_VARIABLE = "TORCHELASTIC_RUN_ID"
+"""The variable that the ranks of torchrun have."""
+OPEN_MPI_LOCAL_SIZE = "OMPI_COMM_WORLD_LOCAL_SIZE"
+"""The variable by which mpirun says how many processes it has started on this machine."""
 
 HOST_WORD_PATTERN = re.compile(r"[\w.@:,\[\]/-]+")
 """What a host, or the path of a script, consists of."""
@@ -159,7 +179,7 @@ def _flags_of(command: click.Command) -> set[str]:
 def _unknown_flag_error(command: click.Command, ctx: click.Context, flag: str) -> SettingError:
     """Returns the error for a flag that neither this command nor torchrun has."""
     found = "neither Lockstep nor torchrun has this flag"
-    our_flag_or_advice = ADVICE_FOR_FLAG.get(flag.lstrip("-").replace("_", "-"))
+    our_flag_or_advice = familiar_option(command, ctx, flag)
     if our_flag_or_advice is not None:
         if our_flag_or_advice.startswith("--"):
             our_flag = our_flag_or_advice
@@ -173,17 +193,9 @@ def _unknown_flag_error(command: click.Command, ctx: click.Context, flag: str) -
             flag, "it has full-width characters", f"type them in half width: {ascii_flag}"
         )
 
-    # The names are compared without dashes: `--x` and `--y` would be similar because of the dashes.
-    names = []
-    for param in command.get_params(ctx):
-        for spelling in param.opts:
-            if spelling.startswith("--"):
-                names.append(spelling.removeprefix("--"))
-
     do = "the script's own arguments go after the script: lockstep run SCRIPT " + flag
-    similar_names = difflib.get_close_matches(flag.lstrip("-"), names, n=1)
-    if similar_names:
-        similar_flag = f"--{similar_names[0]}"
+    similar_flag = similar_option(command, ctx, flag)
+    if similar_flag is not None:
         do = f"did you mean {similar_flag}? If not, {do}"
 
     return SettingError(flag, found, do)
@@ -552,8 +564,10 @@ def command(
     """Starts SCRIPT on several processes, watches them, and ends all of them when one fails."""
     _leave_out_places_of_file(ctx)
     _check_combinations(ctx)
-    _check_no_second_launcher(nproc, script, module)
-    _say_if_options_are_not_read(ctx, script, args)
+    _check_no_second_launcher(nproc, script, args, module)
+    _check_no_torchrun_variables(ctx, os.environ)
+    if OPTIONS_FROM_FILE not in ctx.meta:  # otherwise the launcher that started this one says it
+        say_if_options_are_not_read(ctx, script, args, _say)
 
     # The options that say where the run is started are read from `ctx.params`. Without them, the
     # settings of `lockstep.init` remain.
@@ -773,14 +787,16 @@ def _num_processes_on_hosts(spec: HostsSpec) -> int | None:
     return total
 
 
-def _check_no_second_launcher(nproc: str | None, script: str, module: bool) -> None:
-    """Checks that no other launcher is started on several processes.
+def _check_no_second_launcher(
+    nproc: str | None, script: str, args: Sequence[str], module: bool
+) -> None:
+    """Checks that this command neither starts another launcher nor was started by one.
 
-    In `lockstep run --nproc 2 -m torch.distributed.run train.py`, each process would start a
-    training of its own.
+    In `lockstep run --nproc 2 -m torch.distributed.run train.py`, and in `torchrun
+    --nproc-per-node 2 -m lockstep run train.py`, each process would start a training of its own.
 
     Raises:
-        SettingError: the module is a launcher.
+        SettingError: the script is a launcher, or several of this command were started by one.
     """
     if module and script in MODULES_OF_LAUNCHERS and nproc not in (None, "1"):
         raise SettingError(
@@ -788,6 +804,75 @@ def _check_no_second_launcher(nproc: str | None, script: str, module: bool) -> N
             "it is a launcher too, so each process would start the whole training",
             f"leave out -m {script} and its options: lockstep run --nproc N SCRIPT",
         )
+
+    program = Path(script).name
+    if not module and program in PROGRAMS_OF_LAUNCHERS:
+        if program == "torchrun":
+            command = shlex.join(["lockstep", "run", *args])
+            do = f"leave it out, as lockstep run has the same options: {command}"
+        else:
+            do = "leave it and its options out: lockstep run --nproc N SCRIPT"
+        raise SettingError(f"lockstep run {script}", "it is a launcher too", do)
+
+    _check_started_once(os.environ, script, args, module)
+
+
+def _check_started_once(
+    environ: Mapping[str, str], script: str, args: Sequence[str], module: bool
+) -> None:
+    """Checks that no other launcher has started this command in several processes.
+
+    The ranks of a run of Lockstep's own are left out: their script may start another run.
+
+    Raises:
+        SettingError: torchrun or mpirun has started this command in several processes.
+    """
+    if LAUNCHER_VARIABLE in environ:
+        return
+
+    launcher = ""
+    if TORCHELASTIC_VARIABLE in environ:
+        launcher = "torchrun"
+        num_processes = environ.get("WORLD_SIZE", "1")
+        num_here = environ.get("LOCAL_WORLD_SIZE", num_processes)
+        variables = ", ".join(("RANK", "WORLD_SIZE", TORCHELASTIC_VARIABLE))
+    elif environ.get(OPEN_MPI_LOCAL_SIZE, "1") != "1":
+        launcher = "mpirun"
+        num_processes = num_here = environ[OPEN_MPI_LOCAL_SIZE]
+        variables = OPEN_MPI_LOCAL_SIZE
+    if not launcher or num_processes == "1":
+        return
+
+    program = [*(["-m"] if module else []), script, *args]
+    raise SettingError(
+        f"lockstep run in each of the {num_processes} processes of {launcher}",
+        "both are launchers, so each process would start the whole training",
+        f"leave {launcher} and its options out: "
+        f"{shlex.join(['lockstep', 'run', '--nproc', num_here, *program])}. If a process of a "
+        f"training starts another one on purpose, remove {variables} from its environment",
+    )
+
+
+def _check_no_torchrun_variables(ctx: click.Context, environ: Mapping[str, str]) -> None:
+    """Checks that none of torchrun's variables is set for a run on other machines.
+
+    Its launchers are started by ssh or Ray, with options. Of torchrun's variables, only a launcher
+    on this machine would see any.
+
+    Raises:
+        SettingError: one is set.
+    """
+    for place in ("hosts", "ray"):
+        if ctx.params[place] is None:
+            continue
+        for variable, value in environ.items():
+            if is_torchrun_variable(variable) and value:
+                flag = "--" + variable.removeprefix("PET_").lower().replace("_", "-")
+                raise SettingError(
+                    f"{variable}={value} with --{place}",
+                    "the other machines do not get torchrun's variables",
+                    f"unset it, and write the option {flag}",
+                )
 
 
 def _check_no_hosts_after_spaces(ctx: click.Context, script: str, args: Sequence[str]) -> None:
@@ -1089,28 +1174,51 @@ def misplaced_option_hint(ctx: click.Context, script: str, args: tuple[str, ...]
     return ""
 
 
-def _say_if_options_are_not_read(ctx: click.Context, script: str, args: tuple[str, ...]) -> None:
+def say_if_options_are_not_read(
+    ctx: click.Context, script: str, args: tuple[str, ...], say: Callable[[str], None]
+) -> None:
     """Warns if options of this command stand after a script that never reads its arguments.
 
     In `lockstep run train.py --nproc 2` the option --nproc has no effect if `train.py` reads no
-    arguments, and nothing would fail.
-    """
-    if OPTIONS_FROM_FILE in ctx.meta:  # another launcher has started this one, and has warned
-        return
+    arguments, and nothing would fail. The options may also be misspelt.
 
+    Args:
+        ctx: the context of the command.
+        script: the script.
+        args: the arguments of the script.
+        say: prints a line.
+    """
     takes_value: dict[str, bool] = {}  # for each flag, such as --nproc
     for param in ctx.command.params:
         if isinstance(param, click.Option):
             for flag in param.opts:
                 takes_value[flag] = not param.is_flag
+
+    meant_options = {}  # by the misspelt options
+    for word in args:
+        flag = word.partition("=")[0]
+        if not flag.startswith("--") or flag in takes_value:
+            continue
+        meant = similar_option(ctx.command, ctx, flag, MIN_SIMILARITY_AFTER_SCRIPT)
+        if meant is not None:
+            meant_options[flag] = meant
+
     words = misplaced_launcher_options(args, takes_value)
-    if not words or not never_reads_arguments(Script(path=script, module=ctx.params["module"])):
+    if not words and not meant_options:
+        return
+    if not never_reads_arguments(Script(path=script, module=ctx.params["module"])):
         return
 
-    _say(
-        f"warning: {shlex.join(words)} has no effect, as it stands after {script}, which reads no "
-        f"arguments: write it before {script}"
-    )
+    if words:
+        say(
+            f"warning: {shlex.join(words)} has no effect, as it stands after {script}, which reads "
+            f"no arguments: write it before {script}"
+        )
+    for flag, meant in meant_options.items():
+        say(
+            f"warning: {flag} has no effect, as {script} reads no arguments: if you meant {meant}, "
+            f"write it before {script}"
+        )
 
 
 def _exit_with_hint(ctx: click.Context, exit_code: int, script: str, args: tuple[str, ...]) -> None:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from lockstep.cli.output import print_for_people, write_json
+from lockstep.cli.run import misplaced_option_hint, say_if_options_are_not_read
 from lockstep.cli.verify_progress import VerifyProgress
 from lockstep.errors import SettingError, UsageError
 from lockstep.language import translate
@@ -104,6 +105,7 @@ def command(
     bit first, with virtual ranks, in their own precision and with dropout.
     """
     plan = _plan_comparison(script, args, options)
+    say_if_options_are_not_read(ctx, script, args, _say)
 
     # A run whose strategy trains several replicas needs a reference of its own.
     num_runs = 1 + len(plan.ways) + len([way for way in plan.ways if way.trains_replicas])
@@ -160,6 +162,11 @@ def command(
     ctx.exit(EXIT_CODES[worst.word])
 
 
+def _say(line: str) -> None:
+    """Prints an English line in the language of this process, to standard error."""
+    click.echo(f"lockstep: {translate(line)}", err=True)
+
+
 def _check_arguments(
     ctx: click.Context, reference: RunRecord, script: str, args: tuple[str, ...]
 ) -> None:
@@ -175,8 +182,6 @@ def _check_arguments(
         UsageError: the script failed, and one of its arguments is an option of this command. The
             error says that the option belongs before the script.
     """
-    from lockstep.cli.run import misplaced_option_hint
-
     # argparse and click end a script with `sys.exit(2)` if it does not know one of its arguments.
     # The record names this call as the error of the run.
     refused_arguments = reference.error.startswith("sys.exit(2)")

@@ -26,6 +26,7 @@ from torch.utils import checkpoint
 
 from lockstep.distributed.torch_compat import is_sharded
 from lockstep.errors import SettingError, UsageError
+from lockstep.keyword_arguments import check_keywords
 from lockstep.optim.module_filter import ModuleFilter, candidates, repeated_blocks, select_modules
 from lockstep.optim.saved_activations import Activations, measure
 from lockstep.settings import check_whole_number
@@ -43,6 +44,7 @@ TENSORS_PER_PARAMETER = 3
 """A training adds this many tensors of a parameter's size: its gradient and the state of Adam."""
 
 
+@check_keywords("lockstep.checkpoint_activations")
 def checkpoint_activations(
     module: nn.Module,
     submodules: ModuleFilter | None = None,

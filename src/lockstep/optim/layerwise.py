@@ -29,6 +29,7 @@ from torch.optim.optimizer import ParamsT
 from lockstep.distributed.ordered_norm import norms_of_tensors
 from lockstep.distributed.torch_compat import is_sharded, to_local
 from lockstep.errors import SettingError, UsageError
+from lockstep.keyword_arguments import check_keywords_of_constructor
 
 
 class _Range(NamedTuple):
@@ -129,6 +130,7 @@ class _LayerwiseOptimizer(Optimizer, ABC):
         """
 
 
+@check_keywords_of_constructor("lockstep.optim.LARS", {"learning_rate": "lr"})
 class LARS(_LayerwiseOptimizer):
     """Layer-wise Adaptive Rate Scaling, for SGD with momentum.
 
@@ -260,6 +262,7 @@ class LARS(_LayerwiseOptimizer):
         return velocity
 
 
+@check_keywords_of_constructor("lockstep.optim.LAMB", {"learning_rate": "lr"})
 class LAMB(_LayerwiseOptimizer):
     """Layer-wise Adaptive Moments for Batch training, which applies the idea of LARS to Adam.
 

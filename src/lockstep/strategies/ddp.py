@@ -42,6 +42,7 @@ from lockstep.distributed.torch_compat import (
     outside_compiled_code,
 )
 from lockstep.errors import SettingError, UsageError, unknown_choice_error
+from lockstep.keyword_arguments import check_keywords_of_constructor
 from lockstep.optim.precision import Precision
 from lockstep.session.extension import Extension
 from lockstep.session.micro_batch import MicroBatch
@@ -65,6 +66,7 @@ _TORCH_BUCKET_MIB = 25
 that the first message is sent early."""
 
 
+@check_keywords_of_constructor("lockstep.strategies.DDP")
 @dataclass(frozen=True, kw_only=True)
 class DDP(base.Strategy):
     """The strategy `ddp` and its options.

@@ -61,6 +61,7 @@ from lockstep.distributed.torch_compat import (
     unscale_shards_with_others,
 )
 from lockstep.errors import RanksDifferError, SettingError
+from lockstep.keyword_arguments import check_keywords_of_constructor
 from lockstep.optim.module_filter import ModuleFilter
 from lockstep.optim.precision import HALF_DTYPES
 from lockstep.session.extension import Extension
@@ -115,6 +116,7 @@ class _Model:
         return self.units[""]
 
 
+@check_keywords_of_constructor("lockstep.strategies.FSDP")
 @dataclass(frozen=True, kw_only=True)
 class FSDP(Strategy):
     """The strategy `fsdp`, which shards every parameter over all ranks, and its options."""

@@ -24,6 +24,10 @@ GROUPS: dict[str, str] = _TEXTS["groups"]
 
 # The text of a comment in a line of code, without its "# ".
 COMMENT = re.compile(r"(?<=\s# ).*")
+# How similar a code or a word must be to a known one, from 0 to 1, to be found in its place. Two
+# codes that differ in one digit are similar by 0.8, and "nosuch" to "such", which is another word.
+MIN_SIMILARITY_OF_CODES = 0.75
+MIN_SIMILARITY_OF_WORDS = 0.82
 MAX_WIDTH = 90  # width of a translated paragraph in a verdict, in columns
 
 # The beginning of docs/findings.md.
@@ -145,18 +149,34 @@ def translate_paragraph(paragraph: str, in_language: InLanguage) -> str:
     return COMMENT.sub(lambda match: in_language(match[0]), paragraph)
 
 
-def find(words: str) -> list[Entry]:
+def codes_in(words: str) -> list[str]:
+    """Returns the codes in a text, such as "LS303", which need not be codes of entries.
+
+    The text may be a part of a message, such as "[LS303: lockstep explain LS303]", or only "303".
+    If it is "LS", the result is "LS", with which all codes begin.
+    """
+    text = words.strip().upper()
+    if text == "LS":
+        return ["LS"]
+    if text.isdecimal():
+        return [f"LS{text}"]
+
+    codes = [f"LS{digits}" for digits in re.findall(r"\bLS[ _-]?(\d+)", text)]
+    return list(dict.fromkeys(codes))  # each of them once
+
+
+def find(words: str, *, similar_spellings: bool = True) -> list[Entry]:
     """Returns the entries that match a search by code or by words.
 
     Args:
         words: a code (`LS303` or `303`), the beginning of a code (`LS3`), or words to search for.
             An empty text matches every entry.
+        similar_spellings: whether to search for words of similar spelling if nothing else is found.
     """
-    # One to three digits, with or without "LS" in front.
-    code = re.fullmatch(r"(?:LS)?(\d{1,3})", words.strip(), re.IGNORECASE)
-    if code is not None:
-        return _find_by_code(f"LS{code[1]}")
-    return _find_by_words(words.lower().split())
+    codes = codes_in(words)
+    if len(codes) == 1:
+        return _find_by_code(codes[0])
+    return _find_by_words(words.lower().split(), similar_spellings=similar_spellings)
 
 
 def _find_by_code(beginning: str) -> list[Entry]:
@@ -164,10 +184,10 @@ def _find_by_code(beginning: str) -> list[Entry]:
     entries = [entry for entry in ENTRIES.values() if entry.code.startswith(beginning)]
     if entries:
         return entries
-    return [ENTRIES[code] for code in _similar(beginning, ENTRIES)]
+    return [ENTRIES[code] for code in _similar(beginning, ENTRIES, MIN_SIMILARITY_OF_CODES)]
 
 
-def _find_by_words(words: list[str]) -> list[Entry]:
+def _find_by_words(words: list[str], *, similar_spellings: bool) -> list[Entry]:
     """Returns the entries that contain all of the words.
 
     Titles are searched first, then all texts. If no entry matches, the texts are searched for words
@@ -175,6 +195,7 @@ def _find_by_words(words: list[str]) -> list[Entry]:
 
     Args:
         words: words in lower case.
+        similar_spellings: whether to search for them.
     """
     # Titles and texts by code, in English and in the language of the user.
     titles = {code: f"{e.title} {translate(e.title)}".lower() for code, e in ENTRIES.items()}
@@ -185,12 +206,11 @@ def _find_by_words(words: list[str]) -> list[Entry]:
 
     # A list of spellings for each word. A text contains the word if it contains any of them.
     exact_spellings = [[word] for word in words]
-    similar_spellings = [_similar(word, catalogue_words) for word in words]
-    attempts = (
-        (titles, exact_spellings),
-        (texts, exact_spellings),
-        (texts, similar_spellings),
-    )
+    attempts = [(titles, exact_spellings), (texts, exact_spellings)]
+    if similar_spellings:
+        attempts.append(
+            (texts, [_similar(word, catalogue_words, MIN_SIMILARITY_OF_WORDS) for word in words])
+        )
 
     for text_of_code, spellings_of_words in attempts:
         codes = []
@@ -212,14 +232,24 @@ def _translated_text(entry: Entry) -> str:
 def _has_all_words(text: str, spellings_of_words: list[list[str]]) -> bool:
     """True if a text contains at least one spelling of every word."""
     for spellings in spellings_of_words:
-        if not any(spelling in text for spelling in spellings):
+        if not any(_contains(text, spelling) for spelling in spellings):
             return False
     return True
 
 
-def _similar(word: str, known_words: Iterable[str]) -> list[str]:
+def _contains(text: str, word: str) -> bool:
+    """True if a text contains a word, or a word that begins or ends with it: "norm" is found in
+    "batchnorm", but "hang" is not found in "changed".
+    """
+    if not word.isascii():  # Chinese is written without spaces
+        return word in text
+    pattern = re.escape(word)
+    return re.search(rf"(?<![a-z]){pattern}|{pattern}(?![a-z])", text) is not None
+
+
+def _similar(word: str, known_words: Iterable[str], min_similarity: float) -> list[str]:
     """Returns up to two known words with a similar spelling, the most similar first."""
-    return difflib.get_close_matches(word, list(known_words), n=2, cutoff=0.75)
+    return difflib.get_close_matches(word, list(known_words), n=2, cutoff=min_similarity)
 
 
 def as_markdown(language: str) -> str:

@@ -11,7 +11,14 @@ from lockstep.session.step import Step
 from lockstep.units import format_bytes
 
 
-def print_closing(step: Step, folders: Sequence[str], traffic: Traffic, strategy: str) -> None:
+def print_closing(
+    step: Step,
+    folders: Sequence[str],
+    traffic: Traffic,
+    strategy: str,
+    *,
+    resumed_step: int | None = None,
+) -> None:
     """Prints the last lines of a training, or nothing if no optimizer step was made.
 
     Args:
@@ -19,9 +26,13 @@ def print_closing(step: Step, folders: Sequence[str], traffic: Traffic, strategy
         folders: the folders of the checkpoints that were saved.
         traffic: the bytes that rank 0 sent to other ranks.
         strategy: the name of the run's strategy.
+        resumed_step: the step of the checkpoint that was resumed; None if none was.
     """
     if not step.number:
         return
+
+    if step.number == resumed_step:
+        print_labelled_note("trained", f"nothing after step {step.number}, which was resumed")
 
     samples = step.samples
     seconds = step.seconds

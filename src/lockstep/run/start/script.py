@@ -373,10 +373,10 @@ def _check_path(script: Script, command: str) -> None:
         raise SettingError(
             f"{command} {name}", "it is a folder without __main__.py", "name a script in it"
         )
+    _check_no_interpreter(script, command)  # lockstep run python train.py
     if path.exists():
         return
 
-    _check_no_interpreter(script, command)  # lockstep run python train.py
     if name.startswith(DASHES):  # an option that was copied from a blog
         option = name.lstrip("-" + "".join(DASHES))
         raise SettingError(

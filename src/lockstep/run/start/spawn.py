@@ -33,6 +33,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from lockstep.errors import EXIT_SIGNAL, RankFailedError, SettingError, UsageError
+from lockstep.keyword_arguments import check_keywords
 from lockstep.language import in_english, translate
 from lockstep.run.start import worker
 from lockstep.run.start.cuda_state import how_cuda_was_initialised
@@ -73,6 +74,7 @@ class NoMainGuard(SystemExit):
     """Ends a rank whose script calls `launch` while the rank imports it."""
 
 
+@check_keywords("lockstep.launch", {"num_processes": "nproc", "world_size": "nproc"})
 def launch(
     fn: Callable[..., Any],
     args: Sequence[Any] = (),

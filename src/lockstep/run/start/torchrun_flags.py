@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from lockstep.errors import SettingError
+from lockstep.file_paths import check_path_of_this_system
 from lockstep.run.start.console import choose_streams
 
 if TYPE_CHECKING:
@@ -67,7 +68,11 @@ def parse_flags(arguments: Sequence[str]) -> argparse.Namespace:
     try:
         parser = get_args_parser()
     except ValueError:
-        texts = [f"{name}={os.environ[name]}" for name in sorted(os.environ) if _is_pet(name)]
+        texts = [
+            f"{name}={os.environ[name]}"
+            for name in sorted(os.environ)
+            if is_torchrun_variable(name)
+        ]
         raise SettingError(
             "torchrun's variables " + ", ".join(texts),
             "a variable of an on/off flag is neither 0 nor 1",
@@ -92,7 +97,7 @@ def parse_flags(arguments: Sequence[str]) -> argparse.Namespace:
     return flags
 
 
-def _is_pet(variable: str) -> bool:
+def is_torchrun_variable(variable: str) -> bool:
     """Returns True for torchrun's own variables, such as PET_NNODES for the flag --nnodes."""
     return variable.startswith("PET_")
 
@@ -109,7 +114,7 @@ def has_rendezvous_flags(torchrun: Sequence[str], environ: Mapping[str, str]) ->
     """
     words = list(torchrun)
     for variable in environ:
-        if _is_pet(variable):
+        if is_torchrun_variable(variable):
             words.append(f"--{variable.removeprefix('PET_').lower()}")
     return any(word.replace("_", "-").startswith(_RENDEZVOUS_FLAG_PREFIXES) for word in words)
 
@@ -352,8 +357,10 @@ def _check_names(flags: argparse.Namespace) -> None:
 
 
 def _check_folder(flags: argparse.Namespace) -> None:
-    """Checks that --log-dir is not a file."""
+    """Checks that --log-dir is neither a file nor a path of another system."""
     folder = flags.log_dir
+    if folder is not None:
+        check_path_of_this_system(f"--log-dir {folder}", folder)
     if folder is not None and os.path.exists(folder) and not os.path.isdir(folder):
         raise SettingError(
             f"--log-dir {folder}",

@@ -19,6 +19,7 @@ from lockstep.distributed.seeding import mix_seed
 from lockstep.distributed.topology import DataParallelRank
 from lockstep.distributed.torch_compat import BatchNorm
 from lockstep.errors import SettingError, UsageError, warn
+from lockstep.keyword_arguments import check_keywords_of_constructor
 from lockstep.session.extension import DeliveredBatch, Extension
 from lockstep.session.micro_batch import MicroBatch
 from lockstep.settings import Choice, check_number_of_processes, is_auto
@@ -37,6 +38,7 @@ GPU_STREAM_SEED_TAG = 0xD9
 """Mixed into the seeds of the GPUs, so that no other random stream has the same seeds."""
 
 
+@check_keywords_of_constructor("lockstep.strategies.DP")
 @dataclass(frozen=True, kw_only=True)
 class DP(Strategy):
     """The strategy `dp` and its options.

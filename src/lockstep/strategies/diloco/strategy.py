@@ -35,6 +35,7 @@ from lockstep.batch.indices import ceil_div
 from lockstep.distributed.process_group import Run
 from lockstep.distributed.torch_compat import outside_compiled_code
 from lockstep.errors import SettingError, warn
+from lockstep.keyword_arguments import check_keywords_of_constructor
 from lockstep.session.micro_batch import VirtualRanks
 from lockstep.settings import Choice
 from lockstep.strategies.base import (
@@ -54,6 +55,7 @@ from lockstep.units import format_bytes
 from lockstep.wording import count_noun
 
 
+@check_keywords_of_constructor("lockstep.strategies.DiLoCo")
 @dataclass(frozen=True, kw_only=True)
 class DiLoCo(DiLoCoOptions, Strategy):
     """The strategy `diloco` and its options.

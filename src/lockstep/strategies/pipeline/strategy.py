@@ -33,6 +33,7 @@ from lockstep.distributed.torch_compat import (
     without_compile,
 )
 from lockstep.errors import SettingError, UsageError
+from lockstep.keyword_arguments import check_keywords_of_constructor
 from lockstep.optim.precision import Precision
 from lockstep.settings import Choice, check_whole_number
 from lockstep.strategies.base import (
@@ -59,6 +60,7 @@ MICRO_BATCHES_PER_STAGE = 4
 """The default, with which ranks are idle for at most a fifth of the time."""
 
 
+@check_keywords_of_constructor("lockstep.strategies.Pipeline")
 @dataclass(frozen=True, kw_only=True)
 class Pipeline(Strategy):
     """The strategy `pipeline` and its options.

@@ -1,0 +1,78 @@
+"""A group of commands that says which command was probably meant by an unknown one."""
+
+from __future__ import annotations
+
+import difflib
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+
+import click
+
+from lockstep.familiar_names import COMMANDS_OF_WORD
+
+READING_COMMANDS = {"lockstep checkpoint": "inspect", "lockstep journal": "show"}
+"""Of the groups whose commands take a path: the command that shows what is in it."""
+
+
+class SuggestingGroup(click.Group):
+    """A group of commands. For an unknown command its error names those that may be meant."""
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Finds the command of a command line.
+
+        Raises:
+            click.UsageError: there is no such command.
+        """
+        name = args[0]
+        known_names = self.list_commands(ctx)
+
+        # If there is an unknown option in its place, click reports that.
+        if name not in known_names and not name.startswith("-"):
+            meant = _commands_meant(ctx.command_path, args, known_names)
+            if len(meant) == 1:
+                ctx.fail(f"No such command {name!r}. Did you mean {meant[0]}?")
+            if meant:
+                ctx.fail(f"No such command {name!r}. Did you mean one of: {'; '.join(meant)}?")
+            ctx.fail(f"No such command {name!r}. There are: {', '.join(known_names)}.")
+
+        return super().resolve_command(ctx, args)
+
+
+def _commands_meant(group: str, args: Sequence[str], known_names: Sequence[str]) -> list[str]:
+    """Returns the command lines that may be meant by one with an unknown command.
+
+    Args:
+        group: the command line up to the group: "lockstep checkpoint".
+        args: the unknown command and its arguments.
+        known_names: the commands of the group.
+    """
+    name, *arguments = args
+    program = group.partition(" ")[0]  # the name by which the program was called
+    standard_group = group.replace(program, "lockstep", 1)
+
+    familiar = COMMANDS_OF_WORD[standard_group].get(name.lower().replace("_", "-"))
+    if familiar is not None:
+        return [_command_line(group, command, arguments) for command in familiar]
+
+    similar = difflib.get_close_matches(name.lower(), known_names, n=1)
+    if similar:
+        return [_command_line(group, similar[0], arguments)]
+
+    # A path in the place of the command.
+    if standard_group == "lockstep" and name.endswith(".py"):
+        return [_command_line(group, "run", args)]
+    if standard_group in READING_COMMANDS and Path(name).exists():
+        return [_command_line(group, READING_COMMANDS[standard_group], args)]
+
+    return []
+
+
+def _command_line(group: str, command: str, arguments: Sequence[str]) -> str:
+    """Returns a command line with its arguments, which are left out of `--help` and the like."""
+    is_option = command.rpartition(" ")[2].startswith("--")
+    if is_option or not arguments:
+        return f"{group} {command}"
+    return f"{group} {command} {shlex.join(arguments)}"

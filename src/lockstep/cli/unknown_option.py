@@ -1,0 +1,73 @@
+"""Says which option was probably meant by one that a command does not have."""
+
+from __future__ import annotations
+
+import difflib
+import re
+
+import click
+
+from lockstep.familiar_names import ADVICE_FOR_FLAG
+
+MIN_SIMILARITY_AFTER_SCRIPT = 0.8
+"""How similar a script's argument must be to an option of the launcher, from 0 to 1, to be taken
+for a misspelt one."""
+
+
+def similar_option(
+    command: click.Command, ctx: click.Context, flag: str, min_similarity: float = 0.6
+) -> str | None:
+    """Returns the option of a command that is most similar to an unknown one; None if none is.
+
+    Args:
+        command: the command.
+        ctx: its context.
+        flag: the unknown option, such as `--step`.
+        min_similarity: how similar they must be, from 0 to 1.
+    """
+    # The names are compared without dashes: `--x` and `--y` would be similar because of the dashes.
+    names = []
+    for param in command.get_params(ctx):
+        for spelling in param.opts:
+            if spelling.startswith("--"):
+                names.append(spelling.removeprefix("--"))
+
+    name = flag.lstrip("-").replace("_", "-").lower()
+    similar_names = difflib.get_close_matches(name, names, n=1, cutoff=min_similarity)
+    return f"--{similar_names[0]}" if similar_names else None
+
+
+def familiar_option(command: click.Command, ctx: click.Context, flag: str) -> str | None:
+    """Returns what to use instead of an option of another tool; None if nothing is known of it.
+
+    The advice is an option of this command, or a sentence that names no option of other commands.
+
+    Args:
+        command: the command.
+        ctx: its context.
+        flag: the unknown option, such as `--nprocs`.
+    """
+    advice = ADVICE_FOR_FLAG.get(flag.lstrip("-").replace("_", "-"))
+    if advice is None:
+        return None
+
+    own_options = {spelling for param in command.get_params(ctx) for spelling in param.opts}
+    named_options = set(re.findall(r"--[a-z-]+", advice))
+    return advice if named_options <= own_options else None
+
+
+def describe_unknown_option(error: click.NoSuchOption) -> str:
+    """Returns the message about an unknown option, with the option that may be meant by it."""
+    name = error.option_name
+    if error.ctx is None:
+        return f"No such option {name!r}."
+
+    command = error.ctx.command
+    advice = familiar_option(command, error.ctx, name)
+    if advice is not None and not advice.startswith("--"):
+        return f"No such option {name!r}: {advice}"
+
+    meant = advice or similar_option(command, error.ctx, name)
+    if meant is not None:
+        return f"No such option {name!r}. Did you mean {meant}?"
+    return f"No such option {name!r}."
