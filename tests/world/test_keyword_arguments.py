@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import lockstep
-from lockstep.errors import SettingError, UnknownArgumentError, UsageError
+from lockstep.errors import CheckpointError, SettingError, UnknownArgumentError, UsageError
 from lockstep.file_paths import check_path_of_this_system
 
 pytestmark = pytest.mark.unit
@@ -37,6 +37,22 @@ def test_a_misspelt_argument(call: Any, keyword: str, meant: str) -> None:
         call(**{keyword: 0})
     assert isinstance(raised.value, TypeError), "as Python's own error is"
     assert raised.value.do.startswith(meant)
+
+
+def test_a_norm_of_type_0_is_refused() -> None:
+    with lockstep.init() as world, pytest.raises(UsageError, match="no norm of type 0"):
+        world.clip_grad_norm_(world.prepare(torch.nn.Linear(2, 1)), 1.0, norm_type=0)
+
+
+def test_a_model_in_bf16_is_not_advised_to_be_in_bf16(tmp_path: Path) -> None:
+    path = tmp_path / "weights.safetensors"
+    source = torch.nn.Linear(1, 1, bias=False)
+    source.weight.data.fill_(torch.finfo(torch.float32).max)
+    lockstep.save_weights(source, path)
+    for dtype, names_bf16 in ((torch.bfloat16, False), (torch.float16, True)):
+        with pytest.raises(CheckpointError, match="beyond what the model's dtype") as raised:
+            lockstep.load_weights(torch.nn.Linear(1, 1, bias=False).to(dtype), path)
+        assert ("in bf16" in raised.value.do) is names_bf16
 
 
 def test_signatures_are_those_of_the_functions() -> None:

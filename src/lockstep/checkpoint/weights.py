@@ -490,9 +490,15 @@ def _check_values(path: Path, values: Mapping[str, Any], own: Mapping[str, Any])
                 f"loading {path}",
                 f"the largest value of {name} is {largest:.3g}, beyond what the model's dtype "
                 f"{target.dtype} can hold ({torch.finfo(target.dtype).max:.3g})",
-                "load it into a model in bf16, which has the range of fp32, or in the dtype of the "
-                "file",
+                _advice_on_narrow_dtype(target.dtype),
             )
+
+
+def _advice_on_narrow_dtype(dtype: torch.dtype) -> str:
+    """Returns what to do about values beyond the range of a model's dtype."""
+    if dtype is torch.bfloat16:
+        return "load it into a model in the dtype of the file"
+    return "load it into a model in bf16, which has the range of fp32, or in the dtype of the file"
 
 
 def _names_read_into_memory(values: Mapping[str, Any], own: Mapping[str, Any]) -> set[str]:

@@ -283,13 +283,19 @@ class Preparer:
         """Clips the gradients of a module by their total norm, and returns that norm.
 
         Raises:
-            UsageError: the argument is not a module.
+            UsageError: the argument is not a module, or `norm_type` is 0.
         """
         if not isinstance(module, nn.Module):
             raise UsageError(
                 f"world.clip_grad_norm_ of {describe_type(module)}",
                 "it takes a module, whose gradients may be spread over the ranks",
                 "pass the prepared model: world.clip_grad_norm_(model, max_norm)",
+            )
+        if norm_type == 0:
+            raise UsageError(
+                "world.clip_grad_norm_(..., norm_type=0)",
+                "there is no norm of type 0: it would divide by zero",
+                "leave it out for the usual norm, 2, or pass 1 or math.inf",
             )
 
         parameters = list(module.parameters())
