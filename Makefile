@@ -8,11 +8,16 @@ PYTHON ?= python3
 VENV := .venv$(if $(TORCH),-$(TORCH))
 BIN := $(VENV)/bin
 TYPED := $(shell sed -n 's/^torch==//p' constraints.txt)
+NEXT := $(BIN)/lockstep run --nproc 2 examples/digits/train.py --epochs 24
 
 .PHONY: train test check thorough real extras clusters browser lint types bits bench-step bench-bits bench-collectives bench-checkpoint bench-strategies bench-checks bench-compile bench-start bench-supervision bench-network bench-order bench-scale bench-false-alarms bench-report bench-journal bench-deferred bench-recovery house messages docs gpu gpu-table clean
 
 train: $(VENV)/.installed
 	$(BIN)/lockstep run --nproc 2 examples/digits/train.py
+	@case "$${LOCKSTEP_LANG:-$${LC_ALL:-$${LC_MESSAGES:-$$LANG}}}" in \
+	zh*) echo "接着可以试：$(NEXT)（从检查点继续）；或加上 --nproc 1、--precision bf16、--shares 1:2";; \
+	*) echo "try next: $(NEXT), which continues from the checkpoint; or --nproc 1, --precision bf16, --shares 1:2";; \
+	esac
 
 test: lint types
 	$(BIN)/python -m pytest -m "not thorough" -n 5 --dist loadfile --no-loadscope-reorder  # most wait for processes, not for a core

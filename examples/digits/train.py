@@ -75,7 +75,3 @@ for _epoch in world.epochs(args.epochs):
 
 world.print(f"{accuracy():.2%} of the {len(test_set)} test images right")
 world.close()
-world.print(
-    f"  try next    --epochs {2 * args.epochs}, which continues from the checkpoint; "
-    "lockstep run --nproc 1, --precision bf16, --shares 1:2"
-)
