@@ -41,7 +41,7 @@ def train(
         result = folder / "result.json"
         program = str(PROGRAMS / "same_bits.py")
         arguments = ["run", "--device", stage.device, *options, program, str(result)]
-        done = lockstep(arguments, folder, stage.seconds_left - 2)
+        done = lockstep(arguments, folder, stage.time_limit(reserve=2))
         values["exit_code"] = done.exit_code
         assert done.exit_code == 0, done.stderr
         values.update(json.loads(result.read_text()))

@@ -43,7 +43,7 @@ def check_fault(stage: Stage, fault: str, backend: str) -> None:
     with stage.check(f"{fault} over {backend}") as values:
         program = str(PROGRAMS / "hang.py")
         arguments = ("run", "--nproc", "2", program, fault, backend)
-        limit = min(SECONDS_FOR_A_FAULT, stage.seconds_left - 2)
+        limit = min(SECONDS_FOR_A_FAULT, stage.time_limit(reserve=2))
         done = lockstep(arguments, stage.scratch / fault, limit, notice=expected.notice)
         values["exit_code"] = done.exit_code
         said = done.stderr[done.stderr.find("\nlockstep: ") :].strip()

@@ -94,4 +94,4 @@ def main() -> None:
         [found] = on_ranks(idle_rank, 1, stage.device)
         values.update(found)
     with stage.check("lockstep doctor --json") as values:
-        values.update(doctor(limit=max(5.0, stage.seconds_left - 5)))
+        values.update(doctor(limit=stage.time_limit(reserve=5)))

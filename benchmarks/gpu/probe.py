@@ -97,7 +97,7 @@ def collectives(device_type: str) -> dict[str, Any]:
 def main() -> None:
     stage = Stage("probe")
     with stage.check(PROBE_CHECK) as values:
-        found = on_ranks(collectives, SIZE, stage.device, timeout=max(5.0, stage.seconds_left - 2))
+        found = on_ranks(collectives, SIZE, stage.device, timeout=stage.time_limit(reserve=2))
         for name, value in found[0].items():
             values[name] = round(value, 4) if isinstance(value, float) else value
         if not stage.on_gpu:

@@ -40,7 +40,7 @@ def train(
             *(str(PROGRAMS / "train_digits.py"), "--folder", str(folder / "checkpoints")),
             *("--epochs", str(EPOCHS), *script_options),
         ]
-        done = lockstep(arguments, folder, stage.seconds_left - 2)
+        done = lockstep(arguments, folder, stage.time_limit(reserve=2))
         values["exit_code"] = done.exit_code
         values["wall_s"] = round(done.seconds, 1)
         assert done.exit_code == 0, done.stderr
@@ -87,7 +87,7 @@ def launch_copies(stage: Stage, nvml_check: str) -> None:
             env={**os.environ, "PYTORCH_NVML_BASED_CUDA_CHECK": nvml_check},
             capture_output=True,
             text=True,
-            timeout=stage.seconds_left - 2,
+            timeout=stage.time_limit(reserve=2),
             check=False,
         )
         assert done.returncode == 0, done.stderr

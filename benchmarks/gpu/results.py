@@ -53,6 +53,10 @@ END_MARK = "end: "
 RESULTS = ("passed", "failed", "not run", "timed out", "crashed")
 
 
+MIN_SECONDS_FOR_A_PROGRAM = 5.0
+"""A program that imports torch does not get further in less time."""
+
+
 class NotRun(Exception):
     """Raised by a check that cannot be made here; its text says why."""
 
@@ -175,6 +179,20 @@ class Stage:
         if ends_at is None:
             return SECONDS_WITHOUT_A_RUNNER
         return float(ends_at) - time.time()
+
+    def time_limit(self, reserve: float) -> float:
+        """Returns how many seconds a program may run that a check starts.
+
+        Args:
+            reserve: seconds that are left of the stage when the limit is reached.
+
+        Raises:
+            NotRun: the checks before have used up the time of the stage.
+        """
+        limit = self.seconds_left - reserve
+        if limit < MIN_SECONDS_FOR_A_PROGRAM:
+            raise NotRun("no time was left of the stage")
+        return limit
 
     @contextlib.contextmanager
     def check(self, name: str) -> Iterator[dict[str, Any]]:

@@ -345,7 +345,7 @@ def compare_with_fsdp2(world: Any) -> dict[str, float]:
 def measure(stage: Stage, name: str, fn: Callable[..., dict[str, Any]], *arguments: Any) -> None:
     """Runs a measurement in a process of its own and writes what it found."""
     with stage.check(name) as values:
-        [found] = on_ranks(fn, 1, stage.device, *arguments, timeout=max(5, stage.seconds_left - 1))
+        [found] = on_ranks(fn, 1, stage.device, *arguments, timeout=stage.time_limit(reserve=1))
         values.update(found)
 
 
@@ -355,7 +355,7 @@ def main() -> None:
     measure(stage, "a step of a GPT in bf16", gpt_step, None)
     measure(stage, "prefetch of large batches", prefetch)
     with stage.check("memory reserved over 40 short epochs") as values:
-        seconds = max(5, stage.seconds_left - 1)
+        seconds = stage.time_limit(reserve=1)
         values.update(on_ranks(memory_over_epochs, 1, stage.device, timeout=seconds)[0])
         if stage.on_gpu:
             grown = values["after_40"] - values["after_5"]

@@ -115,6 +115,18 @@ def test_a_check_that_fails_does_not_end_its_stage(
     assert found["cannot be made"]["result"] == "not run"
 
 
+def test_a_check_without_time_is_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Programs were started with a limit below zero, and the check counted as failed."""
+    monkeypatch.setenv(results.FOLDER_VARIABLE, str(tmp_path))
+    monkeypatch.setenv(results.END_VARIABLE, "0")  # long ago
+    stage = results.Stage("product")
+    with stage.check("a program"):
+        subprocess.run(["true"], check=True, timeout=stage.time_limit(reserve=2))
+    line = by_check(tmp_path, "product")["a program"]
+    assert line["result"] == "not run"
+    assert line["reason"] == "no time was left of the stage"
+
+
 def test_results_name_no_folder_of_the_machine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
