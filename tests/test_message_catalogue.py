@@ -20,12 +20,14 @@ import message_catalogue as messages
 from lockstep import errors, language
 from lockstep.columns import pad, width_of, wrap
 from lockstep.language import (
+    FIELDS_WITH_ARTICLE,
     GRAMMATICAL_FIELDS,
     HEADING,
     chinese_catalogue,
     chinese_headings,
     fields_of,
     language_of,
+    name_of_value,
     pattern_of_field,
 )
 from lockstep.run.watch.error_record import describe_error
@@ -141,6 +143,7 @@ TYPICAL_VALUES = (
         "shared memory",
         " (w)",
         "; w",
+        "a Linear",
     ),
 )
 """Values of which one is right for each field that may not be any text."""
@@ -156,12 +159,21 @@ def values_of(message: str) -> dict[str, str]:
     return {field: typical_value(field) for field in fields_of(message)}
 
 
+def translated_value(field: str, value: str) -> str:
+    """Returns what Chinese has for a value: for a class its name, without the article."""
+    if name_of_value(field) in FIELDS_WITH_ARTICLE:
+        return re.sub(r"\Aan? ", "", value)
+    return chinese_catalogue().translate(value)
+
+
 def test_what_was_made_from_a_template_is_recognized() -> None:
     catalogue = chinese_catalogue()
     for entry in ENTRIES:
         values = values_of(entry.message)
         text = entry.message.format(**values)
-        translated_values = {name: catalogue.translate(value) for name, value in values.items()}
+        translated_values = {
+            field: translated_value(field, value) for field, value in values.items()
+        }
         expected = entry.translation.format(**translated_values)
         assert catalogue.translate(text).replace(" ", "") == expected.replace(" ", "")
 
@@ -183,6 +195,8 @@ def test_first_lines_keep_code_and_what_is_not_theirs(chinese: None) -> None:
         "world.prepare of an int": "对 int 调用 world.prepare",
         "launch(train) on 2 processes": "在 2 个进程上 launch(train)",
         "--hosts with --slurm": "--hosts 与 --slurm 同用",
+        "--node-rank with --hosts": "--node-rank 与 --hosts 同用",
+        "resuming from runs/a with model, optimizer": "从 runs/a 续训，带有 model, optimizer",
         "world.checkpoint without anything to save": "world.checkpoint 没有要保存的内容",
         "rank=1, world_size=2": "rank=1, world_size=2",
         "a loss of the user's own": "a loss of the user's own",
@@ -523,6 +537,22 @@ def test_the_fields_are_those_of_str_format() -> None:
             "检查它是否开机、能否访问：`ping a`；防火墙必须放行 ssh；它没有响应",
         ),
         ("rank 1 failed 3 times", None),
+        # A class stands behind its article, and a message that begins with one is no class.
+        (
+            "a batch has no state_dict() and load_state_dict()",
+            "batch 没有 state_dict() 和 load_state_dict()",
+        ),
+        (
+            "an NVIDIA driver is installed, but this torch is built without CUDA has no "
+            "state_dict() and load_state_dict()",
+            None,
+        ),
+        ("no weights: it holds a loop over it is running", None),
+        # Two templates have the same words.
+        ("3 (3 of 3)", "3（3 个中的 3 个）"),
+        ("3 (Adam of x)", "3，x 的 Adam"),
+        # The last values may be divided at any space, and a part of them is a message.
+        ("leave train.py out: a b c d e f g h i j k l m n o p q r, state and groups. x", None),
         # What the script has printed or raised stays as it is, with its punctuation.
         ('it is damaged: x: File "/a b/c.py", line 3, in f: x on rank 2', None),
     ],
@@ -537,6 +567,7 @@ HOSTILE_VALUES = (
     *("fc.weight, fc.bias and head.weight", "a and b and c", "all, losses, script", "gradients"),
     *("line one\nline two: x", "x on rank 0, y on rank 1", "model.layers.0 (3 of 4)", "%s"),
     *("rank 0 and rank 2", "ranks 0-1, 4", "1.5e-08", "12%", "one process", *TYPICAL_VALUES),
+    *("an Adam", "a batch", "a dict with 'epoch', 'losses'", "None"),
 )
 TEMPLATES = [entry for entry in ENTRIES if fields_of(entry.message)]
 TEXTS = [entry.message.format() for entry in ENTRIES if not fields_of(entry.message)]
@@ -582,11 +613,7 @@ def check_that_values_keep_their_places(entry: Entry, values: dict[str, str]) ->
         return
     if "" in values.values():
         return
-    # Chinese has no articles, so the one at the beginning of a value may go.
-    alternatives = []
-    for value in values.values():
-        without_article = re.sub(r"^an? ", "", value)
-        alternatives.append({value, without_article, catalogue.translate(value)})
+    alternatives = [{value, translated_value(field, value)} for field, value in values.items()]
     possible = set()
     for chosen in itertools.product(*alternatives):
         filled = language.fill_in(entry.translation, dict(zip(values, chosen, strict=True)))

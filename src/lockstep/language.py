@@ -52,6 +52,7 @@ NUMBER = r"-?\d(?:[\d.,]*\d)?(?:e[+-]?\d+)?"
 RANGES = r"\d+(?:-\d+)?(?:, \d+(?:-\d+)?)*(?:, \.\.\.)?"  # of `format_ranges`
 RANKS = rf"ranks? {RANGES}|\d+ ranks \({RANGES}\)"  # of `format_ranks`
 PERCENT = r"\d[\d.]*%"
+CLASS_WITH_ARTICLE = r"an? \S+"  # of `with_article`
 ANY_TEXT = r"(?:(?!;(?:\s|\Z))[^\n])*"
 """What a field may be of which nothing else is known: no list with semicolons, and one line."""
 FIELDS_OF_LISTS = (
@@ -86,6 +87,7 @@ FIELDS_OF_NUMBERS = (
     "max_bytes",
     "max_senders_per_rank",
     "maximum",
+    "micro_batches",
     "mpi_rank",
     "mpi_size",
     "nbytes",
@@ -156,6 +158,7 @@ PATTERN_OF_FIELD = {
     **dict.fromkeys(("compared", "count_noun"), r"\d+ [\w ]+"),
     "carrier": "shared memory|the backend",
     "describe_peers": r"between [^\n]*",
+    "describe_type": rf"None|{CLASS_WITH_ARTICLE}",
     "does": rf"(?!on ){ANY_TEXT}",  # begins with a verb, and not as "on host a: ..."
     "element_type": r"[A-Za-z]\w*",
     "facts": r"(?:(?![,;] )[^\n])*",  # of a check of `lockstep doctor`
@@ -164,13 +167,13 @@ PATTERN_OF_FIELD = {
     "format_unused_accelerator": r"(?:; [^\n]*)?",
     **dict.fromkeys(("format_bytes", "gib"), r"\d[\d.,]* \w+"),
     "kind_of_tensors": r"parameters|optimizer state",
-    "last_batch_text": r"(?:, [^\n]*)?",
+    **dict.fromkeys(("delay_option", "last_batch_text"), r"(?:, [^\n]*)?"),
     "max_steps": r"(?:at most )?\d+",
     **dict.fromkeys(("note", "still_watched"), r"(?:; [^\n]*)?"),
     "thousands": r"\d[\d\s.,]*",
     **dict.fromkeys(("host", "hosts"), r"[^\s:,]+(?:, [^\s:,]+)*"),
     "lengths": r"\d[\dx +]*(?: more)?",  # of tensors: "25x4 + 3"
-    "operation_name": r"[A-Za-z_]\w*",
+    **dict.fromkeys(("operation_name", "optimizer_class"), r"[A-Za-z_]\w*"),
     "outcomes": r"(?:true|false|not reached) on (?:(?!: )[^\n])*",  # of a test, by process
     "processes": r"(?:one process|rank \d+)(?: and rank \d+)*",
     "ranges": RANGES,
@@ -180,6 +183,8 @@ PATTERN_OF_FIELD = {
     "subject": r"(?:(?! on host |;(?:\s|\Z))[^\n])*",  # not a list of several on several hosts
     "table": r"(?:.|\n)*",
     "tuple": r"\([\d, ]*\)",
+    # Of a class, perhaps with what an object of it holds: "a dict with 'epoch', 'losses'".
+    "with_article": rf"{CLASS_WITH_ARTICLE}(?: (?:of|with) [^\n]*)?",
     **dict.fromkeys(GRAMMATICAL_FIELDS, r"\S*"),
 }
 """What a field of this name may be. What is called `num_...` or `..._s` (seconds) is a number; any
@@ -521,6 +526,13 @@ class Reading:
     """The places in the text of the values of the template's fields."""
     translation: Translation
 
+    def translates_a_value(self, text: str) -> bool:
+        """Returns True if the value of a field, or a part of it, is not as it was in the text."""
+        values = {}
+        for field_name, (begin, end) in zip(self.template.fields, self.spans, strict=True):
+            values[field_name] = text[begin:end]
+        return fill_in(self.template.translation, values) != self.translation.text
+
     def translates_more_than(self, other: Reading) -> bool:
         """Returns True if this reading, of another template, translates all that the other one
         does, and more.
@@ -534,12 +546,15 @@ class Reading:
 
     def is_more_specific_than(self, other: Reading) -> bool:
         """Returns True if the template of this reading has all the words that the other reading's
-        template has.
+        template has, and more.
 
         "{who} waits for {waited_s} s" has all the words of "{subject} for {waited_s} s". Then the
         values of the first are within values of the second.
         """
-        return self.template is not other.template and are_within(self.spans, other.spans)
+        has_more_words = are_within(self.spans, other.spans) and not are_within(
+            other.spans, self.spans
+        )
+        return self.template is not other.template and has_more_words
 
 
 class Catalogue:
@@ -631,8 +646,12 @@ class Catalogue:
         # Translate the text in every way in which it can be read. The templates are sorted, so the
         # readings whose templates have more words come first.
         readings: list[Reading] = []
+        templates_with_further_readings: list[Template] = []
         for template in self._templates:
-            for spans in template.match(text):
+            spans_of_readings = template.match(text)
+            if len(spans_of_readings) == MAX_READINGS:
+                templates_with_further_readings.append(template)
+            for spans in spans_of_readings:
                 translation = self._translate_reading(text, template, spans, cache)
                 readings.append(Reading(template, spans, translation))
 
@@ -654,8 +673,15 @@ class Catalogue:
                 # Spaces depend on where the values begin, and say nothing.
                 chinese_texts.add(reading.translation.text.replace(" ", ""))
 
+        # A reading that was not looked for may translate less of a value, or more of it.
+        further_reading_may_differ = any(
+            reading.template in templates_with_further_readings and reading.translates_a_value(text)
+            for reading in readings
+            if reading.template in best_templates
+        )
+
         is_ambiguous = len(chinese_texts) > 1
-        if is_ambiguous:
+        if is_ambiguous or further_reading_may_differ:
             return _leave_in_english(text)
         return best_readings[0].translation
 
@@ -686,7 +712,9 @@ class Catalogue:
             if name in FIELDS_WITH_ARTICLE:
                 value_text = ARTICLE.sub("", value_text)  # "a Linear": Chinese has no articles
                 begin = end - len(value_text)
-            value = self._translate_text(value_text, cache, may_be_word=may_be_word)
+                value = _leave_in_english(value_text)  # a class may be called `batch`
+            else:
+                value = self._translate_text(value_text, cache, may_be_word=may_be_word)
             values[field_name] = value.text
 
             # The Chinese text has no word for "has" or "have", so nothing of it stays English.

@@ -23,6 +23,7 @@ from torch.utils.data import IterableDataset
 
 import lockstep
 from lockstep.batch.plan import plan_epoch
+from lockstep.communication.quantize import BLOCK
 from lockstep.communication.traffic import traffic
 from lockstep.errors import (
     CheckpointError,
@@ -32,6 +33,9 @@ from lockstep.errors import (
     UsageError,
 )
 from lockstep.strategies import DiLoCo
+from lockstep.strategies.diloco.exchange import Exchange
+from lockstep.strategies.diloco.outer_optimizer import OuterOptimizer
+from lockstep.strategies.diloco.tensor_versions import TensorVersions
 from lockstep.testing import assert_same
 
 IGNORED_WARNING = r"ignore:DiLoCo\({option}=:lockstep.errors.LockstepWarning"
@@ -344,6 +348,32 @@ def test_resumes_in_the_middle_of_a_round_on_other_processes(
     assert "step 6" in note
     whole["mask"] = found["mask"]
     assert difference(whole, found) < 1e-9
+
+
+@pytest.mark.parametrize("compress", [None, "bf16", "int8"])
+def test_what_was_lost_before_a_checkpoint_is_sent_once(compress: Any) -> None:
+    """The run was resumed with a method that may leave no errors of its own."""
+    parameters = [nn.Parameter(torch.zeros(2, 2)), nn.Parameter(torch.zeros(3))]
+    weights_of = TensorVersions(lambda: parameters)
+    with lockstep.init("single", device="cpu") as world:
+        outer = OuterOptimizer(
+            weights_of,
+            virtual_ranks=[0, 1],
+            fragments=[[0, 1]],
+            exchange=Exchange(world._run, 2),
+            learning_rate=1.0,
+            momentum=0.0,
+            compress=compress,
+            delays=False,
+        )
+        lost = F.pad(torch.tensor([1.0] * 4 + [2.0] * 3), (0, BLOCK - 7))
+        outer.load_quantization_errors(0, {0: lost}, world.device)
+        outer.load_quantization_errors(1, {0: 3 * lost}, world.device)
+        for step in range(3):
+            outer.send(0, step)
+            outer.apply(0)
+    for parameter, total in zip(parameters, (-2.0, -4.0), strict=True):
+        assert torch.allclose(parameter, torch.tensor(total), rtol=0.02)
 
 
 def test_a_checkpoint_of_other_replicas_is_refused(tmp_path: Path) -> None:

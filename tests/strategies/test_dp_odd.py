@@ -508,6 +508,17 @@ WRONG: dict[str, tuple[Any, str]] = {
     "auto": (lambda: DataParallel(nn.Tanh(), replicas=2, shares="auto"), "measured in a run"),
     "one GPU": (lambda: DataParallel(nn.Tanh(), 0), "device_ids=0"),
     "a string of GPUs": (lambda: DataParallel(nn.Tanh(), "01"), "device_ids='01'"),
+    "one GPU and replicas": (
+        lambda: DataParallel(nn.Tanh(), 0, replicas=2),
+        "device_ids=0, replicas=2",
+    ),
+    "no list": (lambda: DataParallel(nn.Tanh(), 1.5), "device_ids=1.5"),
+    "a fraction of a GPU": (lambda: DataParallel(nn.Tanh(), [1.5]), r"device_ids=\[1.5\]"),
+    "an unknown device": (lambda: DataParallel(nn.Tanh(), ["x"]), r"device_ids=\['x'\]"),
+    "an unknown output device": (
+        lambda: DataParallel(nn.Tanh(), output_device="x"),
+        "output_device='x'",
+    ),
     "arguments in the wrong order": (lambda: BalancedDataParallel(nn.Tanh(), 2), "gpu0_bsz=Tanh"),
 }
 

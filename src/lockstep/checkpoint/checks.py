@@ -121,7 +121,7 @@ def check_fits(path: Path | str, objects: Mapping[str, Any], saved: Mapping[str,
         not_saved = ", ".join(sorted(objects.keys() - saved_names)) or "nothing"
         only_saved = ", ".join(sorted(saved_names - objects.keys())) or "nothing"
         raise CheckpointError(
-            f"{action} with {', '.join(sorted(objects))}",
+            f"resuming from {path} with {', '.join(sorted(objects))}",
             f"not in the checkpoint: {not_saved}; in the checkpoint alone: {only_saved}",
             "pass to world.checkpoint the names that the run was saved with, or load single "
             "models with lockstep.load_weights",

@@ -6,13 +6,16 @@ device that the module is on.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 
 from lockstep.errors import SettingError
 from lockstep.settings import check_whole_number
+
+_NO_DEVICE_ERRORS = (TypeError, RuntimeError)
+"""What `torch.device` raises for a value that is no device."""
 
 
 def parse_device_ids(
@@ -30,30 +33,39 @@ def parse_device_ids(
     if replicas is not None:
         if device_ids is not None:
             raise SettingError(
-                f"device_ids={list(device_ids)}, replicas={replicas}",
+                f"device_ids={device_ids!r}, replicas={replicas}",
                 "replicas are several on one device, device_ids are several devices",
                 "give one of them",
             )
         check_whole_number(f"replicas={replicas!r}", replicas)
         return [], replicas
 
-    is_single_device = isinstance(device_ids, int | str | torch.device)  # 0, not the list [0]
-    if is_single_device:
-        raise _device_ids_error(device_ids)
-
     # By default all visible GPUs are used, which may be none.
     num_visible = torch.cuda.device_count()
     numbers_or_devices = range(num_visible) if device_ids is None else device_ids
-    devices = [_to_device(number_or_device) for number_or_device in numbers_or_devices]
+
+    if not _is_list(numbers_or_devices):  # 0, not the list [0]
+        raise _device_ids_error(device_ids)
+
+    numbers_or_devices = list(numbers_or_devices)  # an iterator can be read only once
+    try:
+        devices = [_to_device(number_or_device) for number_or_device in numbers_or_devices]
+    except _NO_DEVICE_ERRORS:
+        raise _device_ids_error(numbers_or_devices) from None
 
     # torch stores an index in one byte, so 900 becomes a negative number. It is out of range, too.
     all_visible = all(d.type == "cuda" and d.index in range(num_visible) for d in devices)
     has_duplicates = len(set(devices)) < len(devices)
     if not all_visible or has_duplicates:
-        raise _device_ids_error(list(numbers_or_devices))
+        raise _device_ids_error(numbers_or_devices)
 
     num_replicas = max(1, len(devices))  # without GPUs, one replica on the module's own device
     return devices, num_replicas
+
+
+def _is_list(device_ids: Any) -> bool:
+    """Returns True for a list or another iterable, and False for a text, which names one GPU."""
+    return isinstance(device_ids, Iterable) and not isinstance(device_ids, str)
 
 
 def _device_ids_error(shown: Any) -> SettingError:
@@ -84,18 +96,26 @@ def parse_output_device(output_device: int | torch.device | None) -> torch.devic
     if output_device == -1:
         return torch.device("cpu")
 
-    device = _to_device(output_device)
-    num_visible = torch.cuda.device_count()
+    try:
+        device = _to_device(output_device)
+    except _NO_DEVICE_ERRORS:
+        raise _output_device_error(output_device) from None
 
     index = 0 if device.index is None else device.index  # `torch.device("cuda")` has no index
-    if device.type == "cuda" and index not in range(num_visible):
-        raise SettingError(
-            f"output_device={output_device!r}",
-            f"{num_visible} GPUs are visible here",
-            "give a number below that, or leave it out, which means the first of device_ids",
-        )
+    if device.type == "cuda" and index not in range(torch.cuda.device_count()):
+        raise _output_device_error(output_device)
 
     return device
+
+
+def _output_device_error(output_device: Any) -> SettingError:
+    """Returns the error for an invalid `output_device`, which may be of any type."""
+    num_visible = torch.cuda.device_count()
+    return SettingError(
+        f"output_device={output_device!r}",
+        f"{num_visible} GPUs are visible here",
+        "give a number below that, or leave it out, which means the first of device_ids",
+    )
 
 
 def _to_device(device: int | str | torch.device) -> torch.device:

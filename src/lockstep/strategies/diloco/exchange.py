@@ -87,7 +87,7 @@ class Exchange:
 
         Returns:
             The new quantization errors, and a function that waits until `means` is filled. bf16 has
-            no error feedback, and `errors` is returned unchanged.
+            no error feedback, so each of its errors is None.
         """
         # Shape (virtual ranks of this process, length of a vector with its padding).
         length = len(vectors[0])
@@ -109,7 +109,7 @@ class Exchange:
                 tensor.copy_(part.view_as(tensor))
 
         if rounding_errors is None:
-            return errors, wait
+            return [None] * len(errors), wait
 
         return list(rounding_errors), wait  # one row for each virtual rank
 

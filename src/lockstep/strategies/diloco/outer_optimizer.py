@@ -119,6 +119,15 @@ class OuterOptimizer:
                 total += shared[index] - weights[index]
             pseudo_gradients.append(total)
 
+        # There are errors only if the run was compressed before it was resumed.
+        sizes = [total.numel() for total in pseudo_gradients]
+        for error in self._take_quantization_errors(fragment):
+            if error is not None:
+                without_padding = error[: sum(sizes)]
+                parts = torch.split(without_padding, sizes)
+                for total, part in zip(pseudo_gradients, parts, strict=True):
+                    total += part.view_as(total)
+
         return pseudo_gradients, self._exchange.start_means(pseudo_gradients)
 
     def _start_quantized_means(
@@ -139,9 +148,8 @@ class OuterOptimizer:
             differences = [(shared[index] - weights[index]).reshape(-1) for index in indices]
             vectors.append(torch.cat(differences))
 
-        # What quantization lost of each vector when this fragment was last sent; None if it was not
-        # sent before. The call adds these errors to the vectors.
-        errors = [self._quantization_errors[n].get(fragment) for n in self._virtual_ranks]
+        # The call adds these errors to the vectors.
+        errors = self._take_quantization_errors(fragment)
 
         # The call quantizes the vectors, and returns their new errors (None for a method that keeps
         # none). It does not wait for the exchange: the means are written into `pseudo_gradients`
@@ -155,6 +163,17 @@ class OuterOptimizer:
                 self._quantization_errors[number][fragment] = error
 
         return pseudo_gradients, wait
+
+    def _take_quantization_errors(self, fragment: int) -> list[Tensor | None]:
+        """Returns what quantization lost of a fragment when it was last sent, and forgets it.
+
+        It is added to what is sent now, so it must not be added again: the run may have been
+        resumed with another `compress`, which leaves no new errors in its place.
+
+        Returns:
+            The error of each virtual rank of this process; None if there is none.
+        """
+        return [self._quantization_errors[n].pop(fragment, None) for n in self._virtual_ranks]
 
     def due_fragments(self, step: int) -> list[int]:
         """Returns the fragments in flight that are due in this step or were due before."""
