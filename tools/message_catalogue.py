@@ -37,6 +37,7 @@ FILES_OF_SENTENCES = (
     "checkpoint.repair",
     "cli.explain_topics",
     "cli.run_help",
+    "distributed.collective_calls",
     "distributed.interface",
     "doctor.",
     "extensions.autotune",
@@ -81,6 +82,9 @@ FILES_OF_SENTENCES = (
 NAMES_OF_OPTIONS = re.compile(r"--[\w-]+ [A-Z:|{}a-z_]+|lockstep run(?: --.*\.py.*)?")
 """An option with its value, and an example of the help: texts that are the same in Chinese."""
 NO_MESSAGES = {
+    "a list of {length}",
+    "tensors {leaf}",
+    "{first_leaves}, ... ({num_leaves} values)",
     "Lockstep {facts}",
     "Python {facts}",
     "made {facts}",

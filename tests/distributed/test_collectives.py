@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import math
-from collections import namedtuple
+from collections import OrderedDict, defaultdict, namedtuple
 from collections.abc import Callable
 from itertools import combinations
 from pathlib import Path
@@ -14,6 +14,7 @@ from ranks import run_ranks
 
 import lockstep
 from lockstep.communication import routing
+from lockstep.distributed.collective_calls import pack_nest
 from lockstep.distributed.collectives import Collectives, run_on_all_ranks
 from lockstep.distributed.tensor_bytes import from_bytes, to_bytes
 from lockstep.distributed.topology import DataParallelRank, Topology
@@ -151,7 +152,8 @@ def test_what_does_not_match_is_an_error_on_every_rank():
         texts = "rank 0: gather of a list of 251 texts; rank 1: gather of a list of 250 texts\n"
         assert texts in messages[5]
         assert "json.dumps" in messages[5]
-        assert "int, int, ... (250 values) in TreeSpec(" in messages[6]
+        assert "int, int, ... (250 values) in ...lass 2" in messages[6]
+        assert "'class 249', 'class 250']" in messages[6]  # where they differ
         assert len(messages[6].splitlines()) == 4
         assert len(messages[6]) < 1000
 
@@ -409,6 +411,36 @@ def test_what_cannot_be_broadcast_is_the_same_error_on_every_rank(size):
         assert kind == "UsageError"
         assert "world.broadcast" in was_set or "a collective on a" in was_set
         assert found.startswith(f"rank {(0, size - 1)[place % 2]}: ")
+
+
+def wrapped_in_much(value: object) -> dict[str, Any]:
+    """A nest as a checkpoint is, with one value deep inside of it."""
+    weights = {f"layers.{number}.weight": 0 for number in range(100)}
+    return {"model": weights, "state": [{"step": 3}, {"last": value}], "names": list(weights)}
+
+
+@pytest.mark.parametrize(
+    ("value", "found"),
+    [
+        (Pair(1, 2), "value is a Pair, whose structure cannot be sent"),
+        (
+            wrapped_in_much(Pair(1, 2)),
+            "value['state'][1]['last'] is a Pair, whose structure cannot be sent",
+        ),
+        (
+            wrapped_in_much({"a": 1, ("a", 1): 2}),
+            "value['state'][1]['last'] has the key ('a', 1), which cannot be sent",
+        ),
+        (
+            OrderedDict(a=defaultdict(lambda: 0, b=1)),
+            "value['a'] is a defaultdict, whose structure cannot be sent",
+        ),
+    ],
+)
+def test_the_part_that_cannot_be_broadcast_is_named_alone(value: object, found: str) -> None:
+    problem = pack_nest(value).problem
+    assert problem is not None
+    assert problem[1] == found
 
 
 def not_on_one_rank() -> list[tuple[str, ...]]:

@@ -319,6 +319,60 @@ def test_an_error_in_a_data_loader_worker_is_recorded_with_its_own_line(tmp_path
     assert found.line == 'train.py:9: raise ValueError(f"bad image {index}")'
 
 
+PROGRAM_WITH_POOL = """
+import multiprocessing
+import os
+import sys
+from concurrent.futures import ProcessPoolExecutor
+
+def read(index):
+    try:
+        return {}[index]
+    except KeyError as error:
+        raise ValueError(f"bad image {index}") from error
+
+if __name__ == "__main__":
+    sys.path.insert(0, os.path.dirname(sys.argv[1]))
+    import train  # as the workers find the function by the name of its module
+
+    context = multiprocessing.get_context("fork")
+    with %s as pool:
+        for image in pool.map(train.read, range(1)):
+            pass
+"""
+
+
+@pytest.mark.parametrize("pool", ["context.Pool(1)", "ProcessPoolExecutor(1, context)"])
+def test_an_error_in_a_process_of_a_pool_is_recorded_with_its_own_line(
+    tmp_path: Path, pool: str
+) -> None:
+    """Its traceback is a text, in the exception that the pool makes its cause."""
+    found = run_script(tmp_path, PROGRAM_WITH_POOL % pool)
+    assert found.headline == "ValueError: bad image 0 (in a worker process)"
+    assert found.line == 'train.py:11: raise ValueError(f"bad image {index}") from error'
+    assert found.message == "bad image 0"
+    assert found.chain == ("KeyError: 0",)
+
+
+class RemoteTraceback(Exception):
+    """Stands for the class of this name in `multiprocessing.pool`."""
+
+
+def test_the_line_of_a_worker_is_named_after_the_script_has_caught_its_error() -> None:
+    """The script calls `sys.exit` in its `except` block."""
+    error = ValueError("no data")
+    error.__cause__ = RemoteTraceback(
+        "Traceback (most recent call last):\n"
+        '  File "worker.py", line 5, in read\n'
+        "ValueError: no data"
+    )
+    exit = SystemExit(1)
+    exit.__context__ = error
+    made = describe_error(exit)
+    assert made.headline == "sys.exit(1) while handling ValueError: no data (in a worker process)"
+    assert made.line == "worker.py:5"
+
+
 MESSAGE_OF_SPAWN = """
 
 -- Process 1 terminated with the following error:

@@ -34,10 +34,20 @@ RESET = (
 )
 TIMED_OUT = (
     "[/__w/pytorch/pytorch/third_party/gloo/gloo/transport/tcp/unbound_buffer.cc:78] Timed out "
-    "waiting 2000ms for recv operation to complete"
+    "waiting 1800000ms for recv operation to complete"
 )
+TIMED_OUT_AFTER_2_S = TIMED_OUT.replace("1800000ms", "2000ms")
 MONITORED = (
     f"[Rank 0]: Rank 1 failed to pass monitoredBarrier in 3000 ms\n Original exception: \n{CLOSED}"
+)
+BARRIER_OF_30_MINUTES = (
+    "[Rank 0]: Rank 1 failed to pass monitoredBarrier in 1800000 ms\n Original exception: \n"
+    "[unbound_buffer.cc:78] Timed out waiting 1000ms for recv operation to complete"
+)
+NCCL_TIMED_OUT_AFTER_5_S = (
+    "[rank0]:[E] [Rank 0] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=3, "
+    "OpType=ALLREDUCE, NumelIn=2, NumelOut=2, Timeout(ms)=5000) ran for 5012 milliseconds before "
+    "timing out."
 )
 NCCL = (
     "NCCL error in: NCCLUtils.cpp:77, remote process exited or there was a network error, NCCL "
@@ -138,6 +148,35 @@ class Case:
 
 CASES = {
     "nothing failed": Case([rank_exited(0, 0, 1.0), rank_exited(1, 0, 2.0)], None),
+    "a collective with a timeout of seconds, chosen by the script": Case(
+        [rank_raised(0, TIMED_OUT_AFTER_2_S, 10.0), rank_ended_by_lockstep(1, 10.4, 10.3)],
+        "exception",
+        (0,),
+        text_has=(
+            "what to do: no rank had ended before, and the collective had a timeout of 2 s",
+            "raise",
+        ),
+        text_lacks=("no rank had ended before: look at the network",),
+    ),
+    "a monitored barrier, of whose time 1 s was left for this rank": Case(
+        [rank_raised(0, BARRIER_OF_30_MINUTES, 10.0), rank_ended_by_lockstep(1, 10.4, 10.3)],
+        "exception",
+        (0,),
+        text_has=("what to do: no rank had ended before: look at the network",),
+        text_lacks=("had a timeout of",),
+    ),
+    "NCCL's watchdog with a timeout of seconds, chosen by the script": Case(
+        [
+            rank_killed(
+                0, 6, "SIGABRT", 10.0, last_lines=("terminate called", NCCL_TIMED_OUT_AFTER_5_S)
+            ),
+            rank_ended_by_lockstep(1, 10.4, 10.3),
+        ],
+        "signal",
+        (0,),
+        exit_code=71,
+        text_has=("the collective had a timeout of 5 s",),
+    ),
     "an exception, and the other rank is ended by lockstep": Case(
         [rank_raised(1, "loss is NaN", 10.0, "ValueError"), rank_ended_by_lockstep(0, 10.5, 10.2)],
         "exception",
@@ -375,7 +414,7 @@ CASES = {
         "left",
         (1, 2),
         exit_code=71,
-        text_has=("ranks 1-2", "Timed out waiting 2000ms for recv operation"),
+        text_has=("ranks 1-2", "Timed out waiting 1800000ms for recv operation"),
     ),
     "told of another rank's error, which is recorded later": Case(
         [
@@ -801,7 +840,7 @@ def test_first_failure_of_each_case(name: str) -> None:
     [
         (CLOSED, "Connection closed by peer"),
         (RESET, "Connection reset by peer"),
-        (TIMED_OUT, "Timed out waiting 2000ms for recv operation"),
+        (TIMED_OUT, "Timed out waiting 1800000ms for recv operation"),
         (MONITORED, "Rank 1 failed to pass monitoredBarrier"),
         (NCCL, "remote process exited or there was a network error"),
         ("wait timeout after 6000ms, keys: /default_pg/0//nokey", "wait timeout after 6000ms"),

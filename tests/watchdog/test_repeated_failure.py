@@ -56,6 +56,18 @@ def test_a_broken_sample_counts_in_whatever_worker_it_is_read() -> None:
     assert failure_key(in_worker(0)) == failure_key(in_worker(1)) != ""
 
 
+def test_an_error_of_a_pool_counts_unless_its_message_is_about_something_outside() -> None:
+    def in_pool(message: str) -> ExitStatus:
+        end = raised(message)
+        assert end.error is not None
+        first_line = message.partition("\n")[0]
+        headline = f"ValueError: {first_line} (in a worker process)"
+        return replace(end, error=replace(end.error, headline=headline))
+
+    assert failure_key(in_pool("bad image")) != ""
+    assert failure_key(in_pool("bad image\nthe server did not answer")) == ""
+
+
 @pytest.mark.parametrize(
     "end",
     [

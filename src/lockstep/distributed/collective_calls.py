@@ -8,7 +8,7 @@ reason, called the *problem*; then all ranks raise the same error.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
@@ -281,7 +281,7 @@ def pack_nest(value: Any) -> PackedNest:
     if problem is None and structure is None:
         problem = (
             "world.broadcast of a nest",
-            f"its structure cannot be sent: {spec}",
+            _describe_unsendable_part(value),
             "send plain dictionaries with text as keys, lists and tuples",
         )
     if problem is not None:
@@ -309,6 +309,49 @@ def _serialize(spec: pytree.TreeSpec) -> str | None:
         return None
 
 
+def _describe_unsendable_part(value: Any) -> str:
+    """Says which part of a nest keeps its structure from being sent, and where that part is.
+
+    Args:
+        value: a nest whose structure cannot be sent.
+    """
+    place, part = _find_unsendable_part(value, "value")
+    if isinstance(part, dict):
+        for key in part:
+            if _serialize(pytree.tree_structure({key: 0})) is None:
+                return f"{place} has the key {key!r}, which cannot be sent"
+    return f"{place} is {describe_type(part)}, whose structure cannot be sent"
+
+
+def _find_unsendable_part(part: Any, place: str) -> tuple[str, Any]:
+    """Finds the innermost part of a nest that cannot be sent, with its place.
+
+    Args:
+        part: a nest whose structure cannot be sent.
+        place: how Python writes its place, such as `value['a']`.
+    """
+    for name, child in _named_children(part):
+        if _serialize(pytree.tree_structure(child)) is None:
+            return _find_unsendable_part(child, place + name)
+    return place, part
+
+
+def _named_children(part: Any) -> list[tuple[str, Any]]:
+    """Returns the parts directly inside of a part of a nest, each with how Python writes its place.
+
+    In `{"a": 1}`, the place is `['a']`. It is empty for a container whose items have no such place.
+    """
+    children, _ = pytree.tree_flatten(part, is_leaf=lambda inner: inner is not part)
+    is_leaf = len(children) == 1 and children[0] is part
+    if is_leaf:
+        return []
+    if isinstance(part, dict):
+        return [(f"[{key!r}]", child) for key, child in zip(part, children, strict=True)]
+    if isinstance(part, list | tuple):
+        return [(f"[{index}]", child) for index, child in enumerate(children)]
+    return [("", child) for child in children]
+
+
 def calls_differ_error(calls: Sequence[CallDescription]) -> RanksDifferError:
     """Returns the error that all ranks raise if they called different collectives.
 
@@ -323,6 +366,7 @@ def calls_differ_error(calls: Sequence[CallDescription]) -> RanksDifferError:
     # The error lists the call of each rank. The structures of the nests are shown if they differ
     # and the names of the collectives do not, as the structures may then be the only difference.
     structures = {call.structure for call in calls}
+    shortened = _shorten_to_difference(structures)
     show_structure = len(structures) > 1 and len(collective_names) == 1
     found = []
     for rank, call in enumerate(calls):
@@ -333,7 +377,7 @@ def calls_differ_error(calls: Sequence[CallDescription]) -> RanksDifferError:
             description = str(call)
         # The description of a long list begins with its structure already.
         if show_structure and call.structure not in description:
-            description += f" in {_shorten(call.structure)}"
+            description += f" in {shortened[call.structure]}"
         found.append(f"rank {rank}: {description}")
 
     # First case: the user's script called different functions on different ranks. A barrier is
@@ -374,12 +418,32 @@ def calls_differ_error(calls: Sequence[CallDescription]) -> RanksDifferError:
     )
 
 
-def _shorten(structure: str) -> str:
-    """Returns the beginning of a structure, on one line."""
-    on_one_line = " ".join(structure.split())
-    if len(on_one_line) <= _MAX_STRUCTURE_SHOWN:
-        return on_one_line
-    return f"{on_one_line[:_MAX_STRUCTURE_SHOWN]}..."
+def _shorten_to_difference(structures: Collection[str]) -> dict[str, str]:
+    """Shortens structures to about where they first differ, each on one line.
+
+    Structures of many items often have the same beginning: `..., 'loss', 'top1'], [*, *, ...`.
+
+    Returns:
+        The shortened text of each structure.
+    """
+    on_one_line = {structure: " ".join(structure.split()) for structure in structures}
+    num_common_chars = 0
+    for chars in zip(*on_one_line.values(), strict=False):  # up to the end of the shortest text
+        if len(set(chars)) > 1:
+            break
+        num_common_chars += 1
+    begin = max(0, num_common_chars - _MAX_STRUCTURE_SHOWN // 2)
+
+    shortened = {}
+    for structure, text in on_one_line.items():
+        if len(text) <= _MAX_STRUCTURE_SHOWN:
+            shortened[structure] = text
+            continue
+        end = begin + _MAX_STRUCTURE_SHOWN
+        before = "..." if begin > 0 else ""
+        after = "..." if end < len(text) else ""
+        shortened[structure] = f"{before}{text[begin:end]}{after}"
+    return shortened
 
 
 def advise_call_on_all_ranks(user_calls: Sequence[str]) -> str:

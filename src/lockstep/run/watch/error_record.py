@@ -56,6 +56,12 @@ _RAISED_ELSEWHERE = re.compile(
     r"|\s*-- Process (?P<process>\d+) terminated with the following error"
 )
 
+# `multiprocessing.Pool` and `ProcessPoolExecutor` raise the exception of a worker process again as
+# it is, without its traceback, and make an exception of one of these classes its cause. The text of
+# the cause is the traceback. joblib and multiprocess, which do the same, use the same names.
+_CLASSES_OF_REMOTE_TRACEBACKS = ("RemoteTraceback", "_RemoteTraceback")
+_HEADING_OF_TRACEBACK = "Traceback (most recent call last):\n"
+
 
 @dataclass(frozen=True, kw_only=True)
 class ErrorRecord:
@@ -202,7 +208,12 @@ def describe_error(error: BaseException) -> ErrorRecord:
             handled = _describe_handled(cause)
 
     earlier_errors = _chain(cause)
-    chain = [f"{_type_name(earlier)}: {_message(earlier)}" for earlier in earlier_errors]
+    chain: list[str] = []
+    for earlier in earlier_errors:
+        if _is_remote_traceback(earlier):
+            chain += _headlines_before_last(_message(earlier))
+        else:
+            chain.append(f"{_type_name(earlier)}: {_message(earlier)}")
 
     may_be_temporary = True
     failed_rank = None
@@ -473,9 +484,8 @@ def _headline(error: BaseException) -> str:
             return f"{remote_headline} (in {place})"
 
     first_line, _, _ = message.strip().partition("\n")
-    if not first_line:
-        return _type_name(error)
-    return f"{_type_name(error)}: {first_line}"
+    headline = f"{_type_name(error)}: {first_line}" if first_line else _type_name(error)
+    return f"{headline} (in a worker process)" if _remote_traceback(error) else headline
 
 
 def _headline_of_exit(error: SystemExit) -> str:
@@ -498,19 +508,48 @@ def _headline_of_exit(error: SystemExit) -> str:
 def _headline_of_traceback(message: str) -> str | None:
     """Finds the headline of the last traceback in a message, such as `ValueError: no data`.
 
-    The headline is the first line after the frames.
-
     Returns:
         The headline, or None if the message contains no traceback.
     """
-    _, heading, after_heading = message.rpartition("Traceback (most recent call last):\n")
-    if not heading:
-        return None
-    for line in after_heading.splitlines():
-        is_frame_or_empty = not line or line[0].isspace()
-        if not is_frame_or_empty:
-            return line
-    return None
+    headlines = _headlines_of_tracebacks(message)
+    return headlines[-1] if headlines else None
+
+
+def _headlines_before_last(message: str) -> list[str]:
+    """Returns the headlines of the tracebacks before the last one in a message, the nearest first.
+
+    The last one is that of the exception itself, and the others are those that it was raised from.
+    """
+    return _headlines_of_tracebacks(message)[-2::-1]
+
+
+def _headlines_of_tracebacks(message: str) -> list[str]:
+    """Returns the headline of each traceback in a message: its first line after the frames."""
+    headlines = []
+    for after_heading in message.split(_HEADING_OF_TRACEBACK)[1:]:
+        for line in after_heading.splitlines():
+            is_frame_or_empty = not line or line[0].isspace()
+            if not is_frame_or_empty:
+                headlines.append(line)
+                break
+    return headlines
+
+
+def _remote_traceback(error: BaseException) -> str:
+    """Returns the traceback from the worker process that raised an exception.
+
+    Returns:
+        The text; empty if the exception does not come from the worker of a pool.
+    """
+    cause = error.__cause__
+    if cause is None or not _is_remote_traceback(cause):
+        return ""
+    return _message(cause)
+
+
+def _is_remote_traceback(error: BaseException) -> bool:
+    """Returns True if an exception is only the text of a traceback from a worker process."""
+    return type(error).__name__ in _CLASSES_OF_REMOTE_TRACEBACKS
 
 
 def _user_line(error: BaseException, groups: Iterable[BaseException]) -> str | None:
@@ -544,20 +583,26 @@ def _frames_passed_through(error: BaseException, groups: Iterable[BaseException]
         error: the exception.
         groups: the groups around it, the innermost first.
     """
-    # If the exception comes from another process or thread, such as a DataLoader worker, its
-    # message contains the traceback from there, which lists the outermost frame first.
-    frames = list(reversed(parse_frames(_message(error))))
-
     # If the script called `sys.exit` in an `except` block, the exception that it had caught shows
-    # more than the exit does. So the frames of that exception come next.
+    # more than the exit does. So the frames of that exception come first.
+    frames: list[Frame] = []
     handled = _handled_error(error)
     if handled is not None:
-        frames += _stack(handled.__traceback__)
+        frames += _frames_of(handled)
 
-    frames += _stack(error.__traceback__)
+    frames += _frames_of(error)
     for group in groups:
         frames += _stack(group.__traceback__)
     return tuple(frames)
+
+
+def _frames_of(error: BaseException) -> list[Frame]:
+    """Returns the frames of an exception, also those in another process, the innermost first."""
+    # If the exception comes from another process or thread, its message (DataLoader, `mp.spawn`) or
+    # its cause (the pools) contains the traceback from there, which lists the outermost frame
+    # first.
+    text = f"{_message(error)}\n{_remote_traceback(error)}"
+    return [*reversed(parse_frames(text)), *_stack(error.__traceback__)]
 
 
 def _stack(trace: TracebackType | None) -> Stack:

@@ -118,7 +118,17 @@ _NETWORK = (
     "no rank had ended before: look at the network between the machines (cable, firewall, "
     "interface), and whether a rank came to its collective within the timeout"
 )
-
+# Gloo, monitored_barrier and NCCL say how long a collective was allowed to take:
+#   Timed out waiting 5000ms for recv operation to complete
+#   [Rank 0]: Rank 1 failed to pass monitoredBarrier in 3000 ms
+#   Watchdog caught collective operation timeout: WorkNCCL(SeqNum=3, ..., Timeout(ms)=5000) ran for
+_TIMEOUT_OF_COLLECTIVE = re.compile(
+    r"Timed out waiting (\d+)ms for (?:recv|send) operation"
+    r"|failed to pass monitoredBarrier in (\d+) ms"
+    r"|Timeout\(ms\)=(\d+)"
+)
+# torch allows 10 minutes at least, so that a timeout of up to a minute was chosen.
+_SHORT_TIMEOUT_MAX_S = 60
 
 # The line of a traceback in which Python's multiprocessing makes a semaphore. If shared memory has
 # no room for it, the message is only "No space left on device", without a file.
@@ -164,7 +174,7 @@ def advise(kind: str, end: ExitStatus, *, network_failed: bool) -> tuple[str, ..
             return (what_to_do, *stacks)
 
     if network_failed:
-        return (_NETWORK,)
+        return (_advise_on_network(text),)
 
     if kind == "signal" and -end.code in _BY_SIGNAL:
         return (_BY_SIGNAL[-end.code], *stacks)
@@ -195,6 +205,33 @@ def _advice_on_oom_of_other_process(kind: str, end: ExitStatus, text: str) -> st
     if end.with_fork_server:
         return f"the kernel's out-of-memory killer has ended a process meanwhile: {_MEMORY}"
     return ""
+
+
+def _advise_on_network(text: str) -> str:
+    """Returns the advice for a rank that lost its connection while no other rank had ended.
+
+    A collective that was only allowed some seconds has probably just taken longer, so that this is
+    said before anything about the network.
+
+    Args:
+        text: the messages of the rank's error, or the end of its output.
+    """
+    timeouts_s = []
+    for match in _TIMEOUT_OF_COLLECTIVE.finditer(text):
+        milliseconds = int(match[match.lastindex or 0])
+        timeouts_s.append(milliseconds / 1000)
+
+    # A text may have several: monitored_barrier waits for each rank for what is left of its time.
+    timeout_s = max(timeouts_s, default=None)
+    if timeout_s is None or timeout_s > _SHORT_TIMEOUT_MAX_S:
+        return _NETWORK
+    return (
+        f"no rank had ended before, and the collective had a timeout of {timeout_s:g} s, which is "
+        "short: raise it (timeout= of init_process_group, new_group, monitored_barrier or wait; "
+        "collective_timeout of lockstep.init) if a rank may come that much later than the others, "
+        "because it reads data or saves, say. Otherwise look why one came so late and, after that, "
+        "at the network between the machines (cable, firewall, interface)"
+    )
 
 
 def _error_text(end: ExitStatus) -> str:

@@ -69,9 +69,11 @@ _MENTIONS_OUTSIDE_CAUSE = re.compile(
     r"|workers?\b|process(?:es)?\b|killed|permission|locke?d?\b)",
     re.IGNORECASE,
 )
-# The end of a headline if a DataLoader raises an error of its worker again: `ValueError: no data
-# (in DataLoader worker process 0)`. The message of such an error is the traceback from the worker.
-_IN_WORKER = re.compile(r" \(in DataLoader worker process \d+\)$")
+# The end of a headline if an error of a worker process was raised again: `ValueError: no data (in
+# DataLoader worker process 0)`, and `(in a worker process)` for that of a pool. The message of an
+# error from a DataLoader is the traceback from its worker.
+_IN_WORKER = re.compile(r" \(in (?:DataLoader worker process \d+|a worker process)\)$")
+_MESSAGE_FROM_WORKER = re.compile(r"Caught .* in DataLoader worker process")
 _ADDRESS_OF_OBJECT = re.compile(r"0x[0-9a-f]+")
 
 
@@ -93,8 +95,7 @@ def failure_key(end: ExitStatus) -> str:
     # An error from a DataLoader worker is compared without the number of the worker:
     # "ValueError: no data (in DataLoader worker process 0)" -> "ValueError: no data"
     headline = _IN_WORKER.sub("", error.headline)
-    is_from_worker = headline != error.headline
-    if not _comes_from_program(error, headline, is_from_worker=is_from_worker):
+    if not _comes_from_program(error, headline):
         return ""
 
     failed_soon = end.ran_s is not None and end.ran_s <= MAX_S_WITHOUT_STEP
@@ -144,7 +145,7 @@ def step_of_key(key: str) -> int:
     return step
 
 
-def _comes_from_program(error: ErrorRecord, headline: str, *, is_from_worker: bool) -> bool:
+def _comes_from_program(error: ErrorRecord, headline: str) -> bool:
     """Returns True if an error comes from the program itself, so that it does not pass.
 
     An error may pass if its type is not in `_PROGRAM_ERRORS`, or if a text mentions a device, the
@@ -152,8 +153,7 @@ def _comes_from_program(error: ErrorRecord, headline: str, *, is_from_worker: bo
 
     Args:
         error: the error.
-        headline: its headline, without the number of a DataLoader worker.
-        is_from_worker: True if it was raised in a DataLoader worker.
+        headline: its headline, without the worker process that raised it.
     """
     types = [error.type]
     for earlier in error.chain:  # "ValueError: no data"
@@ -165,7 +165,7 @@ def _comes_from_program(error: ErrorRecord, headline: str, *, is_from_worker: bo
     # The message of an error from a DataLoader worker begins with "Caught ValueError in DataLoader
     # worker process 0". It is not searched, as the words "worker process" alone would match.
     texts = [headline, *error.chain]
-    if not is_from_worker:
+    if not _MESSAGE_FROM_WORKER.match(error.message):
         texts.append(error.message)
     return not any(_MENTIONS_OUTSIDE_CAUSE.search(text) for text in texts)
 
