@@ -17,7 +17,7 @@ import numpy as np
 from lockstep.verify.compare import learning_rates_differ, tensor_differences
 from lockstep.verify.joined_parts import belongs_only_to_optimizer
 from lockstep.verify.tolerance import FLOAT64, Array, Tolerance, largest_of_all
-from lockstep.verify.training_record import LARGEST, SIZE, Update
+from lockstep.verify.training_record import LARGEST, SIZE, RankUpdate, Update
 
 # For each rank, sums over its parameters after an update, by name. The *sums* of a tensor are two
 # numbers that change when any of its values does. Empty for a rank that has not reached its end.
@@ -152,8 +152,8 @@ def _first_pair_with_forward_pass(
 def _with_next_parameters(update: Update, next_update: Update | None) -> Update:
     """Returns an update without gradients, and with the parameters of the next forward pass.
 
-    Unless the update itself began with a forward pass, it also loses the sums over the parameters
-    at its start.
+    For example, each update is a forward pass and a step, after which the script averages the
+    parameters. Then update 1 gets the averages, with which the forward pass of update 2 begins.
 
     Args:
         update: the update, whose `parameters` are the values right after its optimizer step.
@@ -164,29 +164,43 @@ def _with_next_parameters(update: Update, next_update: Update | None) -> Update:
     for rank, record in enumerate(update):
         next_parameters: dict[str, Array] = {}
         if next_update is not None:
-            # The script may have changed some parameters between the step and the forward pass. All
-            # others still have the values that the step gave them.
-            changed_since_step = next_update[rank].rewritten_parameters
-            for name, array_after_step in record.parameters.items():
-                next_parameters[name] = changed_since_step.get(name, array_after_step)
-
-        # Without a forward pass at its start, an update may begin with parameters that the script
-        # has not averaged yet, and that are not compared.
-        sums_at_start: Mapping[str, Array] = {}
-        if record.began_with_forward:
-            sums_at_start = record.parameter_sums
+            next_parameters = _parameters_at_next_forward(record, next_update[rank])
 
         records.append(
             replace(
                 record,
                 gradients={},
                 unclipped={},  # the gradients before they were clipped
-                parameter_sums=sums_at_start,
+                parameter_sums=_sums_if_began_with_forward(record),
                 parameters=next_parameters,
             )
         )
 
     return Update(records)
+
+
+def _parameters_at_next_forward(record: RankUpdate, next_record: RankUpdate) -> dict[str, Array]:
+    """Returns the parameters of a rank at its next forward pass, by name.
+
+    Args:
+        record: the rank's record of an optimizer step.
+        next_record: the rank's record of the update that begins with this forward pass.
+    """
+    parameters_after_step = record.parameters
+    changed_after_step = next_record.rewritten_parameters  # only those that the script has changed
+    return {
+        name: changed_after_step.get(name, array) for name, array in parameters_after_step.items()
+    }
+
+
+def _sums_if_began_with_forward(record: RankUpdate) -> Mapping[str, Array]:
+    """Returns the sums over the parameters at the start of an update, if they can be compared.
+
+    Empty if the update did not begin with a forward pass. For example, two optimizers step one
+    after the other, and only then the script averages the parameters. The second update begins with
+    parameters that are not averaged yet.
+    """
+    return record.parameter_sums if record.began_with_forward else {}
 
 
 # Gradients and learning rates that cancel out
@@ -348,14 +362,11 @@ def updates_leave_same_parameters(
     if not parallel_run or len(reference_run) != len(parallel_run):
         return False
 
-    # The sums over the parameters of one process, one entry for each update. If the process trains
-    # several replicas of the model, these are the sums over the first replica.
-    expected_sums: list[Mapping[str, Array]] = []
-    for sums_of_replicas in _sums_after_updates(reference_run, reference_final_sums):
-        if sums_of_replicas:
-            expected_sums.append(sums_of_replicas[0])
-        else:  # not known after the last update of a script that has failed
-            expected_sums.append({})
+    # The sums over the parameters of one process, one entry for each update.
+    expected_sums = [
+        _sums_of_first_replica(sums_of_replicas)
+        for sums_of_replicas in _sums_after_updates(reference_run, reference_final_sums)
+    ]
 
     sums_of_ranks = _sums_after_updates(parallel_run, parallel_final_sums)
     if not _ranks_agree_after_updates(expected_sums, sums_of_ranks, tolerance):
@@ -368,6 +379,15 @@ def updates_leave_same_parameters(
     first_update_of_one_process = reference_run[0][0]
     sums_before_training = first_update_of_one_process.parameter_sums
     return _parameters_change(sums_before_training, expected_sums)
+
+
+def _sums_of_first_replica(sums_of_replicas: SumsOfRanks) -> Mapping[str, Array]:
+    """Returns the sums over the parameters of one process, or over its first replica of the model.
+
+    Empty if there are no sums, as after the last update of a script that has failed. A rank whose
+    parameters are known then does not agree with one process.
+    """
+    return sums_of_replicas[0] if sums_of_replicas else {}
 
 
 def _ranks_agree_after_updates(

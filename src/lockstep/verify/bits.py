@@ -265,6 +265,9 @@ def compare_bits(kind: str, expected: Update, actual: Update) -> BitDifference |
     Values of virtual ranks, such as a gradient of virtual rank 3, are spread over the ranks: each
     of them must be on some rank. All other values must be on every rank.
 
+    For example, virtual ranks 0 and 1 are on rank 0, and 2 and 3 on rank 1. If the loss of virtual
+    rank 3 has other bits, rank 1 is reported. If no rank has this loss, all ranks are reported.
+
     Args:
         kind: a key of `KINDS`.
         expected: update of the reference.
@@ -273,41 +276,51 @@ def compare_bits(kind: str, expected: Update, actual: Update) -> BitDifference |
     Returns:
         The values that differ, or None if there are none.
     """
-    expected_hashes = expected[0].bits.get(kind, {})
+    reference_record = expected[0]  # the only one, since the reference runs on one process
+    expected_hashes = reference_record.bits.get(kind, {})
     hashes_of_ranks = [rank.bits.get(kind, {}) for rank in actual]
-    hashes_of_all_ranks: dict[str, str] = {}
-    for hashes in hashes_of_ranks:
-        hashes_of_all_ranks |= hashes
 
-    # The names of wrong values, by rank. A value is wrong on a rank if the reference has it with
-    # other bits, or does not have it at all, or if it should be on this rank and is missing.
-    is_spread_over_ranks = kind in KINDS_OF_PARTS
-    wrong_names_by_rank: dict[int, set[str]] = {}
+    names_on_some_rank = set().union(*hashes_of_ranks)
+    missing_on_all_ranks = expected_hashes.keys() - names_on_some_rank
+
+    wrong_names_by_rank: dict[int, set[str]] = {}  # only ranks with wrong values
     for rank, hashes in enumerate(hashes_of_ranks):
-        wrong_names = _names_with_other_bits(expected_hashes, hashes)
-        if not is_spread_over_ranks:
-            wrong_names |= expected_hashes.keys() - hashes.keys()
+        wrong_names = _wrong_names_of_rank(kind, expected_hashes, hashes)
         if wrong_names:
             wrong_names_by_rank[rank] = wrong_names
 
-    missing_on_all_ranks = expected_hashes.keys() - hashes_of_all_ranks.keys()
     names_that_differ = missing_on_all_ranks.union(*wrong_names_by_rank.values())
     if not names_that_differ:
         return None
 
     # In the order of the reference, followed by names that only the parallel run has.
-    all_names = [*expected_hashes, *sorted(hashes_of_all_ranks.keys() - expected_hashes.keys())]
+    all_names = [*expected_hashes, *sorted(names_on_some_rank - expected_hashes.keys())]
     ordered_names = [name for name in all_names if name in names_that_differ]
 
-    # If the only fault is that values of virtual ranks are missing on all ranks, no rank in
-    # particular is to blame, so all ranks are named.
-    ranks = list(wrong_names_by_rank) or list(range(len(actual)))
+    if wrong_names_by_rank:
+        ranks = list(wrong_names_by_rank)
+    else:  # values of virtual ranks are missing, and any of the ranks should have had them
+        ranks = list(range(len(actual)))
+
     return BitDifference(kind, ordered_names, len(all_names), ranks)
 
 
-def _names_with_other_bits(expected: Mapping[str, str], actual: Mapping[str, str]) -> set[str]:
-    """Returns the names of a rank's values that the reference does not have with the same bits."""
-    return {name for name, bits in actual.items() if expected.get(name) != bits}
+def _wrong_names_of_rank(
+    kind: str, expected_hashes: Mapping[str, str], hashes: Mapping[str, str]
+) -> set[str]:
+    """Returns the names of values that are wrong on a rank: they have other bits or are missing.
+
+    Args:
+        kind: a key of `KINDS`.
+        expected_hashes: hashes of the reference, by name.
+        hashes: hashes of the rank, by name.
+    """
+    has_other_bits = {name for name, bits in hashes.items() if expected_hashes.get(name) != bits}
+    if kind in KINDS_OF_PARTS:  # other ranks may have the values that this rank does not have
+        return has_other_bits
+
+    is_missing = expected_hashes.keys() - hashes.keys()
+    return has_other_bits | is_missing
 
 
 def _describe_compared(reference: RunRecord) -> str:

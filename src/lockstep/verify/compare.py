@@ -122,12 +122,10 @@ def tolerance_of(*runs: Sequence[Update]) -> Tolerance:
     return max(tolerances, key=lambda tolerance: tolerance.relative, default=FLOAT64)
 
 
-def num_comparable_updates(
+def updates_before_rounding(
     reference_run: Sequence[Update], parallel_run: Sequence[Update], tolerance: Tolerance
-) -> int:
-    """Returns how many updates are compared: all of them, unless rounding exceeds the tolerance.
-
-    "All" are those of the longer run: an update that one run lacks is reported as a difference.
+) -> int | None:
+    """Returns the number of updates before rounding exceeds the tolerance; None if it never does.
 
     Rounding grows slowly, while a real difference appears from one update to the next. The largest
     difference of each update, as a fraction of the tolerance, is for example:
@@ -135,8 +133,6 @@ def num_comparable_updates(
     - 0.1, 0.2, 0.6, 1.3: rounding has grown, so only the first 3 updates are compared.
     - 0.0, 0.0, 0.0, 1.3: a real difference, so all updates are compared and it is reported.
     """
-    num_updates = max(len(reference_run), len(parallel_run))
-
     fractions: list[float] = []  # of the updates before the current one
     for expected, actual in zip(reference_run, parallel_run, strict=False):
         fraction = _largest_fraction_of_tolerance(expected, actual, tolerance)
@@ -144,11 +140,11 @@ def num_comparable_updates(
         if exceeds_tolerance:
             is_rounding = bool(fractions) and fractions[-1] > MIN_FRACTION_OF_GROWING_ROUNDING
             num_updates_within_tolerance = len(fractions)
-            return num_updates_within_tolerance if is_rounding else num_updates
+            return num_updates_within_tolerance if is_rounding else None
 
         fractions.append(fraction)
 
-    return num_updates
+    return None
 
 
 def _largest_fraction_of_tolerance(expected: Update, actual: Update, tolerance: Tolerance) -> float:
@@ -277,22 +273,17 @@ def _differences_before_step(
 def _compare_samples(expected: Update, actual: Update) -> Difference | None:
     """Compares which samples an update was trained on, and their contents.
 
-    In this order, the first case that applies decides:
-
-    - The contents are the same: so are the samples, whatever their indices. No difference.
-    - The indices are the same: "contents" if some sample was augmented differently, else none.
-    - Neither is known: no difference.
-    - One of them is known and not the same: "samples".
-
     Returns:
         A difference of the kind "samples" or "contents"; None if there is none.
     """
     # Each is True, False, or None if it is not known.
     same_indices, same_contents = same_samples(expected, actual)
 
+    # With the same contents, the samples are the same, whatever their indices.
     if same_contents is True:
         return None
 
+    # The same samples of the dataset, some of which may have been augmented differently.
     if same_indices is True:
         some_contents_differ = bool(indices_with_other_contents(expected, actual))
         return Difference("contents") if some_contents_differ else None
@@ -301,6 +292,7 @@ def _compare_samples(expected: Update, actual: Update) -> Difference | None:
     if is_nothing_known:
         return None
 
+    # The indices or the contents are known, and they are not the same.
     return Difference("samples", num_compared=expected.samples)
 
 

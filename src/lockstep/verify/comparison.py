@@ -101,16 +101,21 @@ class Comparison:
             self._record_bit_reference()
 
         for way in plan.ways:
-            if self._bit_reference is not None:
-                # If the script does not support virtual ranks in this way, there is a reason
-                # instead of a verdict.
-                bit_verdict, reason = self._compare_bits(self._bit_reference, way)
-                self.reason_without_bits = reason  # of the latest way
-                if bit_verdict is not None:
-                    yield from self._results_after_bits(bit_verdict, way)
-                    continue
+            bit_verdict = self._bit_verdict(way)
+            if bit_verdict is None:
+                yield self._result_within_tolerance(way)
+            else:
+                yield from self._results_after_bits(bit_verdict, way)
 
-            yield self._result_within_tolerance(way)
+    def _bit_verdict(self, way: RunConfig) -> BitVerdict | None:
+        """Compares one way by bits; None if the script does not support virtual ranks in this way.
+
+        Also None if it does not support them on one process. `reason_without_bits` then says why.
+        """
+        if self._bit_reference is None:
+            return None
+        bit_verdict, self.reason_without_bits = self._compare_bits(self._bit_reference, way)
+        return bit_verdict
 
     def _result_within_tolerance(self, way: RunConfig) -> Result:
         """Compares one way within the tolerance, and adds a note if bits should be compared too.
@@ -146,17 +151,14 @@ class Comparison:
     def _record_bit_reference(self) -> None:
         """Runs the script on one process with virtual ranks, if it supports them.
 
+        For example, `--nproc 4` asks for 4 virtual ranks, so that each process has one. If the
+        script itself sets `virtual_ranks=2`, 4 processes are too many, and this is an error.
+
         Raises:
             SettingError: The script has fewer virtual ranks than there are processes.
         """
-        # Every process needs at least one virtual rank. The script may insist on another number.
         wanted_virtual_ranks = max(least_virtual_ranks(way) for way in self._plan.ways)
-        with_virtual_ranks = replace(self._plan.reference, virtual_ranks=wanted_virtual_ranks)
-
-        # The settings in `self._plan.reference` are for a run without virtual ranks: they set
-        # `micro_batch_size=None`, for example. With virtual ranks, the script's own
-        # `micro_batch_size` must stay, so `reference_config` sets up the run on one process anew.
-        reference = self._record(with_virtual_ranks.reference_config())
+        reference = self._record(self._reference_with_virtual_ranks(wanted_virtual_ranks))
         self.reason_without_bits = reason_bits_not_comparable(reference)
         if self.reason_without_bits:
             return
@@ -174,6 +176,15 @@ class Comparison:
                 f"give --nproc {num_virtual_ranks} or less, or train with more virtual ranks from "
                 "the beginning",
             )
+
+    def _reference_with_virtual_ranks(self, num_virtual_ranks: int) -> RunConfig:
+        """Returns the configuration of the run on one process that is compared by bits.
+
+        `reference_config` makes the settings anew, because those of `self._plan.reference` are for
+        a run without virtual ranks. They would remove the script's own `micro_batch_size`.
+        """
+        config = replace(self._plan.reference, virtual_ranks=num_virtual_ranks)
+        return config.reference_config()
 
     def _compare_bits(self, bit_reference: RunRecord, way: RunConfig) -> _BitComparison:
         """Runs the script in one way with virtual ranks, and compares the run by bits.

@@ -149,10 +149,14 @@ class FilesBefore:
         except FileNotFoundError:
             kind_and_copy = (NOTHING, "")
 
-        if kind_and_copy is not None:
-            self._append_line(marker_file, "")  # creates the file
-            index = os.path.join(self._copies, INDEX_FILE)
-            self._append_line(index, [path, *kind_and_copy])
+        # A device, or a file that the run has created: there is nothing to restore after the run.
+        if kind_and_copy is None:
+            return
+
+        kind, copy = kind_and_copy
+        self._append_line(marker_file, "")  # creates the file
+        index = os.path.join(self._copies, INDEX_FILE)
+        self._append_line(index, [path, kind, copy])
 
     def _copied(self, path: str, copy_name: str) -> tuple[str, str] | None:
         """Copies what is at a path, if it is a file.

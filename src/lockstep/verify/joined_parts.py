@@ -332,9 +332,11 @@ def _without_values_lost_by_joining(
 ) -> Update:
     """Returns an update of the reference run without values that the parallel run has lost.
 
-    For example, "Net/weight" was joined. Then the parallel run still has its values, but no sums
-    over it and no local gradients, so these are removed here too. "Net/bias" could not be joined.
-    Then the parallel run has lost everything about it, so all of it is removed here.
+    For example, "Net/weight" was joined and "Net/bias" could not be. The parallel run then has no
+    sums over either tensor, and none of the values of "Net/bias":
+
+        gradients={"Net/weight": w, "Net/bias": b}       ->  gradients={"Net/weight": w}
+        parameter_sums={"Net/weight": s, "Net/bias": t}  ->  parameter_sums={}
 
     Args:
         update: the update, whose tensors are whole already. If the reference trains several
@@ -343,7 +345,8 @@ def _without_values_lost_by_joining(
         removed_names: names of tensors that could not be joined.
     """
     # Of a joined tensor, the values in fields such as "gradients" stay, unless some replica lacks
-    # them. All replicas get the values of the first one.
+    # them. In the parallel run every rank has the same joined tensor, so here every replica gets
+    # the tensor of the first one.
     kept_tensors: dict[str, dict[str, Array]] = {}  # by field and name
     for field_name in _TENSOR_FIELDS:
         kept_tensors[field_name] = {}
@@ -375,28 +378,36 @@ def _replace_split_tensors(
     for field_name in _TENSOR_FIELDS:
         arrays = getattr(record, field_name)
         whole_arrays = whole_tensors[field_name]
-        unsplit = {name: arrays[name] for name in arrays if name not in split_names}
         joined = {name: whole_arrays[name] for name in arrays if name in whole_arrays}
-        fields[field_name] = {**unsplit, **joined}
+        fields[field_name] = {**_without(split_names, arrays), **joined}
 
     # The sums over a whole tensor do not follow from those over its parts.
     for field_name in _SUM_FIELDS:
         fields[field_name] = {}
         for name, sums in getattr(record, field_name).items():
-            # Optimizer state has names such as "Net/weight/exp_avg", where "Net/weight" is the
-            # parameter. In the other fields, `name` itself is a parameter such as "Net/weight", and
-            # the part before the last "/" is "Net", which is no name of a tensor.
-            parameter_of_state = name.rpartition("/")[0]
-            if name not in split_names and parameter_of_state not in split_names:
+            if _tensor_of(name, field_name) not in split_names:
                 fields[field_name][name] = sums
 
     # Gradients of single backward passes, before they were averaged.
-    local_gradients = []
-    for gradients in record.local_gradients:
-        unsplit = {name: gradients[name] for name in gradients if name not in split_names}
-        local_gradients.append(unsplit)
+    local_gradients = [_without(split_names, arrays) for arrays in record.local_gradients]
 
     return replace(record, **fields, local_gradients=local_gradients)
+
+
+def _without(names: set[str], arrays: Mapping[str, Array]) -> dict[str, Array]:
+    """Returns the arrays, by name, without those with the given names."""
+    return {name: array for name, array in arrays.items() if name not in names}
+
+
+def _tensor_of(name: str, field_name: str) -> str:
+    """Returns the name of the tensor that a sum in a field of `RankUpdate` belongs to.
+
+    Sums over optimizer state have names such as "Net/weight/exp_avg", which belong to the parameter
+    "Net/weight". In all other fields, the name is that of the tensor.
+    """
+    if field_name == "optimizer_state":
+        return name.rpartition("/")[0]
+    return name
 
 
 def _count_same_samples_once(update: Update) -> Update:

@@ -47,29 +47,8 @@ def new_branches(case: Divergence, cause: Cause) -> list[str]:
     Returns:
         A sentence for each test, at most `MAX_SHOWN_TESTS`.
     """
-    # The ranks of one run were compared with each other, so there is no run on one process.
-    if case.reference_run is case.parallel_run:
+    if not _can_compare_branches(case, cause):
         return []
-
-    # The runs differ in their lengths, and one of them has no such update.
-    if case.update_index >= min(len(case.reference_run), len(case.parallel_run)):
-        return []
-
-    # In the first step, every difference in outcomes is new. This is weak evidence, so it is only
-    # given if the cause is not known.
-    is_first_step = case.update_index == 0
-    if is_first_step and cause.code != NOT_KNOWN_CODE:
-        return []
-
-    # Only tests that one process reached are looked at. If the ranks reached another one, an
-    # earlier test differs too, and led them there.
-    tests_of_one_process = case.expected[0].branch_outcomes
-    places = []
-    for place in tests_of_one_process:
-        line = _line_of(place)
-        is_mentioned = any(line in text for text in cause.evidence)
-        if not is_mentioned and _is_new_difference(case, place):
-            places.append(place)
 
     # The text lists the outcome in the run on one process first, and then that of each rank.
     outcomes_of_processes = [record.branch_outcomes for record in (*case.expected, *case.actual)]
@@ -78,14 +57,47 @@ def new_branches(case: Divergence, cause: Cause) -> list[str]:
         *name_ranks(range(len(case.actual))),
     ]
 
-    # "Another way was gone": the script took another branch of the `if` than on one process.
+    is_first_step = case.update_index == 0
     before = "" if is_first_step else ", and in none before,"
     descriptions = []
-    for place in places[:MAX_SHOWN_TESTS]:
+    for place in _places_of_new_branches(case, cause)[:MAX_SHOWN_TESTS]:
+        # The test `if` in line 7 took another branch than on one process: "in this step, and in
+        # none before, another way was gone at train.py:7: true on one process, false on rank 0".
         test = _describe_test(place, outcomes_of_processes, names_of_processes)
         descriptions.append(f"in this step{before} another way was gone at {test}")
 
     return descriptions
+
+
+def _can_compare_branches(case: Divergence, cause: Cause) -> bool:
+    """True if the outcomes of tests can be compared with one process, and may explain the case."""
+    # The ranks of one run were compared with each other, so there is no run on one process.
+    if case.reference_run is case.parallel_run:
+        return False
+
+    # The runs differ in their lengths, and one of them has no such update.
+    if case.update_index >= min(len(case.reference_run), len(case.parallel_run)):
+        return False
+
+    # In the first step, every difference in outcomes is new. This is weak evidence, so it is only
+    # given if the cause is not known.
+    is_first_step = case.update_index == 0
+    return not is_first_step or cause.code == NOT_KNOWN_CODE
+
+
+def _places_of_new_branches(case: Divergence, cause: Cause) -> list[Place]:
+    """Returns the places of tests whose outcome differs from one process for the first time.
+
+    A test that only the ranks reached is left out: an earlier test, which led the ranks there, has
+    another outcome too. Tests on lines that the cause mentions are also left out.
+    """
+    places = []
+    for place in case.expected[0].branch_outcomes:  # the tests that one process reached
+        line = _line_of(place)
+        is_mentioned = any(line in text for text in cause.evidence)
+        if not is_mentioned and _is_new_difference(case, place):
+            places.append(place)
+    return places
 
 
 def _is_new_difference(case: Divergence, place: Place) -> bool:

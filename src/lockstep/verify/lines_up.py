@@ -9,7 +9,7 @@ the step, and get a `RankUpdate` that says so. A *shared* optimizer is one that 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from typing import NamedTuple
@@ -35,8 +35,14 @@ def group_by_step(updates: Sequence[RankUpdate]) -> list[Step]:
         updates: records of the rank. The records of one step have the same optimizer and step
             number.
     """
-    pairs = [((update.optimizer, update.step), update) for update in updates]
+    pairs = [(_step_key(update), update) for update in updates]
     return list(group_by_key(pairs).values())
+
+
+def _step_key(update: RankUpdate) -> StepKey:
+    """Returns the numbers of the optimizer and of its step, which all records of a step share."""
+    number_of_step = update.step
+    return update.optimizer, number_of_step
 
 
 def line_up(ranks: Sequence[list[Step]]) -> list[Update]:
@@ -178,21 +184,29 @@ def _with_shared_numbers(ranks: Sequence[list[Step]]) -> list[list[Step]]:
     known_optimizers: dict[int, RankUpdate] = {}
     renumbered_ranks = []
     for steps in ranks:
-        # This also adds the rank's new optimizers to `known_optimizers`, for the next ranks.
-        shared_numbers = _match_optimizers(_first_updates(steps), known_optimizers)
+        first_updates = _first_updates(steps)
+        shared_numbers = _match_optimizers(first_updates, known_optimizers)
+        renumbered_ranks.append([_renumbered(step, shared_numbers) for step in steps])
 
-        renumbered_steps = []
-        for step in steps:
-            renumbered_steps.append(
-                [replace(update, optimizer=shared_numbers[update.optimizer]) for update in step]
-            )
-        renumbered_ranks.append(renumbered_steps)
+        # Optimizers of the next ranks may be the same as new ones of this rank.
+        for own_number, shared_number in shared_numbers.items():
+            known_optimizers.setdefault(shared_number, first_updates[own_number])
 
     return renumbered_ranks
 
 
+def _renumbered(step: Step, shared_numbers: Mapping[int, int]) -> Step:
+    """Returns a step of a rank with the shared number of its optimizer.
+
+    Args:
+        step: the step.
+        shared_numbers: shared number of each optimizer, by the number that the rank gave it.
+    """
+    return [replace(update, optimizer=shared_numbers[update.optimizer]) for update in step]
+
+
 def _match_optimizers(
-    first_updates: dict[int, RankUpdate], known_optimizers: dict[int, RankUpdate]
+    first_updates: Mapping[int, RankUpdate], known_optimizers: Mapping[int, RankUpdate]
 ) -> dict[int, int]:
     """Finds the shared number of each optimizer of a rank, by the number that the rank gave it.
 
@@ -209,34 +223,32 @@ def _match_optimizers(
     Args:
         first_updates: first record of each optimizer of the rank, by the rank's own number.
         known_optimizers: first record of each optimizer of the previous ranks, by shared number.
-            Optimizers with new numbers are added to it.
     """
     shared_numbers = _match_by_parameters(first_updates, known_optimizers)
+    next_new_number = max(known_optimizers, default=-1) + 1
+
     for own_number, update in first_updates.items():
         if own_number in shared_numbers:
             continue
 
-        # Keep the number if an earlier rank has an optimizer of this class with the same number,
-        # unless another optimizer of this rank was matched with that one.
-        same_number = own_number
-        is_known = same_number in known_optimizers
-        is_taken = same_number in shared_numbers.values()
-        may_match = is_known and not is_taken
-        if may_match and _may_have_same_class(known_optimizers[same_number], update):
-            shared_numbers[own_number] = same_number
-            continue
-
-        # No earlier rank has this optimizer. It gets the next free number, and later ranks are
-        # compared with it.
-        new_number = max(known_optimizers, default=-1) + 1
-        shared_numbers[own_number] = new_number
-        known_optimizers[new_number] = update
+        is_taken = own_number in shared_numbers.values()  # by another optimizer of this rank
+        if not is_taken and _is_known(own_number, update, known_optimizers):
+            shared_numbers[own_number] = own_number
+        else:  # no earlier rank has this optimizer
+            shared_numbers[own_number] = next_new_number
+            next_new_number += 1
 
     return shared_numbers
 
 
+def _is_known(number: int, update: RankUpdate, known_optimizers: Mapping[int, RankUpdate]) -> bool:
+    """True if a known optimizer has the same number and class as the optimizer of an update."""
+    known_update = known_optimizers.get(number)
+    return known_update is not None and _may_have_same_class(known_update, update)
+
+
 def _match_by_parameters(
-    first_updates: dict[int, RankUpdate], known_optimizers: dict[int, RankUpdate]
+    first_updates: Mapping[int, RankUpdate], known_optimizers: Mapping[int, RankUpdate]
 ) -> dict[int, int]:
     """Finds the shared numbers of optimizers that have parameters in common with known ones.
 
@@ -340,20 +352,20 @@ def _split_into_sections(steps: Sequence[Step], shared_optimizers: set[int]) -> 
 def _updates_missed_by_some_ranks(ranks: Sequence[list[Step]]) -> list[Update]:
     """Returns updates that only some ranks have made, and that the others have missed.
 
+    For example, rank 0 has made step 3 of optimizer 1, and rank 1 has made no step. The result is
+    one update, which rank 1 has missed.
+
     Args:
         ranks: steps of each rank between two updates that all ranks have made.
     """
-    # The third step with optimizer 1 is one update, no matter which ranks have made it. Each entry
-    # holds the steps of such a group, by rank.
-    groups: dict[StepKey, dict[int, Step]] = defaultdict(dict)
+    # Steps with the same key are one update, no matter which ranks have made them.
+    steps_by_key: dict[StepKey, dict[int, Step]] = defaultdict(dict)  # then by rank
     for rank, steps in enumerate(ranks):
         for step in steps:
-            record = step[0]  # records of further replicas have the same two numbers
-            number_of_step = record.step
-            groups[record.optimizer, number_of_step][rank] = step
+            steps_by_key[_step_key(step[0])][rank] = step
 
     updates = []
-    for step_of_rank in groups.values():
+    for step_of_rank in steps_by_key.values():
         some_step = next(iter(step_of_rank.values()))
         missed_step = [missed_by(some_step[0])]
         steps_of_all_ranks = [step_of_rank.get(rank, missed_step) for rank in range(len(ranks))]
@@ -438,10 +450,13 @@ def _share_a_backward_pass(earlier: Update, later: Update) -> bool:
 def _with_inputs_of_missing_ranks(earlier: Update, later: Update) -> Update:
     """Returns the earlier of two updates, with the inputs of ranks that have missed it.
 
-    For example, rank 0 calls `loss.backward()`, `own_optimizer.step()` and `optimizer.step()`, and
-    rank 1 calls `loss.backward()` and `optimizer.step()`. Both ranks have used a batch for this
-    backward pass. Rank 0 has recorded its batch with the step of `own_optimizer`, and rank 1 with
-    that of `optimizer`. As on rank 0, the batch of rank 1 is moved to the earlier update.
+    For example, these are the calls of two ranks, and in brackets the batch that was recorded with
+    each step. The result is the earlier update, with batch 1 for rank 1 too:
+
+        rank 0: loss.backward(), own_optimizer.step() [batch 0], optimizer.step() []
+        rank 1: loss.backward(),                                 optimizer.step() [batch 1]
+
+    Losses are removed on all ranks, since it is not known which of the two steps they belong to.
 
     Args:
         earlier: step of `own_optimizer`, which some ranks have missed.
@@ -449,26 +464,24 @@ def _with_inputs_of_missing_ranks(earlier: Update, later: Update) -> Update:
     """
     records = []
     for before, after in zip(earlier, later, strict=True):
-        # Losses are removed on all ranks, since it is not known which of the two steps they belong
-        # to.
-        if before.stepped:
-            records.append(replace(before, losses=[]))
-            continue
-
-        # The sums are over the parameters at the start of the backward pass, so they are moved with
-        # the batches. `contributes` says whether these batches count.
-        records.append(
-            replace(
-                before,
-                batches=after.batches,
-                model_inputs=after.model_inputs,
-                contributes=after.contributes,
-                parameter_sums=after.parameter_sums,
-                losses=[],
-            )
-        )
-
+        with_inputs = before if before.stepped else _with_inputs_of(after, before)
+        records.append(replace(with_inputs, losses=[]))
     return Update(records)
+
+
+def _with_inputs_of(made_update: RankUpdate, missed_update: RankUpdate) -> RankUpdate:
+    """Returns the record of a missed update, with what the rank has recorded at its next step.
+
+    That is the batches, whether they count (`contributes`), and the sums over the parameters with
+    which the rank has computed the losses of these batches.
+    """
+    return replace(
+        missed_update,
+        batches=made_update.batches,
+        model_inputs=made_update.model_inputs,
+        contributes=made_update.contributes,
+        parameter_sums=made_update.parameter_sums,
+    )
 
 
 def _without_losses_and_parameter_sums(update: Update) -> Update:
@@ -530,16 +543,17 @@ def _initial_parameters(updates: Sequence[Update], rank: int) -> dict[str, Array
     # What the ranks that made update 0 have recorded before it, such as "Net/a" of rank 0.
     recorded_at_first_update = updates[0].merged("initial")
 
-    initial = {}
-    for name, array in recorded.items():
-        # The run on one process records initial parameters at its first update only. A parameter
-        # that did not exist by then cannot be compared.
+    initial: dict[str, Array] = {}
+    for name in recorded:
+        # A parameter that did not exist at the first update cannot be compared: one process records
+        # initial parameters only then.
         if name not in recorded_at_first_update:
             continue
 
-        if name in trained_before:  # as "Net/a" was
+        is_trained_now = name in trained_before
+        if is_trained_now:  # as "Net/a" is
             initial[name] = recorded_at_first_update[name]
         else:  # as "Net/b"
-            initial[name] = array
+            initial[name] = recorded[name]
 
     return initial

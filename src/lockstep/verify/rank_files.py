@@ -76,6 +76,11 @@ class RankEnd:
     final_sums: Mapping[str, Sequence[float]] = field(default_factory=dict)
 
     @property
+    def only_lost_peer(self) -> bool:
+        """Whether a lost connection is all that is known: no code says why it was lost."""
+        return self.lost_peer and not self.code
+
+    @property
     def was_stopped(self) -> bool:
         """Whether the rank was stopped after enough steps."""
         return bool(self.stopped_at)

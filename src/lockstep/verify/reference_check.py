@@ -39,10 +39,8 @@ def check_reference(
     if problem is None:
         return
 
-    # The script has made no step in this process, but has started others. It may train in these.
     found, advice = problem
-    may_train_elsewhere = bool(reference.own_process_line) and not reference.updates
-    if may_train_elsewhere and not _has_started_own_ranks(reference):
+    if _may_train_in_unseen_processes(reference):
         line = reference.own_process_line
         found = f"{found.rstrip()}\nit started processes of its own, which are not seen: {line}"
         advice = f"{OWN_PROCESSES_HINT}; else {advice}"
@@ -94,6 +92,18 @@ def _has_started_own_ranks(reference: RunRecord) -> bool:
     The text of this error contains `OWN_PROCESSES_HINT` as its advice.
     """
     return OWN_PROCESSES_HINT in reference.error
+
+
+def _may_train_in_unseen_processes(reference: RunRecord) -> bool:
+    """True if the script made no step in this process, but started others that may train.
+
+    For example, it calls `subprocess.run(["python", "train.py"])`. False if it was ended because it
+    starts its ranks itself, which is reported as such.
+    """
+    if _has_started_own_ranks(reference):
+        return False
+    started_a_process = bool(reference.own_process_line)
+    return started_a_process and not reference.updates
 
 
 def _describe_failure(reference: RunRecord) -> str:

@@ -80,13 +80,11 @@ class RunConfig:
         # processes.
         overrides: dict[str, Any] = {"shares": None}
 
-        # One process computes each global batch in one piece: not in micro-batches, and if the
-        # script has synchronized BatchNorm, which needs all samples at once, not in virtual ranks
-        # either. (A comparison of bits needs both, because they decide the bits of the result.)
-        computes_in_one_piece = not self.compares_bits
-        if computes_in_one_piece:
-            overrides["micro_batch_size"] = None
-            overrides["reference_of_verify"] = True
+        # One process computes each global batch in one piece, unless bits are compared: those
+        # depend on the pieces.
+        if not self.compares_bits:
+            overrides["micro_batch_size"] = None  # no micro-batches
+            overrides["reference_of_verify"] = True  # no virtual ranks for synchronized BatchNorm
 
         if self.trains_replicas:
             overrides["strategy"] = self.overrides["strategy"]

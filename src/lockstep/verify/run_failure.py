@@ -107,19 +107,19 @@ def _peers_were_stopped(
     `Join` or with one optimizer for all ranks, are not stopped at the same time.
     """
     # A peer with an error may have lost its own peers in the same way, so it tells nothing.
-    peers_without_error = [end for peer, end in ends.items() if peer != rank and not end.error]
-    peers_were_stopped = bool(peers_without_error) and all(
-        end.was_stopped for end in peers_without_error
-    )
+    ends_of_peers = [end for peer, end in ends.items() if peer != rank and not end.error]
+    peers_were_stopped = bool(ends_of_peers) and all(end.was_stopped for end in ends_of_peers)
+    if not peers_were_stopped:
+        return False
 
-    # The rank itself was about to be stopped too: after the same steps as its peers,
+    # The rank was about to be stopped too.
     has_enough_steps = most_steps(updates[rank]) >= steps
-    # or before its first step, while it waited for its turn, if the ranks train one by one.
-    was_waiting_for_its_turn = not updates[rank] and _may_still_make_first_step(
-        ends[rank].backward_passes
-    )
+    if has_enough_steps:
+        return True
 
-    return peers_were_stopped and (has_enough_steps or was_waiting_for_its_turn)
+    # If ranks train one by one, this rank may have waited for its turn to make its first step.
+    has_not_stepped = not updates[rank]
+    return has_not_stepped and _may_still_make_first_step(ends[rank].backward_passes)
 
 
 def _may_still_make_first_step(num_backward_passes: int) -> bool:
@@ -170,13 +170,16 @@ def _describe_peer_that_ended(
         A text that completes "the script ended with: ", or an empty string if there is no such
         rank.
     """
-    peers_without_error = [peer for peer, end in ends.items() if not end.error]  # not `rank` itself
+    # A rank that made all steps needed its peers no longer, so their end explains no failure.
     steps_of_rank = most_steps(updates[rank])
-    made_all_steps = steps_of_rank >= steps
-    if not peers_without_error or made_all_steps:
+    if steps_of_rank >= steps:
         return ""
 
-    peer = peers_without_error[0]
+    peers_that_ended_well = [peer for peer, end in ends.items() if not end.error]
+    if not peers_that_ended_well:
+        return ""
+
+    peer = peers_that_ended_well[0]
     return (
         f"a rank that was gone: rank {peer} ended without an error after optimizer step "
         f"{most_steps(updates[peer])}, rank {rank} went on after step {steps_of_rank}"

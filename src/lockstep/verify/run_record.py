@@ -182,8 +182,8 @@ def _find_failure(
     # A rank that was killed failed first if the others have only lost their connections to it. With
     # `exited=True`, `record_run` keeps the output, which may tell why it was killed.
     a_rank_was_killed = len(ends) < config.nproc
-    only_lost_connections = failure is None or (failure.lost_peer and not failure.code)
-    if a_rank_was_killed and only_lost_connections:
+    no_other_cause_is_known = failure is None or failure.only_lost_peer
+    if a_rank_was_killed and no_other_cause_is_known:
         return RankEnd(error=LOST_PROCESS, exited=True)
 
     return failure

@@ -262,10 +262,11 @@ def _match_rows(expected: Forward, actual: Forward) -> tuple[Array, Array]:
 
 
 def _rows_of_all_fields(expected: Forward, actual: Forward) -> tuple[Array, Array]:
-    """Puts all fields with a row for each sample side by side, for both runs.
+    """Concatenates the columns of all fields that have a row for each sample, for both runs.
 
-    So samples with the same inputs can be told apart, for example by their outputs. A field is left
-    out if one of the runs has no row for each sample in it. The field "inputs" is never left out.
+    For example, 3 columns of inputs and 2 of outputs become 5. So samples with the same inputs can
+    be told apart by their outputs. A field is left out of both results if one of the runs has no
+    row for each sample in it. The field "inputs" is never left out.
     """
     field_names = []
     for field_name in _FIELDS_THAT_TELL_ROWS_APART:
@@ -342,14 +343,17 @@ def _without_models(record: RankUpdate, model_classes: Set[str]) -> RankUpdate:
     model_inputs = [_without_contents(batch) for batch in record.model_inputs]
 
     if record.batches_are_model_inputs:
-        return replace(record, forwards=forwards, model_inputs=model_inputs, batches=model_inputs)
-
-    batches = []
-    for batch in record.batches:
-        rows_are_samples = batch.ids is not None  # one index for each row
-        batches.append(batch if rows_are_samples else _without_contents(batch))
+        batches = model_inputs
+    else:
+        batches = [_without_doubtful_contents(batch) for batch in record.batches]
 
     return replace(record, forwards=forwards, model_inputs=model_inputs, batches=batches)
+
+
+def _without_doubtful_contents(batch: Batch) -> Batch:
+    """Returns the batch without the digests of its rows, unless a dataset index belongs to each."""
+    has_index_for_each_row = batch.ids is not None
+    return batch if has_index_for_each_row else _without_contents(batch)
 
 
 def _without_contents(batch: Batch) -> Batch:

@@ -54,20 +54,24 @@ class Tolerance:
 
         both_nan = np.isnan(a) & np.isnan(b)
         unequal = ~((a == b) | both_nan)
-        with np.errstate(over="ignore"):  # an overflow results in infinity, which is handled below
-            # complex128 holds the values of every dtype. Without the conversion, booleans could not
-            # be subtracted, and unsigned integers would wrap around.
-            difference = a[unequal].astype(np.complex128) - b[unequal]
-
-        if not np.isfinite(difference).all():
-            return math.inf
-        if difference.size == 0:
+        if not unequal.any():
             return 0.0
 
-        # This is never 0: `relative` is positive, and since some values are unequal, `a` and `b`
-        # are not both zero everywhere.
+        difference = _difference(a[unequal], b[unequal])
+        if not np.isfinite(difference).all():
+            return math.inf
+
+        # Not 0, since of two unequal values only one can be 0.
         allowed = self.relative * max(largest(a), largest(b)) + self.absolute * scale
         return largest(difference) / allowed
+
+
+def _difference(a: Array, b: Array) -> Array:
+    """Returns `a - b` for arrays of any dtype; infinity where the result is too large."""
+    with np.errstate(over="ignore"):
+        # complex128 holds the values of every dtype. Without the conversion, booleans could not be
+        # subtracted, and unsigned integers would wrap around.
+        return a.astype(np.complex128) - b
 
 
 FLOAT64 = Tolerance()

@@ -482,21 +482,31 @@ class Update(tuple[RankUpdate, ...]):
 def _count_samples(record: RankUpdate) -> int:
     """Returns the number of samples of one rank.
 
-    Without a loader, the inputs of the models are counted instead. A rank may compute the same
-    inputs in several passes. Then each sample counts as often as it occurs in a single pass: for
-    passes with the samples (a, b), (a, b) and (c, c), the number is 4.
+    Without a loader, the inputs of the models are counted instead.
     """
     contents_are_known = all(batch.contents for batch in record.batches)
     if record.batches_are_model_inputs and contents_are_known:
-        largest_counts: Counter[str] = Counter()
-        for batch in record.batches:
-            # The union of two counters has the larger count of each sample.
-            largest_counts |= Counter(batch.contents)
-        return largest_counts.total()
+        return _count_samples_of_passes(record.batches)
+    return _count_samples_of_loaders(record.batches)
 
-    # A batch has an index or a digest for each sample, or both.
+
+def _count_samples_of_passes(inputs_of_passes: Sequence[Batch]) -> int:
+    """Returns the number of samples of several forward passes, some of which may repeat samples.
+
+    Each sample counts as often as it occurs in a single pass: for passes with the samples (a, b),
+    (a, b) and (c, c), the number is 4.
+    """
+    largest_counts: Counter[str] = Counter()
+    for batch in inputs_of_passes:
+        # The union of two counters has the larger count of each sample.
+        largest_counts |= Counter(batch.contents)
+    return largest_counts.total()
+
+
+def _count_samples_of_loaders(batches: Sequence[Batch]) -> int:
+    """Returns the number of samples in several batches, counted again if they are repeated."""
     total = 0
-    for batch in record.batches:
-        samples = batch.ids or batch.contents
-        total += len(samples)
+    for batch in batches:
+        index_or_digest_of_each_sample = batch.ids or batch.contents
+        total += len(index_or_digest_of_each_sample)
     return total

@@ -21,8 +21,8 @@ from lockstep.verify.cause import Cause, format_items, script_names
 from lockstep.verify.compare import (
     Divergence,
     find_divergences,
-    num_comparable_updates,
     tolerance_of,
+    updates_before_rounding,
 )
 from lockstep.verify.finding import Finding, labelled, verdict_head
 from lockstep.verify.joined_parts import JoinedRuns, join_parts
@@ -453,13 +453,8 @@ def _cut_where_rounding_grows(
 
     The reason is stored as `stopped_at` of the reference, from which the verdict prints it.
     """
-    num_updates = num_comparable_updates(reference.updates, parallel.updates, tolerance)
-    num_all_updates = max(len(reference.updates), len(parallel.updates))
-
-    # Without rounding, all updates stay, even if one run has more of them than the other: that is a
-    # difference too, and will be reported.
-    rounding_may_hide_something = num_updates < num_all_updates
-    if not rounding_may_hide_something:
+    num_updates = updates_before_rounding(reference.updates, parallel.updates, tolerance)
+    if num_updates is None:
         return reference, parallel
 
     until = f"step {num_updates}, since rounding has grown so far that it may hide a difference"
@@ -569,14 +564,10 @@ def _is_new_difference(
     difference_between_ranks: Divergence, differences_from_reference: Sequence[Divergence]
 ) -> bool:
     """True if a difference between the ranks says more than the differences from the reference."""
-    # Every rank agrees with the reference within the tolerance, so the ranks differ from each other
+    # If every rank agrees with the reference within the tolerance, the ranks differ from each other
     # only by rounding.
     if not differences_from_reference:
         return False
 
-    is_known = any(
-        case.kind == difference_between_ranks.kind
-        and case.update_index == difference_between_ranks.update_index
-        for case in differences_from_reference
-    )
-    return not is_known
+    known = {(case.kind, case.update_index) for case in differences_from_reference}
+    return (difference_between_ranks.kind, difference_between_ranks.update_index) not in known

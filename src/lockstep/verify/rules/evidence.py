@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from lockstep.verify.algebra import constant_ratio, near
 from lockstep.verify.cause import format_items, script_names
 from lockstep.verify.compare import Divergence
+from lockstep.verify.training_record import Update
 from lockstep.wording import format_ranks
 
 MAX_KINDS_OF_WRONG_GRADIENTS = 3
@@ -148,30 +149,28 @@ def draws_not_made_by_all_ranks(case: Divergence) -> list[tuple[str, str]]:
 def describe_random_numbers_of_one_run(case: Divergence) -> list[str]:
     """Says that the loss was computed from random numbers that only one of the two runs drew.
 
-    Numbers that both runs drew do no harm, even if they are recorded with different losses: only
-    the last draw of a loss is recorded. If a script draws for each sample, that is the draw for the
-    last sample of the whole batch on one process, and for an earlier sample on rank 0.
+    Numbers that both runs drew do no harm. For example, one process draws the numbers a, b, c, d
+    for its 4 samples, and rank 0 draws a, b for its 2 samples. With a loss, only the last draw is
+    recorded: d on one process and b on rank 0. These differ, but one process drew b too.
 
     The result is one sentence with the first such line, or an empty list.
     """
-    # Digests of all numbers that each run drew in this step before its losses.
-    digests_of_one_process: set[str] = set()
-    for record in case.expected:
-        digests_of_one_process |= record.drawn_digests
-
-    digests_of_ranks: set[str] = set()
-    for record in case.actual:
-        digests_of_ranks |= record.drawn_digests
-
-    digests_of_both_runs = digests_of_one_process & digests_of_ranks
-
+    drawn_by_both_runs = _drawn_digests(case.expected) & _drawn_digests(case.actual)
     for line, digest in draws_not_made_by_all_ranks(case):
-        if digest not in digests_of_both_runs:
+        if digest not in drawn_by_both_runs:
             return [
                 f"the loss is computed from random numbers that were drawn for this step: {line}"
             ]
 
     return []
+
+
+def _drawn_digests(update: Update) -> set[str]:
+    """Returns digests of all random numbers that a run drew in a step before its losses."""
+    digests: set[str] = set()
+    for record in update:
+        digests |= record.drawn_digests
+    return digests
 
 
 def describe_local_statistics(case: Divergence) -> list[str]:

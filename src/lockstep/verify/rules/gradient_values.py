@@ -505,29 +505,23 @@ def _cause_of_other_weights(
     # Sentences on lines that computed a statistic over a rank's samples, such as the sum of a mask.
     statistics = describe_local_statistics(case)
 
-    # 1. The weights should have been proportional to a count that is known. The sentences are then
-    # "they should weigh 0.6667 : 0.3333" and "that is by their samples: 8, 4".
-    corrections = _corrections_of_weights(right_weights, used_weights)
-    for key, counts in _counts_of_parts(case, num_parts=len(right_weights)).items():
-        if proportional(corrections, counts):
-            code = "LS206" if key == "samples" else "LS205"
-            numbers = ", ".join(f"{count:g}" for count in counts)
-            return Cause(code, (*evidence, f"that is by their {key}: {numbers}"))
+    # 1. The weights should have been proportional to a count that is known.
+    cause = _cause_of_missing_count(case, evidence, right_weights, used_weights)
+    if cause is not None:
+        return cause
 
     # 2. The loss compares samples, so it is no mean over samples, and no weights make it right.
     comparison = describe_local_comparison(case)
     if comparison:
         return Cause("LS208", (*evidence, *comparison))
 
-    # 3. The ranks computed a mean of means: they used equal weights such as 1/2 and 1/2, although
-    # the right ones, with the same sum, are 2/3 and 1/3. So the parts should be weighted by some
-    # count: none of the counts above, but perhaps one of the statistics.
-    weights_are_equal = all_near(used_weights, case.max_error)
-    have_same_sum = near(sum(right_weights), sum(used_weights), 1e-5)
-    is_mean_of_means = weights_are_equal and have_same_sum
-    if is_mean_of_means:
-        no_count = ["nothing that was counted in the batches is proportional to these weights"]
-        return Cause("LS205", (*evidence, *(statistics or no_count)))
+    # 3. The ranks computed a mean of means, so the parts should be weighted by some count: none of
+    # the counts above, but perhaps one of the statistics.
+    if _is_mean_of_means(right_weights, used_weights, case.max_error):
+        if statistics:
+            return Cause("LS205", (*evidence, *statistics))
+        text = "nothing that was counted in the batches is proportional to these weights"
+        return Cause("LS205", (*evidence, text))
 
     # 4. If statistics differ, and nothing else is known that could be the reason, the ranks
     # multiplied their losses by a statistic. Other random numbers could be the reason, too.
@@ -536,6 +530,39 @@ def _cause_of_other_weights(
 
     # 5. The cause is not known.
     return Cause("LS210", evidence)
+
+
+def _cause_of_missing_count(
+    case: Divergence,
+    evidence: tuple[str, ...],
+    right_weights: Sequence[float],
+    used_weights: Sequence[float],
+) -> Cause | None:
+    """Names the count by which the parts should have been weighted; None if no known count fits.
+
+    For example, the sentences are "they should weigh 0.6667 : 0.3333" and "that is by their
+    samples: 8, 4". See `_cause_of_other_weights` for the arguments.
+    """
+    corrections = _corrections_of_weights(right_weights, used_weights)
+    for key, counts in _counts_of_parts(case, num_parts=len(right_weights)).items():
+        if proportional(corrections, counts):
+            code = "LS206" if key == "samples" else "LS205"
+            numbers = ", ".join(f"{count:g}" for count in counts)
+            return Cause(code, (*evidence, f"that is by their {key}: {numbers}"))
+
+    return None
+
+
+def _is_mean_of_means(
+    right_weights: Sequence[float], used_weights: Sequence[float], max_error: float
+) -> bool:
+    """True if the ranks used equal weights that have the same sum as the right ones.
+
+    For example, they used 1/2 and 1/2, and the right weights are 2/3 and 1/3.
+    """
+    weights_are_equal = all_near(used_weights, max_error)
+    have_same_sum = near(sum(right_weights), sum(used_weights), 1e-5)
+    return weights_are_equal and have_same_sum
 
 
 def _corrections_of_weights(
@@ -596,15 +623,17 @@ def _cause_of_parts_without_weight(
     ranks_have_mean_of_all = all_near(used_weights, 1e-5)  # all parts have the same weight
     ranks_seem_to_train_more = one_process_has_mean_of_some and ranks_have_mean_of_all
 
-    # Even so, both runs may be known to train the same samples. (None means "not known".)
-    same_indices, same_contents = same_samples(case.expected, case.actual)
-    have_same_samples = same_indices is True or same_contents is True
-
-    if ranks_seem_to_train_more and not have_same_samples:
+    if ranks_seem_to_train_more and not _are_known_to_have_same_samples(case):
         return Cause("LS110", (*_describe_parts_of_one_process(right_weights), *loss_line(case)))
 
     text = "the gradient of one process is a sum of the same parts, but not a mean of them"
     return Cause("LS210", (text, *loss_line(case), *gradient_patterns(case)))
+
+
+def _are_known_to_have_same_samples(case: Divergence) -> bool:
+    """True if both runs train the same samples. False if they do not, or if it is not known."""
+    same_indices, same_contents = same_samples(case.expected, case.actual)
+    return same_indices is True or same_contents is True
 
 
 def _describe_parts_of_one_process(right_weights: Sequence[float]) -> tuple[str, str]:
@@ -648,14 +677,22 @@ def _counts_of_parts(case: Divergence, num_parts: int) -> dict[str, list[float]]
 
     counts: dict[str, list[float]] = {}
     if len(counts_of_batches) == num_parts:
-        counts_by_key = _numbers_by_key(counts_of_batches)
-        for kind in KINDS_OF_COUNTS:
-            counts |= {key: counts_by_key[key] for key in counts_by_key if key.startswith(kind)}
+        counts |= _simplest_first(_numbers_by_key(counts_of_batches))
 
     if len(divisors_of_losses) == num_parts:
         counts |= _numbers_by_key(divisors_of_losses)
 
     return counts
+
+
+def _simplest_first(counts_by_key: Mapping[str, list[float]]) -> dict[str, list[float]]:
+    """Returns counts in the order of `KINDS_OF_COUNTS`: "samples" before "labels in tensor 1"."""
+    ordered_counts = {}
+    for kind in KINDS_OF_COUNTS:
+        for key, counts in counts_by_key.items():
+            if key.startswith(kind):
+                ordered_counts[key] = counts
+    return ordered_counts
 
 
 def _numbers_by_key(dictionaries: Sequence[Mapping[str, float]]) -> dict[str, list[float]]:

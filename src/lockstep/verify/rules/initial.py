@@ -54,9 +54,8 @@ def optimizer_has_parameters_of_no_model(case: Divergence) -> Cause | None:
         (
             f"{len(names_of_no_model)} parameters that {optimizer_class} updates belong to no "
             "model that was called",
-            # On one process, all parameters of the optimizer belong to a model. So on the ranks,
-            # the model has got other parameters after the optimizer was constructed.
-            "on one process all of its parameters do, so the model has got others since",
+            "on one process all of its parameters belong to models; on the ranks the models have "
+            "got other parameters since the optimizer was constructed",
         ),
         tuple(names_of_no_model),
     )

@@ -509,8 +509,14 @@ def forward_past_wrapper(gradients: LocalGradients) -> Cause | None:
     False positives: none known.
     Evidence: the line of a forward pass.
     """
-    if not gradients.sentences_on_bypassed_wrapper or gradients.are_unwrapped:
+    has_bypassed_a_wrapper = bool(gradients.sentences_on_bypassed_wrapper)
+    if not has_bypassed_a_wrapper:
         return None
+
+    # The wrapper of another model was bypassed: the models of these gradients have none.
+    if gradients.are_unwrapped:
+        return None
+
     some_passes_were_wrapped = any(record.wrapped_passes for record in gradients.case.actual)
     if some_passes_were_wrapped:
         return None
@@ -528,8 +534,11 @@ def averaged_too_late(gradients: LocalGradients) -> Cause | None:
     Evidence: the line of the first collective.
     """
     calls = gradients.collectives_on_gradients
-    if not any(call.gradient_of in gradients.names for call in calls):
+    some_are_on_these_gradients = any(call.gradient_of in gradients.names for call in calls)
+    if not some_are_on_these_gradients:
         return None
+
+    # The first call may be on another gradient, if the script averages several.
     text = f"these gradients were averaged too late, or only others were: {calls[0].line}"
     return Cause(
         "LS406", (gradients.sentence_on_difference, gradients.sentence_on_local_passes, text)
@@ -545,8 +554,11 @@ def other_gradients_are_averaged(gradients: LocalGradients) -> Cause | None:
     False positives: none known.
     Evidence: the line of the collective, or the gradients that are averaged.
     """
-    # A collective on one of the gradients that differ is found by the rule before this one.
-    collectives_on_others = gradients.collectives_on_gradients
+    collectives_on_others = [
+        call
+        for call in gradients.collectives_on_gradients
+        if call.gradient_of not in gradients.names
+    ]
     if collectives_on_others:
         text = f"the script reduces other gradients: {collectives_on_others[0].line}"
         return Cause(

@@ -429,15 +429,8 @@ def other_padding(case: Divergence) -> Cause | None:
     if len(widths) < 2:
         return None
 
-    # Unless all rows have full length, the padding is the last value of some row of full width. So
-    # each of these values is tried.
     width = max(widths)
-    possible_paddings = set()
-    for table in tables:
-        if table.shape[1] == width:
-            possible_paddings |= {float(row[-1]) for row in table}
-
-    for padding in possible_paddings:
+    for padding in _possible_paddings(tables, width):
         # How often each padded row occurs in both runs.
         expected_counts = _counts_of_padded_rows(expected_tables, width, padding)
         actual_counts = _counts_of_padded_rows(actual_tables, width, padding)
@@ -447,6 +440,19 @@ def other_padding(case: Divergence) -> Cause | None:
             return Cause("LS111", (text,))
 
     return None
+
+
+def _possible_paddings(tables: Sequence[Array], width: int) -> set[float]:
+    """Returns the last value of each row in the tables of full width, one of which is the padding.
+
+    For example, the rows of the widest table are [5, 7, 0] and [4, 6, 8]. If the first text is
+    shorter than the second, the padding is 0; the result is {0, 8}.
+    """
+    last_values = set()
+    for table in tables:
+        if table.shape[1] == width:
+            last_values |= {float(row[-1]) for row in table}
+    return last_values
 
 
 def _first_input_values(update: Update) -> list[Array]:

@@ -9,7 +9,7 @@ listed under "Needs". All steps are in `case.reference_run` and `case.parallel_r
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from lockstep.verify.algebra import near
 from lockstep.verify.cause import (
@@ -23,7 +23,7 @@ from lockstep.verify.cause import (
 from lockstep.verify.compare import Divergence
 from lockstep.verify.line_findings import describe_writes
 from lockstep.verify.rules.evidence import format_ranks_that_differ
-from lockstep.verify.tolerance import Array, largest_of_all
+from lockstep.verify.tolerance import largest_of_all
 from lockstep.verify.training_record import RankUpdate, ScriptCall
 
 MAX_LINES_THAT_SET_RATES = 2
@@ -153,26 +153,26 @@ def _lines_that_set_rates(case: Divergence) -> list[str]:
     """Names the first lines that set learning rates which are not the same on all processes."""
     lines: dict[str, None] = {}  # an ordered set
 
-    # All pairs of processes are compared. Only the first lines are named, so the order matters:
-    # lines of the ranks, which are more likely to have set a wrong rate, come before those of one
-    # process, and lines that differ from one process before those that differ from other ranks.
-    ranks_first = (*case.actual, *case.expected)
-    one_process_first = (*case.expected, *case.actual)
-    for process in ranks_first:
-        for other_process in one_process_first:
-            # One tuple for each parameter group that both have.
-            rates = zip(
-                process.learning_rates,
-                other_process.learning_rates,
-                process.learning_rate_lines,
-                strict=False,
-            )
-            for rate, other_rate, line in rates:
-                line_is_known = bool(line)
-                if rate != other_rate and line_is_known:
-                    lines[line] = None
+    # Only the first lines are named. The ranks come first: they are more likely to have set a wrong
+    # rate than one process is.
+    for process in (*case.actual, *case.expected):
+        # Lines whose rates differ from one process come before those that differ between ranks.
+        for other_process in (*case.expected, *case.actual):
+            lines.update(dict.fromkeys(_lines_of_other_rates(process, other_process)))
 
     return [f"it was set by {line}" for line in lines][:MAX_LINES_THAT_SET_RATES]
+
+
+def _lines_of_other_rates(process: RankUpdate, other_process: RankUpdate) -> list[str]:
+    """Returns the lines, as far as known, with which a process set other rates than another one."""
+    # One tuple for each parameter group that both have.
+    rates_and_lines = zip(
+        process.learning_rates,
+        other_process.learning_rates,
+        process.learning_rate_lines,
+        strict=False,
+    )
+    return [line for rate, other_rate, line in rates_and_lines if rate != other_rate and line]
 
 
 def _describe_differing_metrics(case: Divergence) -> list[str]:
@@ -346,21 +346,24 @@ def parameters_changed_between_steps(case: Divergence) -> Cause:
     text = f"before step {step} parameters differ from those of one process"
     writes = describe_writes(case, case.names)
 
-    parameters_after_last_step: Mapping[str, Array] = {}
-    if case.update_index > 0:
-        last_update = case.parallel_run[case.update_index - 1]
-        parameters_after_last_step = last_update.merged("parameters")
-
-    # Either this is the first step, or the parameters after the last step were not recorded. So it
-    # is not known when they were changed.
-    if not parameters_after_last_step:
+    # It is not known when the parameters were changed.
+    if not _last_step_is_recorded(case):
         return Cause("LS210", (text, *writes))
 
-    # A difference right after the last step would have been reported, so there was none.
+    # A difference right after the last step would have been reported instead of this one.
     if not writes:
         writes = ["something changes them between the steps, or in a forward pass"]
 
     return Cause("LS210", (f"{text}; the last step left those of one process", *writes))
+
+
+def _last_step_is_recorded(case: Divergence) -> bool:
+    """True if there was a step before this one, and the parameters after it were recorded."""
+    is_first_step = case.update_index == 0
+    if is_first_step:
+        return False
+    last_update = case.parallel_run[case.update_index - 1]
+    return bool(last_update.merged("parameters"))
 
 
 def other_number_of_steps(case: Divergence) -> Cause:

@@ -86,7 +86,7 @@ def parameters_apart(case: Divergence) -> Cause:
 
 
 @dataclass(frozen=True)
-class _OptimizerOwner:
+class _SteppingRank:
     """The first rank that stepped with an optimizer, and the optimizer's parameters."""
 
     rank: int
@@ -107,21 +107,16 @@ def parameters_of_unstepped_optimizer(case: Divergence) -> Cause | None:
     """
     # For example, only rank 0 has stepped with its Adam, and rank 1 has constructed an Adam too, in
     # which "fc.weight" has other values. Then the result is {1: ["fc.weight"]}.
-    names_by_rank = _names_differing_from_owner(case, case.update_index)
+    names_by_rank = _names_differing_from_stepping_rank(case, case.update_index)
     if not names_by_rank:
         return None
 
-    earlier_updates = range(case.update_index)
-    is_new = not any(_names_differing_from_owner(case, index) for index in earlier_updates)
-    if not is_new:
+    if _differed_before_earlier_step(case):
         return None
 
-    names: set[str] = set()
-    for names_of_rank in names_by_rank.values():
-        names |= set(names_of_rank)
+    names = set().union(*names_by_rank.values())
 
-    # The parameters differ before this step, so an earlier step has changed them. The class of the
-    # optimizer is recorded with that step.
+    # Earlier steps with the optimizer have changed the parameters, and have recorded its class.
     classes = _classes_of_optimizers_with(names, case.parallel_run[: case.update_index])
     step = case.actual[0].step + 1  # records count steps from 0, texts from 1
     # "before step 2 rank 1 held other parameters of Adam, which has not stepped there: fc.weight"
@@ -144,12 +139,19 @@ def _classes_of_optimizers_with(names: Set[str], updates: Sequence[Update]) -> s
     return classes
 
 
-def _names_differing_from_owner(case: Divergence, update_index: int) -> dict[int, list[str]]:
+def _differed_before_earlier_step(case: Divergence) -> bool:
+    """True if parameters of unstepped optimizers differed already before an earlier step."""
+    earlier_updates = range(case.update_index)
+    return any(_names_differing_from_stepping_rank(case, index) for index in earlier_updates)
+
+
+def _names_differing_from_stepping_rank(
+    case: Divergence, update_index: int
+) -> dict[int, list[str]]:
     """Finds parameters that are not the same on ranks that never step with their optimizer.
 
-    If some ranks make no step themselves, the *owner* of an optimizer is the first rank that steps
-    with it. The ranks without a step have recorded sums over the parameters of their own copy of
-    the optimizer (`unstepped_sums`), which are compared with the owner's sums.
+    These ranks have recorded sums over the parameters of their own copy of the optimizer
+    (`unstepped_sums`). The sums are compared with those of the first rank that steps with it.
 
     Args:
         case: the difference.
@@ -158,7 +160,7 @@ def _names_differing_from_owner(case: Divergence, update_index: int) -> dict[int
     Returns:
         For each rank that has not stepped, the names of the parameters that differ.
     """
-    owners = _owners_of_optimizers(case.parallel_run[:update_index])
+    stepping_ranks = _stepping_ranks(case.parallel_run[:update_index])
     update = case.parallel_run[update_index]
     names_by_rank: dict[int, list[str]] = defaultdict(list)
 
@@ -167,32 +169,35 @@ def _names_differing_from_owner(case: Divergence, update_index: int) -> dict[int
         # the sums under a pair of numbers, such as (1, 0) for the first parameter of the second
         # optimizer that the rank has constructed.
         for (optimizer_number, parameter_index), sums in record.unstepped_sums.items():
-            owner = owners.get(optimizer_number)
-            if owner is None:
+            stepping_rank = stepping_ranks.get(optimizer_number)
+            if stepping_rank is None:
                 continue
 
-            # The owner's optimizer has no such parameter, so the rank has constructed another
-            # optimizer in this place.
-            is_another_optimizer = parameter_index >= len(owner.parameter_names)
-            if is_another_optimizer:
-                continue
-
-            name = owner.parameter_names[parameter_index]
-            owner_sums = update[owner.rank].parameter_sums.get(name)
-            if owner_sums is not None and not np.array_equal(owner_sums, sums):
+            name = _name_of_parameter(stepping_rank, parameter_index)
+            expected_sums = update[stepping_rank.rank].parameter_sums.get(name)
+            if expected_sums is not None and not np.array_equal(expected_sums, sums):
                 names_by_rank[rank].append(name)
 
     return names_by_rank
 
 
-def _owners_of_optimizers(updates: Sequence[Update]) -> dict[int, _OptimizerOwner]:
-    """Returns the owner of each optimizer that not all ranks step with: the first rank that does.
+def _name_of_parameter(stepping_rank: _SteppingRank, parameter_index: int) -> str:
+    """Returns the name of a parameter of the optimizer that a rank stepped with.
 
-    If all ranks step with an optimizer, it needs no owner, so updates in which all ranks stepped
-    are skipped. Keys are the numbers of the optimizers, in the order in which a rank constructs
-    them.
+    Empty if this optimizer has fewer parameters: a rank that has not stepped may have constructed
+    another optimizer in its place.
     """
-    owners: dict[int, _OptimizerOwner] = {}
+    names = stepping_rank.parameter_names
+    return names[parameter_index] if parameter_index < len(names) else ""
+
+
+def _stepping_ranks(updates: Sequence[Update]) -> dict[int, _SteppingRank]:
+    """Returns, for each optimizer that not all ranks step with, the first rank that does.
+
+    Updates in which all ranks stepped are skipped. Keys are the numbers of the optimizers, in the
+    order in which a rank constructs them.
+    """
+    stepping_ranks: dict[int, _SteppingRank] = {}
     for update in updates:
         all_ranks_stepped = all(record.stepped for record in update)
         if all_ranks_stepped:
@@ -203,11 +208,11 @@ def _owners_of_optimizers(updates: Sequence[Update]) -> dict[int, _OptimizerOwne
             # step, or if the number is not known.
             optimizer_number = record.construction_index
             number_is_known = optimizer_number >= 0
-            if number_is_known and optimizer_number not in owners:
-                owner = _OptimizerOwner(rank, record.optimizer_parameters)
-                owners[optimizer_number] = owner
+            if number_is_known and optimizer_number not in stepping_ranks:
+                stepping_rank = _SteppingRank(rank, record.optimizer_parameters)
+                stepping_ranks[optimizer_number] = stepping_rank
 
-    return owners
+    return stepping_ranks
 
 
 def changed_between_passes(case: Divergence) -> Cause | None:

@@ -148,9 +148,9 @@ def repeated_samples(case: Divergence) -> Cause | None:
 def _samples_trained_by_several_ranks_or_before(case: Divergence) -> list[Sample]:
     """Returns the samples that the ranks repeat in this step, although one process does not.
 
-    If one process trains a sample in this step, it is repeated if the ranks train it more often.
-    Any other sample is repeated if the ranks train it twice in this step, or have trained it in an
-    earlier one.
+    Sample 7 is one of them, for example, if one process trains it once in this step and two ranks
+    train it. Sample 8, which one process does not train in this step, is one of them if the ranks
+    train it twice, or once and before in an earlier step.
     """
     expected, actual = _count_samples_of_this_step(case)
     identify_by_contents = _contents_of_samples_are_known(case)
@@ -163,6 +163,8 @@ def _samples_trained_by_several_ranks_or_before(case: Divergence) -> list[Sample
     for sample, count in actual.items():
         count_of_one_process = expected[sample]  # 0 if it does not train the sample
         if count_of_one_process > 0:
+            # Earlier steps do not matter: one process may repeat the sample as well, in its second
+            # epoch.
             is_repeated = count > count_of_one_process
         else:
             is_repeated = count > 1 or sample in samples_of_earlier_steps
@@ -232,8 +234,8 @@ def samples_of_several_ranks(case: Divergence) -> Cause | None:
     """LS105: over all compared steps, several ranks trained the same samples.
 
     Needs: `batches` with indices or contents, also in the steps before.
-    Applies: if one process trains these samples only once. Only the steps before it trains any
-        sample for the second time are examined.
+    Applies: if one process trains these samples only once. `trained_by_several_ranks` leaves out
+        the second epoch: all steps from the one on in which one process repeats a sample.
     False positives: none known.
     Evidence: how many samples were trained by several ranks.
     """
