@@ -109,10 +109,11 @@ class _OpenPass:
         if not is_last_of_global_batch:
             return
 
-        # They are only added if it is the next global batch of the plan. Otherwise one has come
-        # twice, or one was skipped: then the delivered samples exceed the planned ones, which the
-        # comparison of the ranks detects.
-        if position != self.next_position:
+        # After a global batch that came twice or was skipped, the planned samples are not added any
+        # more, so the comparison of the ranks detects it. For example, the positions 0 and 2 come:
+        # then the planned samples are those of 0, and the delivered ones those of 0 and 2.
+        is_out_of_order = position != self.next_position
+        if is_out_of_order:
             return
 
         self._planned_samples.append(global_batch)
@@ -120,6 +121,15 @@ class _OpenPass:
         self._num_planned_samples += len(global_batch)
         if self._num_planned_samples >= SAMPLES_TALLIED_AT_ONCE:
             self.tally_samples()
+
+    def planned_tally(self) -> _Tally:
+        """Returns the planned samples of the pass, to compare them with the delivered ones.
+
+        The number is that of the whole plan. The checksum covers only the global batches that came,
+        so it cannot show that one never came; the number does.
+        """
+        num_planned = self.plan.num_samples_from(self.start)
+        return _Tally(num_planned, self.planned_of_delivered_batches.checksum)
 
     def tally_samples(self) -> None:
         """Adds the collected samples to the tallies and drops them."""
@@ -211,16 +221,25 @@ class Coverage:
         if global_batch is None:
             return
 
-        # Only the pass that began last is checked. This micro-batch may belong to an outer pass,
-        # inside whose loop that pass began: then the two have different epoch numbers (each pass
-        # over the loader gets a new one), or the inner pass has ended and no pass is open.
-        open_pass = self._open_pass
-        if open_pass is None or open_pass.epoch != epoch:
+        open_pass = self._pass_of_epoch(epoch)
+        if open_pass is None:
             return
 
         open_pass.add(position, samples, micro_batch, global_batch)
         if micro_batch.last and position == len(open_pass.plan) - 1:
             self._end(open_pass)
+
+    def _pass_of_epoch(self, epoch: int) -> _OpenPass | None:
+        """Returns the open pass if it reads this epoch, and None for a pass that is not checked.
+
+        Only the pass that began last is checked. In `for a in loader: for b in loader: ...` the
+        outer pass reads epoch 0. The first inner pass reads epoch 1, and from its beginning on the
+        batches of the outer one are not checked.
+        """
+        open_pass = self._open_pass
+        if open_pass is None or open_pass.epoch != epoch:
+            return None
+        return open_pass
 
     def _end(self, ended_pass: _OpenPass) -> None:
         """Adds a completed pass to those that will be compared.
@@ -229,11 +248,7 @@ class Coverage:
         """
         self._open_pass = None
         ended_pass.tally_samples()
-
-        # A global batch that never came is missing in both tallies, so they would agree. Therefore
-        # the number of planned samples is taken from the plan itself.
-        num_planned = ended_pass.plan.num_samples_from(ended_pass.start)
-        self._planned.add(_Tally(num_planned, ended_pass.planned_of_delivered_batches.checksum))
+        self._planned.add(ended_pass.planned_tally())
         self._delivered.add(ended_pass.delivered)
 
         self._add_order(ended_pass.crc_of_order)

@@ -65,9 +65,10 @@ class Epochs:
         """Notes the state at the beginning of an epoch, by which `_is_done` recognises its end.
 
         It also notes which loaders were trained on in the previous epoch. The new epoch is done
-        only after each of them has been trained on again. (It does not wait for a loader that was
-        prepared during the previous epoch, of which no beginning was noted.)
+        only after each of them has been trained on again.
         """
+        # Until `begin_epoch` below, the loaders describe the epoch that has just ended. A loader
+        # that was prepared during that epoch has no beginning of it, and is not waited for.
         self._loaders_of_previous_epoch = [
             loader
             for loader in self._loaders
@@ -76,7 +77,7 @@ class Epochs:
 
         self._is_running = True
         for loader in self._loaders:
-            loader.passes_before_epoch = loader.num_training_passes
+            loader.begin_epoch()
         self._step_at_begin = self._step.number
 
     def _forget_beginning(self) -> None:

@@ -70,7 +70,15 @@ class _BatchAwaitingTraining:
     training_pass: TrainingPass
     planned: PlannedMicroBatch
     batch: Any
-    """The batch on the device. It is only present while `Loader._hand_out` runs."""
+    """The batch on the device, or `()` after `forget_batch`."""
+
+    def forget_batch(self) -> None:
+        """Drops the batch: training on it will begin only after the user's loop has got it.
+
+        The step keeps this object until then. If it kept the batch alive, the step could not see
+        from the released tensors that the script has dropped the batch.
+        """
+        self.batch = ()
 
 
 class EpochSetter:
@@ -219,6 +227,10 @@ class Loader:
     def epoch(self) -> int:
         """The number of the current epoch, or between epochs that of the next one."""
         return self._next_epoch - 1 if self._is_training else self._next_epoch
+
+    def begin_epoch(self) -> None:
+        """Notes that an epoch of `World.epochs` begins."""
+        self.passes_before_epoch = self.num_training_passes
 
     @property
     def was_trained_on_in_epoch(self) -> bool:
@@ -422,9 +434,9 @@ class Loader:
         training_pass = self._training_pass
         latest_epoch = self._next_epoch - 1
 
-        # The epoch goes on with another loader. The resumed script begins the epoch anew, and must
-        # get no batch of this loader: the position is the end of the epoch.
-        if self._is_done_in_running_epoch():
+        # A script trains on loader A and then on B in each epoch, and is saved during B. When it
+        # resumes, it loops over A again, which must yield nothing: A's position is its end.
+        if self._is_done_but_epoch_goes_on():
             return latest_epoch, self._num_steps_of_last_epoch()
 
         # Between two epochs, the position is the beginning of the next one.
@@ -437,8 +449,8 @@ class Loader:
             return latest_epoch, self._position + 1
         return latest_epoch, self._position
 
-    def _is_done_in_running_epoch(self) -> bool:
-        """Returns True if this loader was trained on in an epoch that goes on with another one.
+    def _is_done_but_epoch_goes_on(self) -> bool:
+        """Returns True if the epoch is done for this loader, and goes on with another loader.
 
         That is only known for the epochs of `World.epochs`.
         """
@@ -560,13 +572,16 @@ class Loader:
         plan = self.source.plan(self.seed, epoch)
         planned = self._plan.plan_epoch(plan, start=0)
 
-        # If the model needs all ranks in each forward pass, as under FSDP, a rank without samples
-        # gets an empty batch. Otherwise it skips the micro-batch.
-        skips_empty_parts = not self._evaluates_together
         some_ranks_lack_samples = not self._plan.every_rank_has_samples(plan)
-        some_ranks_skip = some_ranks_lack_samples and skips_empty_parts
-        self._needs_empty_batches = some_ranks_lack_samples and not skips_empty_parts
-        if skips_empty_parts:
+        if self._evaluates_together:
+            # The model needs all ranks in each forward pass, as under FSDP, so a rank without
+            # samples gets an empty batch.
+            self._needs_empty_batches = some_ranks_lack_samples
+            some_ranks_skip = False
+        else:
+            # A rank without samples in a micro-batch skips it.
+            self._needs_empty_batches = False
+            some_ranks_skip = some_ranks_lack_samples
             planned = (item for item in planned if item.micro_batch.local_rows > 0)
 
         read = self._count_rows(epoch, self._read_planned(epoch, planned))
@@ -689,16 +704,13 @@ class Loader:
         )
 
         # The step calls `on_begin` when training on the batch begins: usually at once, in
-        # `hand_out`, but later if the loop has not finished an earlier batch.
+        # `hand_out`, with the batch; later, and without it, if an earlier batch is not finished.
         awaiting = _BatchAwaitingTraining(epoch, training_pass, planned, batch)
         on_begin = partial(self._begin_training_on, awaiting)
         references = storage_references(batch)
         delivery = Delivery(training_pass, planned.micro_batch, references, on_begin)
         self._step.hand_out(delivery)
-
-        # If training begins later, the step keeps `on_begin` until then. That must not keep the
-        # batch alive: when its tensors are released, the script has dropped it.
-        awaiting.batch = ()
+        awaiting.forget_batch()
 
     def _begin_training_on(self, awaiting: _BatchAwaitingTraining, micro_batch: MicroBatch) -> None:
         """Records that training on a batch begins, and notifies the extensions.
@@ -728,15 +740,23 @@ class Loader:
                 )
             )
 
-        # The loader's position is that of its latest pass. If another pass has begun since the
-        # loop got the batch, the position stays where it is.
-        training_pass = awaiting.training_pass
-        pass_in_progress = self._training_pass
-        if pass_in_progress is not None and pass_in_progress is not training_pass:
-            return
+        self._update_position(awaiting.training_pass, position)
 
-        # Otherwise the pass of this batch is in progress. If it had ended, it is in progress again:
-        # the loop trains on a batch that it has fetched ahead.
+    def _update_position(self, training_pass: TrainingPass, position: int) -> None:
+        """Records that a pass trains on a global batch, unless a later pass has begun.
+
+        - `ahead = list(loader)`, then training on `ahead`: the pass has ended, so none is in
+          progress. Training on its batches makes it the pass in progress again.
+        - A batch of an earlier pass is trained on inside a new loop over the loader: the position
+          stays that of the new loop.
+
+        Args:
+            training_pass: the pass that the batch belongs to.
+            position: position of the global batch in the epoch.
+        """
+        another_is_in_progress = self._training_pass not in (None, training_pass)
+        if another_is_in_progress:
+            return
         self._training_pass = training_pass
         self._position = position
 
@@ -924,8 +944,9 @@ class Loader:
             counted = counting.count_rows(planned, collated)
 
             # If the collate function has dropped all samples of this rank, `counted.batch` is an
-            # empty batch that a model can process. A model that needs all ranks must get that one.
-            batch = counted.batch if self._evaluates_together else collated
+            # empty batch that a model can process, in place of what the function returned.
+            model_needs_every_rank = self._evaluates_together
+            batch = counted.batch if model_needs_every_rank else collated
             yield counted.planned, batch
 
     def _keep_as_template(self, batch: Any, num_samples: int) -> None:

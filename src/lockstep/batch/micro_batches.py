@@ -214,6 +214,10 @@ class MicroBatchPlan:
         Each virtual rank trains a replica of its own. If there are more ranks than replicas,
         several ranks process one replica together, with equal shares.
 
+        For example, 4 replicas on 8 ranks get 3, 3, 2 and 2 of 10 samples. With
+        `micro_batch_size=1`, the two ranks of a replica with 3 samples need 2 micro-batches, so all
+        replicas have 2.
+
         Args:
             count: number of samples in the global batch.
             num_replicas: number of virtual ranks, and so of replicas.
@@ -223,11 +227,11 @@ class MicroBatchPlan:
         largest_part = ceil_div(count, num_replicas)
         needed = micro_batches_needed(largest_part, equal_shares, self.micro_batch_size)
 
-        # The user may have asked for a minimum number of micro-batches. It is lowered to the number
-        # of samples of the smallest replica, so that each of its micro-batches has a sample.
+        # The smallest replica needs a sample in each micro-batch, so the minimum that the user has
+        # asked for is lowered to the number of its samples.
         smallest_part = count // num_replicas
-        minimum = min(self.min_micro_batches, smallest_part)
-        return max(needed, minimum)
+        lowered_minimum = min(self.min_micro_batches, smallest_part)
+        return max(needed, lowered_minimum)
 
     def _num_micro_batches_of_short(self, count: int, num_of_full_batch: int) -> int:
         """Returns the number of micro-batches of the short global batch at the end of an epoch.
@@ -585,6 +589,10 @@ class MicroBatchPlan:
     def _templates_of_rank(self, count: int, split: Indices) -> list[_MicroBatchTemplate]:
         """Returns this rank's micro-batches of a global batch, or of consecutive samples of it.
 
+        A template is a micro-batch of any global batch of this size: it says which positions in the
+        global batch the samples have. For 8 samples on 2 ranks, in 2 micro-batches, rank 1 has the
+        positions 2 to 3 in the first template and 6 to 7 in the second.
+
         Args:
             count: number of samples in the whole global batch.
             split: where each part begins and ends, shape `(micro-batches, ranks, 2)`. It may have
@@ -606,14 +614,14 @@ class MicroBatchPlan:
             has_last=end_of_split == count,
         )
 
-        # Make a template of each micro-batch: add which samples of the global batch it has. Under
-        # DiLoCo a rank may process fewer replicas than others. `make_micro_batches` then returns
-        # fewer micro-batches than `split` has rows, and the last rows are not used.
-        bounds_of_rank = split[:, rank].tolist()  # for each micro-batch, where it begins and ends
+        # `make_micro_batches` may return fewer micro-batches than `split` has rows: with 3 replicas
+        # on 2 ranks, rank 1 has a single replica, and so no micro-batch for the last row.
+        rows = slice(len(micro_batches))
+        bounds_of_rank = split[rows, rank].tolist()  # where each micro-batch begins and ends
         templates = []
-        for index, micro_batch in enumerate(micro_batches):
-            begin, end = bounds_of_rank[index]
-            sizes_on_ranks = sizes[index]
+        for micro_batch, (begin, end), sizes_on_ranks in zip(
+            micro_batches, bounds_of_rank, sizes[rows], strict=True
+        ):
             all_ranks_have_samples = bool((sizes_on_ranks > 0).all())
             template = _MicroBatchTemplate(micro_batch, slice(begin, end), all_ranks_have_samples)
             templates.append(template)
@@ -622,31 +630,32 @@ class MicroBatchPlan:
     def make_micro_batches(
         self, sizes: Indices, count: int, *, has_first: bool = True, has_last: bool = True
     ) -> list[MicroBatch]:
-        """Makes this rank's micro-batches from the sizes of their parts.
+        """Makes this rank's micro-batches of a global batch, in order.
+
+        - Without virtual ranks, there is one for each row of `sizes`.
+        - Under DiLoCo, a rank that trains fewer replicas than others has none for the last rows.
+        - If virtual ranks train one model, there is one for each piece of the rank's virtual ranks,
+          which follow from `count` alone.
 
         Args:
-            sizes: number of samples in each part, shape `(micro-batches, ranks)`.
+            sizes: number of samples in each part, shape `(micro-batches, ranks)`. Without virtual
+                ranks, these may be only some consecutive micro-batches of the global batch, for
+                example those after a measurement.
             count: number of samples in the whole global batch.
             has_first: True if `sizes` begins with the first micro-batch of the global batch.
             has_last: True if `sizes` ends with the last micro-batch of the global batch.
         """
         rank = self.data_parallel.rank
-
-        # Without virtual ranks, `sizes` may be only some consecutive micro-batches of the global
-        # batch, for example those after a measurement.
         if self.virtual_ranks is None:
             return make_micro_batches(sizes, rank, count, has_first=has_first, has_last=has_last)
 
-        # Under DiLoCo `sizes` covers the whole global batch. A rank that processes fewer replicas
-        # than others has fewer micro-batches than `sizes` has rows.
-        if self.virtual_ranks.train_copies:
+        is_diloco = self.virtual_ranks.train_copies
+        if is_diloco:
             return _micro_batches_of_copies(sizes, rank, count, self.virtual_ranks.count)
 
-        # If virtual ranks train one model, `sizes` covers the whole global batch too, but is not
-        # needed: the number of samples determines the pieces of the virtual ranks. None of these is
-        # marked as repeated or compared.
-        pieces = [CheckedPiece(piece) for piece in self._pieces_of_ranks(count)[rank]]
-        return self._micro_batches_of_pieces(pieces, count)
+        pieces_of_rank = self._pieces_of_ranks(count)[rank]
+        unchecked = [CheckedPiece.unchecked(piece) for piece in pieces_of_rank]
+        return self._micro_batches_of_pieces(unchecked, count)
 
 
 def _plan_batches(

@@ -165,8 +165,8 @@ class Placeholder:
     def _add_row(self, tensor: Tensor) -> Tensor:
         """Replaces a tensor without rows by one row, and returns any other tensor unchanged.
 
-        It records which dimension was empty, and how long the row may be in a result, so that
-        `cut_off` finds the row there.
+        It records in which dimension the row was added, and how many rows of a result may come from
+        it, so that `cut_off` finds them there.
         """
         if not has_no_rows(tensor):
             return tensor
@@ -174,11 +174,7 @@ class Placeholder:
         empty_dimension = tensor.shape.index(0)
         self._empty_dimensions.add(empty_dimension)
         row = placeholder_of(tensor, self._samples)
-
-        # In a result the row (1, 3, 4) may have become 3 rows (`flatten(0, 1)`) or 12
-        # (`flatten()`).
-        for num_flattened in range(1, row.dim() + 1):
-            self._possible_lengths.add(row.shape[:num_flattened].numel())
+        self._possible_lengths.update(_lengths_after_flattening(row))
 
         # The row is a new tensor, which autograd does not connect with `tensor`. If `tensor` needs
         # a gradient, `_AddRow` connects them, so that the backward pass reaches `tensor`.
@@ -210,25 +206,39 @@ class Placeholder:
     def _dimension_of_rows(self, shape: Sequence[int]) -> int | None:
         """Returns the dimension in which a result has the placeholder's rows, or None.
 
-        For an argument of shape (0, 3, 4), the placeholder has the shape (1, 3, 4), and
-        `_possible_lengths` are 1, 1 * 3 and 1 * 3 * 4: its lengths with the first one, two or three
-        dimensions flattened. So a result of shape (1, 10), (3, 4) or (12,) has the placeholder's
-        rows in dimension 0. A result of shape (7,) has none.
+        - An argument of shape (0, 3, 4) became the placeholder (1, 3, 4), and `_possible_lengths`
+          are 1, 3 and 12. A result of shape (1, 10), (3, 4) or (12,) has the placeholder's rows in
+          dimension 0. A result of shape (7,) has none.
+        - An argument of shape (3, 0) became the placeholder (3, 1). A result of shape (5, 1) has it
+          in dimension 1.
 
         Args:
             shape: the shape of the result.
         """
-        # First case: an argument was empty in dimension 0, and the placeholder's rows are there.
-        was_empty_in_first = 0 in self._empty_dimensions
-        if was_empty_in_first and shape and shape[0] in self._possible_lengths:
+        if 0 in self._empty_dimensions and self._has_flattened_rows(shape):
             return 0
 
-        # Second case: an argument was empty in another dimension, where the result has size 1.
         for dimension in sorted(self._empty_dimensions):
-            if dimension < len(shape) and shape[dimension] == 1:
+            has_placeholder = dimension < len(shape) and shape[dimension] == 1
+            if has_placeholder:
                 return dimension
 
         return None
+
+    def _has_flattened_rows(self, shape: Sequence[int]) -> bool:
+        """Returns True if a result of this shape begins with a placeholder, flattened or not."""
+        return len(shape) > 0 and shape[0] in self._possible_lengths
+
+
+def _lengths_after_flattening(row: Tensor) -> set[int]:
+    """Returns how many rows a row may become if its first dimensions are flattened.
+
+    The row (1, 3, 4) stays 1 row, or becomes 3 rows (`flatten(0, 1)`) or 12 (`flatten()`).
+    """
+    lengths = set()
+    for num_flattened in range(1, row.dim() + 1):
+        lengths.add(row.shape[:num_flattened].numel())
+    return lengths
 
 
 def placeholder_of(tensor: Tensor, samples: Iterable[Tensor]) -> Tensor:
@@ -325,6 +335,16 @@ class _AddRow(torch.autograd.Function):
         return _ZeroGradient.apply(gradient, ctx.shape), None  # type: ignore[no-untyped-call]
 
 
+def _sharing_memory(tensor: Tensor, shape: list[int]) -> Tensor:
+    """Returns a tensor of another shape in the memory of a tensor, like the view `tensor[:0]`.
+
+    For autograd it is no view: autograd forbids to change in place a view that a function returned.
+    """
+    result = tensor.new_empty(0)
+    result.set_(tensor.untyped_storage(), tensor.storage_offset(), shape, tensor.stride())
+    return result
+
+
 class _CutRows(torch.autograd.Function):
     """Removes the rows of a tensor, but keeps its memory. The gradient is always zero."""
 
@@ -339,16 +359,10 @@ class _CutRows(torch.autograd.Function):
         if dimension is None:
             return tensor.clone()
 
+        # If a later function refuses the result, `placeholder_of` finds the row in its memory.
         shape = list(tensor.shape)
         shape[dimension] = 0
-
-        # The result uses the memory of the tensor, so that `placeholder_of` finds the row there if
-        # a later function refuses the result. `tensor[:0]` would use it too, but as a view. If an
-        # autograd function returns a view, autograd forbids to change it in place. So the result is
-        # a new tensor that is set to the same memory.
-        without_rows = tensor.new_empty(0)
-        without_rows.set_(tensor.untyped_storage(), tensor.storage_offset(), shape, tensor.stride())
-        return without_rows
+        return _sharing_memory(tensor, shape)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:

@@ -222,14 +222,13 @@ def _split_over_ranks(count: int, shares: tuple[int, ...], micro_batches: int) -
     num_ranks = len(shares)
     num_micro_batches = max(1, min(micro_batches, count))
 
-    # First choose the size of each part. Deal the samples out to the ranks, evenly mixed, and count
-    # what each rank was dealt between the bounds of a micro-batch. With 6 samples, the shares
-    # (2, 1) and 2 micro-batches, the ranks are dealt [0, 1, 0, 0, 1, 0]: each micro-batch has
-    # 2 samples of rank 0 and 1 sample of rank 1.
+    # Example: 6 samples, the shares (2, 1) and 2 micro-batches. The samples are dealt out to the
+    # ranks, evenly mixed: [0, 1, 0, 0, 1, 0]. This only decides how many samples a rank gets in
+    # each micro-batch: rank 0 gets 2, and rank 1 gets 1.
     rank_of_sample = _deal_out_samples(part_sizes(count, shares))
 
-    # Micro-batch i has the samples bounds[i] to bounds[i + 1] - 1 of the global batch. With 7
-    # samples and 2 micro-batches the bounds are [0, 4, 7].
+    # Micro-batch i has the samples bounds[i] to bounds[i + 1] - 1 of the global batch. In the
+    # example the bounds are [0, 3, 6].
     bounds = ceil_div(count * np.arange(num_micro_batches + 1), num_micro_batches)
     split = np.empty((num_micro_batches, num_ranks, 2), dtype=np.int64)
     for index in range(num_micro_batches):
@@ -237,7 +236,8 @@ def _split_over_ranks(count: int, shares: tuple[int, ...], micro_batches: int) -
         end = bounds[index + 1]
         sizes_of_parts = np.bincount(rank_of_sample[begin:end], minlength=num_ranks)
 
-        # Then place the parts of the ranks one after the other, so each rank's samples adjoin.
+        # Within the micro-batch, the parts of the ranks follow each other. In the example, `split`
+        # becomes [[[0, 2], [2, 3]], [[3, 5], [5, 6]]].
         ends_of_parts = begin + np.cumsum(sizes_of_parts)
         split[index, :, 0] = ends_of_parts - sizes_of_parts
         split[index, :, 1] = ends_of_parts
@@ -343,30 +343,29 @@ def split_over_virtual_ranks(
     longest_list = max(len(pieces) for pieces in pieces_of_ranks)
     max_pieces = max(1, longest_list)
     for rank, pieces in enumerate(pieces_of_ranks):
-        end_of_virtual_ranks = bounds_of_ranks[rank + 1]
-        padding = _padding_after(end_of_virtual_ranks, begins)
+        end_of_virtual_ranks = bounds_of_ranks[rank + 1]  # its last virtual rank, plus 1
+        # A piece belongs to some virtual rank. If rank 0 has none at all, virtual rank 0 is taken.
+        last_virtual_rank = max(0, end_of_virtual_ranks - 1)
+        # `begins` also has the end of the last virtual rank, so this is the end of this one.
+        end_of_samples = begins[end_of_virtual_ranks]
+        padding = _padding(last_virtual_rank, end_of_samples)
         pieces += [padding] * (max_pieces - len(pieces))
 
     return pieces_of_ranks
 
 
-def _padding_after(end_of_virtual_ranks: int, begins: list[int]) -> VirtualRankPiece:
+def _padding(virtual_rank: int, position: int) -> VirtualRankPiece:
     """Returns a piece without samples for a rank that has fewer pieces than others.
 
-    A piece belongs to some virtual rank. Without samples any would do; this takes the one before
-    `end_of_virtual_ranks`, or virtual rank 0 if the first rank has no virtual ranks at all.
-
-    Args:
-        end_of_virtual_ranks: the number after that of the rank's last virtual rank.
-        begins: the position of the first sample of each virtual rank in the global batch.
+    If a rank's last virtual rank is 3, whose samples end before position 20 of the global batch,
+    its padding is a piece of virtual rank 3 that begins and ends at 20.
     """
-    end_of_samples = begins[end_of_virtual_ranks]
     return VirtualRankPiece(
-        virtual_rank=max(0, end_of_virtual_ranks - 1),
+        virtual_rank=virtual_rank,
         piece_number=0,
         num_pieces=1,
-        begin=end_of_samples,
-        end=end_of_samples,
+        begin=position,
+        end=position,
         is_padding=True,
     )
 

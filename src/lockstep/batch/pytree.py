@@ -437,17 +437,16 @@ def _is_structured(item: Any) -> bool:
 def has_item_per_sample(sequence: Sequence[Any], count: int | None) -> bool:
     """Returns True if a sequence has one item for each sample, and not one for each field.
 
-    A sequence does not say which of the two it is. But all fields have one row for each sample, and
-    a sample has another length by itself. So these rules are tried in order, here for 2 samples:
+    If every tensor in the sequence has `count` rows, the items are fields, otherwise samples. Some
+    sequences of fields are recognised before that. So these rules are tried in order, here for 2
+    samples:
 
     1. `[a, b, c]` has 3 items: False.
     2. `(images, {"label": labels})` has items of different structures: fields, so False.
     3. `([image, image], [mask, mask])`: each item has one item for each sample. So the items are
        fields, the images and the masks: False.
-    4. `[image, image]` with images of shape `(3, 8, 8)`: the length of these tensors is 3. A field
-       would have the length 2, one row for each sample. So the items are samples: True.
-    5. `(images, masks)` of shape `(2, 3, 8, 8)`: the length of each tensor is 2, so they are
-       fields: False.
+    4. `[image, image]` with images of shape `(3, 8, 8)`: they have 3 rows, so they are samples:
+       True. `(images, masks)` of shape `(2, 3, 8, 8)`: they have 2 rows, so they are fields: False.
 
     Args:
         sequence: a list or a tuple.
@@ -467,13 +466,11 @@ def has_item_per_sample(sequence: Sequence[Any], count: int | None) -> bool:
         if isinstance(item, list | tuple) and has_item_per_sample(item, count):
             return False
 
-    # Rule 4. A single tensor with another number of rows is enough.
-    for tensor in tensors(sequence):
-        if tensor.dim() == 0 or len(tensor) != count:
-            return True
-
-    # Rule 5.
-    return False
+    # Rule 4.
+    all_have_row_per_sample = all(
+        tensor.dim() > 0 and len(tensor) == count for tensor in tensors(sequence)
+    )
+    return not all_have_row_per_sample
 
 
 def _kind_of_item(item: Any) -> Any:
@@ -572,20 +569,24 @@ def _rebuild_sequence(batch: Any, values: list[Any]) -> Any:
 def _rebuild_mapping(batch: Any, children: dict[Any, Any]) -> Any:
     """Returns a mapping of the same class with other values.
 
-    A copy of the mapping keeps additional attributes. It is only made if it has items of its own,
-    whose values can be replaced. Otherwise the class of the mapping is called. These share items:
-
-    - a copy of a mapping that is neither a `dict` nor a `UserDict` may do so;
-    - some classes set `self.__dict__ = self`, so that `batch.image` is `batch["image"]`. A copy of
-      such an object keeps the batch itself as its `__dict__`.
+    Usually it is a copy, which keeps additional attributes of the mapping.
     """
-    is_its_own_dict = getattr(batch, "__dict__", None) is batch
-    copy_has_own_items = isinstance(batch, dict | UserDict) and not is_its_own_dict
-    if copy_has_own_items:
-        rebuilt: Any = copy.copy(batch)
-        for key, value in children.items():
-            rebuilt[key] = value
-        return rebuilt
+    if _copy_may_share_items(batch):  # replacing values in the copy might change the original
+        mapping_class: Any = type(batch)
+        return mapping_class(children)
 
-    mapping_class: Any = type(batch)
-    return mapping_class(children)
+    rebuilt: Any = copy.copy(batch)
+    for key, value in children.items():
+        rebuilt[key] = value
+    return rebuilt
+
+
+def _copy_may_share_items(batch: Any) -> bool:
+    """Returns True if changing the items of `copy.copy(batch)` may change the batch itself."""
+    # A mapping of another class may keep its items anywhere.
+    if not isinstance(batch, dict | UserDict):
+        return True
+
+    # `class Batch(dict)` with `self.__dict__ = self`, so that `batch.image` is `batch["image"]`: a
+    # copy has the original as its `__dict__`.
+    return getattr(batch, "__dict__", None) is batch

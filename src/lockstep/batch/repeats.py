@@ -34,9 +34,19 @@ class CheckedPiece(NamedTuple):
     """True if two ranks compute its virtual rank and compare their results."""
 
     @classmethod
+    def unchecked(cls, piece: VirtualRankPiece) -> CheckedPiece:
+        """Returns a micro-batch for the optimizer step, which no other rank computes."""
+        return cls(piece)
+
+    @classmethod
     def repeated(cls, piece: VirtualRankPiece) -> CheckedPiece:
         """Returns a micro-batch that is computed again, to compare the result."""
         return cls(piece, is_repeat=True, is_compared=True)
+
+    @classmethod
+    def ignored(cls, piece: VirtualRankPiece) -> CheckedPiece:
+        """Returns a micro-batch that is computed, but neither compared nor used for the step."""
+        return cls(piece, is_repeat=True)
 
 
 class CheckedGlobalBatch(NamedTuple):
@@ -197,17 +207,16 @@ def _unused_piece(pieces: Sequence[VirtualRankPiece]) -> CheckedPiece:
     with_samples = [piece for piece in pieces if not piece.is_padding]
     if not with_samples:
         # All pieces of this rank are padding. Padding has no samples, so its gradient is zero, and
-        # computing it once more changes nothing.
+        # need not be ignored.
         padding = pieces[-1]
-        return CheckedPiece(padding)
+        return CheckedPiece.unchecked(padding)
 
-    # The rank also computes this piece at its usual place. There its gradient is used, so here it
-    # is marked as a repeat, whose gradient is ignored.
-    return CheckedPiece(_as_only_piece(with_samples[-1]), is_repeat=True)
+    # The rank also computes this piece at its usual place, where its gradient is used.
+    return CheckedPiece.ignored(_as_only_piece(with_samples[-1]))
 
 
 def _as_only_piece(piece: VirtualRankPiece) -> VirtualRankPiece:
-    """Returns a piece as if it were the only one of its virtual rank.
+    """Returns a piece as if it were the only one of its virtual rank: piece 0 of 1.
 
     The virtual rank then begins and ends with it, and does not wait for other pieces.
     """

@@ -168,19 +168,25 @@ def shapes_in(batch: Any, planned: int) -> Iterator[Shape]:
             return
 
         if _has_one_item_per_sample(batch, planned):
-            # Fields, such as images and labels, have one row for each sample, so their tensors are
-            # equally long. Samples, such as sentences, may have any lengths. So tensors of equal
-            # length may be fields or samples; tensors of different lengths must be samples.
-            are_equally_long = len(_tensor_lengths(batch)) == 1
-            if are_equally_long:
-                yield UNKNOWN_SHAPE
-            else:
-                yield Shape(len(batch), None)
+            yield _shape_of_items(batch)
             return
 
     # The children are the fields of the batch.
     for child in children.values():
         yield from shapes_in(child, planned)
+
+
+def _shape_of_items(items: Sequence[Any]) -> Shape:
+    """Returns the shape of a sequence with as many items as there are planned samples.
+
+    With 2 planned samples:
+
+    - tensors of the lengths 5 and 7, e.g. sentences: fields would be equally long, so these are
+      samples. The shape is `Shape(2, None)`.
+    - tensors of the lengths 8 and 8: 2 samples, or 2 fields of 8 rows: `UNKNOWN_SHAPE`.
+    """
+    are_equally_long = len(_tensor_lengths(items)) == 1
+    return UNKNOWN_SHAPE if are_equally_long else Shape(len(items), None)
 
 
 def _has_one_item_per_sample(sequence: Sequence[Any], planned: int) -> bool:

@@ -238,10 +238,9 @@ def confirm_shares(
     else:
         best = min(seconds, key=seconds.__getitem__)
 
-    # `best` is the fastest, so if it takes infinite time, none of the shares that were tried fit
-    # into memory. The last ones, if they are untried, may.
-    none_fits = seconds[best] == math.inf
-    if none_fits:
+    # If not even the best shares fit into memory, take the last ones: untried ones may fit.
+    best_fits_in_memory = seconds[best] < math.inf
+    if not best_fits_in_memory:
         return last
 
     # Keep the shares with which the search began, unless others are measurably faster. They were

@@ -441,32 +441,50 @@ def _fields_of_order(loader: torch_data.DataLoader[Any], shuffle: bool) -> dict[
                 code="LS102",
             )
 
-    # If the user passes a batch sampler, `loader.batch_size` is None, even if it is a BatchSampler.
-    # Otherwise torch has created a BatchSampler.
-    is_users_batch_sampler = (
-        type(batch_sampler) is not torch_data.BatchSampler or loader.batch_size is None
-    )
-    if is_users_batch_sampler:
-        size = getattr(batch_sampler, "batch_size", None)
-        if not (isinstance(size, int) and size > 0):
-            # The sizes of the batches are unknown and may vary, so the mean is used.
-            num_batches = max(1, _length(batch_sampler))
-            size = max(1, ceil_div(_length(loader.dataset), num_batches))
+    if _has_users_batch_sampler(loader):
+        size = _size_of_batches(batch_sampler, loader.dataset)
         return {"batch_sampler": batch_sampler, "batch_size": size}
 
-    # Torch's SequentialSampler and RandomSampler usually yield each sample once. Then Lockstep's
-    # own order, which it can resume anywhere, takes their place. There are three exceptions: a
-    # RandomSampler with replacement=True, one with num_samples= (its length is then another than
-    # that of its data), and a sampler for another dataset.
-    is_sequential = type(sampler) is torch_data.SequentialSampler
-    is_random = type(sampler) is torch_data.RandomSampler and not sampler.replacement
-    if is_sequential or is_random:
-        yields_each_once = len(sampler) == len(sampler.data_source)
-        is_for_this_dataset = len(sampler.data_source) == _length(loader.dataset)
-        if yields_each_once and is_for_this_dataset:
-            return {"shuffle": shuffle or is_random}
+    # Lockstep's own order, which it can resume anywhere, takes the place of torch's samplers.
+    if _is_torchs_sampler_of_each_sample(sampler, loader.dataset):
+        is_random = type(sampler) is torch_data.RandomSampler
+        return {"shuffle": shuffle or is_random}
 
     return {"sampler": sampler}
+
+
+def _has_users_batch_sampler(loader: torch_data.DataLoader[Any]) -> bool:
+    """Returns True if the user has passed a batch sampler, False if torch has created one."""
+    is_torchs_class = type(loader.batch_sampler) is torch_data.BatchSampler
+
+    # The user's batch sampler may be of torch's class, too. A DataLoader with a batch sampler of
+    # the user's has no batch_size.
+    return not is_torchs_class or loader.batch_size is None
+
+
+def _size_of_batches(batch_sampler: Any, dataset: Any) -> int:
+    """Returns the batch size of the user's batch sampler; if unknown, the mean of its batches."""
+    size = getattr(batch_sampler, "batch_size", None)
+    if isinstance(size, int) and size > 0:
+        return size
+    num_batches = max(1, _length(batch_sampler))
+    return max(1, ceil_div(_length(dataset), num_batches))
+
+
+def _is_torchs_sampler_of_each_sample(sampler: Any, dataset: Any) -> bool:
+    """Returns True for torch's sampler that yields each sample once, in order or shuffled.
+
+    These are a SequentialSampler and a RandomSampler, with three exceptions:
+
+    - a RandomSampler with `replacement=True`;
+    - a RandomSampler with `num_samples=...`, if that is not the number of samples;
+    - a sampler that was made for another dataset.
+    """
+    if type(sampler) not in (torch_data.SequentialSampler, torch_data.RandomSampler):
+        return False
+    if getattr(sampler, "replacement", False):
+        return False
+    return len(sampler) == len(sampler.data_source) == _length(dataset)
 
 
 def _make_torch_loader(

@@ -293,41 +293,36 @@ class IterableLoader(Loader):
         """
         position = start
         while self._plan.request.is_open:
-            pass_has_ended = yield from self._read_for_autotuning(epoch, position)
-            if pass_has_ended:
+            # The measurements decide which part of the global batch each rank gets, so every rank
+            # reads all of its samples.
+            samples = self._iterable.read_whole(epoch, position)
+            is_short = len(samples) < self.batch_size
+            if not samples or (is_short and self.source.drop_last):
                 return None
+
+            yield from self._read_for_autotuning(epoch, position, samples)
             position += 1
         return position
 
     def _read_for_autotuning(
-        self, epoch: int, position: int
-    ) -> Generator[ReadMicroBatch, None, bool]:
+        self, epoch: int, position: int, samples: list[Any]
+    ) -> Iterator[ReadMicroBatch]:
         """Yields the micro-batches of a global batch on which autotuning measures the devices.
 
-        The measurements decide which part of the global batch each rank gets, so every rank first
-        reads all of its samples and keeps them in `_autotuning_samples`. A planned micro-batch then
-        only says which sample numbers it has; `_read_planned` takes these from the kept samples.
-
-        Returns:
-            The value of `yield from`: True if the pass ends before this global batch, because the
-            stream has no more samples, or too few for a full global batch and `drop_last` is set.
+        Args:
+            epoch: number of the epoch.
+            position: position of the global batch in the epoch.
+            samples: all samples of the global batch.
         """
-        samples = self._iterable.read_whole(epoch, position)
-        is_short = len(samples) < self.batch_size
-        if not samples or (is_short and self.source.drop_last):
-            return True
-
+        # A planned micro-batch only says which positions in the stream its samples have.
+        # `_read_segments` calls `_read_planned`, which takes these from the kept samples.
         self._autotuning_samples = samples
         self._position_of_autotuning_samples = position * self.batch_size
         positions = self._position_of_autotuning_samples + np.arange(len(samples), dtype=np.int64)
 
-        # `_read_segments` calls `_read_planned` for each micro-batch.
         segments = self._plan.plan_autotuning(position, positions)
         yield from self._read_segments(epoch, segments)
-
-        # The loop has processed the global batch, so its samples are no longer needed.
-        self._autotuning_samples = []
-        return False
+        self._autotuning_samples = []  # the loop has processed the global batch
 
     def _read_planned(
         self, epoch: int, planned: Iterable[PlannedMicroBatch]
@@ -453,8 +448,8 @@ class IterableLoader(Loader):
         global_samples = int(rank_batch.samples_of_ranks.sum())
         micro_batches = self._plan.make_micro_batches(sizes[numbers_of_filled], global_samples)
 
-        # Under DiLoCo, a rank that processes fewer replicas of the model than others has fewer
-        # micro-batches than they. Then the last numbers are not used.
+        # Under DiLoCo, a rank may train fewer replicas than others. With 3 replicas on 2 ranks and
+        # the sizes [[2, 2], [2, 0]], rank 1 has one micro-batch: number 1 is not used.
         numbers_of_this_rank = numbers_of_filled[: len(micro_batches)]
         for number, micro_batch in zip(numbers_of_this_rank, micro_batches, strict=True):
             planned = PlannedMicroBatch(

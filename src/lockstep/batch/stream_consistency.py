@@ -174,22 +174,14 @@ def _check_ends(epoch: int, count_or_digests_by_rank: Sequence[int | list[Any]])
         count_or_digests_by_rank: for each rank, the number of samples if its stream has ended, and
             otherwise the digests of the samples that it has read.
     """
-    # If the stream has ended on no rank, there are only digests, which `_check_same_samples`
-    # compares.
-    some_ended = any(isinstance(value, int) for value in count_or_digests_by_rank)
-    if not some_ended:
-        return
-
-    # If the stream has ended on all ranks, after the same number of samples, all is well.
-    all_ended_alike = all(
-        value == count_or_digests_by_rank[0] for value in count_or_digests_by_rank
-    )
-    if all_ended_alike:
+    # The number of samples after which the stream has ended on each rank, or None: not yet.
+    ends_by_rank = [value if isinstance(value, int) else None for value in count_or_digests_by_rank]
+    if len(set(ends_by_rank)) == 1:
         return
 
     ends = []
-    for rank, value in enumerate(count_or_digests_by_rank):
-        end = f"after {value} samples" if isinstance(value, int) else "not yet"
+    for rank, value in enumerate(ends_by_rank):
+        end = "not yet" if value is None else f"after {value} samples"
         ends.append(f"{end} on rank {rank}")
 
     raise RanksDifferError(

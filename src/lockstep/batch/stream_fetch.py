@@ -69,6 +69,10 @@ class GlobalBatchRequest(NamedTuple):
     """True to also read the first samples of the epoch, in a pass that begins in its middle and in
     a stream that can skip samples. Their digests are compared with those of the checkpoint."""
 
+    def at_beginning(self, position: int) -> GlobalBatchRequest:
+        """Returns the request for a global batch in a pass from the beginning of this epoch."""
+        return self._replace(position=position, pass_begin=0, read_beginning=False)
+
 
 @dataclass
 class RankBatch:
@@ -248,8 +252,8 @@ class IterableFetch(Dataset[Any]):
         rank = self._data_parallel.rank
         num_ranks = self._data_parallel.size
 
-        # The dataset yields only samples of this rank, which takes the same number of them for
-        # every global batch.
+        # The dataset yields only samples of this rank. The plan is that of a full global batch, so
+        # `num_wanted` is the same for every global batch.
         num_wanted = int(planned_sizes[:, rank].sum())
         first_on_rank = request.position * num_wanted
         samples = self._read(
@@ -266,8 +270,8 @@ class IterableFetch(Dataset[Any]):
             # numbers 0, 2, 4, ... and rank 1 has 1, 3, 5, ..., so no two samples share a number.
             first_number=first_on_rank * num_ranks + rank,
             planned_sizes=planned_sizes,
-            # No samples: the dataset has ended. (After a short global batch, this rank is asked
-            # for another one.)
+            # A part that is shorter than planned is trained on, too; the next request then finds no
+            # samples.
             ended=not samples,
         )
 
@@ -284,15 +288,13 @@ class IterableFetch(Dataset[Any]):
         num_ranks = self._data_parallel.size
         num_wanted = int(planned_sizes[:, rank].sum())
 
-        # Find this rank's first sample in the global batch. Example: of 4 ranks, rank 1 has the
-        # samples 1, 5, 9, ... In a global batch that begins with sample 6, its first sample is
-        # 6 + (1 - 6) % 4 = 9.
         first_of_global_batch = request.position * self._source.batch_size
-        first_number = first_of_global_batch + (rank - first_of_global_batch) % num_ranks
+        first_number = _next_number_of_rank(first_of_global_batch, rank, num_ranks)
         samples = self._read(request.epoch, first=first_number, stride=num_ranks, count=num_wanted)
 
-        # If a global batch has fewer samples than ranks, nothing is planned for some ranks. Such a
-        # rank reads nothing, although the dataset has not ended.
+        # If a global batch has fewer samples than ranks, a rank for which nothing is planned reads
+        # nothing, although the dataset has not ended. A part that is shorter than planned is
+        # trained on, too; the next request then finds no samples.
         ended = num_wanted > 0 and not samples
         return self._divide_part(
             samples, first_number=first_number, planned_sizes=planned_sizes, ended=ended
@@ -411,22 +413,21 @@ class IterableFetch(Dataset[Any]):
         # place.
         copy_at_beginning = self.fresh()
         samples = copy_at_beginning._read(epoch, first=0, stride=1, count=count)
-        self._drop_reader_if_moved_by(copy_at_beginning)
+
+        # Some datasets return the same iterator each time: `iter(dataset) is dataset`. Then the
+        # copy has taken samples from the iterator of the pass in progress.
+        if self._shares_iterator_with(copy_at_beginning):
+            self._reader = None  # the pass opens the dataset again, and reads forward to its place
 
         if not samples:
             return None
         return self.collate(epoch, samples, np.arange(len(samples)))
 
-    def _drop_reader_if_moved_by(self, copy: IterableFetch) -> None:
-        """Drops the reader of the pass in progress if a copy of this object has moved its iterator.
-
-        Some datasets return the same iterator each time: `iter(dataset) is dataset`. At its next
-        read the pass opens the dataset again, and reads forward to its place.
-        """
-        if self._reader is not None and copy._reader is not None:
-            shares_iterator = copy._reader.samples is self._reader.samples
-            if shares_iterator:
-                self._reader = None
+    def _shares_iterator_with(self, copy: IterableFetch) -> bool:
+        """Returns True if this object and a copy of it read from the same iterator."""
+        if self._reader is None or copy._reader is None:
+            return False
+        return self._reader.samples is copy._reader.samples
 
     def collate(self, epoch: int, samples: list[Any], numbers: Indices) -> Any:
         """Transforms samples and makes a batch of them.
@@ -439,8 +440,8 @@ class IterableFetch(Dataset[Any]):
             samples: the samples as the dataset yielded them.
             numbers: the numbers of the samples, shape `(n,)`.
         """
-        # Seeds are only needed if functions of the user's run, which may draw random numbers. They
-        # are left out with `sample_rng=False`, by which the user says that none are drawn.
+        # Seeds are needed only if the user's own functions are called, since those may draw random
+        # numbers. With `sample_rng=False` the user says that they draw none.
         transform = self._source.transform
         needs_seeds = self._runs_user_code and self._sample_rng
         if not needs_seeds:
@@ -495,15 +496,23 @@ class IterableFetch(Dataset[Any]):
         # Many datasets split themselves over the loader workers. Hidden from them, each worker
         # reads everything.
         with without_worker_info():
-            reader = self._reader
-            if reader is None or self._must_reopen(reader, epoch, first):
-                reader = self._open(epoch, first, stride)
-            elif reader.ended:  # the same reader goes on, but the dataset has no more samples
+            reader = self._reader_before(epoch, first, stride)
+            if reader.ended:
                 return []
 
             with reader.enter_random_state():
                 self._read_up_to(reader, first, batches)
                 return reader.take(count)
+
+    def _reader_before(self, epoch: int, first: int, stride: int) -> StreamReader:
+        """Returns the reader of this pass, which has not read the sample `first` yet.
+
+        If the reader of an earlier read cannot get there, the dataset is opened anew.
+        """
+        reader = self._reader
+        if reader is None or self._must_reopen(reader, epoch, first):
+            return self._open(epoch, first, stride)
+        return reader
 
     def _must_reopen(self, reader: StreamReader, epoch: int, first: int) -> bool:
         """Returns True if the dataset must be opened again to read a sample.
@@ -543,7 +552,7 @@ class IterableFetch(Dataset[Any]):
             batches: the global batches that the dropped samples belong to; None if unknown.
         """
         while reader.next_number < first and not reader.ended:
-            if batches is None:
+            if batches is None:  # no digests to keep
                 reader.take(first - reader.next_number)
                 continue
 
@@ -574,14 +583,19 @@ class IterableFetch(Dataset[Any]):
 
         # A copy with an iterator of its own reads them, so that this object keeps its place.
         copy_at_beginning = self.fresh()
+        self._digests.update(copy_at_beginning._digests_of_first_samples(request))
+
+    def _digests_of_first_samples(self, request: GlobalBatchRequest) -> dict[int, list[Any]]:
+        """Reads the first samples of the epoch of a request, and returns their digests.
+
+        Returns:
+            The digests that `_keep_digests` keeps, by the position of the global batch.
+        """
         num_batches = ceil_div(SAMPLES_COMPARED, self._source.batch_size)
         for position in range(num_batches):
-            # Make the request that a pass from the beginning of the epoch makes for this global
-            # batch. Such a pass needs not read the beginning in addition.
-            at_beginning = request._replace(position=position, pass_begin=0, read_beginning=False)
-            samples = copy_at_beginning._read_part(at_beginning).samples
-            copy_at_beginning._keep_digests(position, pass_begin=0, samples=samples)
-        self._digests.update(copy_at_beginning._digests)
+            samples = self._read_part(request.at_beginning(position)).samples
+            self._keep_digests(position, pass_begin=0, samples=samples)
+        return self._digests
 
     @property
     def _can_skip(self) -> bool:
@@ -652,3 +666,11 @@ class IterableFetch(Dataset[Any]):
             enter_random_state=enter_random_state,
         )
         return self._reader
+
+
+def _next_number_of_rank(begin: int, rank: int, num_ranks: int) -> int:
+    """Returns the first of the samples `rank`, `rank + num_ranks`, ... that is not before `begin`.
+
+    Of 4 ranks, rank 1 has the samples 1, 5, 9, ...; from sample 6 on, its first one is 9.
+    """
+    return begin + (rank - begin) % num_ranks

@@ -67,6 +67,15 @@ class Weighing:
         """True if every micro-batch weighs its planned number of samples."""
         return self.weight is None and self.row_counter is None
 
+    @property
+    def row_counter_for_weights(self) -> RowCounter | None:
+        """The counter if a batch weighs its counted rows.
+
+        None if the user's function weighs it, whatever rows it has, or if it has one row for each
+        sample.
+        """
+        return self.row_counter if self.weight is None else None
+
     def count_rows(self, planned: PlannedMicroBatch, batch: Any) -> CountedBatch:
         """Counts the rows of a batch and computes its weight.
 
@@ -175,28 +184,15 @@ def scale_by_weight(
         RanksDifferError: another rank is at another global batch.
     """
     pending: _PendingGlobalBatch | None = None  # its all-reduce is in progress
-    global_batch: list[ReadMicroBatch] = []
-
-    for planned, batch in read:
-        global_batch.append((planned, batch))
-        is_complete = planned.micro_batch.last
-        if not is_complete:
-            continue
-
+    for global_batch in _group_by_global_batch(read):
         # Wait for the previous all-reduce before starting the next one. If a rank has left its
         # loop, the next one would be matched with an unrelated collective of that rank.
-        scaled_previous_batch: list[ReadMicroBatch] = []
-        if pending is not None:
-            scaled_previous_batch = pending.wait_for_scaled()
-
-        # Start the all-reduce of this global batch. The next global batch is read from its
-        # beginning: nothing is before it.
+        previous = [] if pending is None else pending.wait_for_scaled()
         pending = _PendingGlobalBatch(
             global_batch, weighing, collectives, epoch, weight_before, virtual_ranks
         )
-        global_batch = []
-        weight_before = 0.0
-        yield from scaled_previous_batch
+        weight_before = 0.0  # only the first global batch may have begun before `read`
+        yield from previous
 
         # A single process needs no all-reduce, so it does not read ahead.
         if collectives.single_process:
@@ -206,6 +202,16 @@ def scale_by_weight(
     # The last global batch.
     if pending is not None:
         yield from pending.wait_for_scaled()
+
+
+def _group_by_global_batch(read: Iterator[ReadMicroBatch]) -> Iterator[list[ReadMicroBatch]]:
+    """Yields the micro-batches of each global batch as a list, once its last one has been read."""
+    global_batch = []
+    for planned, batch in read:
+        global_batch.append((planned, batch))
+        if planned.micro_batch.last:
+            yield global_batch
+            global_batch = []
 
 
 class _SumsOverRanks(NamedTuple):
@@ -286,12 +292,11 @@ class _PendingGlobalBatch:
         sums = self._wait_for_sums()
         self._check_same_global_batch(sums.epochs, sums.positions)
 
-        # A function of the user's, if there is one, weighs the batches, whatever rows they have.
-        row_counter = self._weighing.row_counter
-        if self._weighing.weight is not None or row_counter is None:
+        row_counter = self._weighing.row_counter_for_weights
+        if row_counter is None:
             return self._scaled(sums.weights)
 
-        # Otherwise batches are weighed by their rows, which were counted.
+        # Each batch was weighed by its rows, as counted.
         first_planned, _ = self._global_batch[0]
         global_samples = first_planned.micro_batch.global_samples
         if sums.ranks_with_unknown_rows > 0:
