@@ -54,10 +54,10 @@ from lockstep.language import (
     LANGUAGE_VARIABLE,
     LANGUAGES,
     InLanguage,
+    heading_in_language,
     in_english,
     language_of,
     translate,
-    translate_heading,
 )
 from lockstep.user_code import Location, user_line, user_location, user_traceback
 from lockstep.wording import did_you_mean
@@ -511,10 +511,8 @@ def _format_message(
         in_language: `translate`, or `in_english`, which returns a text as it is.
         translated_found: `found` if it is translated already; otherwise an empty text.
     """
-    # A heading quotes what the user has typed, so it is translated by a function of its own.
-    heading = was_set if in_language is in_english else translate_heading(was_set)
     lines = [
-        heading,
+        heading_in_language(was_set, in_language),
         _labelled(in_language("found:"), translated_found or in_language(found)),
         _labelled(in_language("do:"), in_language(do)),
     ]

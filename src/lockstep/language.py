@@ -304,6 +304,11 @@ def translate_heading(text: str) -> str:
     return chinese_headings().translate_whole(text)
 
 
+def heading_in_language(text: str, in_language: InLanguage) -> str:
+    """Returns the first line of an error by `translate_heading`, or as it is for `in_english`."""
+    return text if in_language is in_english else translate_heading(text)
+
+
 @functools.cache
 def chinese_catalogue() -> Catalogue:
     """Returns the Chinese messages; they are read when a text is shown for the first time."""

@@ -140,12 +140,15 @@ class CopyInterval:
 def choose_every(every: int, min_every_for_cost: float, min_every_for_link: float) -> int:
     """Returns the number of steps from one copy to the next: 3 if every third step is kept.
 
-    The interval becomes longer as soon as it is too short; because of the cost, it is at most
-    doubled in one call. It becomes shorter only as far as there is a margin, so that it does not
-    change all the time. With a `MARGIN` of 1.5, from an interval of 10:
+    An interval that is too short is lengthened at once. One that is too long is shortened only if
+    the shorter one leaves a margin, so that it does not change all the time. With a `MARGIN` of
+    1.5, from an interval of 10:
 
-        min_every_for_cost     4     8     11     25
-        result                 6    10     11     20
+        min_every_for_cost   result
+        25                   20: too short, lengthened to 2 * 10, which is the most in one call
+        11                   11: too short, lengthened
+        8                    10: stays, as 8 with the margin would be 12
+        4                     6: too long, shortened to 4 with the margin
 
     Args:
         every: the interval until now.
@@ -157,14 +160,13 @@ def choose_every(every: int, min_every_for_cost: float, min_every_for_link: floa
     # A few copies may have taken long for another reason, so their cost counts in steps. The link
     # counts at once: on a slow network, each copy too many holds up the training.
     capped_min_for_cost = min(math.ceil(min_every_for_cost), 2 * every)
-    min_every = max(1, capped_min_for_cost, math.ceil(min_every_for_link))
+    lengthened = max(capped_min_for_cost, math.ceil(min_every_for_link))
+    is_too_short = lengthened > every
+    if is_too_short:
+        return lengthened
 
-    is_too_short_or_just_right = min_every >= every
-    if is_too_short_or_just_right:
-        return min_every
-
-    min_with_margin = math.ceil(MARGIN * max(min_every_for_cost, min_every_for_link))
-    return min(every, max(1, min_with_margin))
+    shortened = math.ceil(MARGIN * max(min_every_for_cost, min_every_for_link))
+    return min(every, max(1, shortened))
 
 
 def _milliseconds(seconds: float) -> str:

@@ -127,7 +127,7 @@ def encode(
         CheckpointError: the state holds a value of another type; the message says where.
     """
     # Encoding also collects the tensors, and the region ("box") that each shard has in its tensor.
-    encoder = Encoder(name, to_host or on_cpu, stores_whole_tensors=is_rank_0)
+    encoder = Encoder(name, to_host or on_cpu, is_main=is_rank_0)
     tree = encoder.encode(state, ())
     return EncodedState(tree, encoder.tensors, encoder.boxes)
 
@@ -237,16 +237,14 @@ class Encoder:
     Args:
         name: as in `encode`.
         to_host: as in `encode`.
-        stores_whole_tensors: True to store tensors that are complete on this rank as `$tensor`, and
-            not as `$sharded`.
+        is_main: True on the rank that stores tensors which it has whole as `$tensor`. All other
+            ranks store them as `$sharded`.
     """
 
-    def __init__(
-        self, name: str, to_host: Callable[[Tensor], Tensor], *, stores_whole_tensors: bool
-    ) -> None:
+    def __init__(self, name: str, to_host: Callable[[Tensor], Tensor], *, is_main: bool) -> None:
         self.name_of_state = name
         self._to_host = to_host
-        self._stores_whole_tensors = stores_whole_tensors
+        self._is_main = is_main
         self.tensors: dict[str, Tensor] = {}
         """The stored tensors by name, as in `EncodedState`."""
         self.boxes: dict[str, Box] = {}
@@ -365,14 +363,13 @@ class Encoder:
         if tie in self._tree_of_tie:
             return self._tree_of_tie[tie]
 
-        # If rank 0 has the whole tensor, it is stored in one piece. Any other tensor is stored as
-        # regions, from which it is put together: shards of several ranks, or the whole tensor of
-        # another rank, as under a pipeline.
         box = self._box_to_store(value)  # None if this rank stores nothing
-        is_whole = box is not None and box.sizes == value.shape
-        if self._stores_whole_tensors and is_whole:
+        stores_all = box is not None and box.sizes == value.shape
+        if stores_all and self._is_main:  # rank 0, in a checkpoint on disk
             tree = self._add_tensor(self._to_host(local), path)
         else:
+            # A region, from which the tensor is put together when it is loaded. Another rank than
+            # rank 0 has a shard of it or, as under a pipeline, all of it.
             tree = self._add_shard(value, local, box, path)
 
         if tie is not None:

@@ -109,19 +109,30 @@ def _plan_reading(kept: KeptStep, machine_of_rank: Sequence[int], machine: int) 
         machine: the number of the machine.
     """
     if _every_rank_finds_its_shard(kept, machine_of_rank):
-        # The machine reads the parts of its own ranks.
-        ranks_here = [rank for rank, where in enumerate(machine_of_rank) if where == machine]
-        parts_here = [_find_copy(kept, rank, machine) for rank in ranks_here]
-        # If there are other machines, they have the other shards of each tensor.
-        other_machines_have_ranks = len(ranks_here) < len(machine_of_rank)
-        return _ReadingPlan(parts_here, lacks_shards=other_machines_have_ranks)
+        ranks_on_machine = [rank for rank, where in enumerate(machine_of_rank) if where == machine]
+        return _plan_own_shards(kept, ranks_on_machine, machine, len(machine_of_rank))
+    return _plan_whole_state(kept, machine)
 
-    # Otherwise, it reads the whole state. Each complete set of ranks has kept all of it. Of these
-    # sets, the machine reads the one that needs the fewest parts from other machines.
+
+def _plan_own_shards(
+    kept: KeptStep, ranks_on_machine: Sequence[int], machine: int, world_size: int
+) -> _ReadingPlan:
+    """Plans that a machine reads only what its own ranks have kept. That is all in its memory."""
+    parts = [_find_copy_preferably_on(machine, kept, rank) for rank in ranks_on_machine]
+    # The shards of ranks on other machines are left out of the tensors.
+    other_machines_have_ranks = len(ranks_on_machine) < world_size
+    return _ReadingPlan(parts, lacks_shards=other_machines_have_ranks)
+
+
+def _plan_whole_state(kept: KeptStep, machine: int) -> _ReadingPlan:
+    """Plans that a machine reads the whole state.
+
+    Each complete set of ranks has kept all of it. Of these sets, the machine reads the one that
+    needs the fewest parts from other machines.
+    """
     plans = []
     for ranks_that_kept in kept.complete_sets:
-        # For each part, a copy on this machine is preferred.
-        parts = [_find_copy(kept, rank, machine) for rank in ranks_that_kept]
+        parts = [_find_copy_preferably_on(machine, kept, rank) for rank in ranks_that_kept]
         plans.append(_ReadingPlan(parts, lacks_shards=False))
     return min(plans, key=lambda plan: len(plan.missing_on(machine)))
 
@@ -139,17 +150,18 @@ def _every_rank_finds_its_shard(kept: KeptStep, machine_of_rank: Sequence[int]) 
     if kept.strategy != "fsdp" or kept.world_size != len(machine_of_rank):
         return False
 
+    # A machine also holds parts that its partner machine has written and sent. A rank that only
+    # finds such a part was on the partner machine before.
     for rank, machine in enumerate(machine_of_rank):
-        part = _find_copy(kept, rank, machine)
-        lies_on_machine = part.holder_machine == machine  # otherwise the machine has no copy
-        was_written_there = part.writer_machine == machine  # otherwise another machine has sent it
-        if not (lies_on_machine and was_written_there):
+        part = _find_copy_preferably_on(machine, kept, rank)
+        was_kept_there = part.holder_machine == part.writer_machine == machine
+        if not was_kept_there:
             return False
     return True
 
 
-def _find_copy(kept: KeptStep, rank: int, machine: int) -> PartReport:
-    """Returns a copy of a rank's part: the one on the given machine, if it has one."""
+def _find_copy_preferably_on(machine: int, kept: KeptStep, rank: int) -> PartReport:
+    """Returns the copy of a rank's part on a machine or, without one, a copy on another machine."""
     copies = kept.copies_of(rank)
     for copy in copies:
         if copy.holder_machine == machine:

@@ -365,10 +365,12 @@ class KeptLayout:
         """Divides the state that is equal on all ranks of this machine between them, by rows.
 
         The bytes of all leaves are numbered from first to last, and each rank gets an equal range
-        of them. Example: 2 ranks, tensors of 300 and 100 bytes with rows of 10 bytes. Local rank 0
-        copies rows 0 to 20 of the first tensor, local rank 1 its other rows and the second tensor.
+        of them. Every rank computes this for itself, from the same sizes. Example: 2 ranks, and two
+        tensors with rows of 10 bytes:
 
-        Every rank computes this for itself, from the same sizes.
+            rank and its range     rows of tensor 1 (bytes 0-300)   of tensor 2 (bytes 300-400)
+            0: bytes 0 to 200      (0, 20)                          (0, 0), which is none
+            1: bytes 200 to 400    (20, 30)                         (0, 10)
 
         Args:
             divided: the sections with this state.
@@ -393,11 +395,15 @@ class KeptLayout:
                     rows_of_leaf.append(None)
                     continue
 
-                # Both ends are rounded down to whole rows, on all ranks alike, so that each row is
-                # copied by one rank. If the leaf is outside the range, they are equal: no rows.
-                first_row = _clamped_row_at(leaf, range_begin - leaf_begin)
-                end_row = _clamped_row_at(leaf, range_end - leaf_begin)
-                rows_of_leaf.append((first_row, end_row))
+                # Where the range of this rank begins and ends, counted from the first byte of the
+                # leaf: below 0 if that is before the leaf.
+                begin_in_leaf = range_begin - leaf_begin
+                end_in_leaf = range_end - leaf_begin
+
+                # Both are rounded down to a whole row. Where the range of one rank ends, that of
+                # the next one begins, so each row is copied by exactly one rank.
+                rows = (_clamped_row_at(leaf, begin_in_leaf), _clamped_row_at(leaf, end_in_leaf))
+                rows_of_leaf.append(rows)
                 leaf_begin += leaf.nbytes
 
             rows_of_section[present.section.key] = rows_of_leaf
@@ -448,11 +454,12 @@ class _PresentSection:
             if leaf is not leaf_before:
                 return False
 
-        # The same tensor may have got other memory, for example by `parameter.data = ...`.
-        tensors = self.leaves
+        # The same tensor may have got other memory, for example by `parameter.data = ...`. A
+        # DTensor has no memory of its own: its local part, the shard of this rank, has it.
+        tensors_with_memory = self.leaves
         if encoded.has_shards:
-            tensors = [_local(leaf) for leaf in self.leaves]
-        return _addresses(tensors) == encoded.addresses
+            tensors_with_memory = [_local(leaf) for leaf in self.leaves]
+        return _addresses(tensors_with_memory) == encoded.addresses
 
     def _convert_leaves(self) -> None:
         """Fills `local_leaves` and `leaf_kinds`: one plain tensor and one kind for each leaf."""
@@ -501,7 +508,7 @@ class _LayoutEncoder(Encoder):
         self, section: Section, *, is_main: bool, rows_of_leaf: list[Rows | None] | None
     ) -> None:
         name = section.file if not section.path else ""
-        super().__init__(name, _unchanged, stores_whole_tensors=is_main)
+        super().__init__(name, _unchanged, is_main=is_main)
         self.placements: list[Placement] = []
         self._keeps_undivided_leaves = is_main or section.is_partial
         """True on the first rank of the machine, and if each rank has other entries."""
@@ -530,27 +537,26 @@ class _LayoutEncoder(Encoder):
         return super()._encode_numpy(value, path)
 
     def _box_to_store(self, value: Any) -> Box | None:
+        """Returns the region of a tensor that this rank stores, and notes it for `_store`."""
+        self._leaf.box = self._find_box(value, self._leaf.rows)
+        return self._leaf.box
+
+    def _find_box(self, value: Any, rows: Rows | None) -> Box | None:
         """Returns the region of a tensor that this rank stores, or None if it stores nothing.
 
-        The region is also noted in the present leaf, for `_store`. `_begin_leaf` has noted which
-        rows of the leaf this rank stores, or None if the leaf is not divided into rows.
+        Args:
+            value: the tensor.
+            rows: the rows that this rank stores; None if the tensor is not divided into rows.
         """
-        box = super()._box_to_store(value)  # this rank's shard, or else the whole tensor
-        rows = self._leaf.rows
-        if is_sharded(value):
-            pass  # each rank stores its shard
-        elif rows is not None:
-            # The tensor is equal on all ranks of the machine, and divided between them by rows.
-            first_row, end_row = rows
-            other_sizes = tuple(value.shape[1:])
-            offsets = (first_row, *(0 for _ in other_sizes))
-            box = Box(offsets, (end_row - first_row, *other_sizes))
-        elif not self._keeps_undivided_leaves:
-            # The first rank of the machine stores the whole tensor.
-            box = None
+        if rows is not None and not is_sharded(value):
+            # The tensor is equal on all ranks of the machine, and divided between them.
+            return _box_of_rows(rows, value.shape)
 
-        self._leaf.box = box
-        return box
+        if is_sharded(value) or self._keeps_undivided_leaves:
+            return super()._box_to_store(value)  # this rank's shard, or the whole tensor
+
+        # The first rank of the machine stores the whole tensor.
+        return None
 
     def _unused_name(self, path: KeyPath) -> str:
         """Returns a name for a tensor that no other tensor has: its path, and a number if needed.
@@ -568,35 +574,44 @@ class _LayoutEncoder(Encoder):
         return name
 
     def _store(self, name: str, tensor: Tensor) -> None:
-        """Adds a placement for the present leaf, that is, the tensor or numpy value being encoded.
+        """Adds a placement: it says which region of the present leaf this rank copies in each step.
 
-        The placement says which region of the leaf this rank copies in each step. Nothing is copied
-        here.
+        Nothing is stored here, in contrast to the method of `Encoder` that this one overrides.
 
         Args:
             name: name of the stored tensor.
             tensor: the leaf as a tensor. Only its dtype is used.
         """
         leaf = self._leaf
-
-        # This rank copies nothing of the leaf, as of numpy values on all but the first rank.
-        if leaf.box is None:
+        if leaf.box is None:  # numpy values are copied by the first rank alone
             return
 
-        # In the area, a region of an unusual dtype is stored as its bytes.
-        dtype = tensor.dtype
-        shape: Shape = tuple(leaf.box.sizes)
-        if dtype in DTYPES_STORED_AS_BYTES:
-            num_bytes = math.prod(shape) * dtype.itemsize
-            shape = (num_bytes,)
-            dtype = torch.uint8
-
+        dtype, shape = _dtype_and_shape_in_area(tensor.dtype, leaf.box)
         placement = Placement(leaf.index, leaf.rows, name, leaf.box, dtype, shape)
         self.placements.append(placement)
 
 
 def _unchanged(tensor: Tensor) -> Tensor:
     return tensor
+
+
+def _box_of_rows(rows: Rows, shape: Sequence[int]) -> Box:
+    """Returns some rows of a tensor as a region: rows (2, 5) of shape (8, 4) are at (2, 0)."""
+    first_row, end_row = rows
+    other_sizes = tuple(shape[1:])
+    offsets = (first_row, *(0 for _ in other_sizes))
+    return Box(offsets, (end_row - first_row, *other_sizes))
+
+
+def _dtype_and_shape_in_area(dtype: torch.dtype, box: Box) -> tuple[torch.dtype, Shape]:
+    """Returns how a region of a tensor is stored in the area: as its bytes if the dtype is unusual.
+
+    6 elements in complex64, which have 8 bytes each, are stored as 48 elements in uint8.
+    """
+    shape: Shape = tuple(box.sizes)
+    if dtype in DTYPES_STORED_AS_BYTES:
+        return torch.uint8, (math.prod(shape) * dtype.itemsize,)
+    return dtype, shape
 
 
 def _skeleton(value: Any, leaves: list[Any]) -> Any:
@@ -731,7 +746,13 @@ def sections_of(
     """Cuts the states of a training into sections.
 
     A section is *partial* if each rank has only some of its entries. It is *divided* if it is equal
-    on all ranks of a machine, of which each copies a share. So no section is both.
+    on all ranks of a machine, of which each copies a share. So no section is both:
+
+        section                              if the state has a partial name   if not
+        a module                             partial                           divided
+        entry "state" of an optimizer        partial                           divided
+        entry "state" of another object      partial                           (no such section)
+        any other entry, or a whole object   neither                           neither
 
     Args:
         states: by name; in the state of a module, tensors that other ranks have are None.
@@ -757,13 +778,14 @@ def sections_of(
         has_section_for_each_entry = (is_optimizer or is_partial) and _can_be_cut(state)
         if has_section_for_each_entry:
             for key, value in state.items():
-                has_tensors = key == "state"
+                is_entry_with_tensors = key == "state"
                 section = Section(
                     layout.TRAINING,
                     (name, key),
                     value,
-                    is_partial=has_tensors and is_partial,
-                    is_divided=has_tensors and is_optimizer and not is_partial,
+                    is_partial=is_entry_with_tensors and is_partial,
+                    # Without a partial name, only optimizers are cut into entries.
+                    is_divided=is_entry_with_tensors and not is_partial,
                 )
                 sections.append(section)
             continue

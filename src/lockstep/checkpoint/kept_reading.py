@@ -496,15 +496,17 @@ class _Pieces:
         for (offsets, sizes), values in self._pieces_of_name.get(name, {}).items():
             shards.append(Shard(offsets, values.view_as(dtype, sizes)))
 
-        # Although the step lacks shards, this tensor may be complete: each machine may have all of
-        # a small tensor. If it is not, each rank can only read its own shard.
-        num_elements_here = sum(shard.values.num_elements for shard in shards)
-        tensor_lacks_shards = num_elements_here < math.prod(shape)
-        if self._lacks_shards and tensor_lacks_shards:
-            return _ShardsOfThisMachine(name, dtype, shape, tuple(shards))
+        if not self._lacks_shards:
+            return join_shards(name, dtype, shape, shards)  # raises an error if one is missing
 
-        # Raises an error if shards are missing.
-        return join_shards(name, dtype, shape, shards)
+        # Each machine may have all of a small tensor.
+        num_elements_here = sum(shard.values.num_elements for shard in shards)
+        is_complete = num_elements_here >= math.prod(shape)
+        if is_complete:
+            return join_shards(name, dtype, shape, shards)
+
+        # Each rank can only read its own shard.
+        return _ShardsOfThisMachine(name, dtype, shape, tuple(shards))
 
 
 def _put(tree: Any, path: Sequence[Any], branch: Any, is_partial: bool) -> Any:

@@ -168,7 +168,7 @@ class KeptSteps(Extension):
         self._clones_every_source = False
         """True once a tensor that was taken to be steady has changed outside the optimizer's step.
         From then on the background copy never copies from the training's own tensors."""
-        self._copied_to_new_memory = False
+        self._copied_with_new_layout = False
         """True if the last copy was the first one to its area, or the first one after the layout
         has changed."""
         self._copy_s: float | None = None
@@ -337,26 +337,17 @@ class KeptSteps(Extension):
             step_time_s: how long the last of them took.
         """
         # The step that was kept before must be on two machines before its predecessor is lost.
-        if self._partner is not None:
-            self._partner.wait()
-            if self._partner.last_duration_s is not None:
-                self._interval.note_link_time(self._partner.last_duration_s)
+        self._wait_for_partner()
 
         # A rank that has given up copies nothing and has no area to send. But it counts the steps,
         # and takes part below, where all ranks communicate.
         self._serial += 1
-        begun_at_s = time.perf_counter()
-        self._copied_to_new_memory = False
-        area = None if self._has_given_up else self._update_and_copy(number)
+        area = self._copy_with_timing(number)
 
-        # At their first copy, the ranks may have decided to keep no steps.
-        if not self._is_on:
+        ranks_have_decided_to_keep_none = not self._is_on  # which they do at their first copy
+        if ranks_have_decided_to_keep_none:
             return
         self._num_copies += 1
-
-        # A copy to new memory takes several times as long as others, so its time is not recorded.
-        if not self._copied_to_new_memory:
-            self._copy_s = time.perf_counter() - begun_at_s
 
         # Choose how often a step is kept, unless the user asked for every step.
         self._interval.note_step_time(step_time_s)
@@ -365,6 +356,28 @@ class KeptSteps(Extension):
 
         if self._partner is not None:
             self._partner.start(area, self._serial)
+
+    def _wait_for_partner(self) -> None:
+        """Waits until the partner machine has the previous step, and notes how long that took."""
+        if self._partner is not None:
+            self._partner.wait()
+            if self._partner.last_duration_s is not None:
+                self._interval.note_link_time(self._partner.last_duration_s)
+
+    def _copy_with_timing(self, number: int) -> Area | None:
+        """Copies the present state to an area, and notes in `_copy_s` how long that took.
+
+        The first copy of a layout to an area is left out: it takes several times as long as others.
+
+        Returns:
+            As `_update_and_copy`; None also if this rank has given up before.
+        """
+        begun_at_s = time.perf_counter()
+        self._copied_with_new_layout = False
+        area = None if self._has_given_up else self._update_and_copy(number)
+        if not self._copied_with_new_layout:
+            self._copy_s = time.perf_counter() - begun_at_s
+        return area
 
     def _update_and_copy(self, number: int) -> Area | None:
         """Collects the present state, and copies it to an area.
@@ -430,15 +443,7 @@ class KeptSteps(Extension):
         # This breaks the seal. The memory moves if the area becomes larger or smaller.
         memory_has_moved = area.begin_writing(len(header), self._layout.num_bytes)
 
-        # The destinations are tensors that are views of the area's memory, one for each tensor to
-        # be copied. Those of the last copy to this area are used again, unless the area has other
-        # memory now, or the layout (which tensors are copied to where) has changed since.
-        has_other_layout = self._layout_version_of_area.get(area_number) != self._layout.version
-        self._copied_to_new_memory = has_other_layout
-        if memory_has_moved or has_other_layout:
-            self._destinations_of_area[area_number] = self._layout.destinations_in(area)
-            self._layout_version_of_area[area_number] = self._layout.version
-        destinations = self._destinations_of_area[area_number]
+        destinations = self._destinations_in(area, area_number, memory_has_moved)
         self._last_area = area_number
 
         # Copy, and then set the seal, which says that the area is complete.
@@ -449,6 +454,21 @@ class KeptSteps(Extension):
         else:
             self._copy_in_background(self._background, destinations, seal)
         return area
+
+    def _destinations_in(
+        self, area: Area, area_number: int, memory_has_moved: bool
+    ) -> list[Tensor]:
+        """Returns the tensors to copy to: views of an area's memory, one for each source.
+
+        Those of the last copy to this area are used again, unless the area has other memory now, or
+        the layout (which tensors are copied to where) has changed since.
+        """
+        has_new_layout = self._layout_version_of_area.get(area_number) != self._layout.version
+        self._copied_with_new_layout = has_new_layout
+        if memory_has_moved or has_new_layout:
+            self._destinations_of_area[area_number] = self._layout.destinations_in(area)
+            self._layout_version_of_area[area_number] = self._layout.version
+        return self._destinations_of_area[area_number]
 
     def _header(self, facts: dict[str, Any]) -> bytes:
         """Returns the header of an area: what is copied to it, and which rank has copied it.
@@ -536,7 +556,9 @@ class KeptSteps(Extension):
     def _area_to_overwrite(self) -> int:
         """Chooses which of this rank's two areas is written next, so that a complete step remains.
 
-        Waits until the other ranks of the machine have sealed the previous step.
+        Waits until the other ranks of the machine have sealed the previous step. Example: area 0
+        has step 7, and area 1 has step 6. Step 8 is written to area 1. If step 7 stays incomplete,
+        because another rank has given up, step 8 is written to area 0, and step 6 remains.
 
         Returns:
             The number of the area: 0 or 1.
@@ -545,21 +567,25 @@ class KeptSteps(Extension):
         if is_first_copy:
             return self._area_without_resumed_step(self._own_areas)
 
-        # The two areas: one has the previous step, the other an older one, which is complete.
         area_of_previous_step = self._last_area
-        area_of_older_step = 1 - self._last_area
+        area_of_older_step = 1 - self._last_area  # the older step is complete
 
         previous_is_complete = self._wait_for_previous_step()
         if not previous_is_complete:
-            return area_of_previous_step  # the older step remains
+            return area_of_previous_step
 
-        # The previous step is complete, so the resumed step is not needed any more. Parts of it may
-        # lie in areas of ranks that this attempt no longer has.
+        self._release_resumed_step_once()
+        return area_of_older_step
+
+    def _release_resumed_step_once(self) -> None:
+        """Gives up the step that the training resumed from, as a later step is complete.
+
+        Parts of it may lie in areas of ranks that this attempt no longer has; these are freed.
+        """
         if not self._resumed_step_is_released:
             self._areas_of_resumed_step = set()
             self._free_areas_of_absent_ranks()
             self._resumed_step_is_released = True
-        return area_of_older_step
 
     def _wait_for_previous_step(self) -> bool:
         """Waits until all ranks of the machine have sealed the previous step.

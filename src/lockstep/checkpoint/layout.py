@@ -141,13 +141,13 @@ def list_checkpoints(folder: Path) -> list[Path]:
         CheckpointError: `folder` is a file or cannot be read.
     """
     path_of_step: dict[int, Path] = {}
-    for path in candidates(folder):  # of one step, the new checkpoint before the former one
+    for path in candidates(folder):
+        # While a step is saved again, its former checkpoint stays beside the new one, which comes
+        # first here.
         step = step_of(path)
         if step not in path_of_step and is_complete(path):
             path_of_step[step] = path
-
-    highest_step_first = list(path_of_step.values())
-    return highest_step_first[::-1]
+    return [path_of_step[step] for step in sorted(path_of_step)]
 
 
 def latest(folder: Path) -> Path | None:

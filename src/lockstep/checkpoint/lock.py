@@ -156,7 +156,7 @@ def _make_lock(path: Path) -> _FileLock:
     num_refused = 0
     while True:
         try:
-            lock = _try_to_acquire(path)
+            return _acquire(path)
         except _OtherRunHasLock as other_run:
             num_refused += 1
             if num_refused == MAX_ATTEMPTS:
@@ -166,22 +166,25 @@ def _make_lock(path: Path) -> _FileLock:
                     "give each run its own folder, or end that one (if it has ended, remove "
                     f"{path})",
                 ) from None
-            time.sleep(ATTEMPT_INTERVAL_S)
-        else:
-            if lock is not None:
-                return lock
+        time.sleep(ATTEMPT_INTERVAL_S)
 
 
-def _try_to_acquire(path: Path) -> _FileLock | None:
-    """Tries once to lock the lock file, and writes into it which run this is.
-
-    Returns:
-        The lock. None if the former owner has removed the file just now: another attempt finds, or
-        creates, the file that has the name then.
+def _acquire(path: Path) -> _FileLock:
+    """Locks the lock file, and writes into it which run this is.
 
     Raises:
         _OtherRunHasLock: another run has the lock.
     """
+    lock = None
+    while lock is None:
+        # None if the former owner has removed the file just now. Then the next attempt finds, or
+        # creates, the file that has the name by then.
+        lock = _acquire_unless_removed(path)
+    return lock
+
+
+def _acquire_unless_removed(path: Path) -> _FileLock | None:
+    """Does what `_acquire` does, or returns None if the file was removed meanwhile."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     with ExitStack() as unless_acquired:
         unless_acquired.callback(os.close, descriptor)

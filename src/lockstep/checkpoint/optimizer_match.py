@@ -324,8 +324,8 @@ def _saved_positions(
 def _reorder(state: dict[str, Any], saved_positions: Sequence[Sequence[int]]) -> dict[str, Any]:
     """Returns an optimizer's state with the entries of its parameters in another order.
 
-    For example, a group has the parameters 0 and 1. If they have changed places (`[1, 0]`), the
-    entry of parameter 1 in the saved state becomes that of parameter 0.
+    For example, a group has the parameters 0 and 1, which have changed places: the positions are
+    `[1, 0]`. The entries `{0: a, 1: b}` become `{1: a, 0: b}`.
 
     Args:
         state: the saved state; it is not changed.
@@ -333,12 +333,9 @@ def _reorder(state: dict[str, Any], saved_positions: Sequence[Sequence[int]]) ->
             that the parameter had when it was saved.
     """
     groups = []
-    number_by_saved_number: dict[Any, Any] = {}
+    new_numbers: dict[Any, Any] = {}  # by the number that the parameter had when it was saved
     for group, positions in zip(state["param_groups"], saved_positions, strict=True):
-        numbers = group["params"]  # of the parameters by position, the same now as in the state
-        for number, saved_position in zip(numbers, positions, strict=True):
-            saved_number = numbers[saved_position]
-            number_by_saved_number[saved_number] = number
+        new_numbers.update(_new_numbers(group["params"], positions))
 
         # Torch adds the names of parameters that were given to the optimizer with their names.
         reordered = dict(group)
@@ -348,8 +345,27 @@ def _reorder(state: dict[str, Any], saved_positions: Sequence[Sequence[int]]) ->
 
     entries = {}
     for saved_number, entry in state["state"].items():
-        entries[number_by_saved_number.get(saved_number, saved_number)] = entry
+        new_number = new_numbers.get(saved_number, saved_number)
+        entries[new_number] = entry
     return {**state, "state": entries, "param_groups": groups}
+
+
+def _new_numbers(numbers: Sequence[Any], saved_positions: Sequence[int]) -> dict[Any, Any]:
+    """Returns the present number of each parameter of a group, by its number when it was saved.
+
+    Example: the numbers `[5, 6, 7]` and the positions `[2, 0, 1]` give `{7: 5, 5: 6, 6: 7}`: the
+    parameter that is the first one now was at position 2 when it was saved.
+
+    Args:
+        numbers: the numbers of the group's parameters in their order. The positions have the same
+            numbers now as when the state was saved; the parameters at them may be others.
+        saved_positions: for each present parameter, the position at which it was saved.
+    """
+    new_numbers = {}
+    for present_number, saved_position in zip(numbers, saved_positions, strict=True):
+        saved_number = numbers[saved_position]
+        new_numbers[saved_number] = present_number
+    return new_numbers
 
 
 def _check_shapes(action: str, optimizer: Optimizer, state: Mapping[str, Any]) -> None:

@@ -66,10 +66,14 @@ def _restore_entries(
 ) -> None:
     """Puts saved values back into the state of an optimizer where torch has changed them.
 
-    Torch has converted all tensors to the dtype of their parameter. If that was the dtype of the
-    parameter when it was saved too, say bfloat16, a momentum in float32 must stay float32: the
-    saved tensor is put back. But if the parameter was float32 and is bfloat16 now, a momentum that
-    was float32 becomes bfloat16 with it.
+    Torch has converted all tensors to the present dtype of their parameter. Only a tensor that was
+    saved in the dtype of its parameter stays so, and only if that dtype has changed since. All
+    others are put back as they were saved. Examples:
+
+        parameter when saved   parameter now   momentum when saved   momentum now
+        bfloat16               bfloat16        float32               float32 (put back)
+        float32                bfloat16        float32               bfloat16 (as torch made it)
+        float32                bfloat16        int8                  int8 (put back)
 
     Args:
         optimizer: the optimizer, into which torch has loaded the state.
@@ -81,14 +85,15 @@ def _restore_entries(
         if number not in entries or parameter not in optimizer.state:
             continue
 
-        dtype_before = saved_dtypes.get(parameter, parameter.dtype)  # of the parameter
-        dtype_has_changed = dtype_before != parameter.dtype
-        optimizer.state[parameter] = _restore_saved(
-            optimizer.state[parameter],
-            entries[number],
-            # None: all saved tensors are put back.
-            stays_converted_if_saved_as=dtype_before if dtype_has_changed else None,
-        )
+        loaded = optimizer.state[parameter]
+        saved_entry = entries[number]
+        dtype_when_saved = saved_dtypes.get(parameter, parameter.dtype)  # of the parameter
+        dtype_has_changed = dtype_when_saved != parameter.dtype
+        if dtype_has_changed:
+            restored = _restore_saved(loaded, saved_entry, stays_converted=dtype_when_saved)
+        else:
+            restored = _restore_saved(loaded, saved_entry, stays_converted=None)
+        optimizer.state[parameter] = restored
 
 
 def saved_parameter_dtypes(
@@ -150,7 +155,7 @@ def _none_for_string_or_array(leaf: Any) -> Any:
     return leaf
 
 
-def _restore_saved(loaded: Any, saved: Any, stays_converted_if_saved_as: torch.dtype | None) -> Any:
+def _restore_saved(loaded: Any, saved: Any, stays_converted: torch.dtype | None) -> Any:
     """Returns a value that an optimizer has loaded, or the saved value if torch has changed it.
 
     Dictionaries are changed in place. Values without a saved counterpart stay as they were loaded.
@@ -158,30 +163,30 @@ def _restore_saved(loaded: Any, saved: Any, stays_converted_if_saved_as: torch.d
     Args:
         loaded: the value in the optimizer's state, on the right device.
         saved: the saved value, of any type, from which torch has made it.
-        stays_converted_if_saved_as: tensors that were saved in this dtype stay as torch has
-            converted them. All others, and all tensors if this is None, get their saved dtype back.
+        stays_converted: the dtype of the saved tensors that stay as torch has converted them. None
+            to put all tensors back. With float32, for a parameter that is bfloat16 now: a momentum
+            in float32 stays as torch has converted it, in bfloat16; one in int8 is put back.
     """
     if isinstance(saved, TAKEN_FOR_LISTS_BY_TORCH):
         return saved
 
     if isinstance(saved, Tensor) and isinstance(loaded, Tensor):
         was_not_converted = saved.dtype == loaded.dtype
-        stays_converted = saved.dtype == stays_converted_if_saved_as
-        if was_not_converted or stays_converted:
+        if was_not_converted or saved.dtype == stays_converted:
             return loaded
         return saved.to(loaded.device)
 
     if isinstance(saved, dict) and isinstance(loaded, dict):
         for key, value in saved.items():
             if key in loaded:
-                loaded[key] = _restore_saved(loaded[key], value, stays_converted_if_saved_as)
+                loaded[key] = _restore_saved(loaded[key], value, stays_converted)
         return loaded
 
     is_sequence = type(saved) in (list, tuple) and type(loaded) is type(saved)
     if is_sequence and len(saved) == len(loaded):
         items = []
         for loaded_item, saved_item in zip(loaded, saved, strict=True):
-            items.append(_restore_saved(loaded_item, saved_item, stays_converted_if_saved_as))
+            items.append(_restore_saved(loaded_item, saved_item, stays_converted))
         return type(saved)(items)
 
     return loaded

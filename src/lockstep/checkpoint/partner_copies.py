@@ -126,44 +126,56 @@ class PartnerCopies:
     def _exchange(self, area: Area | None, serial: int) -> None:
         """Sends this rank's area, receives the areas of others, and waits for all ranks to finish.
 
-        The first page of an area is sent first. It holds the seal, which tells the receiver how
-        much follows. A page without a seal means that nothing follows.
+        Each rank sends the first page of its area, and then the content:
+
+            first page       what follows
+            with a seal      the content, of which the seal says how large it is
+            without a seal   nothing: the sender has stopped keeping steps
         """
         # Without an area, or if the copy to it fails meanwhile, the page has no seal.
         page = _page_without_seal() if area is None else self._wait_for_sealed_page(area, serial)
 
+        # 1. Exchange the first pages.
         sends = [self._send(page)]
-        received_pages = []
-        for inbox in self._inboxes:
-            received_page = torch.empty_like(page)
-            self._receive(received_page, inbox.sender)
-            received_pages.append(received_page)
+        received_pages = [self._receive_page(inbox) for inbox in self._inboxes]
 
         # The time is taken from here on. Until now, this rank may have waited for others to make
         # their copies; from now on it only waits for the network.
         begun_at_s = time.perf_counter()
+
+        # 2. Exchange the contents.
         seal = read_seal(page.numpy().data)
         if area is not None and seal is not None:
             sends.append(self._send(area.content(seal)))
-
         for inbox, received_page in zip(self._inboxes, received_pages, strict=True):
-            received_seal = read_seal(received_page.numpy().data)
-            if received_seal is None:  # the sender has stopped keeping steps
-                continue
-            # An inbox has two areas, which are written in turn, so that the last complete copy
-            # remains while the next one is being received.
-            copy = inbox.areas[inbox.next_area]
-            memory_for_content = copy.begin_copy(received_seal)
-            self._receive(memory_for_content, inbox.sender)
-            copy.finish_copy(received_page)  # writes the seal
-            inbox.next_area = 1 - inbox.next_area
+            self._receive_content(inbox, received_page)
 
         for send in sends:
             send.wait()
         self.last_duration_s = time.perf_counter() - begun_at_s
 
-        # All ranks meet, so that each of them knows that the step is on two machines.
+        # 3. All ranks meet, so that each of them knows that the step is on two machines.
         dist.all_reduce(torch.zeros(1), group=self._group)
+
+    def _receive_page(self, inbox: Inbox) -> Tensor:
+        """Receives the first page of the area of another rank."""
+        page = _page_without_seal()
+        self._receive(page, inbox.sender)
+        return page
+
+    def _receive_content(self, inbox: Inbox, page: Tensor) -> None:
+        """Receives the content of another rank's area, if its first page has a seal."""
+        seal = read_seal(page.numpy().data)
+        if seal is None:  # the sender has stopped keeping steps, so nothing follows
+            return
+
+        # The two areas of an inbox are written in turn, so that the last complete copy remains
+        # while the next one is being received.
+        copy = inbox.areas[inbox.next_area]
+        memory_for_content = copy.begin_copy(seal)
+        self._receive(memory_for_content, inbox.sender)
+        copy.finish_copy(page)  # writes the seal
+        inbox.next_area = 1 - inbox.next_area
 
     def _wait_for_sealed_page(self, area: Area, serial: int) -> Tensor:
         """Waits until an area is sealed with the serial number, and returns its first page.

@@ -394,7 +394,7 @@ class Checkpoint:
            the others its name. When all ranks have done so, training may change the states.
         3. Each rank that stores something starts a thread that writes the copies.
         """
-        # Step 1
+        # Step 1: `states` are those of this rank, `summaries` those of all ranks.
         states, summaries = self._collect_states(None if metric is None else float(metric))
         is_skipped = summaries[0].skip  # rank 0 decides for all
         if is_skipped:
@@ -405,16 +405,19 @@ class Checkpoint:
             if rank > 0 and summary.has_own_tensors:
                 other_writers.append(rank)
 
-        # Steps 2 and 3. The memory of the copies of the previous save is used again.
+        # The memory of the copies of the previous save is used again.
         self._copies.begin(states.values())
         try:
-            prepared, folder_names = exchange_on_all_ranks(
+            # Step 2: `prepared` is what this rank writes. Each rank sends the name of the hidden
+            # folder that it has created; only rank 0 has.
+            prepared, folder_name_of_rank = exchange_on_all_ranks(
                 self._collectives,
                 self._action,
                 lambda: self._prepare_save(states, summaries, other_writers),
             )
-            name_of_hidden_folder = folder_names[0]  # only rank 0 has created one
-            self._start_writing(prepared, name_of_hidden_folder, other_writers)
+
+            # Step 3
+            self._start_writing(prepared, folder_name_of_rank[0], other_writers)
         except BaseException:  # also Ctrl-C
             self._writer.cancel()  # removes the hidden folder if it was made
             raise
@@ -442,18 +445,18 @@ class Checkpoint:
         Raises:
             RanksDifferError: the metric or the common random stream differs between ranks.
         """
-        # Returns the states of this rank, and the summaries that all ranks have exchanged.
-        states, answers = exchange_on_all_ranks(
+        states, summary_of_rank = exchange_on_all_ranks(
             self._collectives, self._action, lambda: self._summarize_rank(metric)
         )
-        summaries = [RankSummary(**answer) for answer in answers]
+        summaries = [RankSummary(**fields) for fields in summary_of_rank]
 
         self._random_states.check_common([summary.rng_state for summary in summaries])
         check_same_metric("checkpoint.save(metric=...)", [summary.metric for summary in summaries])
 
-        # All ranks know now how the previous save has ended on each of them, unless they skip this
-        # save because it has not ended.
-        if not summaries[0].skip:
+        # If this save is not skipped, which rank 0 decides for all, every rank has waited for the
+        # previous one: an error in it would have been raised above, on all ranks.
+        previous_save_is_confirmed = not summaries[0].skip
+        if previous_save_is_confirmed:
             self._writer.has_unconfirmed_save = False
         return states, summaries
 
@@ -499,8 +502,8 @@ class Checkpoint:
         Returns:
             What this rank writes, and on rank 0 the name of the hidden folder (None on the others).
         """
-        # A rank that has proposed to skip this save has not waited for its previous one. But rank 0
-        # has decided to save.
+        # Wait for the previous save. Most ranks have done so in `_summarize_rank`, but not a rank
+        # that has proposed there to skip this save, which rank 0 has declined.
         self._writer.finish()
 
         rank = self._collectives.topology.rank
@@ -517,8 +520,8 @@ class Checkpoint:
 
         manifest = self._manifest(states, summaries[0].metric, trees)
         temporary = layout.temporary_folder(self.folder, manifest["step"])
-        # Without having resumed, a checkpoint of the same step is of another training, and must not
-        # be lost. A damaged checkpoint of a later step is no reason to refuse this save.
+        # `begin` refuses to save if the folder has a later step, apart from damaged checkpoints, or
+        # the same step of another training, which must not be lost.
         is_own_step = self._continues_folder or manifest["step"] in self._saved_steps
         self._writer.begin(temporary, self._damaged_names, may_replace_step=is_own_step)
         return PreparedSave(part, manifest), temporary.name

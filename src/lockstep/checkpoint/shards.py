@@ -196,6 +196,9 @@ def is_inside(shard: Shard, shape: Shape) -> bool:
 def any_overlap(shards: list[Shard]) -> bool:
     """Returns True if any two shards have elements in common.
 
+    A shard is compared only with shards that begin in its rows. Example: two shards side by side
+    in rows 0 to 3, and one in rows 3 to 6. Only the first two are compared.
+
     Args:
         shards: the shards sorted by their offsets, each with at least one element.
 
@@ -203,14 +206,19 @@ def any_overlap(shards: list[Shard]) -> bool:
         ValueError: too many pairs would have to be compared. This happens only with shards that
             cross each other in ways that no program writes.
     """
+    if len(shards) < 2:
+        return False
+
+    is_scalar = not shards[0].offsets  # a tensor without dimensions
+    if is_scalar:
+        return True  # each shard is its only element
+
     num_compared = 0
     for index, shard in enumerate(shards):
-        has_rows = len(shard.offsets) > 0  # a tensor without dimensions has none
-        end_of_rows = shard.offsets[0] + shard.sizes[0] if has_rows else 0
+        end_of_rows = shard.offsets[0] + shard.sizes[0]
         for later in shards[index + 1 :]:
-            begins_after_last_row = has_rows and later.offsets[0] >= end_of_rows
-            if begins_after_last_row:
-                break  # so do all shards after `later`, as they are sorted
+            if later.offsets[0] >= end_of_rows:
+                break  # all shards after `later` begin there or below, as they are sorted
 
             num_compared += 1
             if num_compared > MAX_COMPARED_PAIRS_OF_SHARDS:

@@ -234,9 +234,11 @@ def _storable_tensors(state: Mapping[str, Any], path: Path) -> dict[str, LazyTen
     action = f"saving weights to {path}"
     tensors: dict[str, LazyTensor] = {}
     for name, value in state.items():
-        is_tensor = isinstance(value, Tensor)
-        # The reason why the value cannot be stored, or None if it can be.
-        problem = why_unstorable(value) if is_tensor else f"is {describe_type(value)}"
+        problem: str | None  # why the value cannot be stored; None if it can be
+        if isinstance(value, Tensor):
+            problem = why_unstorable(value)
+        else:
+            problem = f"is {describe_type(value)}"
         if problem is not None:
             raise CheckpointError(
                 action,
@@ -338,14 +340,12 @@ def _record_sources_of_meta_tensors(model: nn.Module, plan: _LoadPlan) -> None:
         module_name, _, own_name = name.rpartition(".")
         owner = model.get_submodule(module_name)
 
-        # The new source is this file. It also keeps how the model would have initialised the
-        # tensor.
-        source = find_source(owner, own_name, tensor)
-        if isinstance(source, FileSource):  # from which weights were loaded before
-            initialisation = source.recorded
-        else:
-            initialisation = source
-        sources_of(owner)[own_name] = FileSource(plan.values[plain_name], initialisation)
+        # The values come from this file now. How the model would have initialised the tensor
+        # (`recorded`) is kept.
+        former_source = find_source(owner, own_name, tensor)
+        initialisation = None if former_source is None else former_source.recorded
+        value_in_file = plan.values[plain_name]
+        sources_of(owner)[own_name] = FileSource(value_in_file, recorded=initialisation)
 
 
 def _plan_loading(model: nn.Module, path: Path, *, strict: bool, trust: bool) -> _LoadPlan:

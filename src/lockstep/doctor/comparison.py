@@ -196,9 +196,10 @@ def _judge_packages(machines: Machines) -> Finding:
     for name, software in _facts_of_check(machines, "software").items():
         packages[name] = _one_fact(software, "packages")
 
-    # The number is only shown if all machines that have answered have the same packages. A machine
-    # that has not answered has a single key here, `UNKNOWN`, so the maximum leaves it out.
-    num_packages = max(len(versions) for versions in packages.values())
+    # The number is only shown if all machines that have answered have the same packages, so it is
+    # that of any of them.
+    answered = [versions for versions in packages.values() if UNKNOWN not in versions]
+    num_packages = len(answered[0]) if answered else 0
     return _compare(
         packages,
         level=WARNING,
@@ -273,21 +274,18 @@ def _judge_names(machines: Machines) -> Finding:
             continue
 
         for target, addresses in addresses_of_target.items():
-            if addresses:
+            observer_knows_name = bool(addresses)
+            if observer_knows_name:
                 if _are_all_loopback(addresses) and len(machines) > 1:
                     problems.append(_name_at_loopback(observer, target, addresses))
-                continue
-
-            # The observer does not know the name.
-            has_given_address = bool(machines[target]["own"])
-            if not has_given_address:
-                problems.append(_unknown_name(observer, target))
-            elif target not in reached_by_address:
+            elif machines[target]["own"]:  # the address that the machine has given for itself
                 reached_by_address.append(target)
+            else:
+                problems.append(_unknown_name(observer, target))
 
     summary = f"those of {count_noun(len(machines), 'machine')} looked up on each"
     if reached_by_address:
-        names = _name_machines(reached_by_address)
+        names = _name_machines(list(dict.fromkeys(reached_by_address)))  # each once
         summary += f"; not all know {names}: a run uses the address"
 
     return join_findings(summary, [*_warnings_about_unknown(observers_without_answer), *problems])
@@ -494,15 +492,20 @@ def _judge_data(machines: Machines) -> Finding:
         return Finding(ERROR, f"missing on {_name_machines(missing)}", ADVICE_ON_DATA)
 
     if_equal = _describe_equal_data(data)
-    for key in ("files", "bytes", "sizes", "names", "contents"):
+
+    def compare(key: str) -> Finding:
         compared = {machine: _one_fact(facts, key) for machine, facts in data.items()}
-        finding = _compare(compared, level=ERROR, do=ADVICE_ON_DATA, if_equal=if_equal)
+        return _compare(compared, level=ERROR, do=ADVICE_ON_DATA, if_equal=if_equal)
+
+    for key in ("files", "bytes", "sizes", "names"):
+        finding = compare(key)
         is_difference = finding.level == ERROR
         if is_difference:
             return finding
 
-    # All comparisons have the same result now: all machines are equal, or some have not answered.
-    return finding
+    # The contents differ, or nothing does. In this case, the finding also names the machines that
+    # have not answered.
+    return compare("contents")
 
 
 def _describe_equal_data(data: Mapping[str, Facts]) -> str:

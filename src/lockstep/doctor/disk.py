@@ -60,23 +60,30 @@ def gather(folder: Path) -> Facts:
         "problem": None,
     }
 
-    # If `a/b` is a file, or a link that leads nowhere, the folder `a/b/c` cannot be made. The two
-    # are `a/b` and `a` then.
+    # If `a/b` is a file, or a link that leads nowhere, the folder `a/b/c` cannot be made. Here,
+    # nearest_path is `a/b`, and nearest_folder is `a`.
     is_blocked_by_file = nearest_folder != nearest_path
     if is_blocked_by_file:
         facts["problem"] = f"{nearest_path} is no folder"
         return facts
 
     try:
-        # A missing folder is not a problem. But `isdir` also regards a folder on a dead network
-        # mount as missing, for which `stat` raises another error.
-        with contextlib.suppress(FileNotFoundError):
-            folder.stat()
+        _check_mount(folder)
         facts["speed"] = _measure_speed(nearest_folder)
     except OSError as error:
         facts["problem"] = error.strerror or str(error)
 
     return facts
+
+
+def _check_mount(folder: Path) -> None:
+    """Raises OSError if a folder cannot be read, for example on a dead network mount.
+
+    `os.path.isdir` returns False for such a folder, as for a missing one. A missing folder is not a
+    problem.
+    """
+    with contextlib.suppress(FileNotFoundError):
+        folder.stat()
 
 
 def _first(paths: list[Path], is_wanted: Callable[[Path], bool]) -> Path:

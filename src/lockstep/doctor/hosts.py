@@ -147,14 +147,14 @@ class _Examination:
                 )
                 continue
 
-            # Other machines know their addresses from the ssh connections to them. They have also
-            # answered from which address this machine connects to them.
-            own_address = answer["own_address"]
+            # A machine knows its address from the ssh connection to it. There is none to this
+            # machine, but the others have answered from which address it connects to them.
+            address = answer["own_address"]
             is_this_machine = self._remotes[name].here
             if is_this_machine:
-                own_address = _address_of_this_machine(answers.values()) or own_address
+                address = _address_of_this_machine(answers.values()) or address
 
-            self.facts[name] = {"own": own_address, "links": {}, "checks": {}}
+            self.facts[name] = {"own": address, "links": {}, "checks": {}}
 
     async def _read_clocks(self) -> None:
         """Adds the fact `clock` of each machine: the seconds by which its clock is ahead."""

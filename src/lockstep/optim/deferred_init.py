@@ -619,6 +619,11 @@ class RecordedSource:
     view: View
 
     @property
+    def recorded(self) -> RecordedSource:
+        """This source. A `FileSource` has a recorded source beside the file."""
+        return self
+
+    @property
     def shape(self) -> tuple[int, ...]:
         """The shape of the values."""
         return self.view.shape

@@ -81,9 +81,7 @@ class DeferredTensor(NamedTuple):
     @property
     def recorded(self) -> RecordedSource | None:
         """The recording of the tensor, even if its values come from a file; None without one."""
-        if isinstance(self.source, FileSource):
-            return self.source.recorded
-        return self.source
+        return None if self.source is None else self.source.recorded
 
 
 class DeferredModel(Extension):

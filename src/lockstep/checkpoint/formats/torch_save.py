@@ -137,7 +137,7 @@ def read_torch_index(path: Path, weight_map: Mapping[str, str], trust: bool) -> 
 
 
 def check_archive(path: Path, file: IO[bytes]) -> list[zipfile.ZipInfo]:
-    """Returns the members of an archive, after checking that none is compressed.
+    """Returns the members of an archive, after checking that they are not larger than the file.
 
     `torch.save` compresses nothing. A small file of somebody else may be compressed so that torch
     would decompress it to more than there is memory.
@@ -160,20 +160,26 @@ def check_archive(path: Path, file: IO[bytes]) -> list[zipfile.ZipInfo]:
             "check that the file is whole, and that it was written by torch.save",
         ) from error
 
+    advice = "save the state_dict of the model with torch.save or lockstep.save_weights"
     compressed = [
         member.filename for member in members if member.compress_type != zipfile.ZIP_STORED
     ]
-
-    # Even without compression a small file may claim a lot of memory, if several members are the
-    # same bytes of the file.
-    members_overlap = sum(member.file_size for member in members) > file_size
-    if compressed or members_overlap:
-        # "packed" means compressed. If members only overlap, the parentheses are empty.
+    if compressed:
         raise unreadable(
             path,
             f"it is an archive with packed contents ({short(', '.join(compressed[:3]))}), as "
             "torch.save never writes it; a TorchScript file may be one",
-            "save the state_dict of the model with torch.save or lockstep.save_weights",
+            advice,
+        )
+
+    # Even without compression a small file may claim a lot of memory, if several members are the
+    # same bytes of the file.
+    members_overlap = sum(member.file_size for member in members) > file_size
+    if members_overlap:
+        raise unreadable(
+            path,
+            "it is an archive whose members overlap, as torch.save never writes it",
+            advice,
         )
     file.seek(0)
     return members

@@ -254,8 +254,8 @@ def _current_call(state: RankState, wait: stacks.Wait) -> CollectiveCall | None:
 
     Args:
         state: the state of the rank.
-        wait: what its stack says about the wait: the function it waits in (`op`; empty if there is
-            none), and whether it is certain that it waits there.
+        wait: what its stack says about the wait. Its `op` is the function that the rank waits in;
+            empty if the stack shows none.
 
     Returns:
         The call, or None if it was not recorded.
@@ -263,7 +263,7 @@ def _current_call(state: RankState, wait: stacks.Wait) -> CollectiveCall | None:
     # The rank is in the latest call of its main thread, even if that is recorded as completed. Some
     # records do not say which thread made a call. Then the rank is in the latest call of all.
     shows_recorded_function = wait.op != "" and wait.op not in _UNRECORDED_FUNCTIONS
-    if shows_recorded_function and wait.certain:
+    if shows_recorded_function:
         all_calls = state.calls or ()
         calls_of_main_thread = [call for call in all_calls if call.thread == state.main_thread]
         candidates = calls_of_main_thread or all_calls

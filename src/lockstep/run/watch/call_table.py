@@ -156,7 +156,13 @@ class CallTable:
 
         A GPU executes the sends and receives of a group in order, and those of one batch (such as
         the calls of one `batch_isend_irecv`) together. So the sender has reached its send if that
-        send is in the oldest pending batch of the sender.
+        send is in the oldest pending batch of the sender. Example, of rank 0 that receives from
+        rank 1:
+
+            pending on rank 1               rank 0 waits for
+            send to 0, then send to 2       nobody: the send to 0 is being executed
+            send to 2, then send to 0       rank 1: the send to 2 comes first
+            nothing                         rank 1: it has not called its send yet
 
         Args:
             rank: the rank that called the receive.
@@ -173,10 +179,11 @@ class CallTable:
         sender = members[call.peer]
         own_number_in_group = members.index(rank)
         pending_on_sender = self._pending_p2p.get((call.key, sender), [])
-        for other_call in oldest_batch(pending_on_sender):
-            if other_call.op == "send" and other_call.peer == own_number_in_group:
-                return None  # the sender has reached its send to this rank
-        return sender
+        has_reached_send = any(
+            executed_call.op == "send" and executed_call.peer == own_number_in_group
+            for executed_call in oldest_batch(pending_on_sender)
+        )
+        return None if has_reached_send else sender
 
     @cached_property
     def mismatched_calls(self) -> set[tuple[str, int]]:
@@ -203,19 +210,20 @@ class CallTable:
     def has_short_timeout(self, call: CollectiveCall) -> bool:
         """Returns True if the program chose a short timeout for the group of a call.
 
-        The program may then expect the call to fail. A timeout is short if it is below torch's
-        default, and also below the longest timeout of any group of this backend.
+        The program may then expect the call to fail. A timeout that the program chose for all
+        groups of a backend is not called short.
         """
         if call.timeout_s is None:
             return False
 
-        # torch's default is 30 minutes, and 10 for a group with NCCL alone.
-        may_be_default_of_nccl_alone = (
+        may_be_default = (
             call.backend == "nccl" and call.timeout_s == DEFAULT_TIMEOUT_OF_NCCL_ALONE_S
         )
-        is_below_default = call.timeout_s < DEFAULT_TIMEOUT_S and not may_be_default_of_nccl_alone
-        is_below_that_of_other_group = call.timeout_s < self._longest_timeout_s[call.backend]
-        return is_below_default and is_below_that_of_other_group
+        if may_be_default or call.timeout_s >= DEFAULT_TIMEOUT_S:
+            return False
+
+        # Compare it with the longest timeout of any group.
+        return call.timeout_s < self._longest_timeout_s[call.backend]
 
     def record_reaches_back_to(self, key: str, seq: int, rank: int) -> bool:
         """Returns True if a rank's record would contain this call if the rank had made it.

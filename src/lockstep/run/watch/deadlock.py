@@ -103,25 +103,39 @@ def _ranks_led_elsewhere_by_error(
         waiting: what the deadlocked ranks do, by rank.
         mismatch: the first collective that the ranks did not all call in the same way.
     """
-    calls_at_mismatch = {} if mismatch is None else dict(mismatch.calls)
     with_error: dict[int, Activity] = {}
-    places_with_error: set[Signature | str] = set()
-    places_without_error: set[Signature | str] = set()
+    without_error: dict[int, Activity] = {}
     for rank, activity in waiting.items():
-        call = calls_at_mismatch.get(rank)
-        place = activity.op if call is None else signature(call)
-
         error = activity.state.in_flight
+        # An exception with which the rank has gone on training is no reason for what it does now.
         if error is not None and not error.training_went_on:
             with_error[rank] = activity
-            places_with_error.add(place)
         else:
-            places_without_error.add(place)
+            without_error[rank] = activity
 
-    others_are_at_one_place = len(places_without_error) == 1
-    if others_are_at_one_place and places_without_error.isdisjoint(places_with_error):
+    calls_with_error = _kinds_of_calls(with_error, mismatch)
+    calls_without_error = _kinds_of_calls(without_error, mismatch)
+    others_are_in_one_call = len(calls_without_error) == 1
+    if others_are_in_one_call and calls_without_error.isdisjoint(calls_with_error):
         return with_error
     return {}
+
+
+def _kinds_of_calls(
+    activities: Mapping[int, Activity], mismatch: Mismatch | None
+) -> set[Signature | str]:
+    """Returns the different calls that ranks are in.
+
+    That is the signature of the rank's call at the mismatch, for example "all_reduce of 10 numbers
+    in float32", as sizes may differ. If that is not known, it is the function that the rank waits
+    in, for example "barrier".
+    """
+    calls_at_mismatch = {} if mismatch is None else dict(mismatch.calls)
+    kinds: set[Signature | str] = set()
+    for rank, activity in activities.items():
+        call = calls_at_mismatch.get(rank)
+        kinds.add(activity.op if call is None else signature(call))
+    return kinds
 
 
 def _deadlock_after_error(
@@ -232,17 +246,18 @@ def _describe_calls(waiting: Mapping[int, Activity], mismatch: Mismatch | None) 
     ops_at_mismatch = {call.op for call in _calls_made(mismatch)}  # empty without a mismatch
 
     if _only_sizes_differ(mismatch):
-        (op,) = ops_at_mismatch  # there is one, as all ranks called the same operation
+        op = min(ops_at_mismatch)  # the only one
         if ops_now == {op}:
             return f"{op} with different sizes or types"
         # Some ranks have got through that call, and wait in a later one.
         return f"collectives that do not match, after {op} had different sizes or types"
 
-    if len(ops_now) > 1 or len(ops_at_mismatch) > 1:
+    operations_differ = len(ops_now) > 1 or len(ops_at_mismatch) > 1
+    if operations_differ:
         return "collectives that do not match"
 
-    # The ranks call the same operation, but in different groups. In each of the groups, some ranks
-    # are missing, as they wait in another one.
+    # The ranks call the same operation in different groups: rank 0 waits for rank 1 in an
+    # all_reduce of group a, and rank 1 for rank 0 in an all_reduce of group b.
     return "collectives that the others never come to"
 
 
@@ -420,15 +435,11 @@ def _advice(waiting: Mapping[int, Activity], mismatch: Mismatch | None) -> tuple
     """
     # Where in torch each rank waits, such as "in backward"; empty for a call in the user's code.
     contexts = [activity.wait.context for activity in waiting.values()]
-    only_some_in_forward = 0 < contexts.count(DDP_BUFFER_BROADCAST) < len(waiting)
-    if only_some_in_forward:
+    if _only_some(context == DDP_BUFFER_BROADCAST for context in contexts):
         return _advice_on_ddp_forward(waiting)
 
-    for activity in waiting.values():
-        # The ranks create groups that do not match. While it is not known yet which group a rank
-        # creates, the name of the function shows that it creates one.
-        if activity.created_group is not None or activity.op == "new_group":
-            return (_ADVICE_ON_NEW_GROUP,)
+    if any(_creates_group(activity) for activity in waiting.values()):
+        return (_ADVICE_ON_NEW_GROUP,)
 
     if "while DDP is constructed" in contexts:
         return (_ADVICE_ON_DDP_CONSTRUCTOR,)
@@ -437,8 +448,7 @@ def _advice(waiting: Mapping[int, Activity], mismatch: Mismatch | None) -> tuple
     on_lockstep = _advice_on_collective_of_lockstep(waiting)
 
     # If only some ranks are in backward, the others have left the loop or have skipped a step.
-    only_some_in_backward = 0 < contexts.count("in backward") < len(waiting)
-    if only_some_in_backward:
+    if _only_some(context == "in backward" for context in contexts):
         return (_ADVICE_ON_NUMBER_OF_STEPS, on_lockstep or _ADVICE_ON_CONDITIONS)
 
     if _only_sizes_differ(mismatch):  # False if no mismatch is known
@@ -447,16 +457,26 @@ def _advice(waiting: Mapping[int, Activity], mismatch: Mismatch | None) -> tuple
     if on_lockstep:
         return (on_lockstep,)
 
-    in_batchnorm = [is_in_sync_batchnorm(activity.state.stack) for activity in waiting.values()]
-    if 0 < in_batchnorm.count(True) < len(waiting):
+    if _only_some(is_in_sync_batchnorm(activity.state.stack) for activity in waiting.values()):
         return (_ADVICE_ON_SYNC_BATCHNORM,)
 
-    # A key is `backend:group`, so several keys mean that the ranks use different process groups.
+    # The key of a call is `backend:group`.
     keys = {activity.call.key for activity in waiting.values() if activity.call is not None}
-    if len(keys) > 1:
+    several_groups_are_used = len(keys) > 1
+    if several_groups_are_used:
         return (_ADVICE_ON_ORDER_OF_GROUPS,)
 
     return (_ADVICE_ON_CONDITIONS,)
+
+
+def _only_some(flags: Iterable[bool]) -> bool:
+    """Returns True if some of the flags are True and some are False."""
+    return len(set(flags)) == 2
+
+
+def _creates_group(activity: Activity) -> bool:
+    """Returns True if a rank waits to create a process group, even if not known which one."""
+    return activity.created_group is not None or activity.op == "new_group"
 
 
 def _advice_on_collective_of_lockstep(waiting: Mapping[int, Activity]) -> str:
@@ -482,7 +502,7 @@ def _advice_on_ddp_forward(waiting: Mapping[int, Activity]) -> tuple[str, ...]:
 
     If the line at which these ranks are has called the model in earlier steps, it is a training
     step that the other ranks do not make. If the line has called nothing before, it is an
-    evaluation that only some ranks make.
+    evaluation that only some ranks make. The first rank that may be in a training step decides.
     """
     in_forward = []
     for activity in waiting.values():
@@ -490,11 +510,13 @@ def _advice_on_ddp_forward(waiting: Mapping[int, Activity]) -> tuple[str, ...]:
             in_forward.append(activity)
 
     for activity in in_forward:
-        is_at_known_line = _has_called_from_present_line(activity)
-        if is_at_known_line is None:  # it may be either
-            return (_ADVICE_ON_EVALUATION, _ADVICE_ON_NUMBER_OF_STEPS)
-        if is_at_known_line:
+        is_training_step = _has_called_from_present_line(activity)
+        if is_training_step is True:
             return (_ADVICE_ON_NUMBER_OF_STEPS,)
+        if is_training_step is None:  # not known
+            return (_ADVICE_ON_EVALUATION, _ADVICE_ON_NUMBER_OF_STEPS)
+
+    # No rank has called anything from its line before.
     return (_ADVICE_ON_EVALUATION,)
 
 

@@ -243,9 +243,16 @@ def describe_error(error: BaseException) -> ErrorRecord:
 def describe_in_flight(error: BaseException) -> ErrorInFlight | None:
     """Describes the exception to report while a thread handles one: that one, or an earlier one.
 
-    While a thread handles an exception, it may raise another one and handle that. The first one
-    that will be raised again is reported or, if there is none, the last one that the user's own
-    code handles.
+    For example, while the thread handles the OSError here, the ValueError is reported, as it will
+    end the program (`find_handled_error` has the rules):
+
+        try:
+            train()  # raises ValueError
+        finally:
+            try:
+                write_summary()  # raises OSError
+            except OSError:
+                world.barrier()
 
     Args:
         error: the exception that the thread handles.
@@ -260,6 +267,7 @@ def describe_in_flight(error: BaseException) -> ErrorInFlight | None:
     return ErrorInFlight(
         headline=_shorten_headline(_headline(cause)),
         line=_user_line(cause, groups),
+        # An optimizer has made a step since, so the exception has done no harm.
         training_went_on=training_went_on(error_to_report),
     )
 

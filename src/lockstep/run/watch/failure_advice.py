@@ -183,10 +183,9 @@ def advise(kind: str, end: ExitStatus, *, network_failed: bool) -> tuple[str, ..
 
 
 def _advice_on_oom_of_other_process(kind: str, end: ExitStatus, text: str) -> str:
-    """Returns the advice if the out-of-memory killer ended a process that this rank depends on.
+    """Returns the advice on a rank that failed after the out-of-memory killer ended some process.
 
-    It has ended some process of the run. That was not the rank itself, for which the kind of
-    failure would be "oom".
+    That process was another one than the rank: otherwise the kind of failure would be "oom".
 
     Args:
         kind: the kind of failure.
@@ -198,11 +197,13 @@ def _advice_on_oom_of_other_process(kind: str, end: ExitStatus, text: str) -> st
     """
     # "DataLoader worker (pid 71) is killed by signal: Killed."
     names_killed_worker = re.search(r"DataLoader worker|signal: Killed", text) is not None
-    if kind == "exception" and names_killed_worker:
+    its_worker_was_killed = kind == "exception" and names_killed_worker
+    if its_worker_was_killed:
         return f"the kernel's out-of-memory killer ended a worker: {_MEMORY}"
 
-    # The rank was killed because the process that had started it, the fork server, ended.
-    if end.with_fork_server:
+    # The rank has ended together with the fork server, the process that had started it.
+    its_parent_was_killed = end.with_fork_server
+    if its_parent_was_killed:
         return f"the kernel's out-of-memory killer has ended a process meanwhile: {_MEMORY}"
     return ""
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from lockstep.columns import join_label, pad_label
 from lockstep.errors import hint_in_language
-from lockstep.language import InLanguage, in_english, translate_heading
+from lockstep.language import InLanguage, heading_in_language, in_english
 from lockstep.run.watch.first_failure import FirstFailure
 from lockstep.run.watch.messages import detail_lines
 from lockstep.wording import format_ranks, join_first
@@ -117,12 +117,13 @@ def _headline(failure: FirstFailure, in_language: InLanguage) -> str:
     if failure.kind != "exception":
         return in_language(failure.headline)
 
-    # Type and message of an exception stay as they are, unless it is one of Lockstep's: then the
-    # first line of its message is translated. `translate_heading` always does, even in English.
-    if not failure.is_from_lockstep or in_language is in_english:
+    # An exception that is not Lockstep's stays as it is.
+    if not failure.is_from_lockstep:
         return failure.headline
+
+    # "UsageError: world.sum(x)": the type stays, the message is translated.
     error_type, separator, message = failure.headline.partition(": ")
-    return error_type + separator + translate_heading(message)
+    return error_type + separator + heading_in_language(message, in_language)
 
 
 def _detail(failure: FirstFailure, text: str, in_language: InLanguage) -> str:

@@ -281,14 +281,18 @@ def _is_follower(end: ExitStatus) -> bool:
 
 
 def _follower_text(end: ExitStatus) -> str:
-    """Returns what a follower's error says of the failure of another rank."""
+    """Returns what a follower's error says of the failure of another rank.
+
+    A follower is of one of three kinds, see `_is_follower` and `_differs_from_rank_with_error`.
+    """
     if _is_told_of_other_rank(end):
         assert end.error is not None
         return f"told of the error of rank {end.error.of_rank}"
+
     lost_peer = _lost_peer(end)
     if lost_peer is not None:
         return lost_peer.text
-    assert _says_that_ranks_differ(end)  # as in `_differs_from_rank_with_error`
+
     return "told that the ranks called different collectives"
 
 
@@ -307,16 +311,22 @@ def _differs_from_rank_with_error(end: ExitStatus, exits: Sequence[ExitStatus]) 
 
     For example, rank 1 raises a ValueError and calls a collective in `finally`, while rank 0 calls
     another collective. Both get a RanksDifferError. It is all that rank 0 has, so that rank is a
-    follower. Rank 1 has recorded it as raised while the ValueError was in flight.
+    follower. The record of rank 1 is of the ValueError.
     """
     if not _says_that_ranks_differ(end):
         return False
-    for other in exits:
-        if other.error is not None and other.error.type != _RANKS_DIFFER:
-            texts = other.error.raised_meanwhile  # "RanksDifferError: ..."
-            if any(text.startswith(_RANKS_DIFFER) for text in texts):
-                return True
-    return False
+    return any(_called_collective_because_of_error(other) for other in exits)
+
+
+def _called_collective_because_of_error(end: ExitStatus) -> bool:
+    """Returns True if a rank got a RanksDifferError while it handled an exception of its own.
+
+    Its record has, for example, the type "ValueError" and, in `raised_meanwhile`, the text
+    "RanksDifferError: ...".
+    """
+    if end.error is None or end.error.type == _RANKS_DIFFER:
+        return False
+    return any(text.startswith(_RANKS_DIFFER) for text in end.error.raised_meanwhile)
 
 
 def _lost_connection(end: ExitStatus) -> bool:
@@ -502,26 +512,30 @@ def _root_of_exit(end: ExitStatus, *, network_failed: bool = False) -> FirstFail
 
 
 def _launcher_exit_code(end: ExitStatus) -> int:
-    """Returns the launcher's own exit code for a run that ended because of this rank's end."""
-    if end.code > 0:  # the rank's own exit code is passed on
+    """Returns the launcher's own exit code for a run that ended because of this rank's end.
+
+    A code below 0 says that a signal has ended the rank: -9 is SIGKILL, and -2 is SIGINT.
+
+        code   exception before          result
+        3      any or none               3
+        0      any or none               EXIT_LOST_RANK: it left while others were waiting for it
+        -9     none, or a SystemExit     EXIT_LOST_RANK
+        -9     ValueError                1, as if the signal had not come while the rank was ending
+        -2     KeyboardInterrupt         130, as in a shell: Python then ends itself by SIGINT
+        -9     KeyboardInterrupt         137
+    """
+    if end.code > 0:
         return end.code
-    if end.code == 0:  # it left while others were waiting for it
+    if end.code == 0:
         return EXIT_LOST_RANK
 
-    # From here on, the rank was ended by a signal, and `end.code` is minus its number.
-    # 1. It had raised no exception before, or only that of `sys.exit`, which is no failure.
     error = end.error
-    if error is None or error.type == "SystemExit":
+    if error is None or error.type == "SystemExit":  # `sys.exit` is no failure
         return EXIT_LOST_RANK
 
-    # 2. It had raised an exception, and was killed while it was ending. Without the signal, Python
-    # would have ended it with the exit code of that exception, usually 1.
-    if error.exit_code > 0:
+    was_interrupted = error.exit_code <= 0  # KeyboardInterrupt has no exit code
+    if not was_interrupted:
         return error.exit_code
-
-    # 3. It had raised KeyboardInterrupt, which has no exit code: Python then ends itself by SIGINT,
-    # and the result is 130, as in a shell. If another signal came before that, it is 128 plus its
-    # number.
     signal_number = -end.code
     return EXIT_SIGNAL + signal_number
 

@@ -207,8 +207,7 @@ def _awaited_rank_is_gone(case: Case) -> Verdict | None:
         has_no_error = all(state.code == 0 for state in ended.values())
         kind: VerdictKind = "left" if has_no_error else "lost"
         what = "has ended without an error" if has_no_error else "has died"
-        not_running = {**stopped, **ended}
-        is_fatal = _cannot_go_on(case, ended=ended, not_running=not_running)
+        is_fatal = _cannot_go_on(case, ended=ended, stopped=stopped)
         return case.make_verdict(kind, ended, case.waiting_text(what, ended), fatal=is_fatal)
 
     if stopped:
@@ -221,26 +220,29 @@ def _awaited_rank_is_gone(case: Case) -> Verdict | None:
 
 
 def _cannot_go_on(
-    case: Case, *, ended: Mapping[int, RankState], not_running: Mapping[int, RankState]
+    case: Case, *, ended: Mapping[int, RankState], stopped: Mapping[int, RankState]
 ) -> bool:
     """Returns True if ranks wait in vain for ranks that have ended, so that the run cannot go on.
+
+    Example: rank 0 waits for an unknown rank, rank 1 has ended, and rank 2 computes. The result is
+    False, as rank 0 may wait for rank 2. Without rank 2, it is True.
 
     Args:
         case: what is known about the run.
         ended: of the ranks that others wait for, those that have ended.
-        not_running: of the ranks that others wait for, those that have ended or are stopped.
+        stopped: of the ranks that others wait for, those that are stopped.
     """
     if any(_is_known_to_wait_for(case, rank, ended) for rank in case.waiting):
         return True
 
     # No such wait is known. If ranks are still running, the waiting ones may be waiting for these.
-    running_ranks = case.activities.keys() - case.waiting.keys() - not_running.keys()
+    running_ranks = case.activities.keys() - case.waiting.keys() - ended.keys() - stopped.keys()
     if running_ranks:
         return False
 
-    # No rank is running that the waiting ones could wait for. They still go on if all of them are
-    # destroying their process group, which succeeds even if other ranks are gone.
-    return not all(_only_destroys_group(case, rank) for rank in case.waiting)
+    # Destroying a process group succeeds even if other ranks are gone.
+    all_waiting_ranks_go_on = all(_only_destroys_group(case, rank) for rank in case.waiting)
+    return not all_waiting_ranks_go_on
 
 
 def _is_known_to_wait_for(case: Case, rank: int, ended: Mapping[int, RankState]) -> bool:

@@ -50,7 +50,10 @@ def _module_of(error: BaseException) -> str:
 
 
 def _file_in_place_of_installed(module: str) -> str:
-    """Returns the user's file that Python finds first for a module that is installed as well."""
+    """Returns the user's file that Python finds first for a module that is installed as well.
+
+    For the module `random`: `/home/ann/random.py`, if Python also has `/usr/lib/.../random.py`.
+    """
     if module in sys.builtin_module_names:  # files are not looked for
         return ""
 
@@ -64,12 +67,15 @@ def _file_in_place_of_installed(module: str) -> str:
     if imported is not None and getattr(imported, "__file__", None) != first.origin:
         return ""
 
-    # Look for the installed module everywhere but in the folder of the user's file.
     is_package = first.submodule_search_locations is not None
-    file = Path(first.origin)
+    file = Path(first.origin)  # of a package, its `__init__.py`
     folder = file.parent.parent if is_package else file.parent
+    return first.origin if _is_found_outside(module, folder) else ""
+
+
+def _is_found_outside(module: str, folder: Path) -> bool:
+    """Returns True if Python finds a module in another folder of `sys.path` than this one."""
     real_folder = os.path.realpath(folder)
     other_entries = [entry for entry in sys.path if os.path.realpath(entry) != real_folder]
     installed = PathFinder.find_spec(module, other_entries)
-    is_installed = installed is not None and installed.origin is not None
-    return first.origin if is_installed else ""
+    return installed is not None and installed.origin is not None

@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from lockstep.run.watch.stacks import parse_frames, user_frame
 from lockstep.user_code import format_source_line
@@ -92,27 +93,45 @@ def _find_last_heading(lines: Sequence[str]) -> int | None:
             | Traceback (most recent call last):
             |   ...
     """
-    index_of_result: int | None = None
-    in_group = False  # True from the heading of a group to that of a traceback outside the group
-    group_has_result = False  # True once the heading of the group's first exception has been found
+    last_block = _last_outer_heading_and_its_inner_ones(lines)
+    if not last_block:
+        return None
+
+    outer, *inner = last_block
+    for heading in inner:
+        if not heading.is_of_group:  # a group within the group is skipped, but not its exceptions
+            return heading.line_index
+    return outer.line_index
+
+
+class _Heading(NamedTuple):
+    """The heading of a traceback."""
+
+    line_index: int
+    is_of_group: bool
+    """True for an exception group."""
+
+
+def _last_outer_heading_and_its_inner_ones(lines: Sequence[str]) -> list[_Heading]:
+    """Returns the last heading that is not inside a group, and those inside the group after it.
+
+    The list is empty if there is no heading, and has one item if the last outer heading is that of
+    an ordinary traceback.
+    """
+    block: list[_Heading] = []
     for index, line in enumerate(lines):
-        heading = _HEADING.match(line)
-        if heading is None:
+        match = _HEADING.match(line)
+        if match is None:
             continue
 
-        is_heading_of_group = heading["group"] is not None
-        is_inside_group = in_group and heading["prefix"].endswith("| ")
-
-        if not is_inside_group:  # a traceback or a group of its own, which ends a group before it
-            index_of_result = index
-            in_group = is_heading_of_group
-            group_has_result = False
-        elif not is_heading_of_group and not group_has_result:
-            # The first exception in the group, or in a group within the group.
-            index_of_result = index
-            group_has_result = True
-
-    return index_of_result
+        heading = _Heading(line_index=index, is_of_group=match["group"] is not None)
+        follows_group = bool(block) and block[0].is_of_group
+        is_inside_group = follows_group and match["prefix"].endswith("| ")
+        if is_inside_group:
+            block.append(heading)
+        else:
+            block = [heading]
+    return block
 
 
 def _prefix_after_heading(heading_line: str) -> str:

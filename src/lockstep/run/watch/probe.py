@@ -147,18 +147,21 @@ class Probe:
         """Makes faulthandler write this process's stacks into its evidence files.
 
         It writes them at a fatal signal, such as SIGSEGV, and at the two stack signals.
+
+        Rule: the stacks of other threads are only read while these threads sleep. Reading the
+        frames of a thread that runs sooner or later ends in a segmentation fault (with Python 3.11,
+        about once in some hundred times).
         """
         crash_file = _open_to_append(self._evidence.crash)
         faulthandler.enable(crash_file)
         _keep_track_of_faulthandler(crash_file)
 
-        # This signal shows only the stack of the main thread, which handles it. Reading the frames
-        # of another thread while it runs sooner or later ends in a segmentation fault (with Python
-        # 3.11, about once in some hundred times).
+        # This signal shows only the stack of the main thread, which handles it.
         stacks_file = _open_to_append(self._evidence.stacks)
         _write_stacks_at(MAIN_THREAD_SIGNAL, stacks_file, all_threads=False)
 
-        if sys.platform == "linux":  # on other systems it is not known whether all threads sleep
+        # This one shows all stacks. Only Linux tells (in `/proc`) whether all threads sleep.
+        if sys.platform == "linux":
             _write_stacks_at(ALL_THREADS_SIGNAL, stacks_file, all_threads=True)
 
             # This thread and all threads that it starts block the signal, so that none of their
@@ -201,17 +204,13 @@ class Probe:
     def _answer_requests(self, pipe: int) -> None:
         """Answers requests until `stop_answering` is called. This is all that the thread does.
 
-        Each request is a line, `NUMBER` or `NUMBER call_stacks`. If several have arrived, only the
-        last one is answered: of "7" and "8 call_stacks", that is request 8, with the stacks of
-        calls.
+        Each request is a line, `NUMBER` or `NUMBER call_stacks`. If several have arrived, such as
+        "7" and "8 call_stacks", only the last one is answered.
         """
-        # A signal may interrupt a system call of the thread that handles it. Here that does no
-        # harm, so this thread handles the signal, and all others block it.
-        if sys.platform == "linux":
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, [ALL_THREADS_SIGNAL])
-
+        _handle_stack_signal_in_this_thread()
         while True:
-            # This waits for a request, as long as this process has the pipe open for writing too.
+            # Waits until there is something to read. (As this process can also write to the pipe,
+            # the pipe never ends.)
             text = os.read(pipe, _REQUEST_MAX_BYTES).decode(errors="replace")
 
             if self._is_stopping:
@@ -219,13 +218,7 @@ class Probe:
                 self._request_pipe = None
                 return
 
-            # A last line without a newline is dropped. It is a request that was cut off, as more
-            # bytes were waiting than are read at once. The launcher asks again later.
-            *complete_lines, _ = text.split("\n")
-            if not complete_lines:
-                continue
-
-            number, _, option = complete_lines[-1].partition(" ")
+            number, _, option = _last_complete_line(text).partition(" ")
             if number.isdigit():
                 self._answer_request(number, with_call_stacks=option == CALL_STACKS_OPTION)
 
@@ -290,6 +283,26 @@ class Probe:
 def _open_to_append(path: Path) -> int:
     """Opens a file for appending, until this process ends, and returns its descriptor."""
     return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+
+
+def _handle_stack_signal_in_this_thread() -> None:
+    """Makes this thread the one that handles the signal at which all stacks are written.
+
+    All other threads block the signal, as it may interrupt a system call of the thread that handles
+    it. Here that does no harm.
+    """
+    if sys.platform == "linux":
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [ALL_THREADS_SIGNAL])
+
+
+def _last_complete_line(text: str) -> str:
+    """Returns the last line that ends with a newline; empty if there is none.
+
+    The last line may be a request that was cut off, as more bytes were waiting than are read at
+    once. The launcher asks again later.
+    """
+    *complete_lines, _ = text.split("\n")
+    return complete_lines[-1] if complete_lines else ""
 
 
 def _write_stacks_at(signal_number: int, file: int, *, all_threads: bool) -> None:

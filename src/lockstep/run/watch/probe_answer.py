@@ -177,20 +177,24 @@ def _with_states_of_batches(
         calls: the calls of a record by time, each with torch's id of its group.
     """
     result: list[tuple[CollectiveCall, str]] = []
-    indices_of_group: dict[tuple[str, str], list[int]] = {}  # the indices in `result`
+    # The indices in `result`, by key and group id: a key may stand for several groups.
+    indices_of_group: dict[tuple[str, str], list[int]] = {}
 
     for call, group_id in calls:
         indices = indices_of_group.setdefault((call.key, group_id), [])
 
         # An entry `coalesced` follows the sends and receives of its batch, the latest of its group.
-        batch = _last_batch(result, indices) if call.op == BATCH_OP else []
-        if batch:
+        if call.op == BATCH_OP:
+            batch = _last_batch(result, indices)
             for index in batch:
-                call_of_batch, its_group_id = result[index]
-                result[index] = (replace(call_of_batch, state=call.state), its_group_id)
-        else:
-            indices.append(len(result))
-            result.append((call, group_id))
+                call_of_batch, _ = result[index]
+                result[index] = (replace(call_of_batch, state=call.state), group_id)
+            if batch:
+                continue
+
+        # A call, or an entry `coalesced` whose sends and receives are no longer in the record.
+        indices.append(len(result))
+        result.append((call, group_id))
 
     return result
 

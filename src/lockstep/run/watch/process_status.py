@@ -181,14 +181,17 @@ def _thread_that_keeps_process(threads: Sequence[_Thread]) -> _Thread:
     Args:
         threads: the threads of the process, the main thread first.
     """
-    in_kernel = [thread for thread in threads if thread.state == "D"]
-    if in_kernel:
-        return in_kernel[-1]
+    # 1. A thread in a system call that nothing can interrupt. If there are several, any will do.
+    uninterruptible = [thread for thread in threads if thread.state == "D"]
+    if uninterruptible:
+        return uninterruptible[-1]
 
+    # 2. The main thread or, if it has ended (Z), the first one that has not.
     not_ended = [thread for thread in threads if thread.state != "Z"]
     if not_ended:
-        return not_ended[0]  # the main thread, unless it has ended
+        return not_ended[0]
 
+    # 3. All have ended, so any will do.
     return threads[-1]
 
 
@@ -272,6 +275,11 @@ def harmless_stack_signal(
     A signal makes `poll`, `sleep`, `sem_timedwait` and other calls of the thread that handles it
     fail with EINTR, see signal(7), and C code seldom expects that.
 
+        signal               is handled by                      is safe if
+        ALL_THREADS_SIGNAL   the thread that answers requests   all threads sleep: their stacks
+                                                                cannot be read while they run
+        MAIN_THREAD_SIGNAL   the main thread                    it is in no call that would fail
+
     Args:
         pid: number of the rank's process.
         earlier_context_switches: how often the main thread had given up its processor some tenths
@@ -286,12 +294,8 @@ def harmless_stack_signal(
     if threads is None:
         return None
 
-    # The thread that answers requests handles this signal, so no other thread is interrupted. But
-    # their stacks can only be read while they sleep.
     if answers and _all_go_on_sleeping(threads):
         return ALL_THREADS_SIGNAL
-
-    # The main thread handles this one.
     if _main_is_not_disturbed_by_signal(threads):
         return MAIN_THREAD_SIGNAL
 
@@ -318,12 +322,19 @@ def _read_threads(
 ) -> _ThreadsOfRank | None:
     """Reads what the threads of a rank do, or returns None if it is gone.
 
-    For the arguments, see `harmless_stack_signal`.
+    Args:
+        pid: number of the rank's process.
+        earlier_context_switches: how often the main thread had given up its processor some tenths
+            of a second ago; None if that is not known.
+        root: the folder `/proc`.
     """
     folder = root / str(pid) / "task"
     main_folder = folder / str(pid)
+    states = set()
     try:
-        states = {_state_and_cpu_s(thread / "stat")[0] for thread in folder.iterdir()}
+        for thread in folder.iterdir():
+            state, _cpu_s = _state_and_cpu_s(thread / "stat")
+            states.add(state)
         kernel_function = (main_folder / "wchan").read_text()
     except (OSError, ValueError, IndexError):
         return None

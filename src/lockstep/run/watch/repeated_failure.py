@@ -98,6 +98,7 @@ def failure_key(end: ExitStatus) -> str:
     if not _comes_from_program(error, headline):
         return ""
 
+    # A rank that failed within this time without a step was still about to make its first one.
     failed_soon = end.ran_s is not None and end.ran_s <= MAX_S_WITHOUT_STEP
     step = _step_of_failure(end.has_made_step, error.trained_steps, failed_soon)
     return _make_key(step, error.line, headline)
@@ -175,6 +176,15 @@ def _step_of_failure(
 ) -> int | None:
     """Returns the step after which a rank failed, counted from the beginning of the training.
 
+        has_made_step   failed_soon    steps_of_training   result
+        True            either         12                  12
+        True            either         0                   None: not counted for this optimizer
+        True            either         None                None
+        False           True           12                  12: this attempt has resumed step 12
+        False           True           None                0: it began anew
+        False           False          any                 None: it did other work for a long time
+        None            either         any                 None
+
     Args:
         has_made_step: whether this attempt has made a step; None if that is not known.
         steps_of_training: the steps since the training began, including those of earlier attempts
@@ -188,10 +198,10 @@ def _step_of_failure(
         return None
 
     if has_made_step:
-        is_counted = steps_of_training != 0  # 0: Lockstep does not count this optimizer's steps
+        is_counted = steps_of_training != 0
         return steps_of_training if is_counted else None
 
-    if not failed_soon:  # it did other work than training for a long time
+    if not failed_soon:
         return None
     began_anew = steps_of_training is None
     return 0 if began_anew else steps_of_training

@@ -43,10 +43,10 @@ def watch_script_processes(folder: Path) -> None:
     """
     starter = _WatchedStarter(folder)
 
+    # `starter.start_process` itself could not replace the method `Process.start`: Python gives the
+    # process, as `self`, only to a plain function.
     def start(process: BaseProcess) -> None:
-        """Replaces `Process.start`. A plain function becomes a method of the process, as this one
-        must; a method of `starter` would not be given the process.
-        """
+        """Replaces `Process.start`."""
         starter.start_process(process)
 
     replace_start_processes(starter.start_spawned)  # of torch.multiprocessing, for `mp.spawn`

@@ -337,35 +337,43 @@ def _called_op(stack: Stack) -> str:
     Returns:
         The name of a function; empty if the user did not call an operation, but `backward`, say.
     """
-    innermost = stack[0]
+    op_of_lockstep = _op_of_init_or_pipeline(stack)
+    if op_of_lockstep:
+        return op_of_lockstep
 
+    # All of Lockstep's collectives wait in one function of `traffic.py`, whose name says nothing.
+    innermost = stack[0]
+    op = "" if _is_in(innermost, _TRAFFIC) else innermost.function
+
+    for frame in stack[1:]:
+        # torch wraps its operations in a logger, and Lockstep's methods call them for the user.
+        is_wrapper = _is_in(frame, _C10D_LOGGER) or frame.file.startswith(LOCKSTEP_FOLDER)
+        is_communication = _is_communication(frame)
+        if not (is_communication or is_wrapper):
+            break  # the user's code, or another part of torch, such as DDP
+
+        # torch's `distributed_c10d.py` and two modules of Lockstep contain the operations that
+        # users call. Other communication code, such as the meeting of the ranks in `rendezvous.py`,
+        # is a part of an operation.
+        is_operation = is_communication and _is_in(frame, _C10D, _SHARED_MEMORY, _ROUTING)
+        if is_operation:
+            op = frame.function
+
+    return "" if op.startswith("_") else op  # a private name means nothing to the user
+
+
+def _op_of_init_or_pipeline(stack: Stack) -> str:
+    """Returns the operation of a rank that waits in `lockstep.init` or a pipeline; else empty."""
     # `lockstep.init` meets the other ranks in several ways, one after the other. To the user, and
     # for the question whether the ranks wait in the same call, all of them are one.
     if any(_is_in(frame, _JOINING) and frame.function == "join_run" for frame in stack):
         return LOCKSTEP_INIT
 
     # The sends and receives of a pipeline are Lockstep's. The user only called the model.
+    innermost = stack[0]
     if _is_in(innermost, _PIPELINE_WIRE):
         return _OP_OF_WIRE_FUNCTION[innermost.function]
-
-    # All of Lockstep's collectives wait in one function of `traffic.py`, whose name says nothing.
-    op = "" if _is_in(innermost, _TRAFFIC) else innermost.function
-
-    for frame in stack[1:]:
-        # torch's `distributed_c10d.py` and two modules of Lockstep contain the operations that
-        # users call. Other communication code, such as the meeting of the ranks in `rendezvous.py`,
-        # is a part of an operation.
-        is_communication = _is_communication(frame)
-        is_operation = is_communication and _is_in(frame, _C10D, _SHARED_MEMORY, _ROUTING)
-        # torch wraps its operations in a logger, and Lockstep's methods call them for the user.
-        is_wrapper = _is_in(frame, _C10D_LOGGER) or frame.file.startswith(LOCKSTEP_FOLDER)
-
-        if is_operation:
-            op = frame.function
-        elif not (is_communication or is_wrapper):
-            break  # the user's code, or another part of torch, such as DDP
-
-    return "" if op.startswith("_") else op  # a private name means nothing to the user
+    return ""
 
 
 def _context(stack: Stack) -> str:

@@ -143,7 +143,7 @@ class Supervisor:
         Returns:
             How long the rank that is overdue most is overdue; negative if no rank is overdue.
         """
-        longest_overdue_s = -self._rules.after  # no rank has just made a step, at the least
+        overdue_s_of_ranks: list[float] = []
         for process in self._processes:
             heartbeat = read_heartbeat(process.evidence.heartbeat)
             last_step_at = 0.0 if heartbeat is None else heartbeat.last_step
@@ -155,9 +155,10 @@ class Supervisor:
             quiet_s = now - max(self._began_at, last_step_at)
 
             allowed_s = max(self._rules.after, _QUIET_AFTER_STEPS * duration_of_step_s)
-            longest_overdue_s = max(longest_overdue_s, quiet_s - allowed_s)
+            overdue_s_of_ranks.append(quiet_s - allowed_s)
 
-        return longest_overdue_s
+        # Without ranks: as if a rank had just made a step.
+        return max(overdue_s_of_ranks, default=-self._rules.after)
 
     def _take_snapshot(self, *, call_stacks: bool = False) -> Snapshot | None:
         """Takes a snapshot of all ranks of the run.
@@ -258,16 +259,22 @@ class Supervisor:
         Returns:
             True if the verdict must be reported. It is then marked as reported.
         """
-        # How long the wait had lasted at its last report, under one of its keys: where the ranks
-        # are, or when they last moved. 0 if it was not reported, so that it is reported now.
-        keys = self._keys_of_wait(verdict)
-        lasted_at_report_s = max(self._lasted_at_report_s.get(key, 0.0) for key in keys)
-        if lasted_s < _REPORT_AGAIN_FACTOR * lasted_at_report_s:
+        was_reported_a_short_while_ago = (
+            lasted_s < _REPORT_AGAIN_FACTOR * self._lasted_at_last_report_s(verdict)
+        )
+        if was_reported_a_short_while_ago:
             return False
 
-        for key in keys:
+        for key in self._keys_of_wait(verdict):
             self._lasted_at_report_s[key] = lasted_s
         return True
+
+    def _lasted_at_last_report_s(self, verdict: Verdict) -> float:
+        """Returns how long the wait had lasted when it was last reported; 0 if it never was.
+
+        A verdict is on a reported wait if one of its two keys was reported, see `_keys_of_wait`.
+        """
+        return max(self._lasted_at_report_s.get(key, 0.0) for key in self._keys_of_wait(verdict))
 
     def _keys_of_wait(self, verdict: Verdict) -> tuple[object, object]:
         """Returns two keys of the wait that a verdict is on.

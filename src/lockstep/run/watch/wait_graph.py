@@ -20,6 +20,7 @@ ACM Computing Surveys 19 (4), 1987.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
@@ -85,23 +86,21 @@ class WaitGraph:
 
             calls = _calls_waited_in(activity)
             sender = _sender_waited_for(activity, table)
-            if not calls and sender is None:
-                self.partners_unknown.add(rank)
-
-            call_cannot_complete = any(table.is_mismatched(call) for call in calls)
-            if call_cannot_complete:
-                self.mismatched.add(rank)
-
-            # Ranks in the same wait share one set of awaited ranks, so it may contain this rank.
-            # But no rank waits for itself.
             awaited = shared_sets.awaited_ranks(activity, calls, sender)
-            another_rank_is_missing = _has_other_rank(awaited, rank)
+            is_mismatched = any(table.is_mismatched(call) for call in calls)
 
             # A rank that is PERHAPS_WAITING may be blocked by something else. It is treated as
             # waiting if there is a reason for that.
-            certainly_waits = activity.kind is Kind.WAITING
-            if certainly_waits or call_cannot_complete or another_rank_is_missing:
-                self.waits_for[rank] = awaited
+            has_reason_to_wait = is_mismatched or _has_other_rank(awaited, rank)
+            if activity.kind is Kind.PERHAPS_WAITING and not has_reason_to_wait:
+                continue
+
+            self.waits_for[rank] = awaited
+            if is_mismatched:
+                self.mismatched.add(rank)
+            partners_are_known = bool(calls) or sender is not None
+            if not partners_are_known:
+                self.partners_unknown.add(rank)
 
     def _free_ranks(self, remaining: set[int]) -> set[int]:
         """Returns the remaining ranks that wait for no other remaining rank.
@@ -111,18 +110,15 @@ class WaitGraph:
         Args:
             remaining: the waiting ranks that have not been found free so far.
         """
-        # Many ranks share one set of awaited ranks, so each set is looked at once. The key is the
-        # set of all awaited ranks.
-        still_awaited_of_set = {}
-        for awaited in set(self.waits_for.values()):
-            still_awaited_of_set[awaited] = awaited & remaining
+
+        @functools.cache  # many ranks share one set of awaited ranks
+        def remaining_of(awaited: frozenset[int]) -> frozenset[int]:
+            return awaited & remaining
 
         free_ranks = set()
         for rank in remaining - self.mismatched:
-            awaited = self.waits_for[rank]
-            # The shared set may contain the rank itself, which does not wait for itself.
-            waits_for_another_rank = _has_other_rank(still_awaited_of_set[awaited], rank)
-            if not waits_for_another_rank:
+            still_awaited = remaining_of(self.waits_for[rank])
+            if not _has_other_rank(still_awaited, rank):
                 free_ranks.add(rank)
         return free_ranks
 
@@ -224,19 +220,26 @@ def _identify_wait(
 ) -> object:
     """Returns a key that is equal for all ranks that wait for the same ranks.
 
-    The key begins with the kind of the wait. For the arguments, see `awaited_ranks`.
+    The key begins with the kind of the wait, and says what the rank waits in.
+
+    Args:
+        activity: what the waiting rank does.
+        calls: the collectives that it waits in; empty if they are not known.
+        sender: the rank whose send it waits for in a receive. None in every other wait, also in a
+            send, and in a receive from an unknown rank.
     """
-    if calls:  # a call is identified by the key of its group and its number in the group
+    if calls:
+        # ("calls", (("nccl:0", 6),)): call 6 of the default group
         return ("calls", tuple((call.key, call.seq) for call in calls))
 
     if sender is not None:
-        return ("send of", sender)
+        return ("send of", sender)  # ("send of", 3)
     if activity.waits_in_p2p:  # all such ranks are assumed to wait for the same ranks
         return ("send or receive", None)
 
     if activity.created_group is not None:
         return ("creation of", activity.created_group)
-    return ("function", activity.op)
+    return ("function", activity.op)  # ("function", "barrier")
 
 
 def _awaited_ranks(
@@ -244,7 +247,8 @@ def _awaited_ranks(
 ) -> set[int]:
     """Returns the ranks that a waiting rank waits for.
 
-    If that is not known, these are all ranks that do something else.
+    If that is not known, these are all ranks that do something else. The result is for all ranks in
+    the same wait (`_SharedSets`), so it may contain the rank itself, which callers ignore.
 
     Args:
         activity: what the waiting rank does.
@@ -264,9 +268,7 @@ def _awaited_ranks(
     if sender is not None:
         return {sender}
 
-    # 3. In a send or receive with an unknown partner, it waits for some other rank. The set is
-    # shared by all ranks in such a wait, and each may be the partner of another: so it has all
-    # ranks, and this one too.
+    # 3. In a send or receive with an unknown partner, it may wait for any other rank.
     if activity.waits_in_p2p:
         return set(activities)
 
@@ -339,9 +341,11 @@ def _collective_waited_in_by_gpu(
     That is so if it was the oldest one in the first snapshot too, and cannot complete yet.
     """
     oldest_before = _oldest_nccl_collectives(earlier)
-    for key, call in _oldest_nccl_collectives(later).items():
-        is_same = key in oldest_before and oldest_before[key].seq == call.seq
-        if is_same and (table.missing_ranks(call) or table.is_mismatched(call)):
+    for group_key, call in _oldest_nccl_collectives(later).items():
+        call_before = oldest_before.get(group_key)
+        has_not_advanced = call_before is not None and call_before.seq == call.seq
+        cannot_complete = bool(table.missing_ranks(call)) or table.is_mismatched(call)
+        if has_not_advanced and cannot_complete:
             return call
     return None
 
@@ -353,17 +357,27 @@ def _receive_waited_in_by_gpu(
 
     A pending send does not show that a GPU waits, as the GPU may compute while it sends.
     """
-    batches_before = _oldest_nccl_batches(earlier)
-    for key, batch in _oldest_nccl_batches(later).items():
-        # All calls of a batch have the same `seq`.
-        is_same = key in batches_before and batches_before[key][0].seq == batch[0].seq
-        if not is_same:
-            continue
+    for batch in _oldest_batches_in_both(earlier, later):
         for call in batch:
-            # For a send, and for a receive whose sender has come, there is no awaited sender.
-            if table.awaited_sender(later.rank, call) is not None:
+            is_receive_without_sender = table.awaited_sender(later.rank, call) is not None
+            if is_receive_without_sender:
                 return call
     return None
+
+
+def _oldest_batches_in_both(earlier: RankState, later: RankState) -> list[list[CollectiveCall]]:
+    """Returns the oldest pending NCCL batch of each group that has not advanced meanwhile.
+
+    A group has not advanced if the batch that was the oldest one in the first snapshot still is.
+    """
+    batches_before = _oldest_nccl_batches(earlier)
+    batches = []
+    for group_key, batch in _oldest_nccl_batches(later).items():
+        batch_before = batches_before.get(group_key)
+        # All calls of a batch have the same `seq`.
+        if batch_before is not None and batch_before[0].seq == batch[0].seq:
+            batches.append(batch)
+    return batches
 
 
 def _oldest_nccl_collectives(state: RankState) -> dict[str, CollectiveCall]:
@@ -432,22 +446,26 @@ def _ranks_whose_call_would_help(
         graph: which rank waits for which.
         table: the calls of all ranks.
     """
-    # 1. Some deadlocked ranks wait in a known call, so their partners are known. The ranks that
-    # have not made the call yet may help. Each call is looked up once, even if many ranks wait in
-    # it.
-    completable_calls: dict[tuple[str, int], CollectiveCall] = {}
+    return _missing_in_known_calls(activities, graph, table) | _assumed_partners(graph)
+
+
+def _missing_in_known_calls(
+    activities: Mapping[int, Activity], graph: WaitGraph, table: CallTable
+) -> set[int]:
+    """Returns the ranks that are missing from calls in which deadlocked ranks wait.
+
+    Example: ranks 0 and 1 wait in call 6 of a group, and rank 2 has not made it: the result is
+    rank 2. If rank 1 made a different call 6, the result is empty: nothing can complete the call.
+    """
+    completable_calls: dict[tuple[str, int], CollectiveCall] = {}  # each once, by group and number
     for rank in graph.deadlocked - graph.partners_unknown:
-        # A mismatched call is not among them: it can never complete, so no rank can help there.
         for call in _completable_calls(activities[rank], table):
             completable_calls[call.key, call.seq] = call
 
-    helpful_ranks: set[int] = set()
+    missing_ranks: set[int] = set()
     for call in completable_calls.values():
-        helpful_ranks |= table.missing_ranks(call)
-
-    # 2. The partners of the other deadlocked ranks are not known. All ranks that these ranks are
-    # assumed to wait for may help.
-    return helpful_ranks | _assumed_partners(graph)
+        missing_ranks |= table.missing_ranks(call)
+    return missing_ranks
 
 
 def _assumed_partners(graph: WaitGraph) -> set[int]:
