@@ -612,7 +612,7 @@ def test_an_error_of_a_connection_is_not_the_recorders() -> None:
             pass
 
         @property
-        def loss_is_recorded(self) -> bool:
+        def loss_is_recorded_by_world(self) -> bool:
             raise RuntimeError("Connection closed by peer")
 
     losses = LossRecorder.__new__(LossRecorder)

@@ -108,9 +108,10 @@ class Comparison:
                 yield from self._results_after_bits(bit_verdict, way)
 
     def _bit_verdict(self, way: RunConfig) -> BitVerdict | None:
-        """Compares one way by bits; None if the script does not support virtual ranks in this way.
+        """Compares one way by bits; None if that is not possible, or not wanted.
 
-        Also None if it does not support them on one process. `reason_without_bits` then says why.
+        If the script does not support virtual ranks in this way, or on one process,
+        `reason_without_bits` says so.
         """
         if self._bit_reference is None:
             return None

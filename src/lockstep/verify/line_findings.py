@@ -108,13 +108,13 @@ def _is_new_difference(case: Divergence, place: Place) -> bool:
     """
     if not all(place in record.branch_outcomes for record in case.actual):
         return False
-    if not _ends_otherwise(case, case.update_index, place):
+    if not _outcomes_differ(case, case.update_index, place):
         return False
     earlier_updates = range(case.update_index)
-    return not any(_ends_otherwise(case, earlier, place) for earlier in earlier_updates)
+    return not any(_outcomes_differ(case, earlier, place) for earlier in earlier_updates)
 
 
-def _ends_otherwise(case: Divergence, update_index: int, place: Place) -> bool:
+def _outcomes_differ(case: Divergence, update_index: int, place: Place) -> bool:
     """True if the outcome of a test in an update differs between the ranks and one process.
 
     The outcomes of all ranks are combined, since each rank sees other data: a test that is true on

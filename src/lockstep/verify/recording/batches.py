@@ -177,10 +177,11 @@ class UnusedBatches:
         self._not_seen_in_models[self._last_number] = record
 
     def mark_used(self, batch_number: int) -> None:
-        """Removes a batch: a model is called with a tensor that was made from it.
+        """Notes that a batch has reached a model: it is no longer unused.
 
-        Earlier batches of the same loader are removed with it: they belong to the same optimizer
-        step. Those of an earlier epoch were never trained on; the script only looked at them.
+        Earlier batches of the same loader are not unused either. Those of the same epoch belong to
+        the same optimizer step. Those of an earlier epoch were never trained on: the script has
+        only looked at them, for example to compute their mean.
 
         Args:
             batch_number: number of the batch; 0 if the tensor was made from no batch.
@@ -191,19 +192,15 @@ class UnusedBatches:
 
         self._recognized_loaders.add(used_batch.loader)
 
-        for other_number, batch in list(self._not_seen_in_models.items()):
-            is_of_same_loader = batch.loader == used_batch.loader
-            is_later = other_number > batch_number
-            if not is_of_same_loader or is_later:
-                continue
-
-            # The script has looked at all batches of an epoch first, for example to compute their
-            # mean, and begins to train in the next epoch.
-            is_of_earlier_epoch = batch.epoch < used_batch.epoch
-            if is_of_earlier_epoch:
+        numbers_up_to_used_batch = [
+            number
+            for number, batch in self._not_seen_in_models.items()
+            if batch.loader == used_batch.loader and number <= batch_number
+        ]
+        for number in numbers_up_to_used_batch:
+            batch = self._not_seen_in_models.pop(number)
+            if batch.epoch < used_batch.epoch:
                 self._never_trained.append(batch)
-
-            del self._not_seen_in_models[other_number]
 
     def end_update(self) -> tuple[list[Batch], list[Batch]]:
         """Forgets the batches of the step that ends, but not those that were fetched ahead.

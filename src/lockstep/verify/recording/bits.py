@@ -112,7 +112,7 @@ class BitRecorder(Extension):
 
         ids = batch.samples.tolist()
         record = Batch(loader=loader_number, epoch=batch.epoch, ids=ids)
-        state.update.batches.append(record)  # this also keeps the script from being ended now
+        state.add_pending_batch(record)
 
         # Add a digest of the indices and contents of the samples to those of the virtual rank.
         has_samples = not _is_padding(batch.micro_batch)

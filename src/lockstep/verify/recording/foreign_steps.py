@@ -9,6 +9,7 @@ no samples left.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -84,37 +85,29 @@ class ForeignStepRecorder:
         """Records an update if the parameters behind a loss have changed since the loss before.
 
         This covers a rank that calls no module, but functions such as `F.linear` with parameters.
-        The parameters are found in the autograd graph of the loss: the node that accumulates the
-        gradient of a parameter refers to it as `variable`. Their summaries are kept for the next
-        loss.
+        The summaries of the parameters are kept for the next loss.
         """
-        # With an optimizer, its step completes the update. If the script calls modules, whose
-        # parameters `state.models` lists, `record_if_parameters_changed` finds the changes.
         state = self.state
-        calls_modules = next(state.models.parameters(), None) is not None
-        is_handled_elsewhere = state.has_optimizer or calls_modules
-        if is_handled_elsewhere:
+        if state.has_optimizer:  # its step completes the update
             return
 
-        # By the id of each parameter, a pair of the parameter and its summary.
+        calls_modules = next(state.models.parameters(), None) is not None
+        if calls_modules:  # `record_if_parameters_changed` compares the parameters of modules
+            return
+
+        # Pairs of a parameter and its summary, by the id of the parameter. The parameter itself is
+        # kept too, so that no other tensor can get its id.
         pairs_of_last_loss = state.notes.parameters_and_summaries_of_loss
-        pairs_of_this_loss = {}
-        has_changed = False
+        pairs_of_this_loss = {
+            id(parameter): (parameter, summarize(parameter))
+            for parameter in _parameters_behind(loss)
+        }
 
-        for node in nodes_behind(loss.grad_fn):
-            parameter = getattr(node, "variable", None)
-            if not isinstance(parameter, Tensor) or is_sharded(parameter):
-                continue
-
-            summary = summarize(parameter)
-            # The parameter itself is kept too, so that no other tensor can get its id.
-            pairs_of_this_loss[id(parameter)] = (parameter, summary)
-
-            if id(parameter) in pairs_of_last_loss:
-                _, summary_before = pairs_of_last_loss[id(parameter)]
-                if not np.array_equal(summary, summary_before):
-                    has_changed = True
-
+        ids_in_both = pairs_of_last_loss.keys() & pairs_of_this_loss.keys()
+        has_changed = any(
+            not np.array_equal(pairs_of_last_loss[id_][1], pairs_of_this_loss[id_][1])
+            for id_ in ids_in_both
+        )
         if has_changed:
             self._record_update()
             state.end_script_if_enough()
@@ -199,8 +192,8 @@ class ForeignStepRecorder:
                 dtype=str(state.mode.lowest_dtype),
                 # Ranks must agree on these two fields. They are copied from this rank's last step,
                 # so that they are not reported as a difference.
-                learning_rates=state.last_update.learning_rates,
-                group_options=state.last_update.group_options,
+                learning_rates=state.last_update_before_results.learning_rates,
+                group_options=state.last_update_before_results.group_options,
                 contributes=False,
             )
             state.writer.write(missed_update)
@@ -208,3 +201,15 @@ class ForeignStepRecorder:
             # The missed update ends here. Calls of models in it, or before, do not belong to the
             # optimizer's next step.
             state.next_update_after_step_of[optimizer] = state.update_number
+
+
+def _parameters_behind(loss: Tensor) -> Iterator[Tensor]:
+    """Yields the parameters that a loss was computed from, but no sharded ones.
+
+    They are found in the autograd graph: the node that accumulates the gradient of a parameter
+    refers to it as `variable`.
+    """
+    for node in nodes_behind(loss.grad_fn):
+        parameter = getattr(node, "variable", None)
+        if isinstance(parameter, Tensor) and not is_sharded(parameter):
+            yield parameter

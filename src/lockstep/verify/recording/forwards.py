@@ -92,8 +92,8 @@ class ForwardRecorder:
         self.state.models.add(module)
         self._gradients.hook_parameters()
 
-        # An optimizer's closure calls the model within the step. From here on, the step itself
-        # writes to the parameters, and these writes are not of interest.
+        # Writes are watched, unless an optimizer is stepping, whose closure has called the model:
+        # the next writes would be its own.
         is_inside_step = self.state.num_running_steps() > 0
         if not is_inside_step:
             self.state.watch_writes_from_now()
@@ -149,10 +149,8 @@ class ForwardRecorder:
             marks: marks of the inputs, by kind.
         """
         is_trained = torch.is_grad_enabled() and has_parameters(module)
-        # A foreign step since the last forward pass has completed the update. It is written here,
-        # and the forward pass belongs to the next update.
-        if is_trained and self._is_first_after_backward_pass():
-            self._foreign_steps.record_if_parameters_changed()
+        if is_trained:
+            self._end_update_of_foreign_step()
 
         notes = self.state.notes
         notes.local_batch_norms_without_gradients = set()  # of this call of the model
@@ -162,6 +160,15 @@ class ForwardRecorder:
 
         if is_trained:
             self._begin_training_pass(module, inputs, marks)
+
+    def _end_update_of_foreign_step(self) -> None:
+        """Ends the current update before a forward pass, if a foreign step has completed it.
+
+        The order is: backward pass, foreign step (this rank's optimizers do not make it, but its
+        parameters change), forward pass. The forward pass belongs to the next update.
+        """
+        if self._is_first_after_backward_pass():
+            self._foreign_steps.record_if_parameters_changed()
 
     def _is_first_after_backward_pass(self) -> bool:
         """True if no model has been called since the last backward pass."""
@@ -285,10 +292,10 @@ class ForwardRecorder:
         """
         state = self.state
 
-        # Random numbers from here on may go into the loss. (Inputs without rows do not count as
-        # the first ones, so the number is set again at the next forward pass.)
-        are_first_inputs = not state.update.model_inputs
-        if are_first_inputs:
+        # Random numbers may go into the loss if they are drawn after the first forward pass began
+        # whose inputs have rows.
+        had_inputs_with_rows = bool(state.update.model_inputs)
+        if not had_inputs_with_rows:
             state.notes.draws_before_forward = state.mode.draws.num_draws
 
         # `shape` describes the rows of the tensors, such as "torch.float32 [3, 32, 32]". It is an

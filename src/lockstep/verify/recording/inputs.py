@@ -126,7 +126,7 @@ class InputRecorder:
         """Adds a batch to the current update, and numbers its loader.
 
         This also sets `state.last_batch_text`, which tells the user where the script was stopped,
-        and restarts the record of random numbers drawn for the step.
+        and forgets random numbers that were drawn before.
 
         Args:
             loader: loader that handed out the batch.
@@ -135,7 +135,7 @@ class InputRecorder:
         """
         state = self.state
         # `World.backward` may have recorded the loss of an earlier batch, but not of this one.
-        state.loss_is_recorded = False
+        state.loss_is_recorded_by_world = False
 
         # A loader that was not used before gets the next number.
         next_number = len(self._number_of_loader)
@@ -150,8 +150,7 @@ class InputRecorder:
         state.update.batches.append(record)
 
         # Random numbers drawn while the batch was read do not belong to the step.
-        state.mode.draws.restart()
-        state.step_draws.restart()
+        state.restart_draws()
 
     def mark_used(self, batch_number: int) -> None:
         """Records that a model is called with tensors that were made from a batch.

@@ -63,9 +63,9 @@ class LossRecorder:
 
         The backward pass that follows calls `begin_backward`, which must not record the loss again.
         """
-        self.state.loss_is_recorded = False  # of an earlier call of `World.backward`
+        self.state.loss_is_recorded_by_world = False  # the flag of an earlier call
         self.begin_backward(loss)
-        self.state.loss_is_recorded = True
+        self.state.loss_is_recorded_by_world = True
 
     @guarded
     def begin_backward(self, loss: Tensor) -> None:
@@ -76,9 +76,7 @@ class LossRecorder:
         """
         state = self.state
 
-        # `World.backward` has called `record_weighted` for this loss, and now begins the backward
-        # pass.
-        if state.loss_is_recorded:
+        if state.loss_is_recorded_by_world:  # by `record_weighted`, just before
             return
 
         state.mode.note_dtype(loss)
@@ -88,11 +86,11 @@ class LossRecorder:
         # the last loss. Then this loss belongs to the next update.
         self._foreign_steps.record_if_loss_parameters_changed(loss)
 
-        # 2. Find the forward passes that the script has made for this loss. The list is a snapshot:
-        # forward passes from here on are torch's own, and replace the list in the notes by another.
+        # 2. Find the forward passes that the script has made for this loss. They are copied, since
+        # torch may make further ones, which do not count.
         if state.is_first_update and len(state.notes.forward_passes) > 1:
             self._forget_trial_passes(loss)
-        forward_passes = state.notes.forward_passes
+        forward_passes = tuple(state.notes.forward_passes)
 
         # 3. Describe the loss.
         marks = marks_of(loss)
@@ -136,17 +134,22 @@ class LossRecorder:
             return
 
         first_used_pass = used_passes[0]
-        if first_used_pass is notes.forward_passes[0]:  # the first call was not a trial
+        first_pass_was_trial = first_used_pass is not notes.forward_passes[0]
+        if not first_pass_was_trial:
             return
 
-        # Inputs are recorded once for each backward pass, at the first call of a model, so the last
-        # entry has those of the trial. Replace them by the inputs of the first call that the loss
-        # was computed from.
+        self._replace_inputs_of_trial(first_used_pass)
+        notes.forward_passes = used_passes
+
+    def _replace_inputs_of_trial(self, first_used_pass: ForwardPass) -> None:
+        """Replaces the recorded inputs of a trial by those of the first pass that the loss is from.
+
+        Inputs are recorded at the first call of a model since the last backward pass, which was the
+        trial, as the last entry of `model_inputs`.
+        """
         model_inputs = self.state.update.model_inputs
         if model_inputs and first_used_pass.inputs is not None:
             model_inputs[-1] = first_used_pass.inputs
-
-        notes.forward_passes = used_passes
 
     def _record_origin(self, loss: Tensor, marks: Mapping[str, Any]) -> None:
         """Records where a loss was computed, and which gathers and random draws went into it.

@@ -8,7 +8,7 @@ second root of the same class is `Net#2`. A module is *prepared* once it was pas
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import chain
 from typing import Any
 
@@ -107,6 +107,11 @@ class Models:
                 if id(parameter) not in yielded_ids and not is_sharded(parameter):
                     yielded_ids.add(id(parameter))
                     yield f"/parameter {number} of optimizer {optimizer_number}", parameter
+
+    def names_of(self, parameters: Iterable[Tensor]) -> list[str]:
+        """Returns the names of parameters; an empty name for those that `parameters` leaves out."""
+        name_of_id = {id(parameter): name for name, parameter in self.parameters()}
+        return [name_of_id.get(id(parameter), "") for parameter in parameters]
 
     def buffers(self) -> Iterator[tuple[str, Tensor]]:
         """Yields pairs of a name and a buffer."""

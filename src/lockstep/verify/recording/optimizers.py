@@ -199,15 +199,11 @@ class OptimizerRecorder:
         # If another optimizer has stepped since the backward pass, the backward pass is in the
         # update of that step, and is copied from there.
         self._copy_backward_passes_of_last_update()
-        self._record_parameters(optimizer)
+        self._record_parameters()
+        self._record_tensors_as_they_are_now(optimizer)
 
-        # The gradients. The factor, by which the script has multiplied them since the backward
-        # pass, is read before `zero_rounding` changes them.
-        state.update.gradient_factor = self._gradients.factor_since_backward()
         parameter_ids = {id(parameter) for parameter in parameters_of(optimizer)}
-        self._gradients.record_for_step(parameter_ids)
-        self._gradients.zero_rounding(parameter_ids)
-        self._gradients.note_dtypes()
+        self._record_gradients(parameter_ids)
 
         # How the models and the optimizer are set up.
         self._record_wrapping_of_models()
@@ -221,44 +217,66 @@ class OptimizerRecorder:
         # Batches that loaders have handed out ahead belong to the next update.
         self._batches_for_next_update = self._inputs.end_update()
 
+    def _record_gradients(self, parameter_ids: set[int]) -> None:
+        """Records the gradients that the step uses, and sets those to 0 that are mere rounding.
+
+        Args:
+            parameter_ids: ids of the optimizer's parameters.
+        """
+        # Read first, since `zero_rounding` changes the gradients.
+        factor_of_script = self._gradients.factor_since_backward()
+        self.state.update.gradient_factor = factor_of_script
+
+        self._gradients.record_for_step(parameter_ids)
+        self._gradients.zero_rounding(parameter_ids)
+        self._gradients.note_dtypes()
+
     def _copy_backward_passes_of_last_update(self) -> None:
         """Copies the backward passes from the last update, if this update had none of its own.
 
         If two optimizers step after one backward pass, it belongs to the updates of both.
         """
         state = self.state
+        last_update = state.last_update_before_results
         has_backward_passes = bool(state.update.losses)
-        if has_backward_passes or not state.last_update.losses:
+        if has_backward_passes or not last_update.losses:
             return
-        fields = {name: getattr(state.last_update, name) for name in FIELDS_OF_BACKWARD_PASSES}
+        fields = {name: getattr(last_update, name) for name in FIELDS_OF_BACKWARD_PASSES}
         state.update = replace(state.update, **fields)
 
-    def _record_parameters(self, optimizer: Optimizer) -> None:
-        """Records the parameters before the step, and the optimizer's state of each of them.
+    def _record_parameters(self) -> None:
+        """Records the parameters before the step.
 
         Most parameters were recorded at the first forward pass of the update already, and keep
         those values. The others, which only an optimizer has, are recorded as they are now.
         """
         state = self.state
         update = state.update
-        named_parameters = list(state.models.parameters())
 
         # The values themselves are only recorded before the first step.
         is_before_first_step = not any(state.steps_of.values())
         if is_before_first_step:
+            values_now = copy_arrays(state.models.parameters())
             values_at_first_forward = update.initial
-            update.initial = {**copy_arrays(named_parameters), **values_at_first_forward}
+            update.initial = {**values_now, **values_at_first_forward}
 
         # Before every step, two numbers for each parameter are recorded.
-        summaries_at_first_forward = state.notes.summaries_at_start
         summaries_now = state.models.summaries_of_parameters()
+        summaries_at_first_forward = state.notes.summaries_at_start
         update.parameter_sums = {**summaries_now, **summaries_at_first_forward}
 
-        # The same for parameters that no optimizer has stepped yet and that belong to no model.
+        # Two numbers for each parameter that no optimizer has stepped yet and no model has.
         update.unstepped_sums = state.notes.summaries_of_unstepped
 
-        # As they are now: tensors of modules that are neither parameters nor buffers, and which
-        # parameters are not trained.
+    def _record_tensors_as_they_are_now(self, optimizer: Optimizer) -> None:
+        """Records which parameters are not trained, the optimizer's state, and plain attributes.
+
+        Plain attributes are tensors of modules that are neither parameters nor buffers.
+        """
+        state = self.state
+        update = state.update
+        named_parameters = list(state.models.parameters())
+
         update.module_tensors = state.models.plain_attributes()
         update.frozen = state.frozen_parameters()
         evaluating_ids = state.notes.evaluating_parameters
@@ -354,16 +372,20 @@ class OptimizerRecorder:
         # The lowest precision of all losses and gradients so far. It decides on the tolerance.
         state.update.dtype = str(state.mode.lowest_dtype)
 
-        # Another optimizer may step next, without a backward pass of its own. Its update then gets
-        # the backward pass from here. It must not get the results of the step, which the next
-        # lines set, so this is a copy.
-        state.last_update = replace(state.update)
-
+        self._keep_backward_passes_for_next_optimizer()
         self._record_step_results(optimizer)
         self._finish_update(optimizer)
 
         # Random numbers drawn from here on belong to the next step.
         state.step_draws.restart()
+
+    def _keep_backward_passes_for_next_optimizer(self) -> None:
+        """Keeps a copy of the update for `_copy_backward_passes_of_last_update`.
+
+        Another optimizer may step next, without a backward pass of its own. It gets the backward
+        passes of this update, but not the results of this step, which are not in the copy yet.
+        """
+        self.state.last_update_before_results = replace(self.state.update)
 
     def _record_local_gradients(self) -> None:
         """Records what each backward pass of this update has added to the gradients.
@@ -386,10 +408,12 @@ class OptimizerRecorder:
         state = self.state
         micro_batch = state.micro_batch
         replica = micro_batch.virtual_rank_number if state.trains_replicas else None
-        state.finish_update(state.update, self._batches_for_next_update, replica)
+        next_update_number = state.finish_update(
+            state.update, self._batches_for_next_update, replica
+        )
 
-        # `finish_update` has raised `update_number`: it is that of the next update.
-        state.next_update_after_step_of[optimizer] = state.update_number
+        # Model calls from the next update on belong to the next step of this optimizer.
+        state.next_update_after_step_of[optimizer] = next_update_number
 
         # `last` is True for the last micro-batch of the global batch, which belongs to the last
         # replica.
@@ -448,10 +472,7 @@ class OptimizerRecorder:
         if optimizer in state.models.built_optimizers:
             update.construction_index = state.models.built_optimizers.index(optimizer)
 
-        name_of_id = {id(parameter): name for name, parameter in state.models.parameters()}
-        # A parameter that is in no model is named after the optimizer. Only if such a parameter is
-        # sharded, it has no name, and gets an empty one.
-        update.optimizer_parameters = [name_of_id.get(id(p), "") for p in parameters_of(optimizer)]
+        update.optimizer_parameters = state.models.names_of(parameters_of(optimizer))
 
 
 def _summarize_state(

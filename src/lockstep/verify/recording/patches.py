@@ -301,8 +301,8 @@ def _disable_compile(determinism: Determinism) -> None:
 
     @wraps(original_compile)
     def compile_disabled(model: Any = None, **options: Any) -> Any:
-        # Without a model, as in `@torch.compile(mode=...)`, this call returns a decorator. The
-        # decorator then calls this function again, with the model.
+        # Without a model, as in `@torch.compile(mode=...)`, this call returns a decorator. When it
+        # gets the model, it looks up `torch.compile`, finds this function, and calls it again.
         if model is not None:
             determinism.switched_off["torch.compile"] += 1
         return original_compile(model, **{**options, "disable": True})

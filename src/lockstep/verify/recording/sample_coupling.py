@@ -96,35 +96,71 @@ def _samples_are_coupled(
         sources: tensors with one or several rows for each sample, like the results.
         samples: number of samples.
     """
-    # Every value has another weight, so that dependences do not cancel out in the sum. The cosines
-    # of 0, 1, 2, ... are irregular, and the same at every call.
-    weights = [torch.arange(t.numel(), device=t.device).cos().view_as(t) for t in results]
+    weighted_results = [_weighted(t) for t in results]
     # For each tensor, an array with the number of the sample that each of its rows belongs to.
     samples_of_results = [_sample_of_each_row(t, samples) for t in results]
     samples_of_sources = [_sample_of_each_row(t, samples) for t in sources]
 
     num_bits = (samples - 1).bit_length()
     for bit in range(num_bits):
-        # The weighted sum over the results of all samples whose number has this bit. (Torch adds a
-        # zero-dimensional tensor on the CPU to a tensor on any device.)
-        weighted_sum = torch.zeros(())
-        for result, weight, sample_of_row in zip(results, weights, samples_of_results, strict=True):
-            has_bit = (sample_of_row >> bit) & 1 == 1  # for each row, whether it is in the sum
-            weighted_sum = weighted_sum + (result * weight)[has_bit].sum()
-
+        # Of 4 samples, bit 0 splits off the group of 1 and 3, and bit 1 the group of 2 and 3.
+        rows_in_group = [_have_bit(sample_of_row, bit) for sample_of_row in samples_of_results]
+        sum_of_group = _sum_of_rows(weighted_results, rows_in_group)
         gradients = torch.autograd.grad(
-            weighted_sum, sources, retain_graph=True, materialize_grads=True
+            sum_of_group, sources, retain_graph=True, materialize_grads=True
         )
-        largest = max(float(gradient.abs().max()) for gradient in gradients)
-        if largest == 0:  # this sum depends on nothing
-            continue
 
-        # If a sample whose number lacks this bit has a gradient too, the samples are coupled.
-        for gradient, sample_of_row in zip(gradients, samples_of_sources, strict=True):
-            lacks_bit = (sample_of_row >> bit) & 1 == 0
-            if bool((gradient[lacks_bit].abs() > MIN_RELATIVE_GRADIENT * largest).any()):
-                return True
+        # The samples are coupled if those outside of the group have a gradient too.
+        rows_outside = [~_have_bit(sample_of_row, bit) for sample_of_row in samples_of_sources]
+        if _have_gradient(gradients, rows_outside):
+            return True
 
+    return False
+
+
+def _have_bit(numbers: Tensor, bit: int) -> Tensor:
+    """Returns which of the numbers have a bit set: bit 0 in 1 and 3, but not in 0 and 2."""
+    return (numbers >> bit) & 1 == 1
+
+
+def _weighted(tensor: Tensor) -> Tensor:
+    """Returns a tensor in which each value is multiplied by another number.
+
+    So dependences do not cancel out in a sum of the values. The numbers are the cosines of 0, 1, 2,
+    ..., which are irregular, and the same at every call.
+    """
+    weights = torch.arange(tensor.numel(), device=tensor.device).cos().view_as(tensor)
+    return tensor * weights
+
+
+def _sum_of_rows(tensors: Sequence[Tensor], rows: Sequence[Tensor]) -> Tensor:
+    """Returns the sum of all values in some rows of the tensors.
+
+    Args:
+        tensors: the tensors.
+        rows: for each tensor, which of its rows are in the sum.
+    """
+    total = torch.zeros(())  # torch adds this to a tensor on any device
+    for tensor, is_in_sum in zip(tensors, rows, strict=True):
+        total = total + tensor[is_in_sum].sum()
+    return total
+
+
+def _have_gradient(gradients: Sequence[Tensor], rows: Sequence[Tensor]) -> bool:
+    """True if some rows have a gradient that is more than rounding.
+
+    Args:
+        gradients: gradients of several tensors, including all other rows. The largest of all values
+            tells how large rounding can be.
+        rows: for each tensor, which of its rows are examined.
+    """
+    largest = max(float(gradient.abs().max()) for gradient in gradients)
+    if largest == 0:
+        return False
+
+    for gradient, is_examined in zip(gradients, rows, strict=True):
+        if bool((gradient[is_examined].abs() > MIN_RELATIVE_GRADIENT * largest).any()):
+            return True
     return False
 
 
@@ -186,7 +222,7 @@ def _final_outputs(outputs: Sequence[Tensor]) -> list[Tensor]:
         if output.grad_fn is not None:
             direct_inputs += [node for node, _ in output.grad_fn.next_functions]
 
-    # All nodes that some output was computed from, directly or not. If the node of an output is
-    # among them, another output was computed from it, so it is not final.
+    # The direct inputs themselves, and all nodes that they were computed from. If the node of an
+    # output is among these, another output was computed from it, so it is not final.
     inner_nodes = nodes_behind(*direct_inputs)
     return [t for t in outputs if t.grad_fn is not None and t.grad_fn not in inner_nodes]

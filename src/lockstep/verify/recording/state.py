@@ -190,9 +190,9 @@ class RecorderState:
         self.update = RankUpdate()
         """The update that is being recorded."""
         self.notes = UpdateNotes()
-        self.last_update = self.update
+        self.last_update_before_results = self.update
         """The last complete update, without the results of its step."""
-        self.loss_is_recorded = False
+        self.loss_is_recorded_by_world = False
         """True after `World.backward` has recorded its loss, until the next batch or update."""
 
         self.steps_of: dict[Optimizer, int] = {}
@@ -280,7 +280,7 @@ class RecorderState:
 
     def finish_update(
         self, update: RankUpdate, later_batches: list[Batch], replica: int | None = None
-    ) -> None:
+    ) -> int:
         """Writes a complete update, and begins the next one with empty notes.
 
         Args:
@@ -288,6 +288,9 @@ class RecorderState:
             later_batches: batches that were fetched ahead for the next update.
             replica: number of the virtual rank whose model was updated; None unless each virtual
                 rank has a model of its own.
+
+        Returns:
+            The number of the next update.
         """
         self.writer.write(update, replica)
 
@@ -299,7 +302,8 @@ class RecorderState:
         # update, until Lockstep tells the recorder otherwise.
         self.update = RankUpdate(contributes=self.update.contributes, batches=later_batches)
         self.notes = UpdateNotes()
-        self.loss_is_recorded = False
+        self.loss_is_recorded_by_world = False
+        return self.update_number
 
     def end_script_if_enough(self) -> None:
         """Ends the script by raising `Finished`, once all steps to be compared are recorded.
@@ -365,6 +369,15 @@ class RecorderState:
                 was_drawn_for_this_step = number_of_draw > draws_before
                 if was_drawn_for_this_step:
                     self.update.loss_draws.append((line_of_draw, digest))
+
+    def add_pending_batch(self, batch: Batch) -> None:
+        """Adds a batch to the current update. The script is not ended before a step has used it."""
+        self.update.batches.append(batch)
+
+    def restart_draws(self) -> None:
+        """Forgets random numbers that were drawn so far: the next ones belong to the next step."""
+        self.mode.draws.restart()  # what was drawn while the batch was read
+        self.step_draws.restart()  # what was drawn for the step before
 
     def watch_writes_from_now(self) -> dict[str, int]:
         """Starts watching writes to all parameters and buffers of the models.
