@@ -143,19 +143,14 @@ class TrainingPass:
                 global batch, `micro_batch.opens_step` if it is the first of its optimizer step.
         """
         previous_was_trained = self.num_backwards > 0
-        previous_was_last = self.micro_batch.last
 
         # Only used to explain an error of a later `optimizer.step()`: within a global batch, no
         # step comes after most micro-batches.
         self.step_left_out = previous_was_trained and not self.stepped
 
-        begins_global_batch = micro_batch.first
-        if begins_global_batch:
+        if micro_batch.first:
             if previous_was_trained:
-                # `self.loss` is the sum over the micro-batches of the previous global batch. It is
-                # incomplete if the last one was not trained.
-                loss_is_complete = previous_was_last
-                self.loss_of_previous_global_batch = self.loss if loss_is_complete else None
+                self._keep_loss_of_previous_global_batch()
             self._begin_global_batch()
         elif previous_was_trained:
             self.accumulated = True  # new gradients are added to those of the previous micro-batch
@@ -165,6 +160,15 @@ class TrainingPass:
 
         self.micro_batch = micro_batch
         self.num_backwards = 0
+
+    def _keep_loss_of_previous_global_batch(self) -> None:
+        """Keeps the loss of a global batch when the next one begins.
+
+        It is the sum over all micro-batches. The one that was trained until now is the last of
+        them, unless the loop has left out the rest of the global batch.
+        """
+        is_complete = self.micro_batch.last
+        self.loss_of_previous_global_batch = self.loss if is_complete else None
 
     def _begin_global_batch(self) -> None:
         """Resets what is recorded for each global batch."""
@@ -213,6 +217,11 @@ def next_trained(training_pass: TrainingPass) -> Delivery | None:
 def check_order(delivery: Delivery) -> None:
     """Raises UsageError if the micro-batches of a global batch are not trained in order.
 
+    With two global batches in two micro-batches each, 1a 1b and 2a 2b:
+
+    - 1b may only follow 1a.
+    - 2a may follow 1b, or any micro-batch that got no backward pass: the loop has skipped that one.
+
     Args:
         delivery: the delivery on which training is about to begin.
     """
@@ -222,13 +231,10 @@ def check_order(delivery: Delivery) -> None:
         return
 
     if delivery.micro_batch.first:
-        # A new global batch begins after the last micro-batch of another one. It may also begin in
-        # the middle of another one, if the loop has skipped the rest of that.
         previous_is_last = previous.micro_batch.last
-        num_backwards_of_previous = training_pass.num_backwards
-        in_order = previous_is_last or num_backwards_of_previous == 0
+        previous_was_skipped = training_pass.num_backwards == 0
+        in_order = previous_is_last or previous_was_skipped
     else:
-        # A further micro-batch must follow an earlier one of the same global batch.
         is_later = delivery.number_in_pass > previous.number_in_pass
         is_same_global_batch = delivery.global_batch_number == previous.global_batch_number
         in_order = is_later and is_same_global_batch
@@ -286,8 +292,8 @@ def unknown_source_error(
     samples, so its loss counts differently for each. ..."
 
     Args:
-        possible: the batches that the loss may come from. A single one has another factor than a
-            loss of no batch.
+        possible: the batches that the loss may come from. If there is a single one, the other
+            possibility is that the loss comes from no batch, and is not weighted.
         which_batches: the words after "several batches", here "of a loader that has ended".
         advice: the beginning of the advice.
     """

@@ -120,6 +120,15 @@ class OpenPass:
         return self.training_pass is not None
 
     @property
+    def is_counted(self) -> bool:
+        """True if the pass has a number.
+
+        A pass that was left early, with nothing logged in it, never gets one. It may have been made
+        on this rank only.
+        """
+        return self.number > 0
+
+    @property
     def identity(self) -> tuple[int, bool, int, int]:
         """Identifies the pass. It is the same on all ranks that take part in the pass.
 
@@ -139,8 +148,9 @@ class OpenPass:
     def includes_logged_value(self, name: str) -> bool:
         """Returns True if a value that the script logs now belongs to this pass.
 
-        After `for batch in list(loader): world.log(loss=train_on(batch))`, a second "loss" for the
-        last batch does not: a loop logs a name once for each batch, so the loop is over.
+        A loop logs a name once for each batch. So in `for batch in list(loader):
+        world.log(loss=train_on(batch))` over 5 batches, the first "loss" for batch 5 belongs to the
+        pass. A second "loss" for batch 5 does not: the loop is over.
 
         Args:
             name: name of the value, for example "loss".
@@ -154,11 +164,12 @@ class OpenPass:
         assert self.training_pass is not None  # only training leaves batches to train on
         is_first_value_with_name = name not in self.delivery_of_name
         if is_first_value_with_name:
-            return bool(self.training_pass.untrained)  # as long as there are any, it goes on
+            # True while the loop holds batches that it has not trained.
+            return bool(self.training_pass.untrained)
 
+        # True if the loop has gone on to another batch since it logged the name.
         batch_of_last_value = self.delivery_of_name[name]
-        present_batch = self.training_pass.batch_in_use
-        return batch_of_last_value is not present_batch
+        return batch_of_last_value is not self.training_pass.batch_in_use
 
 
 class Step:
@@ -218,10 +229,10 @@ class Step:
         """When the table above has this many entries, those of freed storages are removed."""
         self._seen_in_forward: list[Delivery] = []
         """Deliveries with which modules were called since the last backward pass."""
-        self._trainable_of_last_pass: list[Delivery] = []
+        self._trainable_between_passes: list[Delivery] = []
         """Deliveries of the pass that ended last on which the script may still train. Used while no
         pass is open."""
-        self._trainable_of_ended_passes: list[Delivery] = []
+        self._trainable_beside_open_passes: list[Delivery] = []
         """The same for all passes that ended while another pass was open: a loop over
         `zip(itertools.cycle(one), other)` trains on both."""
         self._had_empty_part = False
@@ -252,10 +263,16 @@ class Step:
     def is_still_due(self, key: StepKey) -> bool:
         """Returns True if a loop still has to make an optimizer step that it has begun.
 
-        An optimizer step of several micro-batches, which is the latest of its pass, is due
-        - as long as the pass is the one being trained,
-        - and, if its loader has ended and the script uses no other, as long as the loop holds
-          micro-batches of the step that it has fetched ahead.
+        Examples, for step 5 of a loop with two micro-batches (5a, 5b) in each step:
+
+        - The loop trains on 5a or 5b: the step is due.
+        - The loop trains on 6a: step 5 is not due.
+        - The loader has ended, and the loop has trained on 5a and holds 5b: the step is due.
+        - The loader has ended, and the loop has trained on 5b: the step is not due. The loop makes
+          none.
+        - The script trains on a batch of another loader: step 5 is not due.
+
+        A step of a single micro-batch is never due.
 
         Args:
             key: the optimizer step.
@@ -263,11 +280,7 @@ class Step:
         training_pass, _, _ = key
         latest_key = (training_pass, training_pass.number, training_pass.num_steps)
         pass_has_gone_on = key != latest_key
-        if pass_has_gone_on:
-            return False
-
-        micro_batch = training_pass.micro_batch
-        if micro_batch.is_only_of_step:
+        if pass_has_gone_on or training_pass.micro_batch.is_only_of_step:
             return False
 
         is_being_trained = training_pass is self.training_pass
@@ -278,8 +291,13 @@ class Step:
         if script_uses_another_loader:
             return False
 
-        step_was_left_out = micro_batch.closes_step  # the last micro-batch of the step was trained
-        if step_was_left_out:
+        # The loader has ended.
+        return self._holds_more_of_step(training_pass)
+
+    def _holds_more_of_step(self, training_pass: TrainingPass) -> bool:
+        """Returns True if a loop holds untrained micro-batches of its present optimizer step."""
+        is_last_of_step = training_pass.micro_batch.closes_step
+        if is_last_of_step:
             return False
         return any(delivery.is_referenced for delivery in training_pass.untrained)
 
@@ -347,7 +365,7 @@ class Step:
         - `untrained`: batches 1 and 2;
         - `being_trained`, the batch whose factor the next loss gets: batch 1, until a forward pass
           shows another one;
-        - `batch_in_use`, the batch that the next logged values belong to: the same as a rule.
+        - `batch_in_use`, the batch that the next logged values belong to: batch 1, too.
         """
         training_pass = delivery.training_pass
         training_pass.source_of_loss_is_known = False
@@ -359,16 +377,24 @@ class Step:
         if may_be_evaluation:
             training_pass.batch_in_use = delivery
 
-        # If each batch has its own optimizer step and all have the same factor, batch 2 takes the
-        # place of batch 1 at once.
-        being_trained = training_pass.being_trained
-        order_makes_no_difference = (
-            being_trained is not None
-            and delivery.micro_batch.is_only_of_step
-            and weigh_the_same([being_trained, *training_pass.untrained])
-        )
-        if order_makes_no_difference:
+        # If it makes no difference, batch 2 takes the place of batch 1 at once.
+        if self._any_batch_may_be_next(delivery):
             self._begin_delivery(delivery)
+
+    def _any_batch_may_be_next(self, latest: Delivery) -> bool:
+        """Returns True if it makes no difference on which of its batches a loop trains next.
+
+        That is so if each batch has an optimizer step of its own and all have the same factor, for
+        example two batches of 32 samples, of which this rank has 16.
+
+        Args:
+            latest: the delivery that the loop has fetched last.
+        """
+        training_pass = latest.training_pass
+        being_trained = training_pass.being_trained
+        if being_trained is None or not latest.micro_batch.is_only_of_step:
+            return False
+        return weigh_the_same([being_trained, *training_pass.untrained])
 
     def note_empty_part(self, sample: Any) -> None:
         """Records that this rank is about to get a micro-batch without samples.
@@ -407,14 +433,16 @@ class Step:
         for delivery in deliveries:
             if delivery not in self._seen_in_forward:
                 self._seen_in_forward.append(delivery)
-            self._train_on(delivery)
+            self._note_call_with(delivery)
 
-        # Otherwise the script may have made the tensors from any batch. `source_of_loss` warns of
-        # this if the batches have different factors.
-        if not deliveries and not has_gradient:
+        # The script may have made the tensors from any batch. `source_of_loss` warns of this if the
+        # batches have different factors.
+        is_output_of_prepared_module = has_gradient
+        source_is_unknown = not deliveries and not is_output_of_prepared_module
+        if source_is_unknown:
             self._called_without_delivery = True
 
-    def _train_on(self, delivery: Delivery) -> None:
+    def _note_call_with(self, delivery: Delivery) -> None:
         """Makes a delivery the one being trained, because a module was called with its tensors.
 
         Raises:
@@ -423,16 +451,16 @@ class Step:
         pass_of_delivery = delivery.training_pass
         pass_of_delivery.batch_in_use = delivery
 
-        has_begun = delivery is pass_of_delivery.being_trained
-        no_pass_is_current = self.training_pass is self._pass_without_loader
-        if not has_begun:
+        is_being_trained = delivery is pass_of_delivery.being_trained
+        if is_being_trained:
+            # The loader may have ended since training on this delivery, its last one, began.
+            no_pass_is_current = self.training_pass is self._pass_without_loader
+            if no_pass_is_current:
+                self.training_pass = pass_of_delivery
+        else:
             # The loop had fetched the delivery ahead, and training on it begins now.
             check_order(delivery)
             self._begin_delivery(delivery)
-        elif no_pass_is_current:
-            # The loader has ended since training on its last delivery began.
-            self.training_pass = pass_of_delivery
-        # Otherwise this is another call of a module in the same forward pass.
 
         # The forward pass has shown that the next loss comes from `being_trained`.
         pass_of_delivery.source_of_loss_is_known = True
@@ -443,8 +471,9 @@ class Step:
         Raises:
             UsageError: the loss may come from several micro-batches of different weight.
         """
-        # As long as the loop fetches nothing ahead, modules do not report their calls, so that no
-        # delivery is seen.
+        # The deliveries with which modules were called since the last loss. It is empty as long as
+        # the loop fetches nothing ahead, because modules do not report their calls then: the loss
+        # is of the latest delivery.
         seen_in_forward = self._seen_in_forward
         deliveries_of_loss = self._find_deliveries_of_loss(seen_in_forward)
         for delivery in deliveries_of_loss:
@@ -479,19 +508,25 @@ class Step:
             UsageError: the loss may come from several deliveries of different weight.
         """
         if not seen_in_forward:
-            # If all deliveries from which the loss may come have the same weight, it is taken to
-            # come from the next one of each open pass.
             self._raise_if_possible_sources_differ()
-            next_deliveries = [next_trained(training_pass) for training_pass in self._passes]
-            return [delivery for delivery in next_deliveries if delivery is not None]
+            return self._next_of_each_pass()
 
         if not weigh_the_same(seen_in_forward):
             raise mixed_sources_error(seen_in_forward)
 
         # True if a module was also called with tensors that no loader handed out.
-        if self._called_without_delivery and not self._warned_of_other_batches:
+        if self._called_without_delivery:
             self._warn_of_other_batches(seen_in_forward[0])
         return seen_in_forward
+
+    def _next_of_each_pass(self) -> list[Delivery]:
+        """Returns the deliveries that a loss is taken to come from if no forward pass has shown it.
+
+        For example, the loop `for a, b in zip(one, other)` converts both batches and then calls the
+        model: the loss comes from the latest batch of `one` and that of `other`.
+        """
+        next_deliveries = [next_trained(training_pass) for training_pass in self._passes]
+        return [delivery for delivery in next_deliveries if delivery is not None]
 
     def _mark_trained(self, delivery: Delivery, *, seen_in_forward: bool) -> None:
         """Records that the backward pass of a delivery begins.
@@ -507,9 +542,8 @@ class Step:
         if not seen_in_forward:
             return
 
-        # Once one call of a module is seen, all are. So no module was called with an earlier
-        # delivery that is still in the list. If the script does not hold its tensors any more, the
-        # loop has skipped it.
+        # Example: batch 3 is trained now. No backward pass was made for batch 2, and the script
+        # does not hold its tensors any more: the loop has skipped batch 2.
         still_untrained = []
         for other in training_pass.untrained:
             is_earlier = other.number_in_pass < delivery.number_in_pass
@@ -541,7 +575,7 @@ class Step:
                 of_open_passes += training_pass.untrained
 
         # Batches of ended passes that the script still holds are possible, too.
-        of_ended_passes = still_referenced(self._trainable_of_ended_passes)
+        of_ended_passes = still_referenced(self._trainable_beside_open_passes)
         possible = [*of_open_passes, *of_ended_passes]
         if weigh_the_same(possible):
             return
@@ -573,7 +607,7 @@ class Step:
         losses have to be weighted, so not for `plain` micro-batches.
         """
         deliveries_in_script = []
-        for delivery in self._trainable_of_last_pass:
+        for delivery in self._trainable_between_passes:
             if delivery.is_referenced and not delivery.micro_batch.plain:
                 deliveries_in_script.append(delivery)
         if deliveries_in_script:
@@ -582,9 +616,15 @@ class Step:
     def _warn_of_other_batches(self, recognised: Delivery) -> None:
         """Warns once if a loss may also come from a batch of another loader, of different weight.
 
+        For example, the loss is `f(a) + f(b.half())`, with batches `a` and `b` of two loaders. Only
+        `a` is recognised. This rank has 4 of its 8 samples, and 3 of the 8 samples of `b`.
+
         Args:
             recognised: the batch with which a forward pass was called.
         """
+        if self._warned_of_other_batches:
+            return
+
         different = []
         for other in self._batches_held_by_script():
             is_of_other_pass = other.training_pass is not recognised.training_pass
@@ -610,23 +650,27 @@ class Step:
         held: list[Delivery] = []
         for training_pass in self._passes:
             held += training_pass.untrained
-        return held + still_referenced(self._trainable_of_ended_passes)
+        return held + still_referenced(self._trainable_beside_open_passes)
 
     def _remember(self, delivery: Delivery) -> None:
         """Remembers the storages of a delivery, and forgets freed storages from time to time."""
         table = self._delivery_by_storage
         for storage in delivery.storages:
-            known = table.get(storage, delivery)
-            table[storage] = delivery if known is delivery else None  # None: several share it
+            is_shared_by_several = storage in table and table[storage] is not delivery
+            table[storage] = None if is_shared_by_several else delivery
 
         if len(table) >= self._prune_at_size:
-            alive: dict[StorageReference, Delivery | None] = {}
-            for storage, known_delivery in table.items():
-                if not storage.expired():
-                    alive[storage] = known_delivery
-            self._delivery_by_storage = alive
+            self._forget_freed_storages()
             # Pruning again only when the table has doubled keeps its cost per entry constant.
             self._prune_at_size = max(64, 2 * len(self._delivery_by_storage))
+
+    def _forget_freed_storages(self) -> None:
+        """Removes the entries of freed storages from the table of deliveries."""
+        alive: dict[StorageReference, Delivery | None] = {}
+        for storage, delivery in self._delivery_by_storage.items():
+            if not storage.expired():
+                alive[storage] = delivery
+        self._delivery_by_storage = alive
 
     def _watch_forward_passes(self) -> None:
         """Makes the prepared modules report their calls to `module_called` from now on."""
@@ -651,10 +695,13 @@ class Step:
         Raises:
             UsageError: two loaders are trained on, and the optimizer steps at different times.
         """
+        # Which part of the global batch this is, stays known even if the micro-batch is trained
+        # without its virtual rank.
         self.virtual_rank = micro_batch.virtual_rank
-        if self.number < self.num_common_steps:
+        is_common_step = self.number < self.num_common_steps
+        if is_common_step:
             micro_batch = micro_batch.without_virtual_rank()
-        self._check_fits_other_passes(training_pass, micro_batch)
+        self._check_fits_other_passes(training_pass, micro_batch)  # may raise an error
 
         if self._first_batch_at_s is None:
             self._first_batch_at_s = time.perf_counter()
@@ -732,33 +779,33 @@ class Step:
     def _remember_trainable(self, ended_pass: TrainingPass) -> None:
         """Remembers the batches of an ended pass on which the script may still train.
 
-        `_trainable_of_last_pass` is used while no pass is open: a loss may then come from the pass
-        that ended last. `_trainable_of_ended_passes` is used while another pass is open: in a loop
-        over `zip(itertools.cycle(one), other)`, the pass over `one` ends, and the loop trains on
-        its batches again. So a loss may come from any pass that has ended since this loop began.
+        - `_trainable_between_passes` is used while no pass is open: a loss may then come from the
+          pass that ended last.
+        - `_trainable_beside_open_passes` is used while another pass is open: in a loop over
+          `zip(itertools.cycle(one), other)`, the pass over `one` ends, and the loop trains on its
+          batches again. So a loss may come from any pass that has ended since this loop began.
         """
         trainable = self._still_trainable(ended_pass)
-        self._trainable_of_last_pass = trainable
+        self._trainable_between_passes = trainable
 
         another_pass_is_open = bool(self._passes)
         if another_pass_is_open:
-            all_trainable = [*self._trainable_of_ended_passes, *trainable]
-            self._trainable_of_ended_passes = still_referenced(all_trainable)
+            all_trainable = [*self._trainable_beside_open_passes, *trainable]
+            self._trainable_beside_open_passes = still_referenced(all_trainable)
         else:
-            self._trainable_of_ended_passes = []
+            self._trainable_beside_open_passes = []
 
-        # The forward passes show which batch a loss comes from. Nobody has to know this if no loss
-        # has to be weighted.
-        losses_are_unweighted = all(delivery.micro_batch.plain for delivery in trainable)
-        if not losses_are_unweighted:
-            self._watch_forward_passes()
+        some_losses_are_weighted = any(not delivery.micro_batch.plain for delivery in trainable)
+        if some_losses_are_weighted:
+            self._watch_forward_passes()  # they show which batch a loss comes from
 
     def _still_trainable(self, training_pass: TrainingPass) -> list[Delivery]:
         """Returns the batches of an ended pass on which the script may still train.
 
         If the script holds the tensors of several batches, it keeps them on purpose, as
-        `itertools.cycle` does, and may train on each of them again. If it holds only one, this is
-        the last batch of an ordinary loop, which can only be trained if it has not been yet.
+        `itertools.cycle` does, and may train on each of them again. If it holds only one, that is
+        the last batch of an ordinary loop, in its variable `batch`. The loop may still train on it
+        only if it has not done so yet.
         """
         referenced: list[Delivery] = []
         deliveries = dict.fromkeys(self._delivery_by_storage.values())  # each once, in order
@@ -768,8 +815,8 @@ class Step:
             if delivery.training_pass is training_pass and delivery.is_referenced:
                 referenced.append(delivery)
 
-        holds_several = len(referenced) > 1
-        if holds_several:
+        script_keeps_batches = len(referenced) > 1
+        if script_keeps_batches:
             return referenced
         return [delivery for delivery in referenced if delivery in training_pass.untrained]
 
@@ -788,14 +835,12 @@ class Step:
         scale = self.micro_batch_of_loss.scale
         weighted_loss = loss if scale == 1.0 else loss * scale
 
-        current_micro_batch = self.training_pass.micro_batch
-        is_counted = scale != 0.0 and not current_micro_batch.is_repeat
-        if is_counted:
-            loss_to_add = weighted_loss.detach()
-        else:
-            # A micro-batch without samples, whose loss may be NaN, or a virtual rank that is only
-            # repeated to check a device.
+        has_no_samples = scale == 0.0  # the loss may be NaN
+        only_checks_device = self.training_pass.micro_batch.is_repeat
+        if has_no_samples or only_checks_device:
             loss_to_add = weighted_loss.new_zeros(())
+        else:
+            loss_to_add = weighted_loss.detach()
 
         self._add_loss(loss_to_add)
         return weighted_loss
@@ -854,11 +899,11 @@ class Step:
         If several optimizers step for one global batch, only the first step is counted. Outside of
         a loader every step is counted.
         """
-        # `stepped` is False again when the next global batch begins. The first global batch of the
-        # training has the number 0, so extensions get the number before it is increased.
         training_pass = self.training_pass
-        if not training_pass.stepped or training_pass is self._pass_without_loader:
-            self.extensions.step_finished(self.number)
+        is_first_step_of_global_batch = not training_pass.stepped  # which is reset at the next one
+        is_outside_of_loader = training_pass is self._pass_without_loader
+        if is_first_step_of_global_batch or is_outside_of_loader:
+            self.extensions.step_finished(self.number)  # the first global batch has the number 0
             self.number += 1
             self.samples += training_pass.micro_batch.global_samples
             self._last_step_at_s = time.perf_counter()
@@ -866,7 +911,8 @@ class Step:
         training_pass.stepped = True
         training_pass.ever_stepped = True
         for other in self._passes:
-            # A loop over `zip(one, other)` makes one step for the batches of both.
+            # A loop over `zip(one, other)` makes one step for the batches of both, so neither of
+            # the passes is an evaluation.
             if _are_fetched_together(other, training_pass):
                 other.ever_stepped = True
 
@@ -874,18 +920,19 @@ class Step:
         """Returns True if an optimizer has stepped for the current global batch of a pass.
 
         A loop over `zip(one, other)` trains on a batch of each, and then the optimizer steps. The
-        step is recorded for the batch of `other`, which was fetched last, but is one for both.
+        step is for both, but was only recorded in the pass over `other`, which was fetched last. So
+        asked for the pass over `one`, this looks at the pass over `other`, too.
         """
         if not training_pass.micro_batch.last:
             return False
-        if training_pass.has_stepped_for_current_batch:
-            return True
 
-        for other in self._passes:
-            has_stepped = other.has_stepped_for_current_batch
-            if has_stepped and _are_fetched_together(training_pass, other):
-                return True
-        return False
+        fetched_together = [
+            other for other in self._passes if _are_fetched_together(training_pass, other)
+        ]
+        return any(
+            each_pass.has_stepped_for_current_batch
+            for each_pass in [training_pass, *fetched_together]
+        )
 
     @contextmanager
     def pass_opened(
@@ -906,19 +953,19 @@ class Step:
 
         try:
             yield open_pass
-
-            # The loader is exhausted, so every rank has made this pass, and it is counted.
-            self.assign_number(open_pass)
-            self.just_ended = open_pass
-
-            if training_pass is not None:
-                held_batches = still_referenced(training_pass.untrained)
-                open_pass.only_held_batches_remain = len(held_batches) > 0
+            self._note_exhausted(open_pass)
         finally:
-            # The pass also ends here if the loop was left early.
-            stays_open = open_pass.only_held_batches_remain
-            if not stays_open:
+            # If the loop was left early, `_note_exhausted` was not called, and no batches remain.
+            if not open_pass.only_held_batches_remain:
                 self._close_pass(open_pass)
+
+    def _note_exhausted(self, open_pass: OpenPass) -> None:
+        """Records that the loader of a pass has no more batches."""
+        self.assign_number(open_pass)  # every rank has made this pass, so it is counted
+        self.just_ended = open_pass
+        if open_pass.training_pass is not None:
+            held_batches = still_referenced(open_pass.training_pass.untrained)
+            open_pass.only_held_batches_remain = len(held_batches) > 0
 
     def pass_hands_out(self, open_pass: OpenPass, micro_batch: MicroBatch) -> None:
         """Records that a pass, with or without gradients, hands out a micro-batch."""
@@ -934,7 +981,7 @@ class Step:
 
         Called when the script logs something in the pass, or when its loader is exhausted.
         """
-        if open_pass.number > 0:
+        if open_pass.is_counted:
             return
         key = open_pass.identity[:3]
         self._num_passes[key] += 1
@@ -962,10 +1009,7 @@ class Step:
 
         self.open_passes.remove(open_pass)
 
-        # A pass without a number was left early, without a trace, and perhaps made on this rank
-        # only, so it does not count.
-        has_number = open_pass.number > 0
-        if has_number:
+        if open_pass.is_counted:
             self.last_pass = open_pass
             self.just_ended = open_pass
 
