@@ -89,13 +89,14 @@ def find_handled_error(error: BaseException) -> BaseException | None:
 
     Returns:
         The exception that will be raised again, the earliest if there are several; otherwise the
-        last one that the user's own code handles, or None.
+        last one that the user's own code handles, or None. If the `finally` block that handles a
+        `ValueError` raises a `KeyError`, and another `finally` block handles that, both will be
+        raised again, and the `ValueError` is the one to report.
     """
-    errors_latest_first = [error, *errors_before(error)]
-    raised_again = _first_to_be_raised_again(errors_latest_first)
-    if raised_again is not None:
-        return raised_again
-    for handled in errors_latest_first:
+    latest_first = [error, *errors_before(error)]
+    for raised_again in _errors_raised_again(latest_first[::-1]):
+        return raised_again  # the earliest
+    for handled in latest_first:
         if is_handled_by_user(handled):
             return handled
     return None
@@ -105,7 +106,11 @@ def find_uncaught_before(error: BaseException) -> BaseException | None:
     """Returns the exception that would have ended this rank if `error` had not been raised while
     it was handled; None if there is none.
     """
-    return _first_to_be_raised_again([error, *errors_before(error)], begin=1)
+    latest_first = [error, *errors_before(error)]
+    for raised_again in _errors_raised_again(latest_first[::-1]):
+        if raised_again is not error:
+            return raised_again  # the earliest
+    return None
 
 
 def errors_before(error: BaseException) -> list[BaseException]:
@@ -139,27 +144,35 @@ def _with_contexts(error: BaseException) -> Iterator[BaseException]:
         earlier = earlier.__context__
 
 
-def _first_to_be_raised_again(
-    errors: Sequence[BaseException], begin: int = 0
-) -> BaseException | None:
-    """Returns the earliest exception that will be raised again, or None.
+def _errors_raised_again(earliest_first: Sequence[BaseException]) -> Iterator[BaseException]:
+    """Yields the exceptions that will be raised again, the earliest first.
 
     Args:
-        errors: exceptions, each raised while the next one was handled: the earliest comes last.
-        begin: the index of the first one to consider.
+        earliest_first: exceptions, each raised while the one before it was handled.
     """
-    for index in reversed(range(begin, len(errors))):
-        error = errors[index]
-        later_errors = errors[:index]
+    for index, error in enumerate(earliest_first):
         if isinstance(error, _CONTROL_FLOW) or training_went_on(error):
             continue
+        later_errors = earliest_first[index + 1 :]
         if _will_be_raised_again(error, later_errors):
-            return error
-    return None
+            yield error
 
 
 def _will_be_raised_again(error: BaseException, later_errors: Sequence[BaseException]) -> bool:
-    """Returns True if the source shows that the code that handles an exception raises it again."""
+    """Returns True if the source shows that the code that handles an exception raises it again.
+
+    Here line 2 has raised the exception (`raising_line`). While line 4 handles it
+    (`handling_line`), it is in flight. After line 4 Python raises it again:
+
+        1  try:
+        2      train()
+        3  finally:
+        4      save()
+
+    Args:
+        error: the exception.
+        later_errors: those that were raised while it was handled.
+    """
     # The traceback of an exception begins at the frame that handles it.
     trace = error.__traceback__
     if trace is None:
@@ -170,25 +183,22 @@ def _will_be_raised_again(error: BaseException, later_errors: Sequence[BaseExcep
         return False
 
     raising_line = trace.tb_lineno
-    handling_line = _present_line(trace.tb_frame, later_errors)
+    handling_line = _handling_line(trace.tb_frame, later_errors)
     for node in ast.walk(tree):
         if isinstance(node, ast.Try | ast.TryStar):
             if _try_raises_again(node, raising_line, handling_line):
                 return True
         elif isinstance(node, ast.With | ast.AsyncWith):
-            # `__exit__` is called at the line of `with`.
-            first_line_of_body = node.body[0].lineno
-            is_at_with = node.lineno <= handling_line < first_line_of_body
-            if is_at_with and _contains(node.body, raising_line):
+            if _with_raises_again(node, raising_line, handling_line):
                 return True
     return False
 
 
-def _present_line(frame: FrameType, later_errors: Sequence[BaseException]) -> int:
-    """Returns the line that a frame has come to.
+def _handling_line(frame: FrameType, later_errors: Sequence[BaseException]) -> int:
+    """Returns the line of a frame that runs while an exception is handled.
 
-    If a later exception has passed through the frame, this line is in the exception's traceback.
-    Otherwise it is the line that runs now.
+    If line 4 has raised a later exception, line 4 is in its traceback. The frame itself may have
+    come to another line by now, or have ended.
     """
     for later in later_errors:
         trace = later.__traceback__
@@ -226,6 +236,18 @@ def _try_raises_again(node: ast.Try | ast.TryStar, raising_line: int, handling_l
                 if raised is None or raises_by_name:
                     return True
     return False
+
+
+def _with_raises_again(
+    node: ast.With | ast.AsyncWith, raising_line: int, handling_line: int
+) -> bool:
+    """Returns True if an exception of the body of a `with` statement is handled by `__exit__`.
+
+    Python calls `__exit__` at the line of `with`, and raises the exception again after the call.
+    """
+    first_line_of_body = node.body[0].lineno
+    exit_is_running = node.lineno <= handling_line < first_line_of_body
+    return exit_is_running and _contains(node.body, raising_line)
 
 
 def _contains(nodes: Sequence[ast.stmt | ast.ExceptHandler], line: int) -> bool:

@@ -366,10 +366,7 @@ def install_excepthook() -> None:
             previous_hook(kind, error, trace)
             return
 
-        # `leave_to_launcher` is a variable of this module: None, or in a process that the launcher
-        # has started a function that returns True if the launcher will print the error.
-        launcher_prints_it = leave_to_launcher is not None and leave_to_launcher(error)
-        if launcher_prints_it:
+        if _launcher_prints(error):
             return
 
         # Passed twice, as Python's own hook prints `error.__traceback__` and other hooks `trace`.
@@ -377,6 +374,13 @@ def install_excepthook() -> None:
         previous_hook(kind, error.with_traceback(user_trace), user_trace)
 
     sys.excepthook = show
+
+
+def _launcher_prints(error: LockstepError) -> bool:
+    """Passes an error on to the launcher, and returns True if the launcher prints it."""
+    if leave_to_launcher is None:
+        return False  # Lockstep's launcher has not started this process
+    return leave_to_launcher(error)
 
 
 class LockstepWarning(UserWarning):

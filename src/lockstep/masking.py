@@ -168,21 +168,25 @@ def _mask_address(match: re.Match[str]) -> str:
 def _end_of_user(rest: str) -> int | None:
     """Returns where the `@` behind the user and the password stands; None if there is no user.
 
-    A password may contain `@` and `/`, although they should be written as `%40` and `%2F`.
+    A password may contain `@` and `/`, although they should be written as `%40` and `%2F`:
+
+        ann:secret@host     user and password end at the only `@`
+        ann:p@ss@host/path  they end at the last `@` before the slash
+        ann:p/ss@host       the slash is in the password: they end at the last `@` of all
+        host:8080/page@2    no user: a port stands before the slash
+        host:/page@2        no user: the number of the port is left out
 
     Args:
         rest: the address without its scheme: `user:password@host/path`.
     """
-    # `ann:p@ss@host/path`: the last `@` before the first slash.
     before_slash = re.split(r"[/?#]", rest, maxsplit=1)[0]
     if "@" in before_slash:
         return before_slash.rindex("@")
 
-    # `host:8080/page@2` and `host:/page@2`: a port, which may be left out, stands before the slash,
-    # so there is no user. `ann:p/ss@host`: `p` is no port, but the beginning of a password.
     _, colon, port_or_password = before_slash.partition(":")
     is_port = re.fullmatch(r"[0-9]*", port_or_password) is not None
-    if colon and not is_port and "@" in rest:
+    slash_is_in_password = colon != "" and not is_port
+    if slash_is_in_password and "@" in rest:
         return rest.rindex("@")
 
     return None

@@ -156,10 +156,10 @@ class Autotune(Extension):
             largest_part = max(part_sizes(plan_of_loader.batch_size, shares_of_processes))
             self._print_translated(_describe_micro_batch_size(size, largest_part))
 
-        # Not before both are known: an error of either search names all settings that are open.
-        if must_find_size:
             self.found.micro_batch_size = size
             self.found.micro_batch_size_is_known = True
+
+        # Until both searches have ended, the shares stay open: an error names what is open.
         if must_find_shares:
             self.found.shares = shares_of_processes
 
@@ -212,18 +212,19 @@ class Autotune(Extension):
         try:
             yield
 
-            # If the calls were not used but an optimizer has stepped, the user's loop has called
-            # `loss.backward()`. If none has stepped, it was an evaluation or has skipped the batch.
-            was_used = self._recorded_micro_batch is not recorded
+            # `after_backward`, which uses the calls, was not called. If an optimizer has stepped,
+            # the user's loop has called `loss.backward()`. If none has, it was an evaluation, or
+            # the loop has skipped the batch.
+            is_still_recorded = self._recorded_micro_batch is recorded
             has_stepped = self.run.step.training_pass.stepped
-            if has_stepped and not was_used:
+            if is_still_recorded and has_stepped:
                 raise UsageError(
                     "loss.backward() where shares or micro_batch_size are 'auto'",
                     "they are found in world.backward",
                     "call world.backward(loss)",
                 )
         finally:
-            if self._recorded_micro_batch is recorded:
+            if self._recorded_micro_batch is recorded:  # `after_backward` has not stopped it
                 self._stop_recording()
 
     def _stop_recording(self) -> None:

@@ -188,39 +188,39 @@ class AutotuneSearch:
     def _find_limit(self, device: int | None, shares: tuple[int, ...]) -> int | None:
         """Finds how many samples fit in the memory of a device.
 
-        The result is remembered, so that calls with other shares try as little as possible.
+        The result is remembered, so that calls with other shares try as little as possible. If 50
+        samples fit, three calls one after the other, whose shares give the device parts of 30, 60
+        and 40 samples, return:
+
+            part of 30   None: the whole part fits
+            part of 60   50: numbers from 30 to 60 were tried
+            part of 40   50: the limit is known already, though it is above this part
 
         Args:
             device: the number of the device; ALL_DEVICES for those of this process together.
             shares: the shares that give the device its part of the global batch.
 
         Returns:
-            The limit; None if the whole part fits, or if nothing can be tried. A limit that is
-            known from a call with other shares may be above the present part; callers compare the
-            two.
+            The limit; None if it is not known, as the whole part fits or as nothing can be tried.
         """
         if device in self._known_limits:
             return self._known_limits[device]
 
-        has_recorded_calls = self._num_samples > 0
-        if not has_recorded_calls:
+        nothing_was_recorded = self._num_samples == 0
+        if nothing_was_recorded:
             return None
 
-        num_samples_of_part = self._size_of_part(device, shares)
-        largest_so_far = self._known_to_fit.get(device, self._num_samples)
-        is_known_to_fit = num_samples_of_part <= largest_so_far
-        if is_known_to_fit:
+        part = self._size_of_part(device, shares)
+        fits_already = self._known_to_fit.get(device, self._num_samples)
+        if part <= fits_already:
             return None
 
-        # Try numbers between the two.
         index = self._index_in_process(device)
         largest = largest_that_fits(
-            lambda num_samples: self._profiling.fits(num_samples, index),
-            largest_so_far,
-            num_samples_of_part,
+            lambda num_samples: self._profiling.fits(num_samples, index), fits_already, part
         )
         self._known_to_fit[device] = largest
-        if largest == num_samples_of_part:
+        if largest == part:
             return None
 
         self._known_limits[device] = largest

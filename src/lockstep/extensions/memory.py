@@ -136,6 +136,10 @@ def _rows_of_replicas(
 ) -> list[DeviceMemory]:
     """Returns a row for each replica of a process.
 
+    For example, a model of 100 bytes has two replicas, on cuda:0 and cuda:1. When the steps have
+    ended, only cuda:0 still holds gradients: the replica of cuda:1 computes with copies of the
+    parameters, which are gone. In the step each device had 100 bytes of gradients.
+
     Args:
         rows: one for each device, the first for the device that has the parameters.
         model: the model, with its replicas.
@@ -151,6 +155,7 @@ def _rows_of_replicas(
     if not each_has_a_device:
         return _rows_of_sharing_replicas(row_of_first_replica, samples_of_replica)
 
+    gradients_of_each_replica = row_of_first_replica.gradients
     samples_of_device: dict[str, int | None] = {}
     for device, replica_samples in zip(model.devices, samples_of_replica, strict=True):
         samples_of_device[str(device)] = replica_samples
@@ -162,11 +167,8 @@ def _rows_of_replicas(
             completed.append(replace(row, samples=None))
             continue
 
-        # Each replica makes a gradient for every parameter. The other rows lack these gradients, as
-        # the copies of the parameters, with which the other replicas compute, are gone.
-        gradients = row_of_first_replica.gradients
         device_samples = samples_of_device[row.device]
-        completed.append(replace(row, samples=device_samples, gradients=gradients))
+        completed.append(replace(row, samples=device_samples, gradients=gradients_of_each_replica))
     return completed
 
 
@@ -236,29 +238,43 @@ def _gathered_bytes(units: Sequence[nn.Module]) -> int:
     # Inner units first: a parameter belongs to the innermost unit that has it.
     for unit in reversed(units):
         num_bytes = 0
-        is_outermost = unit is units[0]
-        dtype_when_gathered = gathered_dtype(unit)  # None: that of the parameter itself
         for parameter in unit.parameters():
-            if id(parameter) in counted_ids:
-                continue
-
-            counted_ids.add(id(parameter))
-
-            # `numel` and `nbytes` of a sharded parameter are those of the whole parameter.
-            gathered_bytes = parameter.nbytes
-            if dtype_when_gathered is not None and parameter.is_floating_point():
-                gathered_bytes = parameter.numel() * dtype_when_gathered.itemsize
-
-            # The parameters of the outermost unit stay gathered for the whole step, so they are not
-            # counted here. The table has them in the row "copies".
-            if not is_outermost:
-                num_bytes += gathered_bytes
-
-            # A gradient has the dtype of the gathered parameter. In the buffer that is sent, it has
-            # the dtype of the parameter itself.
-            if parameter.requires_grad:
-                gradient_bytes = gathered_bytes
-                sent_bytes = parameter.nbytes
-                num_bytes += gradient_bytes + sent_bytes
+            if id(parameter) not in counted_ids:
+                counted_ids.add(id(parameter))
+                is_in_outermost = unit is units[0]
+                num_bytes += _bytes_while_gathered(
+                    parameter, gathered_dtype(unit), stays_gathered=is_in_outermost
+                )
         largest = max(largest, num_bytes)
     return largest
+
+
+def _bytes_while_gathered(
+    parameter: nn.Parameter, dtype_when_gathered: torch.dtype | None, *, stays_gathered: bool
+) -> int:
+    """Returns the bytes that FSDP needs for a moment for one parameter.
+
+    For example, a parameter of 1000 values in float32 is gathered in bf16:
+
+        the gathered parameter             2000 bytes; 0 if it stays gathered
+        its gradient, in the same dtype    2000 bytes
+        the gradient in the buffer, in
+        the dtype of the parameter itself  4000 bytes
+
+    Args:
+        parameter: the parameter, of which this rank has a shard.
+        dtype_when_gathered: its dtype while it is gathered; None: its own.
+        stays_gathered: True for those of the outermost unit, which are gathered for the whole step.
+            The table has them in the row "copies".
+    """
+    # `numel` and `nbytes` of a sharded parameter are those of the whole parameter.
+    gathered_bytes = parameter.nbytes
+    if dtype_when_gathered is not None and parameter.is_floating_point():
+        gathered_bytes = parameter.numel() * dtype_when_gathered.itemsize
+
+    num_bytes = 0 if stays_gathered else gathered_bytes
+    if parameter.requires_grad:
+        gradient_bytes = gathered_bytes
+        sent_bytes = parameter.nbytes
+        num_bytes += gradient_bytes + sent_bytes
+    return num_bytes

@@ -59,12 +59,7 @@ def make_training_steps(
         )
 
     is_empty = loader.steps == 0
-
-    # `mid_epoch` is also True after a checkpoint was loaded, until the next loop begins. Only then
-    # `start`, the global batch with which this loop will begin, is not 0.
-    waits_for_next_loop = loader.start != 0
-    loop_is_running = loader.mid_epoch and not waits_for_next_loop
-    if is_empty or loop_is_running:
+    if is_empty or _loop_is_running(loader):
         raise UsageError(
             "world.memory with a loader that has no batch to give",
             "it is empty" if is_empty else "a loop over it is running",
@@ -77,6 +72,14 @@ def make_training_steps(
             "call world.memory(model, optimizer) to count without a step",
         )
     return TrainingSteps(preparer, model, optimizer, loader, loss)
+
+
+def _loop_is_running(loader: Loader) -> bool:
+    """Returns True if the script is in a loop over a loader."""
+    # After a checkpoint of the middle of an epoch was loaded, the loader waits for the next loop,
+    # which will begin with the global batch `start`.
+    waits_for_next_loop = loader.start != 0
+    return loader.mid_epoch and not waits_for_next_loop
 
 
 class TrainingSteps:
@@ -231,19 +234,17 @@ class TrainingSteps:
         # parameters of its own. These copies are kept for the backward pass too.
         copies_of_parameters = used_parameters - model_storages
 
-        # Each storage counts once: `count` leaves out the storages in `counted`, and adds those
-        # that it counts to this set. What no call has saved counts as the loss, so it comes last.
+        # `count_new` adds the storages that it counts to this set, so that each counts once.
         counted = model_storages | copies_of_parameters
         activations: Counter[torch.device] = Counter()
         for saved in saved_by_calls:
-            activations.update(saved.count(counted))
-        loss = saved_outside.count(counted)
+            activations.update(saved.count_new(counted))
 
         self.samples = samples
         self._sizes = {
             "copies": bytes_by_device(copies_of_parameters),
             "activations": activations,
-            "loss": loss,
+            "loss": saved_outside.count_new(counted),  # what no call of the model has saved
         }
 
     @contextmanager

@@ -159,25 +159,29 @@ class SavedTensors:
         """Returns a context for a forward pass, to be entered in the thread that makes it."""
         return saved_tensors_hooks(self._pack, lambda tensor: tensor)
 
-    def count(self, counted: set[torch.UntypedStorage]) -> Counter[torch.device]:
-        """Returns the bytes of the saved tensors by device.
+    def count_new(self, counted: set[torch.UntypedStorage]) -> Counter[torch.device]:
+        """Returns the bytes of the saved tensors by device, and notes that they were counted.
+
+        For example, a batch of 100 bytes is divided over four replicas. For each of them 25 bytes
+        count, though all four have the storage of the whole batch. The weights, which all of them
+        have saved, count once.
 
         Args:
-            counted: storages that were counted elsewhere. They are left out here, except those of
-                arguments. The storages that are counted now are added to this set, in place.
+            counted: storages that were counted elsewhere, which are left out here. The storages
+                that are counted now are added to this set, except those of arguments.
+        """
+        new_storages = self._saved - self._argument_bytes.keys() - counted
+        counted.update(new_storages)
+        return self._bytes_of_saved_arguments() + bytes_by_device(new_storages)
+
+    def _bytes_of_saved_arguments(self) -> Counter[torch.device]:
+        """Returns the bytes of the saved arguments of the forward pass, without other parts of
+        their storages.
         """
         sizes: Counter[torch.device] = Counter()
-
-        # Of an argument of the forward pass, only its own bytes count: its storage may hold the
-        # whole batch, of which each replica has a part. So it is not left out by `counted` either.
-        saved_arguments = self._saved & self._argument_bytes.keys()
-        for storage in saved_arguments:
+        for storage in self._saved & self._argument_bytes.keys():
             sizes[storage.device] += min(storage.nbytes(), self._argument_bytes[storage])
-
-        # Of everything else, whole storages count.
-        other_storages = self._saved - self._argument_bytes.keys() - counted
-        counted.update(other_storages)
-        return sizes + bytes_by_device(other_storages)
+        return sizes
 
     def _pack(self, tensor: Tensor) -> Tensor:
         self._saved.update(storages([tensor]))

@@ -108,9 +108,8 @@ class ProfilingRun:
         """
         with self._restore_everything():
             try:
-                # In training, the optimizer's state takes memory, too. It may not exist yet. So the
-                # memory that it will take is reserved while the samples are computed.
-                self._compute(samples, device, self._reserve_memory())
+                with self._reserve_memory():
+                    self._compute(samples, device)
             except Exception as error:
                 if not is_out_of_memory(error):
                     raise
@@ -144,16 +143,12 @@ class ProfilingRun:
                 run_times.append(synchronized_time(self._gpus) - begin)
         return min(run_times) / samples
 
-    def _compute(
-        self, samples: int, device: int | None, reserved_memory: Tensor | None = None
-    ) -> None:
+    def _compute(self, samples: int, device: int | None) -> None:
         """Runs the forward passes of all calls, and one backward pass.
 
         Args:
             samples: how many samples to compute.
             device: the number of a device among those of this process. None for all of them.
-            reserved_memory: a tensor that nothing reads. It only takes memory away from the passes:
-                its memory is free again as soon as this function ends, as no caller refers to it.
 
         Raises:
             UsageError: there are no calls, or no output or input has a gradient.
@@ -241,14 +236,15 @@ class ProfilingRun:
             resized = resized.index_select(dim, indices)
         return resized.requires_grad_(tensor.requires_grad)
 
-    def _reserve_memory(self) -> Tensor | None:
-        """Allocates as much memory as the optimizer's state will need on a GPU, and a margin.
+    @contextmanager
+    def _reserve_memory(self) -> Iterator[None]:
+        """Holds as much memory of a GPU as the optimizer's state will need, and a margin.
 
-        Returns:
-            A tensor that holds the memory while it is alive; None on a CPU.
+        In training the state takes memory, too, but it may not exist yet.
         """
         if self._run.device.type != "cuda":
-            return None
+            yield
+            return
 
         trained: dict[int, nn.Parameter] = {}  # by id: modules may share parameters
         for module in self._modules:
@@ -259,7 +255,11 @@ class ProfilingRun:
         state_bytes = STATE_VALUES_PER_WEIGHT * num_bytes
         _, total_memory = torch.cuda.mem_get_info(self._run.device)
         margin = int(FREE_MEMORY_SHARE * total_memory)
-        return torch.empty(state_bytes + margin, dtype=torch.uint8, device=self._run.device)
+        memory = torch.empty(state_bytes + margin, dtype=torch.uint8, device=self._run.device)
+        try:
+            yield
+        finally:
+            del memory  # frees it
 
     @contextmanager
     def _restore_everything(self) -> Iterator[None]:

@@ -252,17 +252,21 @@ class Recording:
         # before it calls the function.
         self._record_seeding()
 
-        # Usually the function overwrites all of the tensor's memory. But if the tensor is a part of
-        # its memory, e.g. a slice, the rest keeps its content. The call then counts as reading the
-        # memory, so that the calls that have written it are replayed too.
         key = storage_key(tensor)
-        overwrites_all_memory = View.of(tensor).fills_memory()
-        overwrites = frozenset([key]) if overwrites_all_memory else frozenset()
-        reads = frozenset() if overwrites_all_memory else frozenset([key])
+        self._storages[key] = tensor.untyped_storage()  # so that no other storage gets this key
+
+        nothing: frozenset[int] = frozenset()
+        if View.of(tensor).fills_memory():
+            overwrites = frozenset([key])
+            reads = nothing
+        else:
+            # A slice, such as `weight[:10]`: the rest of the memory keeps its content. So the call
+            # reads the memory, and the calls that have written it are replayed too.
+            overwrites = nothing
+            reads = frozenset([key])
 
         arguments = ((tensor, *args), kwargs)
         recorded_args, recorded_kwargs = pytree.tree_map(self._recorded_argument, arguments)
-        self._storages[key] = tensor.untyped_storage()
         self.calls.append(
             _Call(
                 function,
@@ -476,7 +480,15 @@ class _Replay:
         return last_use
 
     def run(self) -> None:
-        """Runs the calls. Afterwards the default random stream is as it was before."""
+        """Runs the calls. Afterwards the default random stream is as it was before.
+
+        A `_StreamBegins` among the calls stands for a change of the random stream by the script:
+
+            _StreamBegins    the stream as it is when the recording begins
+            empty, normal_
+            _StreamBegins    the script has called `torch.manual_seed`
+            empty, normal_
+        """
         state_before = torch.get_rng_state()
         try:
             with torch.no_grad():

@@ -331,8 +331,7 @@ def _in_fp32(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 def _change_tensors(nest: Any, change: Callable[[Tensor], Tensor]) -> Any:
     """Returns a copy of nested containers in which each tensor is replaced by `change(tensor)`.
 
-    The result is always that of `map_tensors`. The way to it depends on `torch.compile`, which
-    cannot trace `map_tensors`, and once it was used intercepts the calls of Python functions.
+    The result is always that of `map_tensors`. The way to it depends on `torch.compile`.
 
     Args:
         nest: a tensor, or containers of tensors and other values, in any depth.
@@ -341,10 +340,14 @@ def _change_tensors(nest: Any, change: Callable[[Tensor], Tensor]) -> Any:
     if isinstance(nest, Tensor):  # a fast path for the usual case
         return change(nest)
 
-    if torch.compiler.is_compiling():  # this call becomes a part of the graph
+    # This call is being compiled, and the compiler cannot trace `map_tensors`.
+    if torch.compiler.is_compiling():
         return pytree.tree_map(partial(_change_leaf_in_graph, change=change), nest)
-    if compiler_is_loaded():  # something else was compiled before
+
+    # Something was compiled before: since then the compiler looks at each call of a function.
+    if compiler_is_loaded():
         return _map_tensors_uncompiled(nest, change)
+
     return _map_all_tensors(nest, change)
 
 

@@ -50,6 +50,13 @@ class Activations:
         what later blocks kept.) What is kept outside of blocks is counted as if it stayed to the
         end.
 
+        For example, each of two blocks has an input of 1 byte and keeps 10 other bytes inside:
+
+            recomputed   while a block is recomputed   at the end of the forward pass   peak
+            none                                       10 + 10 = 20                     20
+            block 1      10 + (1 + 10) = 21            10 + 1 = 11                      21
+            both         1 + (1 + 10) = 12             1 + 1 = 2                        12
+
         Args:
             recomputed: the numbers of the blocks that recompute.
         """
@@ -61,13 +68,10 @@ class Activations:
 
         # Go through the blocks in the order of the forward pass, adding what each of them keeps.
         for block, kept_inside in self.inside.items():
-            inputs = self.inputs[block]
             if block in recomputed:
-                # The inputs are counted, too: an earlier block that recomputes does not keep its
-                # output, which is the input of this block.
-                in_recomputation = inputs | kept_inside
-                peak = max(peak, num_bytes_kept + _added_bytes(in_recomputation, present=kept))
-                kept_by_block = inputs
+                kept_by_block = self.inputs[block]
+                while_recomputed = kept_by_block | kept_inside
+                peak = max(peak, num_bytes_kept + _added_bytes(while_recomputed, present=kept))
             else:
                 kept_by_block = kept_inside
 

@@ -79,14 +79,23 @@ class BatchNormNotes:
         if self._run.settings.virtual_ranks is not None:
             return  # the number of micro-batches does not depend on the number of processes
 
-        # In a pipeline all processes work on the same samples, so the number of micro-batches does
-        # not depend on the number of processes either.
-        has_several_processes = not self._run.collectives.single_process
-        all_have_same_samples = self._plan.rank.size == 1
-        is_pipeline = has_several_processes and all_have_same_samples
-        if is_pipeline:
-            return
+        if self._processes_have_same_samples():
+            return  # then it does not either
 
+        self._warn(size)
+
+    def _processes_have_same_samples(self) -> bool:
+        """Returns True in a pipeline, in which several processes compute parts of one model."""
+        has_several_processes = not self._run.collectives.single_process
+        num_parts_of_global_batch = self._plan.rank.size
+        return has_several_processes and num_parts_of_global_batch == 1
+
+    def _warn(self, size: int | str) -> None:
+        """Warns that the statistics depend on the number of ranks.
+
+        Args:
+            size: the setting `micro_batch_size=`.
+        """
         self._has_warned = True
         if is_auto(size):
             now = ""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ast
 import linecache
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from types import FrameType
 from typing import Any
 
@@ -133,23 +133,28 @@ def _reaches_call(assignment: ast.stmt, statements: Sequence[ast.stmt]) -> bool:
 
 
 def _names_assigned(statement: ast.stmt) -> set[str]:
-    """Returns the names of the variables and attributes that a statement assigns to."""
-    return _names(statement, are_assigned=True)
+    """Returns the names of the variables and attributes that a statement assigns to.
+
+    `x.y = z` assigns to y.
+    """
+    return {name for name, is_assigned in _names(statement) if is_assigned}
 
 
 def _names_read(statement: ast.stmt) -> set[str]:
-    """Returns the names of the variables and attributes that a statement reads."""
-    return _names(statement, are_assigned=False)
+    """Returns the names of the variables and attributes that a statement reads.
+
+    `x.y = z` reads x and z.
+    """
+    return {name for name, is_assigned in _names(statement) if not is_assigned}
 
 
-def _names(statement: ast.stmt, *, are_assigned: bool) -> set[str]:
-    names = set()
+def _names(statement: ast.stmt) -> Iterator[tuple[str, bool]]:
+    """Yields the names of variables and attributes, each with True if the statement assigns it."""
     for node in ast.walk(statement):
-        if not isinstance(node, ast.Name | ast.Attribute):
-            continue
-        if isinstance(node.ctx, ast.Store) == are_assigned:
-            names.add(node.attr if isinstance(node, ast.Attribute) else node.id)
-    return names
+        if isinstance(node, ast.Name):
+            yield node.id, isinstance(node.ctx, ast.Store)
+        elif isinstance(node, ast.Attribute):
+            yield node.attr, isinstance(node.ctx, ast.Store)
 
 
 def _contains_print(statement: ast.stmt) -> bool:

@@ -215,23 +215,14 @@ class PreparedOptimizer(_DelegatesToInner, Optimizer):
         if closure is not None:
             _check_closure_sees_whole_batch(self._step.micro_batch)
         else:
-            called_world_backward = self._step.training_pass.num_backwards > 0
-            if not called_world_backward:
-                # After the user's own `loss.backward()`, `self._step` does not know yet which
-                # micro-batch the loss came from. This finds it out, and sets `micro_batch`.
-                self._step.source_of_loss()
+            self._find_micro_batch_of_own_backward()
             self._check_backward()
 
         micro_batch = self._step.micro_batch
         self._check_learning_rates()
         self._key_of_latest_call = self._step.key
-
-        # In all but the last micro-batch the call does nothing. It is counted, to warn of a loop
-        # that calls `step()` in other micro-batches but not in the last one.
         if not micro_batch.closes_step:
-            if not self._num_early_calls:
-                self._line_of_early_call = user_location()
-            self._num_early_calls += 1
+            self._note_early_call()
             return None
 
         # A virtual rank that trains its own copy of the model steps with its own state.
@@ -240,6 +231,24 @@ class PreparedOptimizer(_DelegatesToInner, Optimizer):
             self._drop_common_state_if_unused(micro_batch.virtual_rank.num_on_process)
 
         return self._take_step(closure, micro_batch)
+
+    def _find_micro_batch_of_own_backward(self) -> None:
+        """Makes the step know which micro-batch the loss of a user's own `loss.backward()` is of.
+
+        `World.backward` does the same for its loss, so nothing is done after it.
+        """
+        called_world_backward = self._step.training_pass.num_backwards > 0
+        if not called_world_backward:
+            self._step.source_of_loss()  # sets `micro_batch`
+
+    def _note_early_call(self) -> None:
+        """Counts a call of `step()` before the last micro-batch, which does nothing.
+
+        A loop that calls it there, but not in the last micro-batch, is warned of later.
+        """
+        if self._num_early_calls == 0:
+            self._line_of_early_call = user_location()
+        self._num_early_calls += 1
 
     def _take_step(self, closure: Callable[[], Any] | None, micro_batch: MicroBatch) -> Any:
         """Makes the inner optimizer step, and tells the extensions before and after the step.
@@ -362,13 +371,17 @@ class PreparedOptimizer(_DelegatesToInner, Optimizer):
         """Clears the gradients; does nothing while a global batch is accumulating them.
 
         The accumulated gradients are kept for the optimizer step at the end of the global batch. If
-        the loop leaves this step out, `clear_if_postponed` clears them before the next one.
+        the loop leaves this step out, `clear_if_postponed` clears them before the next one. With 2
+        micro-batches, for example:
+
+            step(), zero_grad()   in micro-batch 0: neither does anything yet
+            step(), zero_grad()   in micro-batch 1: the optimizer steps, and gradients are cleared
         """
         if self._is_accumulating():
             self._step_with_postponed_clearing = self._key_of_latest_call
             return
 
-        self._note_step_loses_gradients()
+        self._note_if_step_becomes_incomplete()
         if set_to_none and self._has_plain_zero_grad:
             # The same as in torch, without its profiling, which takes ten times as long.
             for group in self.inner.param_groups:
@@ -377,7 +390,7 @@ class PreparedOptimizer(_DelegatesToInner, Optimizer):
         else:
             self.inner.zero_grad(set_to_none)
 
-    def _note_step_loses_gradients(self) -> None:
+    def _note_if_step_becomes_incomplete(self) -> None:
         """Notes the present optimizer step if it still needs the gradients that are to be cleared.
 
         These are the gradients of its earlier micro-batches. If the step is made without them, it
@@ -462,14 +475,18 @@ class PreparedOptimizer(_DelegatesToInner, Optimizer):
         """Counts a global batch after its last micro-batch, and warns if steps are missed.
 
         A step is missed if the loop has called `step()` early, before the last micro-batch, but not
-        in the last one, after which the optimizer steps. Two kinds are told apart, here with 4
-        micro-batches:
+        in the last one, after which the optimizer steps. Of the micro-batches 0 to 3, `step()` was
+        called in:
 
-        - The loop has called `step()` in the micro-batches 0, 1 and 2. It may have left out the
-          last call on purpose, because the loss was not finite. A warning is given after many such
-          global batches in a row.
-        - The loop has called `step()` only in micro-batch 1. It counts batches itself, for example
-          by `if i % 3 == 0`. A warning is given the second time.
+            3 (and others)   the step is made
+            none             no step is due for this global batch
+            0, 1 and 2       missed, perhaps on purpose, because the last loss was not finite: a
+                             warning is given after many such global batches in a row
+            only 1           missed: the loop counts batches itself, for example by
+                             `if i % 3 == 0`: a warning is given the second time
+
+        A step that was left out after the gradient was clipped is not missed: the script may have
+        looked at the gradient's norm.
 
         Args:
             num_micro_batches: the number of micro-batches in the global batch, all of which had a
@@ -481,9 +498,8 @@ class PreparedOptimizer(_DelegatesToInner, Optimizer):
             return
 
         num_early_calls = self._num_early_calls
-        if num_early_calls == 0:  # the loop has no step for this global batch
-            return
-        if self._is_clipped:  # the loop may have left the step out because of the gradient's norm
+        no_step_is_due = num_early_calls == 0
+        if no_step_is_due or self._is_clipped:
             return
 
         self._steps_missed_in_a_row += 1

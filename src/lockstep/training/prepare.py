@@ -46,6 +46,7 @@ from lockstep.errors import SettingError, UsageError, warn
 from lockstep.optim.precision import ForwardsSetLater, Precision
 from lockstep.session.delivery import TrainingPass
 from lockstep.session.extension import Place
+from lockstep.session.micro_batch import MicroBatch
 from lockstep.settings import Choice, check_micro_batches, is_auto
 from lockstep.strategies import sync_batchnorm, virtual_rank_batchnorm
 from lockstep.strategies.base import (
@@ -247,7 +248,21 @@ class Preparer:
         micro_batch = step.source_of_loss()
         extensions.before_backward(loss, micro_batch)
         self._check_accumulation()
+        self._check_optimizer_unscales()
 
+        phase_before = step.enter_phase("backward")
+        weighted_loss = step.weigh_loss(loss)
+        try:
+            self._run_backward(weighted_loss, micro_batch, options)
+        finally:
+            step.enter_phase(phase_before)
+
+        extensions.after_backward(loss, micro_batch)
+        # Counted last: for the extensions, `num_backwards` is the number of earlier passes.
+        step.training_pass.num_backwards += 1
+
+    def _check_optimizer_unscales(self) -> None:
+        """Raises UsageError under fp16 if no optimizer is prepared, which would undo its scale."""
         has_only_modules = bool(self.wrapped) and not self.optimizers
         if self.precision.scaler is not None and has_only_modules:
             raise _optimizer_not_prepared(
@@ -255,29 +270,32 @@ class Preparer:
                 "prepared optimizer divides them again before it steps"
             )
 
-        phase_before = step.enter_phase("backward")
-        weighted_loss = step.weigh_loss(loss)
+    def _run_backward(
+        self, weighted_loss: Tensor, micro_batch: MicroBatch, options: dict[str, Any]
+    ) -> None:
+        """Runs the backward pass of the strategy, and adds advice to its errors.
+
+        Args:
+            weighted_loss: the loss, weighted by its part of the global batch.
+            micro_batch: the micro-batch that the loss is of.
+            options: the options of `World.backward`.
+        """
+        step = self.run.step
         try:
-            extensions.backward_begins(weighted_loss, micro_batch)
+            self.run.extensions.backward_begins(weighted_loss, micro_batch)
 
             # A rank without samples computes a placeholder. Activation checkpointing, which runs
             # forward passes again in here, must know that.
             with self._placeholders.in_backward():
                 modules = list(self.wrapped)
                 self.strategy.backward(modules, weighted_loss, self.precision, **options)
-            extensions.backward_ended(micro_batch)
+            self.run.extensions.backward_ended(micro_batch)
         except Exception as error:
             add_memory_advice(error, step.micro_batch.local_rows, step.num_devices)
             operation = find_refused_operation(error)
             if operation is not None and self.run.settings.virtual_ranks is not None:
                 raise nondeterministic_error(operation) from error
             raise
-        finally:
-            step.enter_phase(phase_before)
-
-        extensions.after_backward(loss, micro_batch)
-        # Counted last: for the extensions, `num_backwards` is the number of earlier passes.
-        step.training_pass.num_backwards += 1
 
     def clip(self, module: nn.Module, max_norm: float, norm_type: float) -> Tensor:
         """Clips the gradients of a module by their total norm, and returns that norm.
@@ -354,9 +372,11 @@ class Preparer:
         if loop_has_ended and step.pass_of_loss is not None:
             return step.pass_of_loss, _last_loss(step.pass_of_loss)
 
-        present_pass = step.training_pass
-        called_world_backward = present_pass.num_backwards > 0
-        return present_pass, present_pass.loss if called_world_backward else None
+        # The present pass. It is also that of a script that loops over no prepared loader.
+        called_world_backward = step.training_pass.num_backwards > 0
+        if not called_world_backward:
+            return step.training_pass, None
+        return step.training_pass, step.training_pass.loss
 
     def _loss_over_virtual_ranks(
         self, training_pass: TrainingPass, num_virtual_ranks: int
@@ -574,9 +594,12 @@ class Preparer:
     def _allocate_deferred(self, module: nn.Module) -> DeferredModel | None:
         """Allocates the tensors of a module that are on the meta device, or leaves it to `wrap`.
 
-        A tensor on the meta device has a shape, but neither memory nor values. It gets memory here,
-        or in `strategy.wrap`, and its values here if `wrap` needs them; otherwise the caller of
-        `wrap` reads and computes them.
+        A tensor on the meta device has a shape, but neither memory nor values. It gets them:
+
+            memory   here; in `strategy.wrap` if it spreads the model over the ranks, as FSDP does,
+                     which allocates only this rank's shards
+            values   after `wrap`, by its caller; here if `wrap` needs them, as that of DiLoCo does,
+                     which copies them
 
         Returns:
             The object that knows their values; None if nothing is on the meta device.
@@ -586,13 +609,9 @@ class Preparer:
 
         deferred = DeferredModel(module, self.run, self._drawn_shapes)
         deferred.fill_buffers(self.run.device)
-
-        # A strategy that spreads the model over the ranks, such as FSDP, allocates only this rank's
-        # shards itself.
         if not self.strategy.spreads_model(self.run):
             deferred.give_memory(self.run.device)
-
-        if self.strategy.needs_values:  # as DiLoCo does, which copies them in `wrap`
+        if self.strategy.needs_values:
             lines_to_print = deferred.read_files_and_defer(PreparedModule(module=module))
             self.choices += lines_to_print
             deferred.fill()  # computes the values that are not in weight files
@@ -602,20 +621,25 @@ class Preparer:
     def _remember_parameters(
         self, parameters_before: Sequence[nn.Parameter], wrapped: PreparedModule
     ) -> None:
-        """Records the prepared module of each parameter.
+        """Records the prepared module of each parameter, also of those that were replaced.
+
+        If a strategy has replaced a by b, and later b by c, `replaced_parameters` are (a, b) and
+        (b, c). Then the module of all three is recorded.
 
         Args:
             parameters_before: the parameters of the module before it was wrapped.
             wrapped: what the strategy returned.
         """
-        for parameter in parameters_before:
-            self._module_of_parameter[parameter] = wrapped.module
         for old, new in wrapped.replaced_parameters:
             self._replacement[old] = new
-            # Also here, as a strategy may replace a parameter that had replaced another one.
-            self._module_of_parameter[old] = wrapped.module
-            if new is not None:  # otherwise the parameter is on other ranks, e.g. in another stage
-                self._module_of_parameter[new] = wrapped.module
+
+        parameters = list(parameters_before)
+        for old, new in wrapped.replaced_parameters:
+            parameters.append(old)
+            if new is not None:  # None: the new parameter is on other ranks, e.g. in another stage
+                parameters.append(new)
+        for parameter in parameters:
+            self._module_of_parameter[parameter] = wrapped.module
 
     def _find_shared_parameters(self, module: nn.Module) -> list[str]:
         """Returns the names of trainable parameters that another prepared module has, too."""
@@ -638,7 +662,8 @@ class Preparer:
         if was_replaced:
             return True
 
-        # The user may have moved the parameter to a new module, and replaced it in the old one.
+        # False if the user has put another parameter in its place after `prepare`, for example to
+        # move this one to a new module.
         return any(parameter is present for present in module.parameters())
 
     def _prepare_batchnorm(self, module: nn.Module) -> None:

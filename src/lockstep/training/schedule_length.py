@@ -104,11 +104,10 @@ class ScheduleLengths(Extension):
             # how often the schedulers step, and the length of the training if it is not known.
             steps_of_scheduler = {scheduler: scheduler.num_steps for scheduler in self._schedulers}
             present_end = _EndOfPass(user_stack(), steps_of_scheduler)
-            first_end = self._first_ends.setdefault(loader, present_end)
-
-            # False if this is its first pass, or a pass over another loader.
-            second_pass_has_ended = first_end is not present_end and loader.num_training_passes > 1
-            if second_pass_has_ended:
+            first_end = self._first_ends.get(loader)
+            if first_end is None:
+                self._first_ends[loader] = present_end
+            elif loader.num_training_passes > 1:  # 1: a pass over another loader has ended
                 del self._first_ends[loader]
                 self._compared.add(loader)
                 self._compare(loader, first_end, present_end)
@@ -116,15 +115,17 @@ class ScheduleLengths(Extension):
     def _compare(self, loader: Loader, first: _EndOfPass, second: _EndOfPass) -> None:
         """Checks the schedulers that stepped once for each global batch of an epoch.
 
+        The loop of the epochs is the one around the line at which both passes have ended. If they
+        have ended at different lines, as in a script that trains in two loops one after the other,
+        nothing is checked.
+
         Args:
             loader: the loader that was trained on.
             first: the end of an earlier pass over it.
             second: the end of the next pass.
         """
-        # Only if both passes end at the same line of the script, the loop around this line makes
-        # one pass in each of its iterations.
-        end_at_same_line = first.stack == second.stack
-        if not end_at_same_line:
+        ended_at_same_line = first.stack == second.stack
+        if not ended_at_same_line:
             return
 
         num_epochs = epochs_of_loop()  # of the loop in which the script is now
@@ -132,13 +133,12 @@ class ScheduleLengths(Extension):
             return
 
         for scheduler, steps in second.steps_of_scheduler.items():
-            # If a scheduler was prepared after the first pass, it is not known how many steps it
-            # has made in this epoch. The default gives 0, so it is not checked.
-            steps_before = first.steps_of_scheduler.get(scheduler, steps)
-            steps_in_epoch = steps - steps_before
+            if scheduler not in first.steps_of_scheduler:
+                continue  # prepared after the first pass: its steps of this epoch are not known
 
-            # It has stepped once for each global batch.
-            if steps_in_epoch == loader.steps:
+            steps_in_epoch = steps - first.steps_of_scheduler[scheduler]
+            stepped_in_each_global_batch = steps_in_epoch == loader.steps
+            if stepped_in_each_global_batch:
                 self._check_micro_batches(scheduler, loader, num_epochs)
                 self._check_epochs_as_steps(scheduler, loader, num_epochs)
 

@@ -57,11 +57,17 @@ class GradientVersionCheck(Check):
         """Records the gradients, if they are not yet those that the optimizer will use.
 
         They are not if later micro-batches will add to them, or if they are still scaled (fp16).
+
+        Args:
+            loss: not used.
+            micro_batch: not used. With two loaders it may be a micro-batch of loader 0, while the
+                gradients of the step are complete after a micro-batch of loader 1.
         """
-        del loss, micro_batch  # they may be of one loader, and the optimizer step of another
+        del loss, micro_batch
         self._num_backwards_of_micro_batch += 1
 
-        are_complete = self.run.step.micro_batch.closes_step
+        micro_batch_of_step = self.run.step.micro_batch
+        are_complete = micro_batch_of_step.closes_step
         are_scaled = self.precision.scaler is not None
         if are_complete and not are_scaled:
             return
@@ -94,9 +100,14 @@ class GradientVersionCheck(Check):
 
         Gradients are compared once for each micro-batch, before its first backward pass. Nothing is
         compared for the first micro-batch of a global batch, which finds no earlier gradients.
+
+        Args:
+            loss: not used.
+            micro_batch: not used; see `after_backward`.
         """
-        del loss, micro_batch  # as in `after_backward`
-        has_earlier_micro_batch = not self.run.step.micro_batch.opens_step
+        del loss, micro_batch
+        micro_batch_of_step = self.run.step.micro_batch
+        has_earlier_micro_batch = not micro_batch_of_step.opens_step
         is_first_backward_of_micro_batch = self._num_backwards_of_micro_batch == 0
         if not (has_earlier_micro_batch and is_first_backward_of_micro_batch):
             return

@@ -106,19 +106,21 @@ class LossCheck(Check):
 
     def _may_do_harm(self, micro_batch: MicroBatch) -> bool:
         """Returns False if a NaN loss of a micro-batch does no harm, or is reported elsewhere."""
-        is_reported_elsewhere = micro_batch.scale != 0.0
-        if is_reported_elsewhere:
-            return False
+        has_weight = micro_batch.scale != 0.0
+        if has_weight:
+            return False  # `before_backward` reports a NaN loss that has a weight
 
         loss_is_used = self.run.collectives.contributes  # not so in an earlier stage of a pipeline
         if not loss_is_used:
             return False
 
-        # Under fp16, the loss scaler skips a step in which gradients of any rank are not finite. So
-        # a rank without rows does no harm. A division by 0 in the script is reported all the same.
         has_rows = bool(micro_batch.local_rows)
-        skips_steps = self.precision.scaler is not None
-        return has_rows or not skips_steps
+        if has_rows:
+            return True  # the script has divided by 0
+
+        # Under fp16, the loss scaler skips a step in which gradients of any rank are not finite.
+        scaler_skips_step = self.precision.scaler is not None
+        return not scaler_skips_step
 
     def _has_nan_gradient(self) -> bool:
         """Returns True if a gradient on this rank has a NaN; waits for each device once."""

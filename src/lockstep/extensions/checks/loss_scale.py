@@ -58,13 +58,7 @@ class LossScaleCheck(Check):
         if not self.run.collectives.contributes:  # the loss of an earlier stage of a pipeline
             return
 
-        # Of a single sample a sum is a mean, and of a whole global batch a sum gives the gradients
-        # that plain PyTorch gives, too. A replica with a step of its own (DiLoCo) may compute its
-        # whole part at once.
-        is_single_sample = micro_batch.local_rows <= 1
-        is_whole = micro_batch.local_rows >= micro_batch.global_samples
-        may_be_whole_for_replica = micro_batch.has_own_step
-        if is_single_sample or is_whole or may_be_whole_for_replica:
+        if _sum_may_be_right(micro_batch):
             return
 
         self._num_backwards += 1
@@ -133,10 +127,25 @@ class LossScaleCheck(Check):
         )
 
 
+def _sum_may_be_right(micro_batch: MicroBatch) -> bool:
+    """Returns True if a loss that is a sum may give the gradients that plain PyTorch gives."""
+    is_single_sample = micro_batch.local_rows <= 1
+    if is_single_sample:
+        return True  # the sum over one sample is the mean
+
+    is_whole_global_batch = micro_batch.local_rows >= micro_batch.global_samples
+    if is_whole_global_batch:
+        return True  # one loss, which is not averaged with others
+
+    # A replica with a step of its own (DiLoCo) may compute all the samples of this step at once.
+    return micro_batch.has_own_step
+
+
 def split_divisor(node: Any) -> tuple[float, Any]:
     """Separates the numbers by which a loss was divided or multiplied last from the rest.
 
-    Of `F.mse_loss(x, y) / 4 * 2` these are the divisor 2, and the node of `mse_loss`.
+    Of `F.mse_loss(x, y) / 4 * 2` the factors are 2 and 1/4. So the divisor is 1 / (2 * 1/4) = 2,
+    and the rest is the node of `mse_loss`.
 
     Args:
         node: the `grad_fn` of the loss.
@@ -150,10 +159,11 @@ def split_divisor(node: Any) -> tuple[float, Any]:
         if factor is None or factor == 0:
             break
 
-        divisor /= factor
         inputs = [next_node for next_node, _ in node.next_functions if next_node is not None]
         if len(inputs) != 1:  # the factor has a gradient, too: either input may be the loss
             break
+
+        divisor /= factor
         node = inputs[0]
     return divisor, node
 
@@ -161,24 +171,23 @@ def split_divisor(node: Any) -> tuple[float, Any]:
 def find_sum(node: Any, num_rows: int) -> Any:
     """Returns the node of a loss function that has summed over the samples, or None.
 
+    For example, 8 samples of 5 tokens each give a loss function 40 rows, a multiple of 8. One that
+    has summed over something else, such as the 30 entries of a codebook, has another number.
+
     Args:
         node: the node of a loss in autograd's graph.
-        num_rows: the number of samples that it was computed from. A loss function that has summed
-            over something else, such as the entries of a codebook, has another number of rows. One
-            over tokens has a multiple of this number.
+        num_rows: the number of samples that it was computed from.
     """
     nodes_to_visit: list[Any] = [node]
-    for _ in range(MAX_TERMS):  # a loss of more terms is not searched to the end
-        if not nodes_to_visit:
-            return None
-
+    num_visited = 0
+    while nodes_to_visit and num_visited < MAX_TERMS:
         visited = nodes_to_visit.pop()
+        num_visited += 1
         if visited is None:  # a term without a gradient
             continue
 
-        num_summed = rows_summed_by_loss_function(visited)
-        sums_over_samples = num_summed and num_summed % num_rows == 0
-        if sums_over_samples:
+        num_summed = rows_summed_by_loss_function(visited)  # None: it is no sum
+        if num_summed and num_summed % num_rows == 0:
             return visited
 
         if visited.name() in NODES_THAT_KEEP_A_SUM:

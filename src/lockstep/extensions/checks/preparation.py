@@ -87,27 +87,34 @@ class PreparationCheck(Check):
         if location is None:  # the line is not watched, or has no loss to look at
             return
 
-        # The first case.
-        prepared_ids = {id(parameter) for parameter in self._prepared_parameters()}
-        leaves = leaves_if_unprepared(loss, prepared_ids)
-        if leaves is None or self._may_be_right(leaves):
+        parameters = self._unprepared_parameters(loss)
+        if parameters is None:  # the first case
             self._num_right_losses[location] = self._num_right_losses.get(location, 0) + 1
             self._unprepared_models.pop(location, None)
             return
 
         # The second case.
-        parameters = [leaf for leaf in leaves if isinstance(leaf, nn.Parameter)]
         model = self._unprepared_models.get(location)
         if model is None or not model.has_any_of(parameters):
             # The first such loss of this line, or the line trains another model now.
             self._unprepared_models[location] = UnpreparedModel(location, parameters)
             return
 
-        # `_line_to_look_at` does not return the line any more once its checksums were sent.
-        model.num_backwards += 1
-        model.update_checksum()
+        model.note_backward()
         if model.num_backwards >= BACKWARDS_BEFORE_COMPARISON:
-            self._send_checksums(model)
+            self._send_checksums(model)  # after that, the line is not watched any more
+
+    def _unprepared_parameters(self, loss: Tensor) -> list[nn.Parameter] | None:
+        """Returns the parameters that a loss reaches, if none of them was prepared.
+
+        Returns:
+            None if the loss is right, or may be.
+        """
+        prepared_ids = {id(parameter) for parameter in self._prepared_parameters()}
+        leaves = leaves_if_unprepared(loss, prepared_ids)
+        if leaves is None or self._may_be_right(leaves):
+            return None
+        return [leaf for leaf in leaves if isinstance(leaf, nn.Parameter)]
 
     def _line_to_look_at(self, loss: Tensor) -> Location | None:
         """Returns the line of the script that has given this loss to `World.backward`.
@@ -137,7 +144,11 @@ class PreparationCheck(Check):
         return location
 
     def _is_undecided(self, location: Location) -> bool:
-        """Returns True if more losses of a line can show whether they are right."""
+        """Returns True if more losses of a line can show whether they are right.
+
+        No more losses are needed once enough of them were right, or once the checksums of the
+        unprepared model that the line trains were sent: the last rank to send them decides.
+        """
         is_known_to_be_right = self._num_right_losses.get(location, 0) >= MAX_RIGHT_LOSSES_PER_LINE
         if is_known_to_be_right:
             return False
@@ -145,8 +156,7 @@ class PreparationCheck(Check):
         model = self._unprepared_models.get(location)
         if model is None:  # no loss of the line was wrong yet
             return True
-        can_be_compared = model.first_checksum is not None
-        return can_be_compared and not model.checksums_were_sent
+        return model.is_followed
 
     def _prepared_parameters(self) -> list[Tensor]:
         """Returns all parameters of prepared modules, and those that a strategy has replaced.
@@ -195,7 +205,7 @@ class PreparationCheck(Check):
         joined = self.run.joined
         if joined is None:  # this process has joined no others
             return
-        if model.first_checksum is None or model.checksums_were_sent:  # None: it has none
+        if not model.is_followed:
             return
 
         model.checksums_were_sent = True
@@ -331,6 +341,19 @@ class UnpreparedModel:
         self.first_checksum = self._checksum()
         """The checksum before the first backward pass. None if it cannot be computed."""
         self.latest_checksum = self.first_checksum
+
+    @property
+    def is_followed(self) -> bool:
+        """True until its checksums are sent, for the comparison with the model of other ranks.
+
+        A model whose checksum cannot be computed is never followed.
+        """
+        return self.first_checksum is not None and not self.checksums_were_sent
+
+    def note_backward(self) -> None:
+        """Counts a backward pass, and computes the checksum anew."""
+        self.num_backwards += 1
+        self.update_checksum()
 
     def has_any_of(self, parameters: Sequence[nn.Parameter]) -> bool:
         """Returns True if it has one of these objects.

@@ -42,12 +42,12 @@ class SumOfMeansCheck(Check):
     def before_backward(self, loss: Any, micro_batch: MicroBatch) -> None:
         """Parses the script if a sum was recorded before this step."""
         if self._sum_location is not None:
-            self._warn_if_sum_is_divided_by_length()
+            self._examine_recorded_sum()
 
     def close(self, failed: bool) -> None:
         """Parses the script if a sum was recorded before the end of the run."""
         if not self.run.collectives.single_process and not failed and self.run.joined is not None:
-            self._warn_if_sum_is_divided_by_length()
+            self._examine_recorded_sum()
 
     def _look_at_sum(self, local_leaves: Sequence[Any], summed_leaves: Sequence[Any]) -> None:
         """Records the line of a sum if it may be a sum of means of batches.
@@ -77,16 +77,16 @@ class SumOfMeansCheck(Check):
         if not is_sum_of_script:
             return
 
-        # The new line replaces the one that was recorded before, which is examined now.
-        self._warn_if_sum_is_divided_by_length()
+        # The sum of the evaluation before, if no training step came after it.
+        self._examine_recorded_sum()
         self._evaluations_at_last_sum = num_evaluations_ended
         self._sum_location = user_location()
 
-    def _warn_if_sum_is_divided_by_length(self) -> None:
-        """Warns if the script divides a sum of means by the length of a prepared loader.
+    def _examine_recorded_sum(self) -> None:
+        """Warns if the script divides the recorded sum by the length of a prepared loader.
 
-        `_sum_location` is the line with the latest such sum. To find out what is done with the sum,
-        the source of the script is parsed. Each sum is examined once.
+        To find out what is done with the sum, the source of the script is parsed. The sum is then
+        recorded no longer, so that each one is examined once. Does nothing if none is recorded.
         """
         location = self._sum_location
         self._sum_location = None

@@ -176,23 +176,46 @@ class UnpreparedSumCheck(Check):
         if user_call() != "world.sum()":
             return  # Lockstep itself sums, inside another function that the script has called
 
-        # Each rank has given the number of all its samples (100), or a part of it (50 and 50).
         numbers = list(zip(numbers_in(local_leaves), numbers_in(summed_leaves), strict=True))
         num_samples = latest_pass.samples
-        if any(num_samples in (local_value, total) for local_value, total in numbers):
+        if _sums_sample_count(numbers, num_samples):
             self._has_summed_sample_counts = True
             self._doubtful_sum = None
 
-        one_is_enough = self._doubtful_sum is not None
-        if one_is_enough or self._has_summed_sample_counts:
-            return
+        # Only the first doubtful sum of a pass is remembered.
+        if not self._has_summed_sample_counts and self._doubtful_sum is None:
+            self._doubtful_sum = _find_doubtful_sum(numbers, num_samples, size)
 
-        for local_value, total in numbers:
-            if counts_repeatedly(local_value, total, size, num_samples):
-                location = user_location()
-                if not _mentions_number_of_ranks(location):
-                    self._doubtful_sum = DoubtfulSum(num_samples, local_value, total, location)
-                    return
+
+def _sums_sample_count(numbers: Sequence[tuple[float, float]], num_samples: int) -> bool:
+    """Returns True if one of these numbers is the number of samples.
+
+    If 2 ranks have read the same 100 samples, `world.sum(100)` gets this number from each rank.
+    `world.sum(50)`, for half of the samples on each rank, returns it.
+
+    Args:
+        numbers: what this rank has given to a sum, each with the sum over the ranks.
+        num_samples: how many samples every rank has read.
+    """
+    return any(num_samples in (local_value, total) for local_value, total in numbers)
+
+
+def _find_doubtful_sum(
+    numbers: Sequence[tuple[float, float]], num_samples: int, size: int
+) -> DoubtfulSum | None:
+    """Returns the first number that seems to count every sample once per rank, or None.
+
+    Args:
+        numbers: what this rank has given to a sum, each with the sum over the ranks.
+        num_samples: how many samples every rank has read.
+        size: the number of ranks.
+    """
+    for local_value, total in numbers:
+        if counts_repeatedly(local_value, total, size, num_samples):
+            location = user_location()
+            if not _mentions_number_of_ranks(location):
+                return DoubtfulSum(num_samples, local_value, total, location)
+    return None
 
 
 def counts_repeatedly(local_value: float, total: float, size: int, samples: int) -> bool:

@@ -167,8 +167,8 @@ class DeviceCheck(Extension):
             UsageError: in the previous checked global batch, the loop skipped micro-batches whose
                 results were to be compared.
         """
-        # Results are compared just before the optimizer steps. If one is not compared when the next
-        # global batch begins, the optimizer has not stepped: the loop has skipped micro-batches.
+        # `before_step` compares the results. If one of the previous global batch is not compared
+        # yet, the loop has left out that step.
         has_uncompared_result = self._own_result is not None and not self._is_compared
         if micro_batch.first and has_uncompared_result:
             raise self._skipped_error()
@@ -181,9 +181,9 @@ class DeviceCheck(Extension):
             self._is_compared = False
             self._compare_states()
 
-        self._record_scale_if_repeated(micro_batch)
+        self._record_loss_scale_of_repeat(micro_batch)
 
-    def _record_scale_if_repeated(self, micro_batch: MicroBatch) -> None:
+    def _record_loss_scale_of_repeat(self, micro_batch: MicroBatch) -> None:
         """Records the factor of the loss if this process repeats the virtual rank of another one.
 
         If the results differ, all processes compute this virtual rank again, with these factors.
@@ -203,13 +203,19 @@ class DeviceCheck(Extension):
         self._remember(virtual_rank, Computed(virtual_rank.number, self._gradient_bits()))
 
     def before_step(self, optimizer: Any, modules: Sequence[nn.Module]) -> None:
-        """Raises WrongDeviceError, on all ranks, if two of them have computed different bits."""
+        """Raises WrongDeviceError, on all ranks, if two of them have computed different bits.
+
+        A checked global batch usually goes like this:
+
+        1. Before its last micro-batch the loader calls `find_dispute`, which compares results.
+        2. If two ranks disagree, all ranks compute the disputed virtual rank again.
+        3. This method judges from the results of all ranks which device is wrong.
+        """
         if not self._step.micro_batch.checks_devices:
             return
 
-        # Usually the loader has called `find_dispute` before the last micro-batch. If the loop had
-        # fetched this micro-batch ahead, there were no results yet. It is too late now to compute
-        # something again, but not to raise an error.
+        # A loop that fetches micro-batches ahead gets the last one before there are results. They
+        # are compared now, so that an error is raised, although step 2 is left out.
         if not self._is_compared:
             self.find_dispute()
         if self._dispute is not None:
@@ -354,21 +360,22 @@ class DeviceCheck(Extension):
         Args:
             dispute: the virtual rank, and the two ranks that disagree about its gradient.
         """
-        # The two results that differ. Every rank sends its results, as collectives are of all
+        # Both ranks have computed the virtual rank twice. Their first results, which differ, are
+        # those from before the dispute. Every rank sends its results, as collectives are of all
         # ranks, but only those of the owner and the checker are needed.
         bits_of_owner = self._exchange_bits(self._own_result)[dispute.owner]
         bits_of_checker = self._exchange_bits(self._repeated_result)[dispute.checker]
         assert bits_of_owner is not None  # both have taken part in the dispute
         assert bits_of_checker is not None
-        first_digest_of_rank = {
+        digests_before_dispute = {
             dispute.owner: digest(bits_of_owner),
             dispute.checker: digest(bits_of_checker),
         }
 
-        verdict = judge_repeats(Results(first_digest_of_rank, self._recomputed_digests()))
-        names = dict.fromkeys([*bits_of_owner, *bits_of_checker])
-        differing = [name for name in names if bits_of_owner.get(name) != bits_of_checker.get(name)]
+        digests_after_dispute = self._recomputed_digests()
+        verdict = judge_repeats(Results(digests_before_dispute, digests_after_dispute))
         computation = message.Computation(dispute.virtual_rank, dispute.owner, dispute.checker)
+        differing = _differing_names(bits_of_owner, bits_of_checker)
         self._raise_wrong_device(verdict, computation, differing)
 
     def _recomputed_digests(self) -> dict[int, str]:
@@ -584,6 +591,12 @@ def _sums_of_gradients(wrapped: PreparedModule) -> dict[str, Tensor]:
         if parameter.grad is not None:
             gradients[name] = parameter.grad
     return dict(zip(gradients, gradient_bit_sums(gradients.values()), strict=True))
+
+
+def _differing_names(bits_a: BitSums, bits_b: BitSums) -> list[str]:
+    """Returns the names of tensors of which two results have different bits, or one has none."""
+    names = dict.fromkeys([*bits_a, *bits_b])
+    return [name for name in names if bits_a.get(name) != bits_b.get(name)]
 
 
 def _merge_verdicts(verdicts: Sequence[Verdict]) -> Verdict:

@@ -115,15 +115,21 @@ class JournalComparison:
         return lines
 
     def _describe_equal_steps(self) -> str:
-        """Describes how many steps were compared, if all of them are equal."""
-        # Runs write losses at every step, and hashes only at every tenth, say. Of a step for which
-        # one run or both have no hashes, only the losses were compared.
+        """Describes how many steps were compared, if all of them are equal.
+
+        Runs write losses at every step, and hashes only at every tenth, say. If one run or both
+        have no hashes of a step, only its losses were compared. Two runs of the steps 0 to 19 give:
+
+            hashes of the steps 0 and 10 in both runs:
+                equal in every bit: 2 steps; equal losses: 18 steps between them, of which not both
+                have hashes
+            hashes in only one of the runs:
+                equal losses: 20 steps, of which not both have hashes
+        """
         with_losses_only = count_noun(self.num_with_losses_only, "step")
         if not self.num_with_hashes:
             return f"equal losses: {with_losses_only}, of which not both have hashes"
 
-        # Of the steps 0 to 19, both runs have hashes of 0 and 10, and the others lie between them:
-        # "equal in every bit: 2 steps; equal losses: 18 steps between them, ..."
         text = f"equal in every bit: {count_noun(self.num_with_hashes, 'step')}"
         if self.num_with_losses_only:
             text += (
@@ -274,10 +280,9 @@ def _notes_on_comparison(journal_a: Journal, journal_b: Journal) -> list[str]:
         if num_alone:
             notes.append(f"{count_noun(num_alone, 'step')} only in {letter}")
 
-    neither_has_virtual_ranks = journal_a.virtual_ranks is None and journal_b.virtual_ranks is None
     if journal_a.virtual_ranks != journal_b.virtual_ranks:
         notes.append("the runs have other virtual ranks, so losses and gradients are not compared")
-    elif neither_has_virtual_ranks:
+    elif journal_a.virtual_ranks is None:  # both have none
         notes.append(
             "without virtual ranks gradients are not written down, only losses, weights and "
             "optimizer state"

@@ -171,8 +171,12 @@ class TensorHasher:
 
         Adds the whole blocks to `self._large_pieces`, and returns the margins, which fill no block.
         Blocks are those of the whole tensor. For example, if blocks had 4 elements, and this part
-        were the elements 3 to 12 of the whole tensor, its whole blocks would be the elements 4 to
-        11, and its margins the elements 3 and 12.
+        were the elements 3 to 12 of the whole tensor:
+
+            in the whole tensor   whole blocks: 1 and 2, the elements 4 to 11
+                                  margins: the elements 3 and 12
+            in this part          whole blocks: the elements 1 to 8 (`begin` 1, `end` 9)
+                                  margins: the elements 0 and 9
 
         A large tensor has many whole blocks, since it has more than `MAX_COPIED_BYTES` bytes.
         """
@@ -181,7 +185,7 @@ class TensorHasher:
         first_block = ceil_div(part.first_byte, BLOCK_BYTES)
         end_block = (part.first_byte + numel * itemsize) // BLOCK_BYTES
 
-        # Where the whole blocks begin and end, as elements of this part.
+        # Blocks begin at whole elements, so nothing is rounded here.
         begin = (first_block * BLOCK_BYTES - part.first_byte) // itemsize
         end = (end_block * BLOCK_BYTES - part.first_byte) // itemsize
 
@@ -261,6 +265,10 @@ class TensorHasher:
     def hashes(self, tensors: Sequence[Tensor | None]) -> Any:
         """Hashes tensors, without waiting for a GPU.
 
+        If a tensor of 450 words were large, and began at word 100 of the whole tensor, its words 28
+        to 411 would be the whole blocks 1, 2 and 3, which are hashed in place. The margins, words 0
+        to 27 and 412 to 449, are copied and hashed together with the small tensors.
+
         Args:
             tensors: tensors as described by `parts`; the hash of None is 0.
 
@@ -268,22 +276,22 @@ class TensorHasher:
             The hashes, shape `(num_hashes,)`: a numpy array, or a tensor on the device.
         """
         with torch.no_grad():
-            # Small tensors, and the margins of large ones, are copied into one memory, and their
-            # blocks are hashed together. The sum of each block is multiplied by its factor M(b).
             copied_words = self._copy(tensors)
             block_sums = self._block_sums(copied_words)
             hashes = self._add_up_copied_blocks(block_sums * self._copied_factors)
 
-            # The whole blocks of large tensors are hashed in place, one tensor after the other.
             for piece in self._large_pieces:
                 tensor = tensors[piece.tensor_index]
-                if tensor is None:
-                    continue
-                begin, end = piece.elements
-                blocks = tensor.detach().reshape(-1)[begin:end]
-                block_sums = self._block_sums(self._words(blocks))
-                _add_sum_to(hashes, piece.hash_index, block_sums * piece.factors)
+                if tensor is not None:
+                    self._add_hash_in_place(hashes, piece, tensor)
         return hashes
+
+    def _add_hash_in_place(self, hashes: Any, piece: _LargePiece, tensor: Tensor) -> None:
+        """Hashes the whole blocks of a large tensor without a copy, and adds this to its hash."""
+        begin, end = piece.elements
+        blocks = tensor.detach().reshape(-1)[begin:end]
+        block_sums = self._block_sums(self._words(blocks))
+        _add_sum_to(hashes, piece.hash_index, block_sums * piece.factors)
 
     def _copy(self, tensors: Sequence[Tensor | None]) -> Any:
         """Copies the small tensors, and the margins of the large ones, into the common memory.
@@ -333,12 +341,15 @@ class TensorHasher:
         if self._with_numpy:
             return self._block_sums_with_numpy(words)
 
-        # The first element lets `torch.cat` accept an empty list of blocks. The shift is an
-        # arithmetic one, which repeats the sign, as in numpy.
-        sums = [torch.empty(0, dtype=torch.int64, device=self._device)]
+        if len(words) == 0:
+            return torch.empty(0, dtype=torch.int64, device=self._device)
+
+        # The shift is an arithmetic one, which repeats the sign, as in numpy.
+        sums: list[Tensor] = []
         for blocks in torch.split(words, BLOCKS_AT_ONCE_ON_GPU):
-            folded = (blocks >> 32).add_(blocks)
-            sums.append(folded.mul_(self._word_factors).sum(1))
+            folded = (blocks >> 32).add_(blocks)  # w + (w >> 32)
+            products = folded.mul_(self._word_factors)  # F(j) * (w + (w >> 32))
+            sums.append(products.sum(1))
         return torch.cat(sums)
 
     def _block_sums_with_numpy(self, words: Numbers) -> Numbers:
@@ -371,9 +382,12 @@ class TensorHasher:
         torch compute the same, each in the way that is fast with it. For example:
 
             block                   0  1  2  3  4
+            `sums`                  a  b  c  d  e
             belongs to hash         0  0  0  2  2       for torch: `_hash_index_of_block`
             first block of a hash   0        3          for numpy: `_first_blocks`
             its hash                0        2          for numpy: `_hash_indices`
+
+        The hashes are a + b + c, 0 and d + e.
 
         Args:
             sums: the sum of each copied block, multiplied by its factor.
@@ -382,14 +396,16 @@ class TensorHasher:
             All hashes. Those of which no block was copied are 0.
         """
         if self._with_numpy:
-            hashes_in_numpy = np.zeros(self._num_hashes, np.int64)
-            if self._hash_indices:
-                sums_of_ranges = np.add.reduceat(sums, self._first_blocks)
-                hashes_in_numpy[self._hash_indices] = sums_of_ranges
-            return hashes_in_numpy
-
+            return self._add_up_with_numpy(sums)
         hashes = torch.zeros(self._num_hashes, dtype=torch.int64, device=self._device)
         return hashes.index_add_(0, self._hash_index_of_block, sums)
+
+    def _add_up_with_numpy(self, sums: Numbers) -> Numbers:
+        """Does the same as `_add_up_copied_blocks`, with numpy."""
+        hashes = np.zeros(self._num_hashes, np.int64)
+        if self._hash_indices:  # numpy cannot add up no ranges
+            hashes[self._hash_indices] = np.add.reduceat(sums, self._first_blocks)
+        return hashes
 
     def _to_device(self, numbers: Numbers) -> Any:
         """Returns the numbers unchanged for numpy, or else as a tensor on the device."""

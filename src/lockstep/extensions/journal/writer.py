@@ -188,13 +188,16 @@ class Journal(Extension):
         """Hashes gradients of a virtual rank, before they are added to those of the others.
 
         The backward pass of one virtual rank may deliver its gradients in several groups, with one
-        call for each group.
+        call for each group. For example, a model has the trained parameters a, b and c:
+
+            group          indices_in_group   indices_in_model   hashes of the virtual rank
+            (c, untrained)       [0]                [2]          [0, 0, hash of c]
+            (a, b)               [0, 1]             [0, 1]       [hash of a, of b, of c]
         """
         if not self._is_hashed(self._step.number):
             return
 
-        # The same groups come again in every step, so their hashers are kept. Only the gradients of
-        # trained parameters are hashed: `indices_in_group` says which of the group these are.
+        # The same groups come again in every step, so their hashers are kept.
         group = tuple([id(parameter) for parameter in parameters])
         if group not in self._hasher_of_group:
             self._hasher_of_group[group] = self._make_gradient_hasher(parameters)
@@ -205,7 +208,7 @@ class Journal(Extension):
         virtual_rank = micro_batch.virtual_rank.number
         if virtual_rank not in self._gradient_hashes:
             self._gradient_hashes[virtual_rank] = self._zeros(len(self._parameters))
-        # Added to zeros, as each call of a step is for other parameters.
+        # Added, as one optimizer step may cover several global batches.
         self._gradient_hashes[virtual_rank][indices_in_model] += new_hashes
 
     def clear_gradients(self) -> None:
@@ -227,7 +230,11 @@ class Journal(Extension):
 
         Called after the first optimizer of a step has stepped. The losses are read now, because the
         next global batch replaces them. The hashes of weights can only be computed when all
-        optimizers have stepped, in `after_step`.
+        optimizers have stepped. With the optimizers a and b, the calls are, in this order:
+
+            step_finished(number)   keeps the losses
+            after_step(a)
+            after_step(b)           all have stepped: writes losses and hashes
         """
         training_pass = self._step.training_pass
         if self._has_virtual_ranks:
@@ -238,10 +245,7 @@ class Journal(Extension):
         if self._is_hashed(number):
             self._finished_step = number
             self._losses = losses
-
-            # `after_step`, which runs after this method for each optimizer, also for the first one,
-            # adds them again.
-            self._stepped_optimizers.clear()
+            self._stepped_optimizers.clear()  # `after_step` adds each of them, also the first one
         else:
             self._write_losses(number, losses)
 
@@ -356,20 +360,21 @@ class Journal(Extension):
         for name, (module, name_in_module) in self._tensors.buffers.items():
             tensors[name] = getattr(module, name_in_module)
 
-        # Each tensor has a hash of its own. This rank only hashes the tensors that it owns, and
-        # `hashes` are those of them, in the order of `hashed_entries`, which has their indices.
-        names = list(tensors)
+        hashes = self._hashes_by_name(tensors)
+        self._write(json_record({"begins_at": self._step.number, "weights": hashes}))
+
+    def _hashes_by_name(self, tensors: Mapping[str, Tensor]) -> dict[str, int]:
+        """Returns the hashes of those tensors that this rank owns, as numbers without a sign."""
         owners = owners_by_size([t.nbytes for t in tensors.values()], self._run.topology.size)
         hasher = HashedTensors(self._run.topology.rank, self._device)
-        hashes = hasher.hashes(
-            list(tensors.values()), entry_of_tensor=range(len(names)), owners=owners
+        signed_hashes = hasher.hashes(
+            list(tensors.values()), entry_of_tensor=range(len(tensors)), owners=owners
         )
-        hash_of_weight = {}
-        for index, signed_hash in zip(hasher.hashed_entries, hashes.tolist(), strict=True):
-            unsigned_hash = signed_hash % 2**64
-            hash_of_weight[names[index]] = unsigned_hash
 
-        self._write(json_record({"begins_at": self._step.number, "weights": hash_of_weight}))
+        names = list(tensors)
+        names_of_owned = [names[index] for index in hasher.hashed_entries]
+        unsigned_hashes = [signed_hash % 2**64 for signed_hash in signed_hashes.tolist()]
+        return dict(zip(names_of_owned, unsigned_hashes, strict=True))
 
     def _finish_step(self) -> None:
         """Writes the losses and hashes of the finished step; does nothing if it is written."""

@@ -702,23 +702,25 @@ def _check_positions(
     epoch = batches[0].epoch
     last_step = batches[-1].step
     positions = {batch.position for batch in batches}
-    end = max(positions) + 1  # behind the last position that was trained
-    end_of_epoch = loader["steps"]  # None: a stream that does not say its length
+    last_position = max(positions)
+    num_positions = loader["steps"]  # None: a stream that does not say its length
 
-    is_finished = end_of_epoch is None or end == end_of_epoch  # as far as that is known
+    expected_end = last_position + 1
     explanation = ""
-    if next_batch is not None and not is_finished:  # otherwise the run ended in this epoch
+    is_unfinished = num_positions is not None and expected_end != num_positions
+    if is_unfinished and next_batch is not None:  # the run went on with the next epoch
         same_start_went_on = final_attempts[next_batch.step] == final_attempts[last_step]
         if same_start_went_on:  # a `break` in the script's loop, for example
             report.notes.append(
                 f"loader {loader['loader']}: the script left epoch {epoch} after global "
-                f"batch {end - 1} of {end_of_epoch}"
+                f"batch {last_position} of {num_positions}"
             )
         else:
-            end = end_of_epoch  # the restart should have trained the rest, too
+            expected_end = num_positions  # the restart should have trained the rest, too
             explanation = "; the run was then taken up in another epoch"
 
-    missing = [position for position in range(begin_position, end) if position not in positions]
+    expected = range(begin_position, expected_end)
+    missing = [position for position in expected if position not in positions]
     if missing:
         places = format_ranges(missing, MAX_ITEMS_IN_TEXT)
         what = f"global batches were left out: {places}{explanation}"

@@ -69,8 +69,8 @@ class Ledger(Extension):
 
     def delivered(self, batch: DeliveredBatch) -> None:
         """Keeps a micro-batch that is about to be trained, until an optimizer steps."""
-        # A new global batch replaces the previous one of the same loader, which was not trained if
-        # it is still there.
+        # A new global batch replaces the previous one of the same loader. If that has micro-batches
+        # here still, no optimizer has stepped for it.
         begins_global_batch = batch.micro_batch.first
         if begins_global_batch or batch.loader not in self._untrained:
             self._untrained[batch.loader] = []

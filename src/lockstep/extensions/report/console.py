@@ -239,7 +239,12 @@ def _lay_out_columns(choices: Sequence[Choice], width: int | None) -> _Columns:
 
 
 def _rows_of_choice(choice: Choice, columns: _Columns) -> list[tuple[str, str, str]]:
-    """Returns the row of a choice, and further rows for more lines of its reason."""
+    """Returns the row of a choice, and further rows for more lines of its reason.
+
+    Each row has the name, the value and the reason, with the blanks between them. For example, the
+    line "ddp   2 ranks" of the choice "strategy" becomes ("  strategy  ", "ddp", "   2 ranks"),
+    and a second line of the reason ("            ", "", "      on 2 machines").
+    """
     value = choice.value
     value_width = columns.value_width
     if value_width is not None and width_of(value) + GAP <= value_width:
@@ -252,9 +257,10 @@ def _rows_of_choice(choice: Choice, columns: _Columns) -> list[tuple[str, str, s
     first_line, *more_lines = _wrap(text.rstrip(), columns.rest_width, hanging_indent)
     padded_name = " " * INDENT + pad(choice.name, columns.name_width)
 
-    # The first line begins with the characters of the value, and what follows is the reason. Should
-    # the value itself be wrapped, the whole first line belongs to the value.
-    rows = [(padded_name, first_line[: len(value)], first_line[len(value) :])]
+    # If the value itself is wrapped, nothing of the first line is left for the reason.
+    value_in_line = first_line[: len(value)]
+    reason_in_line = first_line[len(value) :]
+    rows = [(padded_name, value_in_line, reason_in_line)]
     for line in more_lines:
         rows.append((" " * width_of(padded_name), "", line))
     return rows

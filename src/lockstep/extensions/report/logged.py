@@ -59,14 +59,20 @@ def _add_to_pass(run: Run, open_pass: OpenPass, epoch: int, name: str, value: An
         open_pass.sums = new_sums(run)
         open_pass.description = f"epoch {epoch}" if open_pass.is_training else ""
 
-    # A script may log "loss" in the loop and once more after it. The second "loss" comes with the
-    # same batch as the one before, by which `includes_logged_value` recognises it.
+    _note_batch_of_value(open_pass, name)
+    num_samples = open_pass.micro_batch.counted_rows
+    open_pass.sums.add(num_samples, **{name: value})
+
+
+def _note_batch_of_value(open_pass: OpenPass, name: str) -> None:
+    """Notes with which batch of a training loop the value of a name was logged last.
+
+    A script may log "loss" in the loop and once more after it. The second "loss" comes with the
+    same batch as the one before, by which `includes_logged_value` recognises it.
+    """
     training_pass = open_pass.training_pass
     if training_pass is not None:
         open_pass.delivery_of_name[name] = training_pass.batch_in_use
-
-    num_samples = open_pass.micro_batch.counted_rows
-    open_pass.sums.add(num_samples, **{name: value})
 
 
 def find_pass(open_passes: Sequence[OpenPass], name: str) -> OpenPass | None:
@@ -105,6 +111,15 @@ class LoggedValues(NamedTuple):
     """The weighted sum and the sum of the weights, by name."""
 
 
+class _LoggedByRank(NamedTuple):
+    """What each rank sends to the others, to compute means."""
+
+    has_left_loop: bool
+    """True right after a loop, until another batch is used."""
+    in_ended_loop: LoggedValues
+    in_present_loop: LoggedValues
+
+
 def means_over_ranks(run: Run) -> dict[str, float]:
     """Returns the means over all ranks in the loop that the script has just left, or is in.
 
@@ -119,19 +134,23 @@ def means_over_ranks(run: Run) -> dict[str, float]:
         UsageError: the ranks have logged in different passes.
     """
     step = run.step
-    has_left_loop = step.just_ended is not None
-    in_ended_loop = _logged_in(step.just_ended)
-    in_present_loop = _logged_in(_present_pass(step.open_passes) or step.last_pass)
-    of_ranks = run.collectives.exchange((has_left_loop, in_ended_loop, in_present_loop))
+    logged_here = _LoggedByRank(
+        has_left_loop=step.just_ended is not None,
+        in_ended_loop=_logged_in(step.just_ended),
+        in_present_loop=_logged_in(_present_pass(step.open_passes) or step.last_pass),
+    )
+    ranks = [
+        _LoggedByRank(has_left_loop, LoggedValues(*ended), LoggedValues(*present))
+        for has_left_loop, ended, present in run.collectives.exchange(logged_here)
+    ]
 
-    # The values of the ended loop are used if all ranks have left one, and some have logged in it:
-    # a rank without samples in an evaluation has logged nothing.
-    ranks_have_left_loop = [has_left for has_left, _, _ in of_ranks]
-    in_ended_loops = [LoggedValues(*values) for _, values, _ in of_ranks]
-    in_present_loops = [LoggedValues(*values) for _, _, values in of_ranks]
-    some_have_logged = any(values.identity is not None for values in in_ended_loops)
-    uses_ended_loop = all(ranks_have_left_loop) and some_have_logged
-    values_of_ranks = in_ended_loops if uses_ended_loop else in_present_loops
+    # Some, not all: a rank without samples in an evaluation has logged nothing.
+    all_have_left_loop = all(rank.has_left_loop for rank in ranks)
+    some_have_logged = any(rank.in_ended_loop.identity is not None for rank in ranks)
+    if all_have_left_loop and some_have_logged:
+        values_of_ranks = [rank.in_ended_loop for rank in ranks]
+    else:
+        values_of_ranks = [rank.in_present_loop for rank in ranks]
     _check_same_pass([values.identity for values in values_of_ranks])
 
     totals: dict[str, list[float]] = {}  # [weighted sum, sum of weights] by name

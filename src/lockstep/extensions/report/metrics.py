@@ -207,11 +207,11 @@ class WeightedSums:
         return None
 
     def _read_number(self, value: Any) -> float | Tensor | None:
-        """Returns a tensor as a 0-dimensional one on the device, and any other value as a float.
+        """Reads one number from a value that was logged.
 
-        Returns None for a tensor or a text that is not one number. For any other value that is none
-        `float(value)` raises an error, which may be of any kind: it calls a method of the value's
-        class.
+        a tensor with one number       a 0-dimensional tensor on the device
+        any other tensor, or a text    None
+        any other value                `float(value)`, which may raise an error of any kind
         """
         if isinstance(value, Tensor):
             scalar = _as_scalar(value)
@@ -348,16 +348,16 @@ class RunningMeans:
     def _header(self, names: list[str]) -> list[float]:
         """Returns [1, h, h ** 2, number of samples], where h is a hash of the names.
 
-        Ranks that log different names must not be averaged. After the reduction, the first three
-        values are n, sum(h) and sum(h ** 2) over the n ranks that log, from which
-        `_all_hashes_are_equal` sees whether they differ.
+        Ranks that log different names must not be averaged. If two ranks have the hashes 3 and 5,
+        the reduction sums up the first three values to 2, 8 and 34, which shows that the hashes
+        differ (`_all_hashes_are_equal`). With 3 and 3 it gives 2, 6 and 18.
         """
         # A rank that repeats another rank's work, as in a pipeline, does not count its samples.
         samples = self.samples if self._contributes else 0
 
-        # A rank without samples may have logged nothing; that does not make the ranks differ.
-        logs = bool(names) or self.samples > 0
-        if not logs:
+        # A rank without samples may have logged nothing. Its names are not compared with others.
+        names_are_compared = bool(names) or self.samples > 0
+        if not names_are_compared:
             return [0, 0, 0, samples]
         name_hash = (zlib.crc32("\0".join(names).encode()) & 0xFFFF) + 1  # at most 2 ** 16
         return [1, name_hash, name_hash**2, samples]
@@ -394,21 +394,14 @@ class RunningMeans:
         If the ranks have logged different names, there are no means: which of the numbers belong
         together is not known. The user is warned of that once per pass.
         """
-        numbers = reduction.result.tolist()  # as in `_pack`, summed up over the ranks
-        num_ranks, hash_sum, square_sum, samples = numbers[:HEADER_SIZE]
+        result = _unpack(reduction.result, num_names=len(reduction.names))
         self.values = {}
-        self.total_samples = int(samples)
-
-        names_are_equal = _all_hashes_are_equal(num_ranks, hash_sum, square_sum)
-        if not names_are_equal:
+        self.total_samples = result.samples
+        if not result.names_are_equal:
             self._warn_of_other_names(reduction.names)
             return
 
-        weights = numbers[HEADER_SIZE : HEADER_SIZE + MAX_SHOWN_NAMES]
-        totals = numbers[HEADER_SIZE + MAX_SHOWN_NAMES :]
-
-        # There are fewer names than places for them; the rest of the places hold zeros.
-        for name, weight, total in zip(reduction.names, weights, totals, strict=False):
+        for name, weight, total in zip(reduction.names, result.weights, result.totals, strict=True):
             if weight != 0:
                 self.values[name] = total / weight
 
@@ -446,6 +439,37 @@ class _Reduction(NamedTuple):
     has_arrived: Callable[[], bool] = lambda: True
     wait: Callable[[], object] = lambda: None
     """Waits for the result; raises the error if the reduction failed."""
+
+
+class _ReducedNumbers(NamedTuple):
+    """The result of a reduction: numbers that were summed up over the ranks."""
+
+    names_are_equal: bool
+    """True if all ranks have logged the same names."""
+    samples: int
+    weights: list[float]
+    """The weight of each shown name."""
+    totals: list[float]
+    """The weighted sum of each shown name."""
+
+
+def _unpack(packed: Tensor, num_names: int) -> _ReducedNumbers:
+    """Reads the sum over the ranks of what `RunningMeans._pack` returns.
+
+    Args:
+        packed: the sum.
+        num_names: the number of shown names. The places for further names hold zeros.
+    """
+    numbers = packed.tolist()
+    num_ranks, hash_sum, square_sum, samples = numbers[:HEADER_SIZE]
+    weights = numbers[HEADER_SIZE : HEADER_SIZE + MAX_SHOWN_NAMES]
+    totals = numbers[HEADER_SIZE + MAX_SHOWN_NAMES :]
+    return _ReducedNumbers(
+        names_are_equal=_all_hashes_are_equal(num_ranks, hash_sum, square_sum),
+        samples=int(samples),
+        weights=weights[:num_names],
+        totals=totals[:num_names],
+    )
 
 
 def _all_hashes_are_equal(number: float, total: float, total_of_squares: float) -> bool:

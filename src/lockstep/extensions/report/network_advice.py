@@ -21,6 +21,7 @@ from lockstep.communication.traffic import traffic
 from lockstep.distributed.process_group import Run
 from lockstep.extensions.report.console import print_labelled_note
 from lockstep.extensions.report.network_forecast import (
+    CompressionCost,
     Network,
     describe_network,
     describe_slow_machine,
@@ -108,24 +109,25 @@ class NetworkAdvice(Extension):
         if not topology.is_main:
             return
 
-        # The slowest rank of the run waits for no other rank, only for the network. So the shortest
-        # waiting time of all is the time that the network takes.
+        # For example {"machine 0 (a)": 0.02, "machine 1 (b)": 0.05}. The slowest rank of the run,
+        # here on machine 0, waits for no other rank, only for the network.
         waiting_of_machine = _shortest_waiting_by_machine(waiting_of_ranks)
         network_waiting_s = min(waiting_of_machine.values())
+
         network = self._describe_network(
             times.step_s, network_waiting_s, run_delay_s=times.run_delay_s
         )
-
-        # The ranks of a machine share the work: each compresses a part of the gradients.
-        num_gradients = network.gradient_bytes // BYTES_PER_GRADIENT
-        num_gradients_per_rank = num_gradients // network.local_size
-        num_machines = self._link.machines
-        compressions = measure_compression_costs(num_gradients_per_rank, num_machines)
-
-        print_labelled_note("network", describe_network(network, self._link, compressions))
+        costs = self._measure_compression_costs(network)
+        print_labelled_note("network", describe_network(network, self._link, costs))
         warning = describe_slow_machine(times.step_s, waiting_of_machine)
         if warning:
             print_labelled_note("network", warning)
+
+    def _measure_compression_costs(self, network: Network) -> dict[str, CompressionCost]:
+        """Measures what compression costs a rank; each compresses a part of its machine's."""
+        num_gradients = network.gradient_bytes // BYTES_PER_GRADIENT
+        num_gradients_of_rank = num_gradients // network.local_size
+        return measure_compression_costs(num_gradients_of_rank, peers=self._link.machines)
 
     def _describe_network(self, step_s: float, waiting_s: float, *, run_delay_s: float) -> Network:
         """Returns what the advice is computed from: times per step, and what is sent.

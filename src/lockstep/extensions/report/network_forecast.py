@@ -93,9 +93,12 @@ class Forecast(NamedTuple):
 def measure_compression_costs(count: int, peers: int) -> dict[str, CompressionCost]:
     """Measures what it costs a rank to compress its gradients and to add up those of its peers.
 
-    Some values are copied, encoded and decoded once, which is timed. From these times follows what
-    a step takes that does each of the three several times, first with as many values, and then
-    scaled up to `count` gradients.
+    For example, for 1 000 000 gradients of which 100 000 values are tried:
+
+    1. Copying, encoding and decoding 100 000 values once is timed: 1, 2 and 1 ms.
+    2. A step with 100 000 gradients does each of the three several times. With 2 peers it takes
+       3 * 1 + 1.5 * 2 + 2 * 1 = 8 ms (`_compression_seconds_of_step`).
+    3. With ten times as many gradients, a step takes ten times as long: 80 ms.
 
     Args:
         count: how many gradients the rank compresses in a step.
@@ -299,7 +302,8 @@ def describe_slow_machine(step_s: float, waited_s: Mapping[str, float]) -> str:
     if difference_s <= NOTABLE_SHARE_OF_STEP * step_s:
         return ""
 
-    # What a machine does not wait in a step, it computes.
+    # What a machine does not wait in a step, it computes. All others wait at least as long as the
+    # next slowest one, so they compute at most as long.
     computing_there = _format_seconds(step_s - waited_s[slowest])
     computing_elsewhere = _format_seconds(step_s - waited_s[next_slowest])
     return (

@@ -390,7 +390,8 @@ def _scaling_rows(records: Sequence[Record]) -> list[tuple[object, ...]]:
     """Returns the rows of the table of speedups by the number of ranks.
 
     Of other runs, only starts on other numbers of ranks are added. For example, if this run was
-    started on 1 and on 4 ranks, a start of another run on 2 ranks is, and one on 4 ranks is not.
+    started on 1 and on 4 ranks, a start of another run on 2 ranks is added, and one on 4 ranks is
+    not added.
     """
     starts = list(records[0].starts)
     own_numbers_of_ranks = {start.num_ranks for start in starts}

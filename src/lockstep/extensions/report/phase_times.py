@@ -29,7 +29,7 @@ class PhaseTimes(Extension):
         self.phase_begin_s = time.perf_counter()
         """When the present phase began, on the clock of `time.perf_counter`."""
         self.last_step_end_s = self.phase_begin_s
-        """When the last step ended, or when the training began. The recorder sets it."""
+        """When the last step ended, or when the training began."""
         self._has_begun = False
         self._phase = "other"
         self._seconds = dict.fromkeys(PHASES, 0.0)
@@ -61,12 +61,25 @@ class PhaseTimes(Extension):
         self.phase_begin_s = now
         self._total_blocked_at_phase_begin_s = total_blocked_s
 
-    def take(self) -> dict[str, float]:
-        """Returns the seconds spent in each phase, in the order of `PHASES`, and resets the sums.
+    def end_step(self) -> float:
+        """Returns the seconds since the last step ended; called when the optimizer has stepped.
 
-        They include the time spent so far in the present phase, which goes on.
+        To save a reading of the clock, the step is taken to end when its phase "optimizer" began,
+        just before the optimizer stepped. So a step lasts from one such time to the next.
         """
-        self.phase_entered(self._phase)  # adds the time of the present phase
+        step_end_s = self.phase_begin_s  # of the phase "optimizer"
+        step_s = step_end_s - self.last_step_end_s
+        self.last_step_end_s = step_end_s
+        return step_s
+
+    def take(self) -> tuple[float, dict[str, float]]:
+        """Returns the seconds spent in each phase, and resets the sums.
+
+        Returns:
+            The present time on the clock of `time.perf_counter`; and the seconds by phase, in the
+            order of `PHASES`. They include those spent so far in the present phase, which goes on.
+        """
+        self.phase_entered(self._phase)  # adds the time of the present phase, which begins anew
         seconds = self._seconds
         self._seconds = dict.fromkeys(PHASES, 0.0)
-        return seconds
+        return self.phase_begin_s, seconds

@@ -114,22 +114,24 @@ class LoggedMean(NamedTuple):
         return f"{self.name} ({self.kind})" if self.kind else self.name
 
 
-def _numbered_kind(kind: str, loader: int, loaders_so_far: list[int]) -> str:
-    """Returns the kind of values of a loader, numbered if other loaders have values of this kind.
+class _NumberedKinds:
+    """Numbers the kinds of values of which several loaders have values with one name.
 
-    Two loaders may be evaluated after the same step. If both have an `accuracy` of the kind
-    "evaluation", the second one is called "evaluation 2".
-
-    Args:
-        kind: the kind of the values.
-        loader: the loader that they come from.
-        loaders_so_far: the loaders with values of the same name, kind and step. The loader is added
-            to the list if it is not among them.
+    Two loaders may be evaluated after step 30. If both have an `accuracy` of the kind "evaluation",
+    the values of the second one get the kind "evaluation 2".
     """
-    if loader not in loaders_so_far:
-        loaders_so_far.append(loader)
-    number = loaders_so_far.index(loader) + 1
-    return kind if number == 1 else f"{kind} {number}"
+
+    def __init__(self) -> None:
+        self._loaders: dict[tuple[str, str, float], list[int]] = {}
+        """The loaders so far with values of a name, a kind and a step, in this order."""
+
+    def number(self, name: str, kind: str, step: float, loader: int) -> str:
+        """Returns the kind of a value, with a number if its loader is not the first with it."""
+        loaders = self._loaders.setdefault((name, kind, step), [])
+        if loader not in loaders:
+            loaders.append(loader)
+        number = loaders.index(loader) + 1
+        return kind if number == 1 else f"{kind} {number}"
 
 
 def _kind_of_values(line: dict[str, Any], name: str) -> str:
@@ -329,10 +331,7 @@ class Start:
         """
         records = self._contributing_records()
         means: list[LoggedMean] = []
-
-        # The loaders of the values of one name, kind and step, in the order of their passes.
-        loaders_of_curve: dict[tuple[str, str, float], list[int]] = {}
-
+        kinds = _NumberedKinds()
         for line_of_rank in _lines_of_all_ranks(records):
             lines = list(line_of_rank.values())
             step = min(line["step"] for line in lines)
@@ -348,8 +347,7 @@ class Start:
             for name, (mean, weight) in _average(lines).items():
                 kind = _kind_of_values(lines[0], name)
                 if loader is not None:
-                    loaders_so_far = loaders_of_curve.setdefault((name, kind, step), [])
-                    kind = _numbered_kind(kind, loader, loaders_so_far)
+                    kind = kinds.number(name, kind, step, loader)
                 means.append(LoggedMean(int(step), name, kind, mean, weight))
         return means
 
@@ -558,7 +556,8 @@ class Record:
 
         For example, a launcher starts the ranks at 10:00 and writes at 10:05 that they failed. If
         no rank has begun a file between 10:00 and 10:05, no rank of this start reached
-        `lockstep.init`. If the launcher has not written of an end, any file after 10:00 counts.
+        `lockstep.init`. If the launcher has not written of an end, which is infinite then, any file
+        after 10:00 shows that a rank reached it.
         """
         times_of_rank_files = [start.time for start in self._starts_of_ranks.values()]
         for lines in self._launcher_lines.values():
@@ -568,11 +567,10 @@ class Record:
                 if reached_init:
                     continue
 
-                # The launcher's line stands in for the header of rank 0, with the same fields. The
-                # name has as many digits as those of ranks' files, so that names sort by time.
+                # The name has as many digits as those of ranks' files, so that names sort by time.
                 name = f"{int(begin * 1e9):020d}-{line['file']}"
-                records = {0: RankRecord(rank=0, header=line)}
-                yield Start(name, records, reached_init=False)
+                placeholder = RankRecord(rank=0, header=line)  # the line has the same fields
+                yield Start(name, {0: placeholder}, reached_init=False)
 
 
 def _lines_of_all_ranks(records: Sequence[RankRecord]) -> list[dict[int, dict[str, Any]]]:

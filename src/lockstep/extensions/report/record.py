@@ -187,15 +187,9 @@ class Recorder(Extension):
 
     def step_finished(self, number: int) -> None:
         """Adds the step to the present row, and ends the row if it covers enough steps."""
-        # To save a reading of the clock, the step is taken to end when its phase "optimizer" began,
-        # just before the optimizer stepped. So a step lasts from one such time to the next.
-        times = self._phase_times
-        optimizer_phase_begin_s = times.phase_begin_s
-        step_end_s = optimizer_phase_begin_s
-        step_s = step_end_s - times.last_step_end_s
+        step_s = self._phase_times.end_step()
         if step_s > self._longest_step_s:
             self._longest_step_s = step_s
-        times.last_step_end_s = step_end_s
 
         training_pass = self._step.training_pass
         self._num_steps += 1
@@ -304,9 +298,7 @@ class Recorder(Extension):
         The row waits for its loss, and the next row begins with all sums at 0. Once a second, lines
         that are ready are written.
         """
-        # `take` reads the clock, and lets the present phase begin anew at this time.
-        phase_seconds = self._phase_times.take()
-        present_time_s = self._phase_times.phase_begin_s
+        present_time_s, phase_seconds = self._phase_times.take()
         now_s = present_time_s - self._begin_s
 
         self._sum_up_losses()
@@ -315,8 +307,7 @@ class Recorder(Extension):
         self._finish_pending(wait=False)  # on the CPU the loss is there already
         self._begin_next_row()
 
-        # When the next global batch begins, `begin` adds what the script has logged up to here.
-        self._means_are_due = True
+        self._means_are_due = True  # `begin` adds what the script logs until the next global batch
         self._do_what_is_due(number, now_s)
 
     def _do_what_is_due(self, number: int, now_s: float) -> None:

@@ -40,31 +40,33 @@ class StepTrace(Extension):
         """The range in the trace that marks the present phase, while the profiler runs."""
 
     def phase_entered(self, phase: str) -> None:
-        """Starts or ends the trace if it is time, and marks the new phase in it."""
+        """Starts or ends the trace if it is time, and marks the new phase in it.
+
+        If step 5 is traced, the phases from its first one on are, for example:
+
+            data, forward, backward   4 steps are made: traced
+            optimizer                 4 steps are made: traced
+            other                     5 steps are made: traced, as step 6 has not begun
+            data                      5 steps are made: step 6 begins, so the trace is written
+        """
         if self._profiler is None:
             self._start_if_step_begins(phase)
             return
 
-        # For example, if step 5 is traced, 4 steps are made until its optimizer has stepped.
         num_steps_made = self._run.step.number
-        step_is_unfinished = num_steps_made < self._step_to_trace
+        optimizer_has_stepped = num_steps_made >= self._step_to_trace
+        next_step_has_begun = optimizer_has_stepped and (
+            phase == "data" or num_steps_made > self._step_to_trace
+        )
         leaves_the_loop = phase in ("evaluation", "checkpoint")
 
-        if step_is_unfinished:
-            if leaves_the_loop:
-                # The loop asked for a batch, but the loader was at its end. The step comes after
-                # the evaluation, which may be long. So this trace is dropped, and another one is
-                # started when the step begins again.
-                self._stop_profiler()
-            else:
-                self._enter(phase)
-            return
-
-        # The optimizer has stepped. What follows, such as the step of a second optimizer, still
-        # belongs to the traced step, until the loop gets the next batch or does something else.
-        next_step_has_begun = phase == "data" or num_steps_made > self._step_to_trace
-        if next_step_has_begun or leaves_the_loop:
+        if next_step_has_begun or (optimizer_has_stepped and leaves_the_loop):
             self._write_trace()
+        elif leaves_the_loop:
+            # The loop asked for a batch, but the loader was at its end. The step comes after the
+            # evaluation, which may be long. So this trace is dropped, and another one is started
+            # when the step begins again.
+            self._stop_profiler()
         else:
             self._enter(phase)
 
@@ -103,13 +105,13 @@ class StepTrace(Extension):
         step_is_made = steps_made >= self._step_to_trace
         is_tracing = self._profiler is not None
 
+        if step_is_made and is_tracing:
+            self._write_trace()
+        elif is_tracing:
+            self._stop_profiler()  # and drop the trace of a step that did not end
         if step_is_made:
-            if is_tracing:
-                self._write_trace()
             return
 
-        if is_tracing:
-            self._stop_profiler()  # and drop the trace of a step that did not end
         warn(
             f"trace_step={self._step_to_trace}",
             f"the run has ended after step {steps_made}",
