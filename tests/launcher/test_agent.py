@@ -101,7 +101,7 @@ def test_a_signal_that_comes_while_a_ranks_end_is_read_waits_until_it_is_noted()
 
     process = Process(rank=0, local_rank=0, folder=Path(), pid=4321)
     agent: Any = object.__new__(Agent)
-    agent.attempts = [Attempt([process], world_size=1, node=0, nodes=1, folder=Path())]
+    agent.attempts = [Attempt([process], world_size=1, node=0, num_nodes=1, folder=Path())]
     agent.received_signal, agent._delayed_interrupt, agent._zygote = None, None, Zygote()
     with pytest.raises(SignalException):
         agent._read_events()

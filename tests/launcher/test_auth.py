@@ -292,7 +292,7 @@ class Talk:
         self.server = peer_connection.PeerServer(self.peers, self.said.append)
         self.door = Proxy(thread, self.server.serve_client)
         self.peers.send = lambda changes, to: thread.call_soon(
-            lambda: self.server.send(changes, to=to)
+            lambda: self.server.send(changes, of_node=0, to=to)
         )
         self.connections: list[peer_connection.Connection] = []
         self.theirs, self.losses = self.join(1), 0
@@ -354,7 +354,9 @@ def test_what_is_meant_for_one_reaches_no_other(talk: Talk) -> None:
 
 
 def test_changes_that_come_together_are_sent_together(talk: Talk) -> None:
-    talk.thread.call_soon(lambda: [talk.server.send({"round": number}) for number in range(5)])
+    talk.thread.call_soon(
+        lambda: [talk.server.send({"round": number}, of_node=0) for number in range(5)]
+    )
     _coming, message = (talk.thread.run(talk.connection.receive()) for _ in range(2))
     assert [node["changes"]["round"] for node in message["nodes"]] == list(range(5))
 

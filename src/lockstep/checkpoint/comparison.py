@@ -43,6 +43,11 @@ class ValueDifferences:
     nans: list[int] = field(default_factory=lambda: [0, 0])
     """The numbers of NaNs in `a` and in `b`."""
 
+    @property
+    def are_equal(self) -> bool:
+        """True if no values differ, not even by as little as is allowed."""
+        return self.count == 0 and self.absolute == 0
+
 
 @dataclass(frozen=True)
 class Pair:

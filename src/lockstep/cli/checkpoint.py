@@ -23,7 +23,7 @@ from lockstep.language import translate
 from lockstep.wording import replace_unprintable
 
 if TYPE_CHECKING:
-    from lockstep.checkpoint.comparison import Pair
+    from lockstep.checkpoint.comparison import Pair, ValueDifferences
     from lockstep.checkpoint.contents import Contents
     from lockstep.checkpoint.health import Inspection
     from lockstep.checkpoint.lazy_tensor import LazyTensor
@@ -482,11 +482,10 @@ def _pair_row(pair: Pair) -> tuple[str, ...]:
     if values is None:  # the shapes differ, so the values cannot be compared
         return (pair.name, "shape", _dtype_and_shape(a), _dtype_and_shape(b), "", "", "")
 
-    num_differing = values.count
     differing = []
     if a.dtype is not b.dtype:
         differing.append("dtype")
-    if num_differing > 0:
+    if values.count > 0:
         differing.append("values")
 
     num_nans_in_a, num_nans_in_b = values.nans
@@ -495,16 +494,25 @@ def _pair_row(pair: Pair) -> tuple[str, ...]:
 
     what = ", ".join(differing) or "equal"
     cells = (pair.name, what, _dtype_and_shape(a), _dtype_and_shape(b))
+    return (*cells, *_cells_of_values(values, a.num_elements))
 
-    # With --atol 0.1, no value differs in A = [1.0] and B = [1.01], but their largest difference,
-    # 0.01, is shown. In A = [1.0] and B = [nan] one value differs, and the largest difference is 0.
-    max_absolute = values.absolute
-    all_are_equal = num_differing == 0 and max_absolute == 0
-    if all_are_equal:
-        return (*cells, "0", "", "")
 
-    differing_of_all = f"{num_differing}/{a.num_elements}"
-    return (*cells, differing_of_all, f"{max_absolute:.3g}", f"{values.relative:.3g}")
+def _cells_of_values(values: ValueDifferences, num_elements: int) -> tuple[str, str, str]:
+    """Returns the last three cells of a tensor's row in the table of `diff`.
+
+        a        b         --atol    values    largest |a-b|    relative
+        [1.0]    [1.0]               0
+        [1.0]    [1.01]              1/1       0.01             0.0099
+        [1.0]    [1.01]    0.1       0/1       0.01             0.0099
+        [1.0]    [nan]               1/1       0                0
+
+    Args:
+        values: how much the values differ.
+        num_elements: the number of values of each side.
+    """
+    if values.are_equal:
+        return ("0", "", "")
+    return (f"{values.count}/{num_elements}", f"{values.absolute:.3g}", f"{values.relative:.3g}")
 
 
 def _dtype_and_shape(tensor: LazyTensor | None) -> str:

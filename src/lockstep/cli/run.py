@@ -111,6 +111,12 @@ REFUSED_ARGUMENT_EXIT_CODE = 2
 """The exit code with which argparse and click end a script that gets an unknown argument."""
 
 
+class TorchrunOptionsNeeded(Exception):
+    """A key of the launch file is unknown, but may be an option of torchrun's, which have not been
+    read yet.
+    """
+
+
 class RunCommand(click.Command):
     """A command that accepts torchrun's flags among its own options, before the script."""
 
@@ -121,8 +127,8 @@ class RunCommand(click.Command):
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Parses the command line, and collects torchrun's flags in `ctx.meta[TORCHRUN_FLAGS]`.
 
-        Torchrun's flags are only read if an unknown flag is found, since that imports torch. Then
-        the command line is parsed a second time.
+        Torchrun's flags are only read if a flag, or a key of the launch file, is unknown, as that
+        imports torch. Then the command line is parsed a second time.
 
         Raises:
             SettingError: neither this command nor torchrun has a flag.
@@ -131,8 +137,8 @@ class RunCommand(click.Command):
         ctx.meta[TORCHRUN_FLAGS] = []
         try:
             return self._parse(ctx, args)
-        except click.NoSuchOption:
-            self._add_torchrun_options(ctx)  # the unknown flag may be one of these
+        except (click.NoSuchOption, TorchrunOptionsNeeded):
+            self._add_torchrun_options(ctx)  # the unknown flag or key may be one of these
 
         try:
             return self._parse(ctx, args)
@@ -212,7 +218,8 @@ def _keep_source(ctx: click.Context, param: click.Parameter, value: str | None) 
 def _read_launch_file(ctx: click.Context, param: click.Parameter, value: str | None) -> None:
     """Makes the values of the launch file the defaults of the options.
 
-    This is the callback of --launch-file. Click calls it before it handles the other options.
+    This is the callback of --launch-file. Click calls it before it handles the other options, and
+    once more if `RunCommand.parse_args` parses the command line a second time.
 
     Args:
         ctx: the context of the command.
@@ -221,14 +228,9 @@ def _read_launch_file(ctx: click.Context, param: click.Parameter, value: str | N
 
     Raises:
         SettingError: there is no such file, or it has a key or a value that no option has.
-        click.NoSuchOption: a key is not an option of this command, but may be one of torchrun's.
-            `RunCommand.parse_args` catches this error, reads torchrun's options, and parses the
-            command line again, which calls this function a second time.
+        TorchrunOptionsNeeded: see `_defaults_from_file`.
     """
-    # With --hosts, for example, the user's command reads the launch file and starts this command on
-    # each machine, with all options and with --from-file, whose callback has set OPTIONS_FROM_FILE.
-    is_started_by_another_launcher = OPTIONS_FROM_FILE in ctx.meta
-    if is_started_by_another_launcher:
+    if _has_options_from_other_launcher(ctx):
         return
 
     if value is None:
@@ -241,6 +243,15 @@ def _read_launch_file(ctx: click.Context, param: click.Parameter, value: str | N
         ctx.default_map = _defaults_from_file(ctx, file, os.environ)
 
 
+def _has_options_from_other_launcher(ctx: click.Context) -> bool:
+    """Returns True if another launcher has read the launch file, and has started this command.
+
+    With --hosts, for example, the user's command starts this one on each machine, with the options
+    of the file and with --from-file, whose callback `_keep_source` was called before.
+    """
+    return OPTIONS_FROM_FILE in ctx.meta
+
+
 def _defaults_from_file(
     ctx: click.Context, file: LaunchFile, environ: Mapping[str, str]
 ) -> dict[str, Any]:
@@ -251,18 +262,15 @@ def _defaults_from_file(
 
     Raises:
         SettingError: a key of the file is an option neither of this command nor of torchrun.
-        click.NoSuchOption: a key is not an option of this command, and torchrun's options have not
-            been read yet. `RunCommand.parse_args` catches this error, reads torchrun's options and
-            parses again.
+        TorchrunOptionsNeeded: a key is not an option of this command, but may be one of torchrun's.
     """
     option_of_key = _options_by_key(ctx)  # with torchrun's options, once they have been read
-    torchrun_options_are_read = TORCHRUN_OPTIONS in ctx.meta
     defaults = {}
     for key in file.values:
         if key not in option_of_key:
-            if torchrun_options_are_read:
-                raise _unknown_key_error(file, key, option_of_key)
-            raise click.NoSuchOption(key)  # to have torchrun's options read
+            if TORCHRUN_OPTIONS not in ctx.meta:
+                raise TorchrunOptionsNeeded
+            raise _unknown_key_error(file, key, option_of_key)
 
         option = option_of_key[key]
         is_set_by_variable = any(environ.get(name) for name in _variables_of_option(option))
@@ -408,13 +416,10 @@ def _collect_torchrun_flag(
         return
 
     flag = max(option.opts, key=len)  # the longest spelling: --module rather than -m
-    is_print_completion = option.is_eager  # the only eager option
-    if value is True:
-        ctx.meta[TORCHRUN_FLAGS].append(flag)
-    elif is_print_completion and value:
-        parse_flags([flag, value])  # torchrun's parser prints and exits
-    else:
-        ctx.meta[TORCHRUN_FLAGS] += [flag, value]
+    words = [flag] if value is True else [flag, str(value)]
+    if flag == "--print-completion":
+        parse_flags(words)  # torchrun's parser prints and exits
+    ctx.meta[TORCHRUN_FLAGS] += words
 
 
 def _check_ray_address(
@@ -693,12 +698,12 @@ def _settings_of_ranks(
     if quiet:
         given["quiet"] = 1
 
-    # The ranks print this text, which they get in an environment variable. A text that was
-    # inherited from another launcher, about another file, is replaced, even by an empty one.
-    file_and_options = _file_and_its_options(ctx)
-    has_inherited_text = FROM_FILE_VARIABLE in os.environ
-    if file_and_options or has_inherited_text:
-        given["from_file"] = file_and_options
+    # The ranks get this text in an environment variable, and print it. If this process has the
+    # variable, from a launcher that has read another file, it is replaced, even by an empty text.
+    origin_of_options = _file_and_its_options(ctx)  # "lockstep.toml: nproc, precision"
+    replaces_inherited = FROM_FILE_VARIABLE in os.environ
+    if origin_of_options or replaces_inherited:
+        given["from_file"] = origin_of_options
     return given
 
 
@@ -719,10 +724,8 @@ def _file_and_its_options(ctx: click.Context) -> str:
 
     The result is empty if no option comes from a launch file.
     """
-    # If another launcher has started this one, it has read the launch file and passes on this text
-    # with --from-file.
-    if OPTIONS_FROM_FILE in ctx.meta:
-        text: str = ctx.meta[OPTIONS_FROM_FILE]
+    if _has_options_from_other_launcher(ctx):
+        text: str = ctx.meta[OPTIONS_FROM_FILE]  # the other launcher has passed this text on
         return text
 
     file: LaunchFile | None = ctx.meta.get(LAUNCH_FILE)
@@ -998,23 +1001,21 @@ def _sbatch_options(ctx: click.Context, script: str) -> list[str]:
     """
     from lockstep.run.start.script import check_script
 
-    # Whether --keep-in-memory is possible depends on torchrun's flags, such as --max-restarts.
+    params = ctx.params
     torchrun_flags = ctx.meta[TORCHRUN_FLAGS]
-    if ctx.params["keep_in_memory"]:
+    if params["keep_in_memory"]:  # not possible with all of torchrun's flags
         # Torchrun's parser accepts the flags only together with a script.
         check_keep_in_memory(parse_flags([*torchrun_flags, script]))
+    check_flags_usable_with("--slurm", torchrun_flags)
+    check_script(Script(path=script, arguments=params["args"], module=params["module"]))
 
     request = slurm_batch.JobRequest(
-        nodes=ctx.params["nodes"] or 1,
-        gpus_per_node=ctx.params["gpus_per_node"],
-        time=ctx.params["time"],
-        options=ctx.params["sbatch"],
+        nodes=params["nodes"] or 1,
+        gpus_per_node=params["gpus_per_node"],
+        time=params["time"],
+        options=params["sbatch"],
     )
-    sbatch_options = slurm_batch.sbatch_options(request, script)  # also checks the request
-
-    check_flags_usable_with("--slurm", torchrun_flags)
-    check_script(Script(path=script, arguments=ctx.params["args"], module=ctx.params["module"]))
-    return sbatch_options
+    return slurm_batch.sbatch_options(request, script)  # also checks the request
 
 
 def _missing_main_options(ctx: click.Context) -> dict[str, str]:

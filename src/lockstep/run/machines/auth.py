@@ -41,8 +41,6 @@ the address from which the launcher has connected."""
 # The purposes of a connection.
 TO_STORE = b"S"
 TO_LAUNCHER = b"P"
-WRONG_TOKEN = b""
-"""The result of the handshake, instead of a purpose, if the client has another token."""
 
 MAGIC = b"lockstep auth 1\n"
 NONCE_BYTES = 32
@@ -60,6 +58,10 @@ TOKEN_DIFFERS = "its token differs from this machine's"
 
 class ConnectionFailed(Exception):
     """An attempt to connect to an auth proxy failed. The text of the error says why."""
+
+
+class _WrongTokenError(Exception):
+    """A client of an auth proxy has another token."""
 
 
 @dataclass(frozen=True)
@@ -135,7 +137,14 @@ class AuthProxy(ConnectionServer):
         try:
             # The time is limited, so that a stranger that sends nothing does not stay for long.
             handshake = _handshake_with_client(client, self._token)
-            result = await asyncio.wait_for(handshake, HANDSHAKE_TIMEOUT_S)
+            purpose = await asyncio.wait_for(handshake, HANDSHAKE_TIMEOUT_S)
+        except _WrongTokenError:
+            self._report_refused(
+                address,
+                f"its token differs from this machine's, of {self._token.source}; set "
+                f"{TOKEN_VARIABLE} to the same text on all machines, or copy the token file",
+            )
+            return
         except (TimeoutError, OSError, EOFError, ConnectionFailed):
             # It sent nothing in time, closed the connection, or sent something else.
             self._report_refused(address, "it does not speak Lockstep's protocol")
@@ -143,15 +152,9 @@ class AuthProxy(ConnectionServer):
         finally:
             self._num_handshakes -= 1
 
-        if result == WRONG_TOKEN:
-            self._report_refused(
-                address,
-                f"its token differs from this machine's, of {self._token.source}; set "
-                f"{TOKEN_VARIABLE} to the same text on all machines, or copy the token file",
-            )
-        elif result == TO_STORE:
+        if purpose == TO_STORE:
             await relay(client, await _connect(LOOPBACK, self._store_port))
-        elif result == TO_LAUNCHER:
+        elif purpose == TO_LAUNCHER:
             await self._on_peer(client.reader, client.writer, address)
 
     def _report_refused(self, address: str, reasons: str) -> None:
@@ -201,10 +204,10 @@ async def _handshake_with_client(client: Streams, token: Token) -> bytes:
     """Performs the proxy's side of the handshake.
 
     Returns:
-        The purpose of the connection that the client has sent (TO_STORE or TO_LAUNCHER), or
-        WRONG_TOKEN.
+        The purpose of the connection, which the client has sent: TO_STORE or TO_LAUNCHER.
 
     Raises:
+        _WrongTokenError: the client has another token, and has been told so.
         ConnectionFailed: the client does not speak this protocol.
         EOFError: the client closed the connection.
     """
@@ -218,9 +221,10 @@ async def _handshake_with_client(client: Streams, token: Token) -> bytes:
     proof = await reader.readexactly(PROOF_BYTES)
     if not hmac.compare_digest(proof, _hmac(token, b"client", own_nonce, client_nonce, purpose)):
         client.writer.write(REFUSAL)
-        await client.writer.drain()  # the connection is closed next
-        return WRONG_TOKEN
+        await client.writer.drain()  # sent before the caller closes the connection
+        raise _WrongTokenError
 
+    # The caller keeps this connection open, so the answer is sent without a `drain`.
     client.writer.write(ACCEPTED + _hmac(token, b"server", own_nonce, client_nonce, purpose))
     return purpose
 

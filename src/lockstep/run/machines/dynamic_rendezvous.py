@@ -164,8 +164,8 @@ class DynamicRendezvous(Rendezvous):
     def _choose_round(self, present: Sequence[Node]) -> int:
         """Returns the round that this node should ask for.
 
-        A node whose ranks must be restarted asks for the round after its last one, or for a later
-        one that others have asked for. For a new node there are three cases:
+        A node that took part in the last round restarts its ranks, so it asks for the next round.
+        For a node that did not, there are three cases:
 
             1. the others have asked for round 2, and none has started it    2
             2. the others run round 2, and --nnodes allows no more nodes     own.round: it waits on
@@ -175,14 +175,16 @@ class DynamicRendezvous(Rendezvous):
             present: the nodes that are present.
         """
         own = self._peers.own
-        last_started_round = max(node.started for node in present)
+        last_started_round = max(node.started for node in present)  # 0 before the first round
         latest_asked_round = max(node.round for node in present)
 
-        # The round that others ask for, or the one after the round that this node has started last.
-        next_round = max(latest_asked_round, own.started + 1)
-        round_has_started = next_round == last_started_round
-        if not round_has_started:
-            return next_round  # case 1, or a node whose ranks must be restarted
+        took_part_in_last_round = own.started == last_started_round
+        if took_part_in_last_round:
+            return max(last_started_round + 1, latest_asked_round)
+
+        others_begin_a_round = latest_asked_round > last_started_round
+        if others_begin_a_round:
+            return latest_asked_round  # case 1
 
         num_running = len([node for node in present if node.started == last_started_round])
         if num_running >= self._parameters.max_nodes:

@@ -186,50 +186,34 @@ def format_nnodes(nodes: str) -> str:
 
 
 def without_replaced_nodes(nodes: Iterable[Node]) -> list[Node]:
-    """Returns the nodes without those that have been replaced by a newer node of the same rank.
+    """Returns the nodes without those that have been replaced by another node of the same rank.
 
     A launcher that is started again gets a new node, with the rank of its old one. In an elastic
-    run, an older node may also get the rank of a newer one that was lost. Of two nodes of one rank,
-    `_is_returned_instead` chooses:
-
-        older node    newer node    returned
-        gone          here          newer
-        here          here          newer
-        here          gone          older
-        gone          gone          the one that has started ranks last; in doubt the newer
-
-    In the last case, one node was lost earlier, and the other one has worked until the end of the
-    run. The launchers wait for the report of the latter, so that one is returned.
-
-    Nodes without a rank are all returned.
+    run, an older node may also get the rank of a newer one that was lost. Of the nodes of a rank,
+    one is returned, which `_replaces` chooses. Nodes without a rank are all returned.
     """
     nodes = list(nodes)
     node_of_rank: dict[int, Node] = {}
     for newer in sorted(nodes, key=lambda node: node.number):  # in the order in which they came
-        if newer.rank is None:
-            continue
+        if newer.rank is not None:
+            older = node_of_rank.get(newer.rank)
+            if older is None or _replaces(newer, older):
+                node_of_rank[newer.rank] = newer
 
-        older = node_of_rank.get(newer.rank)
-        if older is None or _is_returned_instead(newer, older):
-            node_of_rank[newer.rank] = newer
-
-    without_replaced = []
-    for node in nodes:
-        is_replaced = node.rank is not None and node_of_rank[node.rank] is not node
-        if not is_replaced:
-            without_replaced.append(node)
-    return without_replaced
+    return [node for node in nodes if node.rank is None or node_of_rank[node.rank] is node]
 
 
-def _is_returned_instead(newer: Node, older: Node) -> bool:
-    """Returns True if a node, and not an older one of the same rank, is the one that counts.
-
-    The table in `without_replaced_nodes` has the cases.
+def _replaces(newer: Node, older: Node) -> bool:
+    """Returns True if a node replaces an older one of the same rank, and False if the older one
+    replaces it.
     """
     if newer.state == HERE:
         return True
     if older.state == HERE:
         return False
+
+    # Both are gone. The one that has started ranks last has worked until the end of the run, and
+    # the launchers wait for its report.
     return newer.started >= older.started
 
 

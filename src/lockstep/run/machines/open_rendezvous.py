@@ -115,11 +115,9 @@ def _own_node(parameters: RendezvousParameters) -> Node:
     """
     is_static = parameters.backend == "static"
     num_nodes = parameters.max_nodes
-    rank = None  # it is not known before the rendezvous
-    if is_static:
-        rank = int(parameters.get("rank", 0))  # --node-rank
-    elif num_nodes == 1:
-        rank = int(parameters.get("rank", 0))  # of the only node: 0, if --rdzv-conf has no other
+    rank = None  # with c10d and several nodes, the rendezvous determines it
+    if is_static or num_nodes == 1:
+        rank = int(parameters.get("rank", 0))  # of --node-rank, or of --rdzv-conf
 
     if is_static and rank not in range(num_nodes):
         raise SettingError(
@@ -130,9 +128,7 @@ def _own_node(parameters: RendezvousParameters) -> Node:
 
     min_nodes = num_nodes if is_static else parameters.min_nodes
     return Node(
-        # Every launcher begins with this number. If it finds that another one is the server, that
-        # one gives it another number.
-        number=SERVER_NUMBER,
+        number=SERVER_NUMBER,  # until another launcher, the server, gives this one its number
         rank=rank,
         host=socket.gethostname(),
         pid=os.getpid(),
@@ -191,20 +187,15 @@ class _MultiNodeOpener:
         return self._serve_unless_served(is_server_by_flags=choice == _ServerChoice.SERVE_BY_FLAGS)
 
     def _serve_unless_served(self, *, is_server_by_flags: bool) -> Rendezvous:
-        """Serves the run, unless another launcher already does.
-
-        There are three outcomes. This launcher connects to another one that was started as node 0,
-        too, on the machine that the endpoint names. Or it serves the run. Or, if the port is taken,
-        it connects to the program that has the port, if that is a launcher of this run.
+        """Serves the run, or connects to the launcher that already serves it.
 
         Args:
             is_server_by_flags: True if the flags say that this node is the server. Then there
                 should be no other one, so this only looks for one for a moment.
         """
+        # If the endpoint names another machine, either a launcher there was started as node 0, too,
+        # and serves the run; or a port forwarding leads from there to this machine.
         endpoint = self._endpoint
-
-        # If the endpoint is not on this machine, it may be a port forwarding that leads here. Or it
-        # is on another machine, where another launcher was started as node 0 and serves the run.
         if is_server_by_flags and not _is_this_machine(endpoint.host):
             with suppress(MasterUnreachableError):
                 return self._connect(OTHER_SERVER_TIMEOUT_S)

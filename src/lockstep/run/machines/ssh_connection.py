@@ -511,28 +511,20 @@ class Remote:
         """Reads what the process wrote before it ended.
 
         Usually the stream ends soon. But a process that ssh has left behind may hold it open, and
-        may even keep writing. So this stops at the first of these:
-
-        - the stream ends;
-        - nothing arrives within 2 s (`FINISH_TIMEOUT_S`);
-        - the reads have waited 2 s in all, and then nothing arrives within 0.5 s;
-        - data has arrived `MAX_READS_AFTER_END` times.
+        may even keep writing. So this also stops after a silence of 2 s (`FINISH_TIMEOUT_S`), or of
+        0.5 s once it has waited for 2 s in all; and after `MAX_READS_AFTER_END` reads.
         """
-        waited_s = 0.0
+        waited_s = 0.0  # in all reads together
         for _ in range(MAX_READS_AFTER_END):
             has_waited_long = waited_s >= FINISH_TIMEOUT_S
             max_silence_s = FINISH_TIMEOUT_S / 4 if has_waited_long else FINISH_TIMEOUT_S
             read_started = time.monotonic()
-            data = await _read_within(max_silence_s, reader)  # None if nothing arrived in time
-            waited_s += time.monotonic() - read_started
-
-            is_closed = data == b""
-            if is_closed:
+            data = await _read_within(max_silence_s, reader)
+            if not data:  # b"": the stream has ended; None: nothing arrived in time
                 return
-            if data is not None:
-                await self._process_output(stream, data)
-            elif waited_s >= FINISH_TIMEOUT_S:
-                return  # the stream is still open
+
+            waited_s += time.monotonic() - read_started
+            await self._process_output(stream, data)
 
     async def _process_output(self, stream: str, data: bytes) -> None:
         """Takes the answers out of the helper's output, and shows the other lines.

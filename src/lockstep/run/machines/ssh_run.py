@@ -216,7 +216,7 @@ class HostsRun:
             stream: "stdout" or "stderr".
             line: the line, without a newline.
         """
-        if self._another_machine_has_printed(host, stream, line):
+        if _may_be_of_launcher(stream, line) and not self._is_first_machine_with(line, host):
             return
 
         # The last row of the terminal, which may show an unfinished line, is drawn again below the
@@ -225,23 +225,20 @@ class HostsRun:
         sink.write(f"[{host.name}] ".encode() + line + b"\n", self._bottom_row(sink))
         await self._wait_for_terminal(sink)
 
-    def _another_machine_has_printed(self, host: Host, stream: str, line: bytes) -> bool:
-        """Returns True if a line is one of a launcher, and that of another machine has printed it.
+    def _is_first_machine_with(self, launcher_line: bytes, host: Host) -> bool:
+        """Returns True if no launcher of another machine has printed a line before.
 
-        The arguments are those of `_show`.
+        The machine of the first launcher that prints a line is remembered.
         """
-        # The lines of ranks begin with "[rank" if the run has several ranks.
-        is_of_launcher = (
-            stream == "stderr" and line.strip() != b"" and not line.startswith(b"[rank")
-        )
-        if not is_of_launcher or len(self._remotes) == 1:
-            return False
+        if len(self._remotes) == 1:
+            return True
 
         # In its report, each launcher has a line "consequences: rank 1 ..." with the ranks that
         # failed because another one had. The lines may differ, but one of them is enough.
-        key = b"consequences" if line.startswith(b"consequences: ") else line
+        is_consequences = launcher_line.startswith(b"consequences: ")
+        key = b"consequences" if is_consequences else launcher_line
         first_host = self._host_of_launcher_line.setdefault(key, host)
-        return first_host is not host
+        return first_host is host
 
     async def _wait_for_terminal(self, sink: Sink) -> None:
         """Waits while there is much that the terminal has not accepted yet.
@@ -525,6 +522,14 @@ class HostsRun:
     def _send_signal(self, name: str, remotes: Iterable[Remote]) -> None:
         for remote in remotes:
             remote.send(signal=name)
+
+
+def _may_be_of_launcher(stream: str, line: bytes) -> bool:
+    """Returns True if a line may come from a launcher: it is not blank, and of no rank.
+
+    Lines of ranks begin with "[rank" if the run has several ranks.
+    """
+    return stream == "stderr" and line.strip() != b"" and not line.startswith(b"[rank")
 
 
 def list_git_files() -> bytes | None:

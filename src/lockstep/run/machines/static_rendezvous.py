@@ -42,12 +42,7 @@ class StaticRendezvous(Rendezvous):
         Raises:
             MissingRankError: a node has not come within the join timeout, or has left for good.
         """
-        # Ask for the first round that no node has started yet, or for a later one if another node
-        # has asked for it. (This node is present, too, and 0 stands for no round.)
-        present = self._peers.present()
-        first_unstarted_round = max(node.started for node in present) + 1
-        latest_asked_round = max(node.round for node in present)
-        round_number = max(first_unstarted_round, latest_asked_round)
+        round_number = self._next_round()
         self._peers.update(round=round_number)
         self._wait_for_all_nodes(round_number)
         self._peers.update(started=round_number)
@@ -64,6 +59,17 @@ class StaticRendezvous(Rendezvous):
         store.get(READY_KEY)
 
         return self._make_info(store, rank, self._parameters.max_nodes)
+
+    def _next_round(self) -> int:
+        """Returns the next round that no node has started yet.
+
+        If both nodes of a run have started round 2, this is round 3; and round 4 if one of them has
+        asked for that already.
+        """
+        present = self._peers.present()  # this node, too
+        last_started_round = max(node.started for node in present)  # 0 before the first round
+        latest_asked_round = max(node.round for node in present)
+        return max(last_started_round + 1, latest_asked_round)
 
     def _wait_for_all_nodes(self, round_number: int) -> None:
         """Waits until all nodes have asked for the round, and announces which nodes are missing.

@@ -378,7 +378,7 @@ class Agent(api.SimpleElasticAgent):
             processes=[],
             world_size=workers[0].world_size,
             node=worker_group.group_rank or 0,
-            nodes=worker_group.group_world_size or 1,
+            num_nodes=worker_group.group_world_size or 1,
             folder=self._folder / f"attempt_{len(self.attempts)}",
         )
         self.attempts.append(attempt)
@@ -412,24 +412,27 @@ class Agent(api.SimpleElasticAgent):
 
         If that fails, the zygote is replaced, and the ranks import everything themselves.
         """
-        are_copies = not self._plan.command.words  # otherwise they are fresh interpreters
-        if self.start_zygote is None or not are_copies or self._zygote_has_libraries:
+        if self.start_zygote is None or not self._plan.ranks_are_copies:
+            return
+        if self._zygote_has_libraries:
             return
         if self._import_report is None:
             self._import_report = self._read_import_report()
-        if not self._import_report:
+        if not self._import_report:  # there is none yet, or preparing has failed before
             return
 
         try:
             why_not = self._zygote.prepare_libraries(self._import_report, self._variables)
         except ChildProcessError as error:
             why_not = str(error)
-        self._zygote_has_libraries = True
-        if why_not is not None:
-            logging.getLogger(__name__).info("libraries are not prepared: %s", why_not)
-            self._import_report = {}  # do not try again
-            self._zygote.close()
-            self._zygote = self.start_zygote()
+        if why_not is None:
+            self._zygote_has_libraries = True
+            return
+
+        logging.getLogger(__name__).info("libraries are not prepared: %s", why_not)
+        self._import_report = {}  # do not try again
+        self._zygote.close()
+        self._zygote = self.start_zygote()
 
     def _read_import_report(self) -> dict[str, Any] | None:
         """Reads what the script has imported before its first optimizer step, if it got there."""
@@ -572,7 +575,7 @@ class Agent(api.SimpleElasticAgent):
 
         self._spawned_ranks = []  # a script has not spawned any ranks yet
         self._snapshot_exchange = SnapshotExchange(
-            self._rdzv, attempt.node, attempt.nodes, take_snapshot_of_ranks
+            self._rdzv, attempt.node, attempt.num_nodes, take_snapshot_of_ranks
         )
         self._supervisor = Supervisor(
             processes,
@@ -854,7 +857,8 @@ class Agent(api.SimpleElasticAgent):
                 one that each attempt will meet, such as a wrong setting.
         """
         if failure.is_repeated:
-            raise _repeated_failure_error(failure, max_restarts)
+            # Only a failure in a known step is repeated.
+            raise _repeated_failure_error(step_of_key(failure.key), max_restarts)
 
         # In an elastic run, other machines may take part in the next attempt. They may honour a
         # setting that the present machines cannot honour.
@@ -1016,16 +1020,13 @@ class Agent(api.SimpleElasticAgent):
         those that do not end.
         """
         with self._delay_interrupts():
-            if self._zygote.has_ended:
-                # Something has killed the zygote, which would have done it.
-                killed_with_zygote = [
-                    process for process in self.attempts[-1].processes if process.fork_server_end
-                ]
-                not_ended = end_process_groups(
-                    process.pid for process in killed_with_zygote if process.pid
-                )
-            else:
+            if not self._zygote.has_ended:
                 not_ended = self._zygote.end_left_behind()
+            else:  # something has killed it, and the kernel has killed its ranks
+                killed = [
+                    rank for rank in self.attempts[-1].processes if rank.was_killed_with_zygote
+                ]
+                not_ended = end_process_groups(rank.pid for rank in killed if rank.pid)
         for pid in not_ended:
             self._say(
                 f"process {pid}, which ranks have left behind, does not end at SIGKILL: "
@@ -1201,9 +1202,6 @@ class Agent(api.SimpleElasticAgent):
 
         The block reads from the zygote which ranks have ended, and records that. If a signal came
         in between, the end of a rank would be lost, and the launcher would wait for it forever.
-
-        If the block itself raises an exception, that one is raised, and the signal's exception at
-        the end of the next block.
         """
         self._interrupts_delayed = True
         try:
@@ -1211,7 +1209,8 @@ class Agent(api.SimpleElasticAgent):
         finally:
             self._interrupts_delayed = False
 
-        # If a signal came in the block, its handler has kept the exception here. Raise it now.
+        # If a signal came in the block, its handler has kept the exception here. Raise it now. (If
+        # the block has raised one itself, this is only reached at the end of the next block.)
         interrupt = self._delayed_interrupt
         self._delayed_interrupt = None
         if interrupt is not None:
@@ -1272,7 +1271,7 @@ class Agent(api.SimpleElasticAgent):
             hang=self._supervisor.verdict if self._supervisor else None,
             interrupted=interrupted,
         )
-        if attempt.nodes > 1:
+        if attempt.num_nodes > 1:
             self._rdzv.publish(_EXIT_REPORT_KEY, report.to_values())
         return report
 
@@ -1281,7 +1280,7 @@ class Agent(api.SimpleElasticAgent):
         node.
         """
         reports = {}
-        if attempt.nodes > 1:
+        if attempt.num_nodes > 1:
             for node, values in self._rdzv.published(_EXIT_REPORT_KEY).items():
                 if node != attempt.node:
                     reports[node] = from_values(ExitReport, values)
@@ -1299,7 +1298,7 @@ class Agent(api.SimpleElasticAgent):
         the other launchers so. With torch's own rendezvous, launchers cannot tell each other
         anything. Then each of them only waits for its own ranks, and this returns False.
         """
-        if attempt.nodes == 1 or not self._rdzv.can_publish:
+        if attempt.num_nodes == 1 or not self._rdzv.can_publish:
             return False
 
         if not attempt.end_published:
@@ -1309,7 +1308,7 @@ class Agent(api.SimpleElasticAgent):
         # A report is complete once all ranks of its machine have ended.
         reports = self._reports_of_others(attempt).values()
         complete = [report for report in reports if report.complete]
-        num_other_nodes = attempt.nodes - 1
+        num_other_nodes = attempt.num_nodes - 1
         return len(complete) < num_other_nodes
 
     def _first_failure(self, attempt: Attempt) -> FirstFailure | None:
@@ -1407,13 +1406,10 @@ class Agent(api.SimpleElasticAgent):
 
         # Something failed. The first failure is known once every machine has reported the end of
         # all its ranks. Lost machines will report nothing more.
-        not_awaited = {_node_rank(node) for node in self._rdzv.departed_nodes()}
-        for node_rank, report in reports_of_others.items():
-            if report.complete:
-                not_awaited.add(node_rank)
-
-        num_other_nodes = attempt.nodes - 1
-        return len(not_awaited) >= num_other_nodes
+        awaited = set(range(attempt.num_nodes)) - {attempt.node}
+        awaited -= {_node_rank(node) for node in self._rdzv.departed_nodes()}
+        awaited -= {rank for rank, report in reports_of_others.items() if report.complete}
+        return not awaited
 
 
 def _is_end_of(process: Process, event: Event) -> bool:
@@ -1429,9 +1425,11 @@ def _is_end_of(process: Process, event: Event) -> bool:
     return process.pid == event.pid
 
 
-def _repeated_failure_error(failure: FirstFailure, max_restarts: int) -> LockstepError:
-    """Returns the error for a run in which the same failure has come twice in the same step."""
-    step = step_of_key(failure.key)  # known, because only a failure with a known step is repeated
+def _repeated_failure_error(step: int | None, max_restarts: int) -> LockstepError:
+    """Returns the error for a run in which the same failure has come twice in the same step.
+
+    It is printed below the report of the failure, which "repair what it says" refers to.
+    """
     is_before_first_step = not step
     where = (
         "before the first step" if is_before_first_step else f"after step {step} of the training"
@@ -1439,7 +1437,7 @@ def _repeated_failure_error(failure: FirstFailure, max_restarts: int) -> Lockste
     return LockstepError(
         f"--max-restarts {max_restarts}",
         f"the same failure twice {where}: restarting will not help",
-        "repair what it says",  # "it" is the report of the failure, printed above this error
+        "repair what it says",
     )
 
 

@@ -17,7 +17,7 @@ import json
 import os
 import posix
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import wraps
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from lockstep.run.watch.evidence import EVIDENCE_VARIABLE, FOLDER_VARIABLE, Evid
 
 EXECUTED_VARIABLE = "LOCKSTEP_EXECUTED"
 """Environment variable that tells `executed/sitecustomize.py` in the new program, as JSON, the
-process id of the rank ("pid") and the folder to import Lockstep from ("packages").
+process id of the rank ("pid") and the folder to import Lockstep from ("lockstep_folder").
 """
 _HOOK_FOLDER = str(Path(__file__).with_name("executed"))
 _PACKAGES_FOLDER = str(Path(__file__).parents[3])
@@ -114,36 +114,39 @@ def option_that_disables_hook(argv: Sequence[Any]) -> str:
     if not _PYTHON_PATTERN.fullmatch(os.path.basename(program)):
         return ""
 
-    is_value_of_last_option = False
-    for word in words:
-        if is_value_of_last_option:
-            is_value_of_last_option = False
-            continue
+    for letter, word in _options_of_python(words):
+        if letter in _LETTERS_THAT_DISABLE_HOOK:
+            return word
+    return ""
 
+
+def _options_of_python(words: Iterable[str]) -> Iterator[tuple[str, str]]:
+    """Yields the letters of Python's options, each with the word that it stands in.
+
+    For the words of `python -bE -W ignore train.py -x`, these are `("b", "-bE")`, `("E", "-bE")`
+    and `("W", "-W")`. Options without a letter are left out.
+    """
+    remaining = iter(words)
+    for word in remaining:
         is_option = word.startswith("-") and word != "-"
         if not is_option or word == "--":
-            return ""  # from here on, the words belong to the program that Python runs
+            return  # from here on, the words belong to the program that Python runs
 
         if word.startswith("--"):
-            # The value of this option is the next word.
-            is_value_of_last_option = word == _LONG_OPTION_WITH_VALUE
+            if word == _LONG_OPTION_WITH_VALUE:
+                next(remaining, "")  # the value
             continue
 
-        # Several letters may be written as one word: `-bE`. If a letter has a value, the rest of
-        # the word may be that value: `-bWignore`.
         letters = word[1:]
         for position, letter in enumerate(letters):
-            if letter in _LETTERS_THAT_DISABLE_HOOK:  # -I
-                return word
+            yield letter, word
             if letter in _LETTERS_BEFORE_PROGRAM:  # -c CODE or -m MODULE: no options follow
-                return ""
-            if letter in _LETTERS_WITH_VALUE:
-                # -W ignore: the letter is the last one, and the next word is its value.
-                # -Wignore: the rest of this word is its value.
-                is_value_of_last_option = position == len(letters) - 1
+                return
+            if letter in _LETTERS_WITH_VALUE:  # the value is the rest of the word, or the next word
+                value_in_word = letters[position + 1 :]
+                if not value_in_word:
+                    next(remaining, "")
                 break
-
-    return ""
 
 
 def with_hook(env: Mapping[Any, Any], rank_pid: int) -> dict[str, str]:
@@ -162,7 +165,9 @@ def with_hook(env: Mapping[Any, Any], rank_pid: int) -> dict[str, str]:
 
     path = variables.get("PYTHONPATH", "")
     variables["PYTHONPATH"] = f"{_HOOK_FOLDER}{os.pathsep}{path}" if path else _HOOK_FOLDER
-    variables[EXECUTED_VARIABLE] = json.dumps({"pid": rank_pid, "packages": _PACKAGES_FOLDER})
+    variables[EXECUTED_VARIABLE] = json.dumps(
+        {"pid": rank_pid, "lockstep_folder": _PACKAGES_FOLDER}
+    )
     return variables
 
 

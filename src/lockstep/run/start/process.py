@@ -84,6 +84,11 @@ class Process:
     """The end of its standard error."""
 
     @property
+    def was_killed_with_zygote(self) -> bool:
+        """True if something killed the zygote, and the kernel then killed this rank."""
+        return bool(self.fork_server_end)
+
+    @property
     def evidence(self) -> Evidence:
         """The files that it writes for its launcher."""
         if self.evidence_memory is None:
@@ -100,8 +105,8 @@ class Attempt:
     world_size: int
     node: int
     """Number of this machine among the machines of the run, from 0."""
-    nodes: int
-    """Number of machines."""
+    num_nodes: int
+    """Number of machines of the run."""
     folder: Path
     logs: list[Path] = field(default_factory=list)
     """The files to which the output of the ranks is written."""
@@ -251,7 +256,7 @@ def exit_status_of(process: Process, before: OomCounts, root: Path = Path("/")) 
         code=code,
         how=process.given_up or process.fork_server_end or describe_exit_code(code),
         given_up=process.given_up,
-        with_fork_server=bool(process.fork_server_end),
+        with_fork_server=process.was_killed_with_zygote,
         error=error,
         oom=oom,
         oom_detail=oom_detail or "",

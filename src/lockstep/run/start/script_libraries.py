@@ -197,19 +197,22 @@ class Batch:
         for package, name, module in self.submodules:
             setattr(package, name, module)
         os.environ.update(self.variables)
-        for action, message, category, module_pattern, line in reversed(self.filters):
-            warnings.filterwarnings(
-                action,
-                message.pattern if message else "",
-                category,
-                module_pattern.pattern if module_pattern else "",
-                line,
-            )
+        self._add_filters()
         sys.meta_path += self.finders
         for draw in self.draws:
             draw.repeat()
         for handler, stream in self.handlers:
             handler.stream = getattr(sys, stream)
+
+    def _add_filters(self) -> None:
+        """Puts the filters in front of `warnings.filters`: the last one first, as each call of
+        `filterwarnings` puts its filter in front of all others.
+        """
+        for action, message, category, module, line in reversed(self.filters):
+            # A filter contains compiled patterns, and None for one that matches everything.
+            message_pattern = message.pattern if message else ""
+            module_pattern = module.pattern if module else ""
+            warnings.filterwarnings(action, message_pattern, category, module_pattern, line)
 
 
 class PreparedModules(MetaPathFinder):
@@ -290,7 +293,8 @@ def prepare_modules(report: Mapping[str, Any], variables: Mapping[str, str]) -> 
     Raises:
         CannotPrepareError: importing them did something that ranks would notice.
     """
-    # The zygote itself needs this module, which libraries import too.
+    # The zygote itself needs this module. As libraries import it too, it would otherwise be taken
+    # out of `sys.modules` below.
     import psutil  # noqa: F401
 
     origins: dict[str, str | None] = report["origins"]
@@ -300,7 +304,8 @@ def prepare_modules(report: Mapping[str, Any], variables: Mapping[str, str]) -> 
     names_before = set(sys.modules)
     try:
         os.environ.update(variables)
-        if any(report[key] != value for key, value in _surroundings().items()):
+        surroundings_differ = any(report[key] != now for key, now in _surroundings().items())
+        if surroundings_differ:
             return
         sys.path[:] = report["path"]
         importlib.invalidate_caches()
@@ -315,6 +320,7 @@ def prepare_modules(report: Mapping[str, Any], variables: Mapping[str, str]) -> 
         os.environ.update(environment_before)
         sys.path[:] = path_before
 
+    # Only `PreparedModules` holds the modules now, until the script of a rank imports them.
     for name in set(sys.modules) - names_before:
         del sys.modules[name]
     _detach_submodules(batches)
@@ -324,14 +330,27 @@ def prepare_modules(report: Mapping[str, Any], variables: Mapping[str, str]) -> 
 
 def _names_to_import(imported: Iterable[str]) -> list[str]:
     """Returns the modules that the zygote imports, of those that the rank has imported."""
-    packages = {name.partition(".")[0] for name in imported}
+    imported_packages = {name.partition(".")[0] for name in imported}
     names = []
     for name in imported:
         package = name.partition(".")[0]
-        starts_threads = packages & _THREAD_STARTERS.get(package, set())
-        if package in LIBRARIES and name not in sys.modules and not starts_threads:
+        may_be_imported = package in LIBRARIES and not _starts_threads(package, imported_packages)
+        if may_be_imported and name not in sys.modules:
             names.append(name)
     return names
+
+
+def _starts_threads(package: str, imported_packages: set[str]) -> bool:
+    """Returns True if a package imports another one that starts threads: pandas imports pyarrow, if
+    that is installed.
+
+    Args:
+        package: the package.
+        imported_packages: all that the rank has imported. If pandas has imported pyarrow, it is
+            among them.
+    """
+    thread_starters = _THREAD_STARTERS.get(package, set())
+    return not thread_starters.isdisjoint(imported_packages)
 
 
 def _is_found_again(name: str, origins: Mapping[str, str | None]) -> bool:
@@ -379,7 +398,10 @@ def _is_below(spec: ModuleSpec, folders: Sequence[str]) -> bool:
 
 
 class _RefusedImport(BaseException):
-    """Is raised for a module that must not be imported in the zygote. No library catches it."""
+    """Is raised for a module that must not be imported in the zygote.
+
+    It is no `Exception`, so that no library catches it.
+    """
 
 
 class _Guard(MetaPathFinder):
@@ -406,15 +428,23 @@ class _Guard(MetaPathFinder):
         spec = PathFinder.find_spec(fullname, path)
         if spec is None:  # it is built in, or there is none
             return
-        top_name = fullname.partition(".")[0]
-        if fullname in self._origins:
-            is_same = self._origins[fullname] == spec.origin and _is_installed(spec)
-        elif top_name in self._origins:  # such as a module that failed in the rank, too
-            is_same = _is_installed(spec)
-        else:  # a rank imports some modules of Python before its script begins
-            is_same = _is_of_python(spec)
-        if not is_same:
+        if not self._may_be_imported(fullname, spec):
             raise _RefusedImport(f"{fullname} is not what the rank has imported")
+
+    def _may_be_imported(self, fullname: str, spec: ModuleSpec) -> bool:
+        """Returns True if the rank has imported a module from the same file, or has surely tried
+        to.
+        """
+        if fullname in self._origins:
+            return self._origins[fullname] == spec.origin and _is_installed(spec)
+
+        # The rank may have tried to import this module of a library, and have failed as well.
+        package = fullname.partition(".")[0]
+        if package in self._origins:
+            return _is_installed(spec)
+
+        # The report lacks modules of Python that the rank had imported before its script began.
+        return _is_of_python(spec)
 
 
 class _RecordedDraws:
@@ -449,10 +479,11 @@ class _RecordedDraws:
             setattr(random, name, original)
 
     def remove_recorders(self, modules: Iterable[types.ModuleType]) -> list[weakref.ref[Any]]:
-        """Replaces what modules have imported by `from random import ...`.
+        """Puts the original functions back into modules with `from random import ...`.
 
         Returns:
-            References to the recorders, which are gone unless something else has kept them.
+            Weak references to the recorders. One that is still alive is held by something else than
+            a variable of a module.
         """
         original_of_recorder = {}
         for name, recorder in self._recorders.items():
@@ -486,14 +517,23 @@ def _import_all(names: Sequence[str], origins: Mapping[str, str | None]) -> list
     except (Exception, _RefusedImport) as error:
         raise CannotPrepareError(f"{type(error).__name__}: {error}") from None
 
-    state = _state_of_process()
-    for key, value in state_before.items():
-        if state[key] != value:
-            raise CannotPrepareError(f"it changes {key}: {value} becomes {state[key]}")
+    _check_state_of_process(state_before)
     _check_modules(batches, origins)
     _check_streams(batches, streams, recorded)
     _check_draws(batches, random_state_before)
     return batches
+
+
+def _check_state_of_process(state_before: Mapping[str, Any]) -> None:
+    """Checks that the process has the same state as before the imports.
+
+    Raises:
+        CannotPrepareError: it has another one.
+    """
+    state = _state_of_process()
+    for key, value in state_before.items():
+        if state[key] != value:
+            raise CannotPrepareError(f"it changes {key}: {value} becomes {state[key]}")
 
 
 @contextlib.contextmanager
@@ -557,11 +597,12 @@ def _check_streams(
         batch.handlers = _take_streams_from_handlers(batch.modules.values(), streams)
         modules += batch.modules.values()
 
-    # Nothing else may have kept a stream. A default argument of a function would, for example.
-    kept: list[weakref.ref[Any]] = [weakref.ref(stream) for stream in streams.values()]
+    # Drop all references to the stand-ins but weak ones. If one of them is alive after that, a
+    # library has kept it, for example as a default argument of a function.
+    weak_references: list[weakref.ref[Any]] = [weakref.ref(stream) for stream in streams.values()]
     streams.clear()
-    kept += recorded.remove_recorders(modules)
-    if any(reference() is not None for reference in kept):
+    weak_references += recorded.remove_recorders(modules)
+    if any(reference() is not None for reference in weak_references):
         raise CannotPrepareError("it keeps sys.stdout, sys.stderr or a function of random")
 
 
@@ -606,13 +647,15 @@ def _import_batch(name: str, recorded: _RecordedDraws) -> Batch:
             batch.variables[variable] = value
     batch.draws = list(recorded.draws)
 
+    # New filters are put in front of the others.
     num_new_filters = len(warnings.filters) - len(filters_before)
     batch.filters = list(warnings.filters[:num_new_filters])
-    if list(warnings.filters[num_new_filters:]) != filters_before:
+    if [*batch.filters, *filters_before] != list(warnings.filters):
         raise CannotPrepareError("it changes other filters of warnings")
 
+    # New finders are appended.
     batch.finders = sys.meta_path[len(finders_before) :]
-    if sys.meta_path[: len(finders_before)] != finders_before:
+    if [*finders_before, *batch.finders] != sys.meta_path:
         raise CannotPrepareError("it changes the finders of modules")
     return batch
 
@@ -638,8 +681,8 @@ def _take_streams_from_handlers(
 
 def _state_of_process() -> dict[str, Any]:
     """Returns what importing a library must leave as it is."""
-    # Before a fork, OpenBLAS ends its threads, and starts them again when it needs them. This call
-    # forks.
+    # This comes before the threads are counted: the call forks, and before a fork OpenBLAS ends its
+    # threads. So they are not counted, whether or not they were running before.
     cuda = how_cuda_was_initialised()
 
     handlers = {number: signal.getsignal(number) for number in signal.valid_signals()}
@@ -666,14 +709,17 @@ def _state_of_process() -> dict[str, Any]:
 
 
 def _detach_submodules(batches: Iterable[Batch]) -> None:
-    """Removes submodules from packages that scripts may import without them.
+    """Removes submodules from packages of earlier batches.
 
-    They become attributes of the package again when they are imported.
+    For example, a script imports `scipy` and later `scipy.sparse`, which are a batch each. The
+    second import in the zygote has set the attribute `sparse` of `scipy`, but in a rank it must not
+    be there after the first one. `Batch.take_effect` sets it again.
     """
     for batch in batches:
         for name, module in batch.modules.items():
             package_name, _, attribute = name.rpartition(".")
-            if not package_name or package_name in batch.modules:
+            comes_with_package = package_name in batch.modules
+            if not package_name or comes_with_package:
                 continue
             package = _package_of(package_name, batches)
             if package is not None and vars(package).get(attribute) is module:

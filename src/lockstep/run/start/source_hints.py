@@ -250,7 +250,7 @@ def _nodes_that_certainly_run(tree: ast.AST) -> list[ast.AST]:
     while pending:
         node = pending.pop()
         nodes.append(node)
-        pending += _body_of_named_function(node, unseen_functions)
+        pending += _take_body_of_named_function(node, unseen_functions)
 
         for child in ast.iter_child_nodes(node):
             if isinstance(child, ast.FunctionDef):
@@ -264,17 +264,18 @@ def _nodes_that_certainly_run(tree: ast.AST) -> list[ast.AST]:
     return nodes
 
 
-def _body_of_named_function(
+def _take_body_of_named_function(
     node: ast.AST, unseen_functions: dict[str, ast.FunctionDef]
 ) -> list[ast.stmt]:
-    """Returns the body of the function that a node names, which is assumed to run as well.
+    """Returns the body of the function that a node names, which is assumed to run as well, and
+    removes the function from `unseen_functions`.
 
-    The name may be called, or passed on as in `mp.spawn(train)`.
+    The name may be called, or passed on as in `mp.spawn(train)`. When it comes again, nothing is
+    returned, so the caller sees each body once and gets to an end.
 
     Args:
         node: any node.
-        unseen_functions: the functions of the script by name. The named one is removed, so that its
-            body is returned only once.
+        unseen_functions: by name, the functions of the script whose bodies are still to be taken.
     """
     name = _last_name(node)  # empty if the node is no name
     function = unseen_functions.pop(name, None)

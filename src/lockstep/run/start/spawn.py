@@ -285,18 +285,28 @@ def _pickle_if_possible(call: FunctionCall) -> tuple[bytes | None, str]:
     except Exception as error:  # pickle, and a reducer of the user's, may raise anything
         return None, f"it cannot be sent to a fresh process ({error})"
 
-    # A fresh process imports the user's program as its module `__main__`, by name or from its file.
+    if _fresh_process_can_unpickle(pickled):
+        return pickled, ""
+    return None, "there is no script file that a fresh process could import"
+
+
+def _fresh_process_can_unpickle(pickled_call: bytes) -> bool:
+    """Returns True if a fresh process can import the user's program, or need not.
+
+    the program is       can be imported    must be imported
+    a script             yes                yes
+    `python -m`          yes, by its name   yes
+    read from stdin      no                 yes: its `__file__` is "<stdin>", which is tried
+    a prompt, notebook   no                 if the call uses something of `__main__`
+    """
     main = sys.modules["__main__"]
     file = getattr(main, "__file__", None)  # None at the prompt and in a notebook
     was_started_as_module = getattr(main, "__spec__", None) is not None  # by `python -m`
-    can_import_main = was_started_as_module or (file is not None and Path(file).is_file())
-
-    # At the prompt and in a notebook, it imports nothing if the call uses nothing from there. But
-    # it would always try to import the file "<stdin>", which a program from standard input has.
-    must_import_main = file is not None or b"__main__" in pickled
-    if can_import_main or not must_import_main:
-        return pickled, ""
-    return None, "there is no script file that a fresh process could import"
+    if was_started_as_module:
+        return True
+    if file is None:
+        return b"__main__" not in pickled_call
+    return Path(file).is_file()
 
 
 def _check_copies_can_use_gpus(
@@ -369,11 +379,12 @@ def _start_fresh_zygote(modules: Iterable[str], pickled_call: bytes, plan: Launc
         plan: the plan of the run.
     """
     preparation = _preparation_data()
+    # A script may also have put a Path into `sys.path`. The import system ignores it.
     import_path = [entry for entry in preparation["sys_path"] if isinstance(entry, str)]
 
     with unnamed_file() as file:
-        pickle.dump(preparation, file)
-        file.write(pickled_call)
+        pickle.dump(preparation, file)  # a rank unpickles this first
+        file.write(pickled_call)  # and then this
         file.flush()
 
         python = os.fsdecode(multiprocessing.spawn.get_executable())
@@ -405,21 +416,26 @@ def _raise_if_interrupted(agent: Agent) -> None:
         KeyboardInterrupt: the signal was Ctrl-C.
         SystemExit: it was another signal.
     """
-    if agent.failure is not None and agent.failure.kind == "interrupted":
-        # The signal is what ended the ranks: it was sent to this process or, if it was Ctrl-C, to
-        # the only rank. The exit code is EXIT_SIGNAL plus the number of the signal.
-        exit_code = agent.failure.exit_code
-    elif agent.received_signal is not None:
-        # This process was sent the signal, but the signal is not what ended the ranks: none had
-        # been started yet, or another failure had ended them before.
-        exit_code = EXIT_SIGNAL + agent.received_signal.signal
-    else:
-        return
-
-    is_ctrl_c = exit_code == EXIT_SIGNAL + signal.SIGINT
-    if is_ctrl_c:
+    number = _signal_that_ended(agent)
+    if number == signal.SIGINT:
         raise KeyboardInterrupt
-    raise SystemExit(exit_code)
+    if number is not None:
+        raise SystemExit(EXIT_SIGNAL + number)
+
+
+def _signal_that_ended(agent: Agent) -> int | None:
+    """Returns the number of the signal that ended a run from outside; None if none did."""
+    # The signal has ended the ranks: it was sent to this process or, if it was Ctrl-C, to the only
+    # rank.
+    failure = agent.failure
+    if failure is not None and failure.kind == "interrupted":
+        return failure.exit_code - EXIT_SIGNAL
+
+    # The signal was sent to this process, but no rank had been started yet, or another failure had
+    # ended the ranks before.
+    if agent.received_signal is not None:
+        return agent.received_signal.signal
+    return None
 
 
 def _returned_values(agent: Agent, launch_text: str, timeout: float | None) -> list[Any]:

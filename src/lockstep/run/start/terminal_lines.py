@@ -27,17 +27,19 @@ _CURSOR_UP = b"\x1b[A"
 def last_state(line: bytes) -> bytes:
     r"""Returns the last state of a line that may have been drawn several times.
 
-    For example, `b"10%\r20%\r30%"` becomes `b"30%"`.
+    For example, `b"10%\r20%\r30%"` becomes `b"30%"`. If the line was erased after its last state,
+    the result is a blank: `b"10%\x1b[2K"` becomes `b" "`.
     """
     if b"\r" not in line and b"\x1b" not in line:
         return line
 
-    # An erasure counts as a state of its own, a blank: "10%" and an erasure become "10%\r \r", with
-    # the states "10%", " " and "". Nothing was drawn in an empty state, so the last one is " ".
+    # To erase the line is to draw a blank: "10%<erase>" becomes "10%\r \r".
     line = _ERASE_LINE.sub(b"\r \r", line)
     line = _CURSOR_OR_TITLE.sub(b"", line)
-    states = [state for state in line.split(b"\r") if state]
-    return states[-1] if states else b""
+
+    states = line.split(b"\r")  # "10%", " ", ""
+    drawn_states = [state for state in states if state]  # "10%", " "
+    return drawn_states[-1] if drawn_states else b""
 
 
 def finished_lines(text: bytes) -> tuple[list[bytes], bytes]:

@@ -199,29 +199,34 @@ def rendezvous_parameters(flags: argparse.Namespace) -> RendezvousParameters:
 
     fewest_nodes, most_nodes = node_numbers(flags.nnodes)
     options = _rendezvous_options(flags.rdzv_conf)
-    if flags.rdzv_backend == "static":
+    if flags.rdzv_backend == "static":  # torchrun's default
         options["rank"] = flags.node_rank
 
-    # With "static", torchrun's default, the endpoint is given by --master-addr and --master-port.
-    uses_master_flags = flags.rdzv_backend == "static" and not flags.rdzv_endpoint
-
-    # On a single machine, any port will do if the user has given none.
-    any_port_will_do = uses_master_flags and flags.master_port is None and most_nodes == 1
-    if flags.standalone or any_port_will_do:
-        # Port 0 stands for any free port, so that two runs on the machine do not meet.
+    # Port 0 stands for any free port, so that two runs on the machine do not meet.
+    if flags.standalone or _any_port_will_do(flags, most_nodes):
         backend = "c10d"
         endpoint = "localhost:0"
         run_id = str(uuid.uuid4())
     else:
         backend = flags.rdzv_backend
         endpoint = flags.rdzv_endpoint
-        if uses_master_flags:
+        if _uses_master_flags(flags):
             endpoint = f"{flags.master_addr}:{flags.master_port or _DEFAULT_MASTER_PORT}"
         run_id = flags.rdzv_id or "none"  # torchrun's default
 
     return RendezvousParameters(
         backend, endpoint, run_id, fewest_nodes, most_nodes, flags.local_addr, **options
     )
+
+
+def _uses_master_flags(flags: argparse.Namespace) -> bool:
+    """Returns True if --master-addr and --master-port, or their defaults, say where nodes meet."""
+    return flags.rdzv_backend == "static" and not flags.rdzv_endpoint
+
+
+def _any_port_will_do(flags: argparse.Namespace, most_nodes: int) -> bool:
+    """Returns True for a run on a single machine for which the user has given no port."""
+    return most_nodes == 1 and _uses_master_flags(flags) and flags.master_port is None
 
 
 def _rendezvous_options(text: str) -> dict[str, Any]:

@@ -77,23 +77,33 @@ def _may_read_arguments(node: ast.AST) -> bool:
 
 
 def _imported_modules(node: ast.AST) -> Iterator[str]:
-    """Yields the modules that a statement imports; those of `from . import a` begin with a dot."""
+    """Yields the modules that a statement may import.
+
+    import a.b               "a.b"
+    from a import b, c       "a", "a.b" and "a.c", as b and c may be modules
+    from . import b          "." and ".b"
+    from .a import b         ".a" and ".a.b"
+    """
     if isinstance(node, ast.Import):
         for alias in node.names:
             yield alias.name
     elif isinstance(node, ast.ImportFrom):
-        module = "." * node.level + (node.module or "")
-        yield module
-        for alias in node.names:  # each may be a module of the package
-            separator = "" if module.endswith(".") else "."
-            yield f"{module}{separator}{alias.name}"
+        dots = "." * node.level
+        package = node.module or ""  # empty for `from . import b`
+        yield f"{dots}{package}"
+        for alias in node.names:
+            yield f"{dots}{package}.{alias.name}" if package else f"{dots}{alias.name}"
 
 
 def _files_of_module(module: str, own_folder: Path, script_folder: Path) -> list[Path]:
     """Returns the source files beside the script that are run when a module is imported.
 
-    For `pack.part` these are `pack/__init__.py` and `pack/part.py`. The name `part` of
-    `from pack import part` may also be a function, so a file that does not exist is left out.
+    For `pack.part`, where `pack` is a folder, these are those of the following that exist:
+
+        pack          pack/__init__.py, pack.py
+        pack.part     pack/part/__init__.py, pack/part.py
+
+    If `part` is a function, there is no file for it.
 
     Args:
         module: the name of the module.
@@ -104,12 +114,11 @@ def _files_of_module(module: str, own_folder: Path, script_folder: Path) -> list
     folder = start_folder
     files: list[Path] = []
     for name in module.lstrip(".").split("."):
-        for path in (folder / name / "__init__.py", folder / f"{name}.py"):
-            if path.is_file():
-                files.append(path)
+        candidates = (folder / name / "__init__.py", folder / f"{name}.py")
+        files += [path for path in candidates if path.is_file()]
         folder = folder / name
 
-    # In `from . import name`, the name may be a function of the package that the dot stands for.
+    # For `from . import name`, where the name is a function: the package of the dot defines it.
     is_relative = module.startswith(".")
     package_file = start_folder / "__init__.py"
     if is_relative and not files and package_file.is_file():

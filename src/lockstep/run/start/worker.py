@@ -156,7 +156,7 @@ def main() -> NoReturn:
 
 def _run(script: Script) -> int:
     """Runs the script with the probe installed, and returns the exit code."""
-    errors.leave_to_launcher = _is_left_to_launcher  # asked before an error is printed
+    errors.leave_to_launcher = _leave_to_launcher  # asked before an error is printed
     return run_recorded(partial(_run_watched, script), _print_error)
 
 
@@ -337,20 +337,27 @@ def _set_last_exception(error: BaseException) -> None:
         sys.last_traceback = error.__traceback__
 
 
-def _is_left_to_launcher(error: errors.LockstepError) -> bool:
-    """Returns True if the launcher prints an error that ends this rank, and the rank must not.
+def _leave_to_launcher(error: errors.LockstepError) -> bool:
+    """Leaves it to the launcher to print an error that ends this rank, if the launcher can.
 
-    The whole traceback is then written to the log of the rank, which is not shown.
+    The rank then only writes the traceback to its log, which is not shown.
+
+    Returns:
+        True if the launcher prints the error, so that the rank must not.
     """
     folder = Path(os.environ[FOLDER_VARIABLE])
     evidence = Evidence.of_this_process(os.environ, folder)
-    if not _launcher_can_print_all_of(error) or not _is_recorded(evidence):
-        return False
+    launcher_prints_it = _launcher_can_print_all_of(error) and _is_recorded(evidence)
+    if launcher_prints_it:
+        _log_traceback(error, folder / "stderr.log")
+    return launcher_prints_it
 
+
+def _log_traceback(error: BaseException, log_path: Path) -> None:
+    """Appends the traceback of an error to a log."""
     text = "".join(traceback.format_exception(error))
-    with contextlib.suppress(OSError), open(folder / "stderr.log", "ab") as log:
+    with contextlib.suppress(OSError), open(log_path, "ab") as log:
         log.write(text.encode(errors="backslashreplace"))
-    return True
 
 
 def _launcher_can_print_all_of(error: errors.LockstepError) -> bool:
@@ -426,7 +433,7 @@ def install_after_exec() -> None:
     watch_executed(evidence)  # this program may execute yet another one
 
     # `errors` asks this before it prints an error of Lockstep's that ends the rank.
-    errors.leave_to_launcher = _is_left_to_launcher
+    errors.leave_to_launcher = _leave_to_launcher
 
     original_excepthook = sys.excepthook
 

@@ -41,7 +41,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import IO, TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from lockstep.run.machines.run_token import TOKEN_VARIABLE
@@ -121,6 +121,11 @@ class Event(NamedTuple):
     def says_started(self) -> bool:
         """True if the rank was started; otherwise a process that was created has ended."""
         return self.pid is not None and self.code is None
+
+    @property
+    def answers_prepare(self) -> bool:
+        """True if the event is about no rank, but answers `Zygote.prepare_libraries`."""
+        return self.rank == _PREPARED
 
 
 class Zygote:
@@ -210,7 +215,7 @@ class Zygote:
         deadline = time.monotonic() + _PREPARE_TIMEOUT_S
         while time.monotonic() < deadline:
             for event in self.events(timeout=0.1):
-                if event.rank == _PREPARED:
+                if event.answers_prepare:
                     return event.reason or None
         os.kill(self.pid, signal.SIGKILL)
         return f"importing takes longer than {_PREPARE_TIMEOUT_S:g} s"
@@ -279,13 +284,12 @@ class Zygote:
                 return events
 
             data, _ = _receive(self._socket)  # one event, as the socket keeps messages apart
-            is_closed = not data
-            if not is_closed:
-                events.append(Event(*json.loads(data)))
-            elif events:
-                return events  # the next call will raise
-            else:
-                raise ChildProcessError(_ZYGOTE_GONE)
+            if not data:  # the zygote has closed its end
+                if not events:
+                    raise ChildProcessError(_ZYGOTE_GONE)
+                return events  # the next call will raise the error
+
+            events.append(Event(*json.loads(data)))
 
     @property
     def has_ended(self) -> bool:
@@ -473,17 +477,28 @@ class Server:
         if is_closed:
             return False
 
-        # If a message comes with descriptors, the request is in the last of these files.
         if files:
-            if data == _START:
-                self._start(files)
-            else:
-                self._prepare_libraries(_read_request(files))
-            for file in files:
-                os.close(file)
-            return True
+            self._handle_request_in_file(data, files)
+        else:
+            self._handle_short_request(json.loads(data))
+        return True
 
-        request = json.loads(data)
+    def _handle_request_in_file(self, kind: bytes, files: list[int]) -> None:
+        """Handles a request to start a rank or to prepare libraries.
+
+        Args:
+            kind: `_START` or `_PREPARE`.
+            files: descriptors, which are closed here. The last one is that of the request.
+        """
+        if kind == _START:
+            self._start(files)
+        elif kind == _PREPARE:
+            self._prepare_libraries(_read_request(files))
+        for file in files:
+            os.close(file)
+
+    def _handle_short_request(self, request: Mapping[str, Any]) -> None:
+        """Handles a request to end or to signal processes. Its keys say which one it is."""
         if "left_behind" in request:
             remaining = self._end_left_behind(_LEFT_BEHIND_TERM_GRACE_S)
             pids = " ".join(str(pid) for pid in remaining)
@@ -492,10 +507,11 @@ class Server:
             self._give_up(request["give_up"])
         else:
             self._signal(request["signal"], set(request["ranks"]))
-        return True
 
     def _prepare_libraries(self, request: Mapping[str, Any]) -> None:
-        """Imports the libraries that the script of a rank has imported."""
+        """Imports the libraries that the script of a rank has imported, and reports to the launcher
+        that it is done, or why this zygote must end.
+        """
         from lockstep.run.start import script_libraries
 
         reason = ""
@@ -503,6 +519,7 @@ class Server:
             script_libraries.prepare_modules(request["report"], request["variables"])
         except script_libraries.CannotPrepareError as error:
             reason = str(error)[:_MAX_REASON_CHARACTERS]
+        # This is about no rank. The launcher reads it by `Event.answers_prepare`.
         self._report(Event(rank=_PREPARED, pid=None, reason=reason))
 
     def _give_up(self, given_up_rank: int) -> None:
@@ -536,11 +553,12 @@ class Server:
         self.rank_of_pid[pid] = rank
 
         command = request["command"]  # empty if the rank stays a copy of this process
-        if command and command[0] != sys.executable:
-            self.non_python_pids.add(pid)
+        is_python = not command or command[0] == sys.executable
+        if not is_python:
+            self.non_python_pids.add(pid)  # `_signal` sends signals to its whole group
 
-        # A rank creates its process group itself, with or without a session. In the second case
-        # this process can do so, too, in case a signal to the group is requested before that.
+        # Without a session of its own, the rank will create its process group. Create it here, too,
+        # so that the group exists if the next request is to signal it.
         if not request["own_session"]:
             with contextlib.suppress(OSError):
                 os.setpgid(pid, pid)
@@ -670,15 +688,7 @@ class Server:
         with contextlib.suppress(BlockingIOError):
             os.read(self.wake_reader, 4096)
 
-        # Once there are only processes left behind, `_end_left_behind` collects them.
-        while self.rank_of_pid or self.spares or self.given_up:
-            try:
-                pid, status = os.waitpid(-1, os.WNOHANG)
-            except ChildProcessError:
-                return
-            if pid == 0:  # all remaining processes are still running
-                return
-
+        for pid, status in self._ended_children():
             # A rank that the launcher has given up on may end after all. It is no longer in
             # `rank_of_pid`, so it is not reported below: for the launcher it has ended before.
             self.given_up.discard(pid)
@@ -689,6 +699,21 @@ class Server:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(pid, signal.SIGKILL)
                 self._report(Event(rank, pid, os.waitstatus_to_exitcode(status)))
+
+    def _ended_children(self) -> Iterator[tuple[int, int]]:
+        """Collects the children that have ended, and yields the process id and the status of each.
+
+        Stops when the caller has removed the last rank: all other children are processes left
+        behind by ranks, which `_end_left_behind` collects.
+        """
+        while self.rank_of_pid or self.spares or self.given_up:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:  # there are no children
+                return
+            if pid == 0:  # all children are still running
+                return
+            yield pid, status
 
     def _signal(self, number: int, ranks: set[int]) -> None:
         """Sends a signal to the process groups of ranks, or only to their main processes.
@@ -789,28 +814,22 @@ class Server:
             # A process can only wait for its own children. Grandchildren become children of this
             # process when their parents have ended (PR_SET_CHILD_SUBREAPER).
             _wait_for_ends({child.pid for child in children}, _RECHECK_S)
-
-            # That returns at once if only children of given-up ranks are left, so pause.
-            time.sleep(_MAX_POLL_S)
+            time.sleep(_MAX_POLL_S)  # as the call does not wait for children of given-up ranks
 
         return [process.pid for process in processes if not _has_ended_completely(process)]
 
     def _children_left_behind(self) -> list[psutil.Process]:
         """Returns the processes that ranks have left behind and whose parents have ended.
 
-        These are the children of this process that are neither ranks nor spares. A rank that was
-        given up has not ended, but is treated so: its children are returned too, except for those
-        that have ended, which stay zombies as the rank does not collect their exit status.
+        These are the children of this process that are neither ranks nor spares, and the children
+        of ranks that were given up: such a rank has not ended, but is treated so.
         """
         import psutil
 
         children = []
         for child in psutil.Process().children():
             if child.pid in self.given_up:
-                with contextlib.suppress(psutil.Error):
-                    for child_of_rank in child.children():
-                        if not _has_ended_completely(child_of_rank):
-                            children.append(child_of_rank)
+                children += _running_children(child)
             elif child.pid not in self.rank_of_pid and child.pid not in self.spares:
                 children.append(child)
         return children
@@ -844,7 +863,7 @@ def end_process_groups(leaders: Iterable[int]) -> list[int]:
     deadline = time.monotonic() + _KILL_TIMEOUT_S
     while True:
         # They are listed again each time, as they may have started others in the meantime.
-        processes = _members_of_groups(groups)
+        processes = _running_members(groups)
         for process in processes:
             with contextlib.suppress(psutil.Error):
                 process.kill()
@@ -853,8 +872,20 @@ def end_process_groups(leaders: Iterable[int]) -> list[int]:
         time.sleep(_MAX_POLL_S)
 
 
-def _members_of_groups(groups: set[int]) -> list[psutil.Process]:
-    """Returns the processes of some process groups that have not ended."""
+def _running_children(process: psutil.Process) -> list[psutil.Process]:
+    """Returns the children of a process without the zombies, which it may never collect."""
+    import psutil
+
+    running = []
+    with contextlib.suppress(psutil.Error):
+        for child in process.children():
+            if not _has_ended_completely(child):
+                running.append(child)
+    return running
+
+
+def _running_members(groups: set[int]) -> list[psutil.Process]:
+    """Returns the processes in the given process groups that are still running."""
     import psutil
 
     members = []

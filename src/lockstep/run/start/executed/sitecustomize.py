@@ -18,10 +18,27 @@ if TYPE_CHECKING:
 
 
 def begin() -> None:
-    """Removes what `exec_hook` has added to the environment, and makes the import of torch install
-    the probe.
+    """Does what this module is for, and then what Python would have done without it."""
+    restore_search_path()
+
+    # `exec_hook` has described the rank in this variable: {"pid": 4242, "lockstep_folder": "/..."}.
+    description = os.environ.pop("LOCKSTEP_EXECUTED", "")
+    if description:
+        rank = json.loads(description)
+        is_rank = rank["pid"] == os.getpid()  # otherwise this process is a child of the rank
+        if is_rank:
+            sys.meta_path.insert(0, AfterTorch(folder_of_lockstep=rank["lockstep_folder"]))
+
+    # At its start, Python imports the first module called `sitecustomize` that it finds, which was
+    # this file. If the user has such a module as well, it must be imported here.
+    import_users_sitecustomize()
+
+
+def restore_search_path() -> None:
+    """Removes the folder of this file, which `exec_hook` has added, from `sys.path` and PYTHONPATH.
+
+    If nothing else is in PYTHONPATH, the variable is removed.
     """
-    # `exec_hook` has put the folder of this file in front of PYTHONPATH.
     folder = os.path.dirname(os.path.abspath(__file__))
     sys.path[:] = [path for path in sys.path if path != folder]
 
@@ -31,19 +48,6 @@ def begin() -> None:
             paths.append(path)
     if paths:
         os.environ["PYTHONPATH"] = os.pathsep.join(paths)
-
-    # `exec_hook` has left the process id of the rank and the folder of Lockstep here, as JSON.
-    note_of_exec_hook = os.environ.pop("LOCKSTEP_EXECUTED", "")
-    if note_of_exec_hook:
-        note = json.loads(note_of_exec_hook)
-        is_rank = note["pid"] == os.getpid()  # otherwise this process is a child of the rank
-        if is_rank:
-            folder_of_lockstep = note["packages"]
-            sys.meta_path.insert(0, AfterTorch(folder_of_lockstep))
-
-    # At its start, Python imports the first module called `sitecustomize` that it finds, which was
-    # this file. If the user has such a module as well, it must be imported here.
-    import_users_sitecustomize()
 
 
 def import_users_sitecustomize() -> None:
@@ -66,11 +70,11 @@ class AfterTorch:
     """An import hook (PEP 451) that installs the probe after torch has been imported.
 
     Args:
-        packages: the folder that holds Lockstep.
+        folder_of_lockstep: the folder that holds the package.
     """
 
-    def __init__(self, packages: str) -> None:
-        self.folder_of_lockstep = packages
+    def __init__(self, folder_of_lockstep: str) -> None:
+        self.folder_of_lockstep = folder_of_lockstep
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> Any:
         """Finds torch, and makes its loader install the probe after torch has been imported.
