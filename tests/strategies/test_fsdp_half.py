@@ -42,13 +42,24 @@ MICRO_BATCHES = 2
 # Parity with torch's own FSDP2
 
 
+def build_without_scalars() -> Any:
+    """The transformer with one-element vectors for its scalars, which torch's FSDP2 refuses."""
+    model = build("transformer", torch.float32)
+    for module in model.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            if parameter.dim() == 0:
+                vector = nn.Parameter(parameter.detach().reshape(1))
+                setattr(module, name, vector)
+    return model
+
+
 def with_lockstep(
     precision: str, strategy: Any, micro_batches: int = 1, recompute: bool = False
 ) -> dict[str, Tensor]:
     """Weights, optimizer state and losses after some steps."""
     losses = []
     with lockstep.init(strategy, seed=5, precision=precision) as world:
-        model = build("transformer", torch.float32)
+        model = build_without_scalars()
         if recompute:
             lockstep.checkpoint_activations(model, Block)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
@@ -72,7 +83,7 @@ def with_torch(
     size = dist.get_world_size()
     policy = MixedPrecisionPolicy(HALF_DTYPES[precision], reduce_dtype=torch.float32)
     reshards = None if options.get("reshard_after_forward", True) else False
-    model: Any = build("transformer", torch.float32)
+    model = build_without_scalars()
     mesh = DeviceMesh.from_group(dist.group.WORLD, "cpu")  # it opens no group of its own
     for unit in (*model.blocks, model):
         fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=reshards)
