@@ -170,13 +170,15 @@ class LowRankSum:
         """
         num_ranks = dist.get_world_size()
         factors = zip(self._lefts, self._rights(), strict=True)  # P, and Q summed over the ranks
-        residuals = self._residuals()
+        residuals = self._residuals()  # views of `state["residual"]`
         for matrix, (left, right), residual in zip(self._matrices, factors, residuals, strict=True):
             sum_of_matrix = left @ right.T
-            torch.sub(matrix, sum_of_matrix, alpha=1.0 / num_ranks, out=residual)
+            torch.sub(matrix, sum_of_matrix, alpha=1.0 / num_ranks, out=residual)  # M - S / ranks
             matrix.copy_(sum_of_matrix)
+        self._forget_nan_and_infinity()
 
-        # NaN and infinity show in the sum of this step, but must not get into all later steps.
+    def _forget_nan_and_infinity(self) -> None:
+        """Replaces them by 0 in what later steps use; the sum of this step keeps them."""
         self.state["residual"].nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
         self.state["right"].nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
 

@@ -211,7 +211,13 @@ class QuantizedSum:
     def _start_exchange(self, shard: Tensor) -> Callable[[], None]:
         """Begins to send this rank's values, one chunk to each peer (step 1 of the class).
 
-        The residual is added to them, and becomes the rounding errors of what is sent.
+        The residual is added to them, and becomes the rounding errors of what is sent. On peer 0
+        of 2 peers:
+
+            chunk                         0                          1
+            sent to                       itself, and not used       peer 1
+            residual after this           not used                   errors of the chunk
+            residual after `advance`      errors of the chunk's sum  errors of the chunk
 
         Args:
             shard: the values that this rank sends: if the peer is a rank, its whole vector; if it
@@ -230,8 +236,8 @@ class QuantizedSum:
         if residuals is not None:
             self._chunks += residuals
 
-        # `encode` fills the residuals with its rounding errors. This peer's own chunk is not sent;
-        # `advance` will fill its residual with the rounding errors of the chunk's sum.
+        # This fills the residuals with the rounding errors. It encodes this peer's own chunk too,
+        # since all chunks are encoded in one operation.
         encoded = encode(self._chunks, self._method, residuals)
         self._received_chunks = torch.empty_like(encoded)
         self._wait_for_chunks = routing.start_all_to_all(

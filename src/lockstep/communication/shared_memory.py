@@ -519,8 +519,13 @@ class SharedMemory:
         The partial sums of all ranks, in the order of the ranks, are pushed onto a stack. After
         partial sum i is pushed, the two topmost values of the stack are replaced by their sum,
         `merges[i]` times. What is left on the stack are the results. For example, rank 0 has the
-        partial sums a and b, rank 1 has c, and the merges are `(0, 1, 0)`: the results are `a + b`
-        and `c`, which can only be added together with partial sums of other machines.
+        partial sums a and b, rank 1 has c, and the merges are `(0, 1, 0)`:
+
+            push a                stack: a
+            push b, 1 merge       stack: a + b
+            push c                stack: a + b, c
+
+        The two results can only be added together with partial sums of other machines.
 
         Errors are those of `all_reduce`.
 
@@ -833,24 +838,8 @@ class SharedMemory:
             if self._is_closed:
                 raise dist.DistNetworkError("shared memory: after world.close()")
 
-            # The last call has failed, or this code runs in a signal handler that has interrupted
-            # it. (The lock is no obstacle: this thread holds it already, and may acquire it again.)
-            # The ranks would not agree on which barrier comes next.
-            last_call_is_incomplete = self.num_completed < self._num_begun
-            if last_call_is_incomplete:
-                raise dist.DistNetworkError(self._error_if_incomplete)
-
-            self._num_begun += 1
-            number = self._num_begun
-
-            # The message of the error that later calls raise if this one does not complete.
-            self._error_if_incomplete = (
-                f"shared memory: {op} number {number} did not come to its end"
-            )
-            shape = tuple(tensor.shape)
-            thread = threading.get_ident()
-            self.calls.append(Call(number, op, shape, tensor.dtype, time.time(), thread))
-            self._description_to_compare = self._describe_call(op + how, tensor)
+            self._raise_if_last_call_is_incomplete()
+            self._record_call(op, tensor, how)
 
             try:
                 yield
@@ -860,6 +849,27 @@ class SharedMemory:
                 raise
 
             self.num_completed = self._num_begun
+
+    def _raise_if_last_call_is_incomplete(self) -> None:
+        """Raises an error if the last call has failed, or is interrupted by a signal handler.
+
+        Such a handler gets here because it runs in the thread that holds the lock, which may
+        acquire it again. The ranks would not agree on which barrier comes next.
+        """
+        if self.num_completed < self._num_begun:
+            raise dist.DistNetworkError(self._error_if_incomplete)
+
+    def _record_call(self, op: str, tensor: Tensor, how: str) -> None:
+        """Records that a collective begins; see `_calling`."""
+        self._num_begun += 1
+        number = self._num_begun
+
+        # The message of the error that later calls raise if this one does not complete.
+        self._error_if_incomplete = f"shared memory: {op} number {number} did not come to its end"
+        shape = tuple(tensor.shape)
+        thread = threading.get_ident()
+        self.calls.append(Call(number, op, shape, tensor.dtype, time.time(), thread))
+        self._description_to_compare = self._describe_call(op + how, tensor)
 
     def _publish_barrier_number(self, *, has_left_collective: bool = False) -> None:
         """Writes to the shared memory how many barriers this rank has reached.
@@ -892,13 +902,6 @@ class SharedMemory:
     def _barrier(self) -> None:
         """Waits until all ranks have arrived; then everything they wrote before can be read.
 
-        Each rank waits at a semaphore of its own.
-
-        - Up to 8 ranks: each rank posts the semaphores of all others when it arrives, and waits
-          until its own semaphore was posted by all others.
-        - More ranks: each rank posts the semaphore of the first rank when it arrives. When all have
-          arrived, the first rank posts the semaphores of all others, which wakes them.
-
         In the first barrier of a call the ranks also compare the descriptions of their calls.
         """
         self._num_barriers += 1
@@ -909,12 +912,24 @@ class SharedMemory:
         parity = self._num_barriers % 2
         barrier = self._barrier_of_parity[parity]
 
-        description = self._description_to_compare  # None in later barriers of the call
-        if description is not None:
-            self._write_description(description, parity)
+        description = self._description_to_compare
+        if description is None:  # a later barrier of the call
+            self._wait_for_others(barrier)
+            return
 
-        # Tell the ranks that wait for this one, and wait. In each of the two schemes above a rank
-        # posts either before it waits or, if it is the first of many, after that.
+        self._write_description(description, parity)
+        self._wait_for_others(barrier)
+        self._description_to_compare = None
+        self._compare_with_other_ranks(description, parity)
+
+    def _wait_for_others(self, barrier: _Barrier) -> None:
+        """Waits until all ranks have arrived. Each rank waits at a semaphore of its own.
+
+        rank                    posts on arrival    waits for         posts then
+        each of up to 8         all others          posts of all      -
+        the first of more       -                   posts of all      all others
+        another one of more     the first           a post of it      -
+        """
         for semaphore in barrier.posted_on_arrival:
             self._semaphores.post(semaphore)
 
@@ -925,10 +940,6 @@ class SharedMemory:
 
         for semaphore in barrier.posted_after_waiting:
             self._semaphores.post(semaphore)
-
-        if description is not None:
-            self._description_to_compare = None
-            self._compare_with_other_ranks(description, parity)
 
     def _write_description(self, description: bytes, parity: int) -> None:
         """Writes the description of this rank's call to the memory, for barriers of a parity."""
@@ -1103,21 +1114,19 @@ def add_in_tree(
             left = stack.pop()
             additions_left -= 1
 
-            is_last_addition = additions_left == 0
-            if is_last_addition and has_one_total:
-                # Its result is the total. The tensor of the total may be overwritten now, even if
-                # it is one of the values, because no value is needed any more.
+            # The result of the last addition is the total. If the total's tensor is one of the
+            # values, it may be overwritten now: no value is needed any more.
+            is_total = additions_left == 0 and has_one_total
+            if is_total:
                 stack.append(torch.add(left, right, out=totals[0]))
             elif overwrite:
                 stack.append(left.add_(right))
             else:
                 stack.append(left + right)
 
-    # A result may be in the memory of its total already: the last sum, or a value without a merge
-    # whose tensor is also the total.
     for result, total in zip(stack, totals, strict=True):
-        is_in_place = result.data_ptr() == total.data_ptr()
-        if not is_in_place:
+        is_in_total = result.data_ptr() == total.data_ptr()
+        if not is_in_total:
             total.copy_(result)
 
 

@@ -80,21 +80,23 @@ class TreeOrder(NamedTuple):
 def plan_sums(present: tuple[bool, ...], bounds: tuple[int, ...]) -> TreeOrder:
     """Plans how ranks sum a tree: first each rank its own leaves, then all ranks together.
 
-    Example: 2 ranks sum 4 leaves, `(0 + 1) + (2 + 3)`, with the bounds `(0, 3, 4)`.
+    Example: 2 ranks sum 4 leaves, `(0 + 1) + (2 + 3)`, with the bounds `(0, 3, 4)`. Rank 0 has the
+    leaves 0 to 2, rank 1 has leaf 3. Each line is a push with the merges that follow it.
 
-        rank 0     push 0, push 1, merge: 0 + 1; push 2       merges_of_rank[0] = (0, 1, 0)
-        rank 1     push 3                                     merges_of_rank[1] = (0,)
-        together   push 0 + 1, push 2, push 3, merge: 2 + 3,
-                   merge: (0 + 1) + (2 + 3)                   merges = (0, 0, 2)
-
-    Number i of each tuple says how many merges follow push i: after its second push, that of leaf
-    1, rank 0 merges once.
+        rank 0     push 0                  stack: 0
+                   push 1, 1 merge         stack: 0+1
+                   push 2                  stack: 0+1, 2           merges_of_rank[0] = (0, 1, 0)
+        rank 1     push 3                  stack: 3                merges_of_rank[1] = (0,)
+        together   push 0+1                stack: 0+1
+                   push 2                  stack: 0+1, 2
+                   push 3, 2 merges        stack: (0+1)+(2+3)      merges = (0, 0, 2)
 
     Args:
         present: for each leaf, True if it has a value.
         bounds: rank r has the leaves from `bounds[r]` to `bounds[r + 1] - 1`.
     """
-    # The nodes that each rank can sum alone: [[0 + 1, 2], [3]] in the example.
+    # What is left on the stack of each rank. In the example: [[Node(0, 2), Node(2, 3)],
+    # [Node(3, 4)]].
     nodes_of_ranks = _largest_nodes_of_ranges(present, bounds)
 
     # First, each rank pushes its leaves, and merges them into these nodes.
@@ -144,13 +146,22 @@ def plan_sums_of_machines(
 
         1. Each rank sums its own leaves to as few values as it can, as in `plan_sums`:
            rank 0 passes on 0-1, rank 1 passes on 2, rank 2 passes on 3 and 4-5, rank 3 6-7.
-        2. Each machine pushes the values of its ranks, and merges those that belong together:
-           machine 0 pushes 0-1 and 2, which it cannot merge without leaf 3; machine 1 pushes 3,
-           4-5 and 6-7, and merges the last two to 4-7.
-        3. The values of the machines, 0-1 and 2, then 3 and 4-7, are summed by `between_machines`.
+        2. Each machine pushes the values of its ranks, and merges those that belong together.
+           Machine 0 pushes 0-1 and 2, which it cannot merge without leaf 3. Machine 1:
 
-    For machine 1 the result is `MachineOrder(num_nodes_of_rank=(2, 1), merges=(0, 0, 1),
-    num_nodes=2, between_machines=...)`, where the merges of `between_machines` are `(0, 0, 2, 1)`.
+               push 3                  stack: 3
+               push 4-5                stack: 3, 4-5
+               push 6-7, 1 merge       stack: 3, 4-7               merges = (0, 0, 1)
+
+        3. The values that are left on the machines are summed by `between_machines`:
+
+               push 0-1                stack: 0-1
+               push 2                  stack: 0-1, 2
+               push 3, 2 merges        stack: 0-3
+               push 4-7, 1 merge       stack: 0-7                  merges = (0, 0, 2, 1)
+
+    For machine 1 the result has the `num_nodes_of_rank` `(2, 1)`, the `merges` of stage 2, and the
+    `num_nodes` 2: 3 and 4-7.
 
     Args:
         present: for each leaf, True if it has a value.
@@ -249,12 +260,15 @@ def count_merges(pushed: Sequence[Node], *, into: Sequence[Node]) -> tuple[int, 
 def _merges_below(node: Node, pushed: frozenset[Node]) -> list[int]:
     """Returns how many merges follow each push while the value of a node is computed.
 
-    The node `(0, 3)` is computed as `(0 + 1) + 2`. If the leaves 0, 1 and 2 are pushed, the result
-    is `[0, 1, 1]`: one merge after leaf 1, which gives `0 + 1`, and one after leaf 2.
+    The node `(0, 3)` is computed as `(0 + 1) + 2`. If the leaves 0, 1 and 2 are pushed:
+
+        node (0, 2)     [0], [0]     merge after leaf 1: [0, 1]
+        node (2, 3)     pushed       [0]
+        node (0, 3)     [0, 1], [0]  merge after leaf 2: [0, 1, 1]
 
     Args:
         node: the node whose value is left on the stack in the end.
-        pushed: the nodes that are pushed, here or elsewhere in the tree.
+        pushed: the nodes that are pushed. Those that do not lie within `node` are ignored.
 
     Returns:
         From left to right, a number of merges for each pushed node that is `node` itself or lies
@@ -271,8 +285,7 @@ def _merges_below(node: Node, pushed: frozenset[Node]) -> list[int]:
     merges_of_left = _merges_below(left, pushed)
     merges_of_right = _merges_below(right, pushed)
 
-    # If both children have a value, they are merged after the last push within the right child. In
-    # the example `(0, 3)`, `[0, 1]` of the left child and `[0]` of the right one give `[0, 1, 1]`.
+    # If both children have a value, they are merged after the last push within the right child.
     if merges_of_left and merges_of_right:
         merges_of_right[-1] += 1
     return merges_of_left + merges_of_right

@@ -76,18 +76,18 @@ class TreeSums:
             return self._start_on(carrier, nodes, total, scale)
 
         shared = routing.shared_memory()
-        if shared is not None and shared.supports(total):
-            # If all processes are on this machine, the whole sum goes through its memory.
-            if shared.is_only_machine:
-                shared.sum_in_tree(nodes, total, self._order, scale=scale)
-                return _do_nothing
+        if shared is None or not shared.supports(total):
+            return _start_sliced_sum(nodes, total, self._order, scale, group=None)
 
-            # With several machines, each sums the nodes of its own processes first. This is
-            # possible if these processes have consecutive numbers, because their virtual ranks are
-            # then one range of the tree. Only in this case does the machine have a number.
-            machine = shared.machine_number
-            if machine is not None:
-                return self._start_between_machines(shared, machine, nodes, total, scale)
+        if shared.is_only_machine:
+            shared.sum_in_tree(nodes, total, self._order, scale=scale)
+            return _do_nothing
+
+        # Each machine sums the nodes of its own processes first, if these have consecutive numbers:
+        # then their virtual ranks are one range of the tree.
+        number_if_consecutive = shared.machine_number
+        if number_if_consecutive is not None:
+            return self._start_between_machines(shared, number_if_consecutive, nodes, total, scale)
 
         return _start_sliced_sum(nodes, total, self._order, scale, group=None)
 
@@ -106,27 +106,22 @@ class TreeSums:
         Returns:
             A function that waits for the sum; see `start`.
         """
-        # The carrier is the device that the backend sends from, e.g. the CPU with Gloo. If the
-        # tensors are on another device, this method is called again with copies on the carrier.
+        # The carrier is the device that the backend sends from, e.g. the CPU with Gloo.
         carrier = routing.carrier_device(total.device)
         if carrier != total.device:
-            slices_on_carrier = []
-            for slices in slices_of_nodes:
-                slices_on_carrier.append([node_slice.to(carrier) for node_slice in slices])
-            total_on_carrier = total.to(carrier)
-            wait = self.start_reduce_scatter(slices_on_carrier, total_on_carrier, scale=scale)
-            return lambda: _finish_on_carrier(wait, total_on_carrier, total)
+            return self._start_reduce_scatter_on(carrier, slices_of_nodes, total, scale)
 
         # If all processes are on this machine, the slices go through its memory.
         shared = routing.shared_memory()
         if shared is not None and shared.is_only_machine and shared.supports(total):
+            # This has as many elements as all slices of a node together, but takes no memory.
+            whole_node = total.expand(self._num_processes, -1)
             shared.reduce_scatter_in_tree(
                 slices_of_nodes,
                 totals=[total],
                 num_nodes_of_rank=self._order.num_nodes_of_rank,
                 merges=self._order.merges,
-                # As long as all slices of a node together. An expanded tensor takes no memory.
-                like=total.expand(self._num_processes, -1),
+                like=whole_node,
             )
             total.mul_(scale)
             return _do_nothing
@@ -146,6 +141,21 @@ class TreeSums:
         """
         total_on_carrier = total.to(carrier)
         wait = self.start([node.to(carrier) for node in nodes], total_on_carrier, scale=scale)
+        return lambda: _finish_on_carrier(wait, total_on_carrier, total)
+
+    def _start_reduce_scatter_on(
+        self,
+        carrier: torch.device,
+        slices_of_nodes: Sequence[Sequence[Tensor]],
+        total: Tensor,
+        scale: float,
+    ) -> Callable[[], None]:
+        """Does `start_reduce_scatter` with copies on the device that the backend sends from."""
+        slices_on_carrier = []
+        for slices in slices_of_nodes:
+            slices_on_carrier.append([node_slice.to(carrier) for node_slice in slices])
+        total_on_carrier = total.to(carrier)
+        wait = self.start_reduce_scatter(slices_on_carrier, total_on_carrier, scale=scale)
         return lambda: _finish_on_carrier(wait, total_on_carrier, total)
 
     def _start_between_machines(

@@ -481,15 +481,16 @@ def _two_pass_moments(x: Tensor) -> _LocalMoments:
     output can be computed from them.
     """
     count = x.numel() // x.shape[1]  # values per channel
-    centre = x.sum(all_but_channels(x), dtype=statistics_dtype(x)) / count  # (C,)
-    deviations = x - per_channel(centre, x)
+    rough_mean = x.sum(all_but_channels(x), dtype=statistics_dtype(x)) / count  # (C,)
+    deviations = x - per_channel(rough_mean, x)
 
     sum_of_deviations, sum_of_squares = _sum_and_sum_of_squares(deviations)
 
-    # `centre` is the mean with a small rounding error e, so the deviations add up to count * e. Add
-    # e to get the mean. (The sum of squares is too large by count * e * e, which does not matter.)
-    mean = centre + sum_of_deviations.double() / count
-    return _LocalMoments(mean, sum_of_squares, _CentredInput(centre, deviations))
+    # If the rough mean were exact, the deviations would add up to 0. (Its error also makes the sum
+    # of squares too large, by count * error**2, which does not matter.)
+    missing_in_rough_mean = sum_of_deviations.double() / count
+    mean = rough_mean + missing_in_rough_mean
+    return _LocalMoments(mean, sum_of_squares, _CentredInput(rough_mean, deviations))
 
 
 def _sum_and_sum_of_squares(deviations: Tensor) -> tuple[Tensor, Tensor]:

@@ -65,6 +65,26 @@ class GlobalBatch:
     gradient_averaging: GradientAverage | None = None
     """Averages the gradients over several pipelines; set by the loss of the last micro-batch."""
 
+    @property
+    def num_losses_given(self) -> int:
+        """How many micro-batches have got their loss: those from 0 to this number - 1."""
+        return len(self.backward_of_given_losses)
+
+    def give_loss(self, run_backward: Callable[[], None] | None) -> int:
+        """Adds the loss of the next micro-batch, and returns the number of the micro-batch.
+
+        Args:
+            run_backward: runs the backward pass of the loss; None if the loss is on another rank.
+        """
+        self.backward_of_given_losses.append(run_backward)
+        return self.num_losses_given - 1
+
+    def take_backward(self, micro_batch: int) -> Callable[[], None] | None:
+        """Returns the function of a micro-batch, and forgets it: it holds the graph of the loss."""
+        run_backward = self.backward_of_given_losses[micro_batch]
+        self.backward_of_given_losses[micro_batch] = None
+        return run_backward
+
     def is_ready(self, action: Action) -> bool:
         """Returns True if the training loop has brought what an action needs.
 
@@ -73,4 +93,4 @@ class GlobalBatch:
         """
         if action.forward:
             return action.micro_batch < len(self.calls)
-        return action.micro_batch < len(self.backward_of_given_losses)
+        return action.micro_batch < self.num_losses_given

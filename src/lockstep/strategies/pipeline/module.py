@@ -150,7 +150,7 @@ class PipelinedModule(ModuleWrapper):
             return False
         if batch.key != self.run.step.key:  # the loop was left in the middle of that global batch
             return False
-        return len(batch.backward_of_given_losses) < len(batch.calls)
+        return batch.num_losses_given < len(batch.calls)
 
     @property
     def has_last_stage(self) -> bool:
@@ -205,10 +205,7 @@ class PipelinedModule(ModuleWrapper):
 
     def _check_can_run(self) -> None:
         """Raises UsageError if the run has ended, or if an earlier call has failed on this rank."""
-        # A pipeline has at least two stages, and so at least one wire, until the run ends and
-        # `release` removes the wires.
-        run_has_ended = not self._activation_wires
-        if run_has_ended:
+        if self._run_has_ended:
             raise UsageError(
                 "a forward pass after world.close()",
                 "the model is spread over the ranks, which no longer exchange messages",
@@ -224,18 +221,23 @@ class PipelinedModule(ModuleWrapper):
                 "make it fail",
             )
 
+    @property
+    def _run_has_ended(self) -> bool:
+        """True after `release` has removed the wires; a pipeline has at least one."""
+        return not self._activation_wires
+
     def _check_call(self, batch: GlobalBatch) -> None:
         """Raises UsageError if the model is called at the wrong time within a global batch.
 
         That is the case if the previous call was not followed by `world.backward`, or if the user
-        has switched modes since the global batch began.
+        has switched modes since the global batch began. (A model without BatchNorm may switch.)
 
         Args:
             batch: the global batch, without the present call.
         """
         # Every earlier call must have been followed by `world.backward`. Ranks without the last
         # stage call it as well: their output is NaN, and so is the loss that they compute from it.
-        every_call_has_its_loss = len(batch.calls) == len(batch.backward_of_given_losses)
+        every_call_has_its_loss = batch.num_losses_given == len(batch.calls)
         if not every_call_has_its_loss:
             raise UsageError(
                 "two forward passes with gradients for one world.backward",
@@ -246,10 +248,10 @@ class PipelinedModule(ModuleWrapper):
 
         has_switched_modes = batch.training is not self.training
         if has_switched_modes:
-            self._check_has_no_statistics()
+            self._refuse_switched_modes_with_statistics()
 
-    def _check_has_no_statistics(self) -> None:
-        """Raises UsageError if a layer has running statistics, when the user has switched modes."""
+    def _refuse_switched_modes_with_statistics(self) -> None:
+        """Raises UsageError if some layer has running statistics, such as a BatchNorm."""
         has_statistics = any(
             getattr(part, "running_mean", None) is not None for part in self.module.modules()
         )
@@ -273,7 +275,7 @@ class PipelinedModule(ModuleWrapper):
         # If all losses were given, this call begins another global batch. A loop that calls the
         # model several times for each batch of the loader does so.
         if batch is not None:
-            all_losses_were_given = len(batch.backward_of_given_losses) == batch.num_micro_batches
+            all_losses_were_given = batch.num_losses_given == batch.num_micro_batches
             if not all_losses_were_given:
                 return batch
             self._finish_global_batch(batch)
@@ -304,8 +306,11 @@ class PipelinedModule(ModuleWrapper):
     def backward(self, loss: Tensor, precision: Precision, **options: Any) -> None:
         """Takes the loss of the latest forward pass, and does all actions that are possible now.
 
-        After the last micro-batch of a global batch all of its gradients are complete. With several
-        pipelines they are then averaged.
+        1. Keep the loss, whose backward pass runs when it is this micro-batch's turn.
+        2. Start receiving the gradients of this micro-batch.
+        3. Do the actions that are possible now.
+        4. After the last micro-batch of a global batch: do all that remain, after which the
+           gradients are complete. With several pipelines they are then averaged.
 
         Args:
             loss: the weighted loss. It is only used on ranks with the last stage.
@@ -315,15 +320,10 @@ class PipelinedModule(ModuleWrapper):
         batch = self._global_batch
         assert batch is not None  # the caller has checked `waits_for_loss`
 
-        # The backward pass of the loss is run when it is this micro-batch's turn. On ranks without
-        # the last stage, None stands for the loss.
-        run_backward = None
+        run_backward = None  # the loss is on the rank with the last stage
         if self.has_last_stage:
             run_backward = partial(precision.backward, loss, **options)
-
-        # Losses come in the order of the micro-batches, from 0 on.
-        micro_batch = len(batch.backward_of_given_losses)
-        batch.backward_of_given_losses.append(run_backward)
+        micro_batch = batch.give_loss(run_backward)
 
         # The next stage will send gradients of this micro-batch. Start receiving them now, even if
         # the backward pass that needs them comes after other actions.
@@ -334,13 +334,17 @@ class PipelinedModule(ModuleWrapper):
         if is_last and self.replica_group is not None:
             batch.gradient_averaging = GradientAverage(self.replica_group)
 
-        while batch.actions and batch.is_ready(batch.actions[0]):
-            self._do_next_action(batch)
+        self._do_possible_actions(batch)
 
         if is_last:
             self._finish_global_batch(batch)
             if batch.gradient_averaging is not None:
                 batch.gradient_averaging.finish()
+
+    def _do_possible_actions(self, batch: GlobalBatch) -> None:
+        """Does the next actions of this rank, up to one that needs a later call or loss."""
+        while batch.actions and batch.is_ready(batch.actions[0]):
+            self._do_next_action(batch)
 
     def check_backward_is_done(self) -> None:
         """Raises UsageError if an optimizer steps before `world.backward` was called."""
@@ -586,22 +590,26 @@ class PipelinedModule(ModuleWrapper):
     def _compute_gradients(
         self, batch: GlobalBatch, action: Action, sent: list[Tensor], *, drop: bool
     ) -> None:
-        """Computes the gradients of a stage, from the loss or from those of what the stage sent.
+        """Runs the backward pass of a stage.
+
+        The last stage begins with the loss, any other stage with the gradients of what it sent.
 
         Args:
             batch: the global batch.
             action: the backward pass of the stage.
             sent: the tensors that the stage sent and that need a gradient. If there are none, there
                 is nothing to do.
-            drop: True to receive gradients without computing anything.
+            drop: True if the loop has left the global batch early. Then the gradients are received,
+                as another rank sends them, but nothing is computed.
         """
-        if action.stage == self.place.last_stage:
-            run_backward = batch.backward_of_given_losses[action.micro_batch]
-            # The function holds the whole graph of the loss.
-            batch.backward_of_given_losses[action.micro_batch] = None
+        is_last_stage = action.stage == self.place.last_stage
+        if is_last_stage:
+            run_backward = batch.take_backward(action.micro_batch)
             if run_backward is not None and not drop:
                 run_backward()
-        elif sent:
+            return
+
+        if sent:
             outputs, gradients = self._receive_gradients(batch, action, sent)
             if outputs and not drop:
                 torch.autograd.backward(outputs, gradients)
@@ -638,7 +646,7 @@ class PipelinedModule(ModuleWrapper):
         """
         for action in batch.actions:
             is_backward_of_stage = not action.forward and action.stage == stage
-            loss_was_given = action.micro_batch < len(batch.backward_of_given_losses)
+            loss_was_given = action.micro_batch < batch.num_losses_given
             if is_backward_of_stage and loss_was_given:
                 return True
         return False
@@ -727,8 +735,7 @@ class PipelinedModule(ModuleWrapper):
             if action.forward:  # the loop has left out its micro-batch
                 continue
 
-            # The loop has left out all micro-batches after the last one whose loss was given.
-            loss_was_given = action.micro_batch < len(batch.backward_of_given_losses)
+            loss_was_given = action.micro_batch < batch.num_losses_given
             if loss_was_given:
                 self._run_backward_pass(batch, action, drop=drop)
 
@@ -776,20 +783,21 @@ class PipelinedModule(ModuleWrapper):
 
         leaves = pytree.tree_leaves(output)
         tensors_here = [leaf.detach() for leaf in leaves if isinstance(leaf, Tensor)]
-        tensors = self._pass_output_back(tensors_here)
-
-        # Wait until everything has been sent, except gradients. A script may evaluate between two
-        # micro-batches of a global batch. Then the gradient wires may carry gradients that another
-        # rank receives only after the evaluation.
-        for wire in self._activation_wires + self._output_wires:
-            wire.wait()
+        output_tensors = self._pass_output_back(tensors_here)
+        self._wait_for_sends_of_evaluation()
 
         if self.has_last_stage:
             return output
+        return _with_tensors(output, output_tensors)  # on this rank the output consists of shapes
 
-        # On this rank the output consists of shapes. Replace each by the next received tensor.
-        remaining = iter(tensors)
-        return pytree.tree_map_only(Tensor, lambda _: next(remaining), output)
+    def _wait_for_sends_of_evaluation(self) -> None:
+        """Waits until everything has been sent, except gradients.
+
+        A script may evaluate between two micro-batches of a global batch. Then another rank may
+        receive gradients of the first one only after its evaluation.
+        """
+        for wire in self._activation_wires + self._output_wires:
+            wire.wait()
 
     def _pass_output_back(self, tensors: list[Tensor]) -> list[Tensor]:
         """Sends the model's output from the last stage to every rank of the pipeline.
@@ -830,6 +838,12 @@ class PipelinedModule(ModuleWrapper):
         # The loop computes a loss from it and may call `loss.backward()`, so it requires a
         # gradient. `expand` repeats the one number without copying it.
         return value.requires_grad_(can_be_nan).expand(tensor.shape)
+
+
+def _with_tensors(output: Any, tensors: list[Tensor]) -> Any:
+    """Replaces the tensors of a nest: `({"loss": a, "n": 3}, [b]) -> {"loss": b, "n": 3}`."""
+    remaining = iter(tensors)
+    return pytree.tree_map_only(Tensor, lambda _: next(remaining), output)
 
 
 def _is_integer_tensor(leaf: Any) -> bool:

@@ -131,8 +131,8 @@ class _SimulatedRank:
         """The actions that the rank has done, in order."""
         self.busy_until = 0
         """The tick at which its present action ends."""
-        self.meeting_point = 0
-        """The next meeting point that the rank reaches."""
+        self.next_meeting_point = 0
+        """The next meeting point that the rank reaches (`meeting_point_of`)."""
 
     def candidates(self, schedule: str) -> list[Action]:
         """Returns the actions that the rank may do next, in order of preference.
@@ -170,14 +170,14 @@ class _SimulatedRank:
 
         A *meeting point* is a place in the training loop at which all ranks may wait for each other
         in a collective. Number 2n is after the call of the model for micro-batch n, and number 2n +
-        1 after `world.backward` for micro-batch n.
+        1 after `world.backward` for micro-batch n: 0 call(0), 1 backward(0), 2 call(1), and so on.
         """
         # A forward pass needs the inputs, so it runs in this micro-batch's call of the model or
         # later. A backward pass needs the loss, so it runs in its `world.backward` or later.
         earliest = 2 * action.micro_batch
         if not action.forward:
             earliest += 1
-        return max(self.meeting_point, earliest)
+        return max(self.next_meeting_point, earliest)
 
     def do(self, action: Action, tick: int) -> _Finished:
         """Does an action that begins at the given tick, and moves the rank forward in its loop.
@@ -187,8 +187,8 @@ class _SimulatedRank:
         Returns:
             The tick at which the action ends, and the meeting point before which it is done.
         """
-        done_before = self.meeting_point_of(action)
-        self.meeting_point = self._meeting_point_after(action)
+        must_be_done_before = self.meeting_point_of(action)
+        self.next_meeting_point = self._next_meeting_point_after(action)
         self.actions.append(action)
         if action.forward:
             self.forward_passes.popleft()
@@ -196,9 +196,9 @@ class _SimulatedRank:
         else:
             self.backward_passes.remove(action)
             self.busy_until = tick + 2
-        return _Finished(self.busy_until, done_before)
+        return _Finished(self.busy_until, must_be_done_before)
 
-    def _meeting_point_after(self, action: Action) -> int:
+    def _next_meeting_point_after(self, action: Action) -> int:
         """Returns the next meeting point that the rank reaches if it has just done an action.
 
         With the forward pass through the highest stage of this rank, the call of the model returns,
@@ -303,16 +303,17 @@ def _are_finished(
         finished: when each action that is done was finished.
         by_tick: the tick at which A would begin.
         by_meeting_point: the *meeting point* (where all ranks wait for each other) before which A
-            would be done. A required action must be done before it too. Otherwise there is a
-            deadlock: the rank of A waits for that action, and the other rank waits at the meeting
-            point.
+            would be done. If it is 3, a required action that is done before point 3 is in time. One
+            that is done before point 4, and so after point 3, is not: its rank waits at point 3 for
+            the rank of A, which waits for the action.
     """
     for action in required:
         if action not in finished:
             return False
-        if finished[action].tick > by_tick:
-            return False
-        if finished[action].meeting_point > by_meeting_point:
+        is_in_time = (
+            finished[action].tick <= by_tick and finished[action].meeting_point <= by_meeting_point
+        )
+        if not is_in_time:
             return False
     return True
 

@@ -156,7 +156,8 @@ def _assign_stages(name: str, module: nn.Module, stage: int, result: Split) -> i
 
     For example, in a model with the submodules `embed`, `blocks.0`, `blocks.1` and `head` and the
     cut "blocks.1", the pieces `embed` and `blocks.0` are in stage 0. At `blocks.1` stage 1 begins;
-    `blocks.1` itself stays whole, so it is a piece of stage 1, and so is `head`.
+    `blocks.1` itself stays whole, so it is a piece of stage 1. The call for `blocks`, which has
+    begun in stage 0, returns 1, so `head` begins in stage 1, too.
 
     Args:
         name: the name of the module in the model.

@@ -116,8 +116,6 @@ class StagedModel:
             return
 
         stage_is_here = stage in stages
-        if not stage_is_here:  # then the piece itself computes shapes, and nothing else
-            skip_normalisation(piece)
         forward = _PieceForward(
             model=self,
             name=name,
@@ -130,7 +128,7 @@ class StagedModel:
             ),
         )
         piece.forward = forward
-        if is_first_of_stage:
+        if is_first_of_stage:  # its call begins this stage, and ends the one before
             piece.register_forward_pre_hook(forward.before, prepend=True, with_kwargs=True)
 
     def run(
@@ -382,20 +380,25 @@ class _PieceForward:
         return self._before_other_stage(stage_run, (args, kwargs))
 
     def _before_own_stage(self, stage_run: StageRun, arguments: Arguments) -> Arguments:
-        """Begins the running stage, which is that of this piece, at its first piece.
+        """Begins the stage that runs, which is that of this piece, if it has not begun yet.
+
+        A stage begins at its first piece, and stage 0 at the start of the forward pass.
 
         Returns:
             The arguments for the piece.
+
+        Raises:
+            UsageError: the stage has not begun, or has ended, and this piece cannot begin it.
         """
-        stage_run.use_own_seed()  # does nothing if an earlier piece of the stage was called
-        # An earlier piece of the stage was called, or this is stage 0, which computes values from
-        # the start of the forward pass.
-        has_begun = stage_run.computes_values
+        stage_run.use_own_seed()  # later calls do nothing
+        has_begun = stage_run.computes_values  # and has not ended
         if has_begun:
             return arguments
-        if self.is_first_of_stage and not stage_run.has_ended:
-            return stage_run.begin_values(arguments)
-        raise _out_of_order_error(self.name, self.stage)
+
+        can_begin = self.is_first_of_stage and not stage_run.has_ended
+        if not can_begin:
+            raise _out_of_order_error(self.name, self.stage)
+        return stage_run.begin_values(arguments)
 
     def _before_other_stage(self, stage_run: StageRun, arguments: Arguments) -> Arguments:
         """Ends the running stage if this piece, of another stage, is the first of the next stage.
@@ -540,6 +543,7 @@ def _shape_forward_of(
         num_stages: the number of stages that this process runs.
     """
     if not stage_is_here:
+        skip_normalisation(piece)
         return piece.forward
 
     if num_stages == 1:

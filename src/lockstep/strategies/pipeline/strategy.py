@@ -328,7 +328,13 @@ class Pipeline(Strategy):
     def _open_wires(self, run: Run, place: PipelinePlace) -> Wires:
         """Opens the process groups of one model, and returns the wires that use them.
 
-        Every model has its own groups, because NCCL cannot tell messages of two models apart.
+        Every model has its own groups, because NCCL cannot tell messages of two models apart. Over
+        Gloo receives are posted early, so tags tell the messages of a group apart. For 2 cuts:
+
+            wire            group                           tag of cut 0    tag of cut 1
+            activations     activations                     0               1
+            outputs         activations                     2               3
+            gradients       `PipelinePlace.gradient_group`  0               1
         """
         model_number = len(run.prepared)
 
@@ -336,15 +342,12 @@ class Pipeline(Strategy):
         ranks_of_pipelines = _table_of_ranks(run, place).T
         activations = open_group(run, f"activations of model {model_number}", ranks_of_pipelines)
 
-        # Gradients may need several groups, so that receiving one does not wait until another has
-        # been sent (`PipelinePlace.gradient_group`).
+        # With several groups, receiving a gradient does not wait until another has been sent.
         gradients: list[dist.ProcessGroup] = []
         for number in range(place.num_gradient_groups):
             name = f"gradients {number} of model {model_number}"
             gradients.append(open_group(run, name, ranks_of_pipelines))
 
-        # Over Gloo receives are posted early, so tags must tell the messages of a group apart.
-        # Outputs use the group of the activations.
         num_cuts = place.last_stage  # stages count from 0, and each except stage 0 begins at a cut
         wires = Wires([], [], [])
         for cut in range(num_cuts):
@@ -444,13 +447,9 @@ class Pipeline(Strategy):
         first_units_of_later_stages = _choose_first_units(names, unit_costs, num_stages)
         cuts = [names[unit] for unit in first_units_of_later_stages]
 
-        # For the printed line: "48% + 52% of time and memory, ...".
         boundaries = [0, *first_units_of_later_stages, len(names)]
         costs_of_stages = _sums_between_boundaries(unit_costs.costs, boundaries)
-        total = sum(costs_of_stages) or 1  # all may be 0
-        percentages = " + ".join(f"{cost / total:.0%}" for cost in costs_of_stages)
-
-        return split(module, cuts), f"{percentages} {unit_costs.reason}"
+        return split(module, cuts), f"{_percentages(costs_of_stages)} {unit_costs.reason}"
 
 
 def _table_of_ranks(run: Run, place: PipelinePlace) -> Tensor:
@@ -460,6 +459,12 @@ def _table_of_ranks(run: Run, place: PipelinePlace) -> Tensor:
     pipeline.
     """
     return torch.arange(run.topology.size).view(place.num_positions, place.num_pipelines)
+
+
+def _percentages(costs_of_stages: Sequence[float]) -> str:
+    """Returns the share of each stage as text: `[12, 13] -> "48% + 52%"`."""
+    total = sum(costs_of_stages) or 1  # all may be 0
+    return " + ".join(f"{cost / total:.0%}" for cost in costs_of_stages)
 
 
 def _choose_first_units(names: Sequence[str], unit_costs: UnitCosts, num_stages: int) -> list[int]:
@@ -493,6 +498,8 @@ def _choose_first_units(names: Sequence[str], unit_costs: UnitCosts, num_stages:
 
     # Put each of these units into a group with the units after it that are not called. Then divide
     # the groups among the stages, and find the group with which each stage but the first begins.
+    # For example, the units 0, 2 and 3 of 5 are possible: the groups are (0, 1), (2,) and (3, 4).
+    # If the second stage begins with group 1, its first unit is 2.
     costs_of_groups = _sums_between_boundaries(unit_costs.costs, [*possible_units, len(names)])
     groups_at_cuts = balanced_cuts(costs_of_groups, num_stages)
 

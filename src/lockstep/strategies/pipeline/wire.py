@@ -233,8 +233,8 @@ class Wire:
                 `send`. Its receives may then be posted now.
         """
         known_specs = self._specs_of_kind.get(kind)
-        if known_specs is None:  # case 1; receives that were posted are for another kind
-            self._drop_posted()
+        if known_specs is None:  # case 1: the message is the first of its kind
+            self._drop_posted()  # receives that were posted, if any, are for another kind
             specs, tensors = self._receive_with_specs(source, kind)
         else:
             specs, tensors = self._receive_of_known_kind(source, kind, known_specs)
@@ -255,9 +255,12 @@ class Wire:
     ) -> tuple[tuple[TensorSpec, ...], list[Tensor]]:
         """Receives a message of a kind that was received before; returns its specs and its tensors.
 
-        A message has a mark only if its kind depends on values of the inputs. The mark is False in
-        case 3 of the module's docstring: the tensors with the known specs are zeros, and the new
-        specs and the real tensors follow.
+        What arrives depends on the kind, and in the cases 2 and 3 of the module's docstring:
+
+            the kind does not depend on values      the tensors
+            2. the specs are the known ones         the mark True, the tensors
+            3. the specs are other ones             the mark False, zeros with the known specs;
+                                                    then the new specs, the tensors
 
         Args:
             source: the sending rank.
@@ -393,9 +396,13 @@ class Wire:
     def _send_zeros(self, spec: MessageSpec, to: int) -> None:
         """Sends zeros to complete receives that were posted for another message.
 
-        The receiver drops them: it finds out by the kind of the next message, or by the mark False
-        among these zeros, that they are no message. As in every message, the marks are sent from
-        CPU to CPU, and the tensors as bytes.
+        For example, the receiver has posted receives for a message of kind A, and the next message
+        is of kind B. The zeros complete the receives of A. The receiver knows that the message is
+        of kind B, and drops them.
+
+        If the next message is of kind A, with other specs, the mark among the zeros tells the
+        receiver to drop them: 0 means False. As in every message, the marks are sent from CPU to
+        CPU, and the tensors as bytes.
         """
         zeros: list[Tensor] = []
         for tensor_spec in spec.tensors:
