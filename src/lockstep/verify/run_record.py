@@ -109,13 +109,6 @@ def record_run(
     if failure is None:
         idle_ranks = find_idle_ranks(ends, updates_of_ranks)
 
-    # An exception says what went wrong. The exit code of `sys.exit` says little, so the output of
-    # the script is kept too.
-    needs_output = failure is None or failure.exited
-    last_lines = output.splitlines()[-MAX_OUTPUT_LINES:]
-    if failure is not None and failure.error == LOST_PROCESS:
-        last_lines = _report_of_launcher(output) or last_lines
-
     # What any rank has switched off, without duplicates and in the order of ranks.
     switched_off: dict[str, None] = {}
     for end in ends.values():
@@ -126,7 +119,7 @@ def record_run(
         _line_up_ranks(updates_of_ranks, idle_ranks),
         error=failure.error if failure else "",
         code=failure.code if failure else "",
-        output="\n".join(last_lines) if needs_output else "",
+        output=_output_to_keep(output, failure),
         switched_off=tuple(switched_off),
         uses_lockstep=any(end.uses_lockstep for end in ends.values()),
         virtual_ranks=next(iter(ends.values())).virtual_ranks if ends else None,
@@ -187,6 +180,25 @@ def _find_failure(
         return RankEnd(error=LOST_PROCESS, exited=True)
 
     return failure
+
+
+def _output_to_keep(output: str, failure: RankEnd | None) -> str:
+    """Returns the last lines of the script's output; empty if an exception says what went wrong.
+
+    Args:
+        output: all that the processes have printed.
+        failure: how the rank that failed first has ended; None if nothing went wrong.
+    """
+    ended_with_exception = failure is not None and not failure.exited
+    if ended_with_exception:
+        return ""
+
+    last_lines = output.splitlines()[-MAX_OUTPUT_LINES:]
+    a_rank_was_killed = failure is not None and failure.error == LOST_PROCESS
+    if a_rank_was_killed:
+        last_lines = _report_of_launcher(output) or last_lines
+
+    return "\n".join(last_lines)
 
 
 def _report_of_launcher(output: str) -> list[str]:
