@@ -26,8 +26,7 @@ class Epochs:
         self._loaders = loaders
         self._step = step
         self._is_running = False
-        """True while a loop over epochs runs. Then each loader has the number of training passes
-        that it had made before the current epoch (`Loader.passes_before_epoch`)."""
+        """True while a loop over epochs runs."""
         self._step_at_begin = 0
         """The number of optimizer steps before the current epoch."""
         self._loaders_of_previous_epoch: list[Loader] = []
@@ -72,19 +71,19 @@ class Epochs:
         self._loaders_of_previous_epoch = [
             loader
             for loader in self._loaders
-            if loader.passes_before_epoch is not None and loader.was_trained_on_in_epoch
+            if loader.training_passes.saw_epoch_begin and loader.training_passes.any_ended_in_epoch
         ]
 
         self._is_running = True
         for loader in self._loaders:
-            loader.begin_epoch()
+            loader.training_passes.begin_epoch()
         self._step_at_begin = self._step.number
 
     def _forget_beginning(self) -> None:
         """Forgets the beginning of the epoch: no loop over epochs is running any more."""
         self._is_running = False
         for loader in self._loaders:
-            loader.passes_before_epoch = None
+            loader.training_passes.end_epochs()
 
     def _is_done(self) -> bool:
         """Returns True if the current epoch is done.
@@ -99,10 +98,12 @@ class Epochs:
 
         # If no loader was trained on so far in the whole run, the training uses no prepared loader.
         # Then a single optimizer step is enough.
-        if not any(loader.num_training_passes for loader in self._loaders):
+        if not any(loader.training_passes.ended for loader in self._loaders):
             return self._step.number > self._step_at_begin
 
-        trained_in_epoch = [loader for loader in self._loaders if loader.was_trained_on_in_epoch]
+        trained_in_epoch = [
+            loader for loader in self._loaders if loader.training_passes.any_ended_in_epoch
+        ]
         if not trained_in_epoch:
             return False
         return all(loader in trained_in_epoch for loader in self._loaders_of_previous_epoch)

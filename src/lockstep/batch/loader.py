@@ -42,6 +42,7 @@ from lockstep.batch.pytree import cut_to_rows, map_tensors, storage_references
 from lockstep.batch.rows import RowCounter
 from lockstep.batch.shuffling import is_shuffled_in_slices
 from lockstep.batch.source import SHARDING, Source
+from lockstep.batch.training_passes import TrainingPasses
 from lockstep.batch.weighing import Weighing, Weight, scale_by_weight
 from lockstep.batch.workers import Workers
 from lockstep.distributed.collectives import Collectives
@@ -151,12 +152,7 @@ class Loader:
         self.coverage = Coverage(source.sampler, source.batch_sampler)
         self.current = MicroBatch()
         """The micro-batch that was handed out last."""
-        self.num_training_passes = 0
-        """Number of ended passes in which an optimizer has stepped. A pass counts, too, if the run
-        was resumed after the last step of its epoch."""
-        self.passes_before_epoch: int | None = None
-        """The value of `num_training_passes` before the current epoch of `World.epochs`; None while
-        no such loop runs, and for a loader that was prepared during the epoch."""
+        self.training_passes = TrainingPasses()
         self.passes_begun = 0
         """Number of passes that have begun on this rank, with and without gradients."""
         self.evaluated = 0
@@ -227,18 +223,6 @@ class Loader:
     def epoch(self) -> int:
         """The number of the current epoch, or between epochs that of the next one."""
         return self._next_epoch - 1 if self._is_training else self._next_epoch
-
-    def begin_epoch(self) -> None:
-        """Notes that an epoch of `World.epochs` begins."""
-        self.passes_before_epoch = self.num_training_passes
-
-    @property
-    def was_trained_on_in_epoch(self) -> bool:
-        """True if a training pass has ended in the current epoch of `World.epochs`.
-
-        A loader that was prepared during the epoch had no passes before it.
-        """
-        return self.num_training_passes > (self.passes_before_epoch or 0)
 
     @property
     def mid_epoch(self) -> bool:
@@ -454,11 +438,12 @@ class Loader:
 
         That is only known for the epochs of `World.epochs`.
         """
-        if self.passes_before_epoch is None or self._is_training or self.start > 0:
+        if not self.training_passes.saw_epoch_begin or self._is_training or self.start > 0:
             return False
+        is_done = self.training_passes.any_ended_in_epoch
         another_is_trained_on = self._step.in_training_loop
         has_known_length = self.steps is not None
-        return self.was_trained_on_in_epoch and another_is_trained_on and has_known_length
+        return is_done and another_is_trained_on and has_known_length
 
     def _num_steps_of_last_epoch(self) -> int:
         """Returns the number of global batches of the epoch that was trained on last."""
@@ -659,7 +644,7 @@ class Loader:
             if self._training_pass is training_pass:
                 self._training_pass = None
             if training_pass.ever_stepped or is_empty_rest:
-                self.num_training_passes += 1
+                self.training_passes.ended += 1
             step.end_pass(training_pass, exhausted=exhausted)
             step.micro_batch_in_use = micro_batch_before
             step.enter_phase(phase_before)

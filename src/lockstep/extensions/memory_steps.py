@@ -353,7 +353,7 @@ class TrainingSteps:
         # The loader and the loss scaler load the state that they have now.
         scaler_state = precision.state_dict()
         loader_state = self._loader.state_dict()
-        num_training_passes = self._loader.num_training_passes
+        num_passes_ended = self._loader.training_passes.ended
 
         # `restored` also restores random streams, and `preserved` the counters of steps.
         with (
@@ -364,7 +364,7 @@ class TrainingSteps:
                 yield
             finally:
                 self._loader.load_state_dict(loader_state)
-                self._loader.num_training_passes = num_training_passes
+                self._loader.training_passes.ended = num_passes_ended
                 self._optimizer.zero_grad()
                 precision.load_state_dict(scaler_state)
 

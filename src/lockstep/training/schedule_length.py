@@ -93,7 +93,7 @@ class ScheduleLengths(Extension):
             return
 
         for loader in self._loaders:
-            if loader in self._compared or loader.num_training_passes == 0:
+            if loader in self._compared or loader.training_passes.ended == 0:
                 continue
 
             # If the script uses `World.epochs`, the length of the training is known already.
@@ -107,7 +107,7 @@ class ScheduleLengths(Extension):
             first_end = self._first_ends.get(loader)
             if first_end is None:
                 self._first_ends[loader] = present_end
-            elif loader.num_training_passes > 1:  # 1: a pass over another loader has ended
+            elif loader.training_passes.ended > 1:  # 1: a pass over another loader has ended
                 del self._first_ends[loader]
                 self._compared.add(loader)
                 self._compare(loader, first_end, present_end)
