@@ -158,17 +158,23 @@ def describe_call(name: str, leaves: Sequence[Any], spec: pytree.TreeSpec) -> Ca
         if problem is not None:
             break
 
-    # Torch's text of a long list would be huge, as it has a star, and often a line, for each item.
-    flat_list = pytree.tree_structure([0] * len(leaves))
-    is_flat_list = spec.type is list and spec == flat_list
-    structure = _structure_of_list(len(leaves)) if is_flat_list else str(spec)
-
     return CallDescription(
         name,
-        structure=structure,
+        structure=_structure_text(spec, len(leaves)),
         leaves=tuple(LeafDescription.of(leaf) for leaf in leaves),
         problem=problem,
     )
+
+
+def _structure_text(spec: pytree.TreeSpec, num_leaves: int) -> str:
+    """Returns the structure of a nest as text: "a list of 3", or torch's text of any other nest.
+
+    Torch's text of a list of 3 leaves is `TreeSpec(list, None, [*, *, *])`; of a long list it would
+    be huge.
+    """
+    spec_of_list = pytree.tree_structure([0] * num_leaves)
+    is_list_of_leaves = spec.type is list and spec == spec_of_list
+    return _structure_of_list(num_leaves) if is_list_of_leaves else str(spec)
 
 
 def _structure_of_list(length: int) -> str:

@@ -556,22 +556,33 @@ class Collectives:
         text = json.dumps([call, history])
         digest = _bytes_to_tensor(hashlib.md5(text.encode(), usedforsecurity=False).digest())
 
-        # When ranks communicate through shared memory, each sees what the others send. If another
-        # rank sends gradients, for example, all of them raise this error.
-        difference = None
+        # The error is raised here, outside of an `except` block: otherwise the error of shared
+        # memory, which says the same, would be shown too. (`from None` would also hide an exception
+        # that the script handles.)
+        gathered = self._gather_or_error(digest)
+        if isinstance(gathered, RanksDifferError):
+            raise gathered
+        return bool((gathered == digest).all())
+
+    def _gather_or_error(self, digest: Tensor) -> Tensor | RanksDifferError:
+        """Gathers the digests of all ranks.
+
+        Through shared memory, each rank sees what the others send. If another rank sends gradients,
+        for example, each rank gets an error.
+
+        Returns:
+            The digests, shape `(ranks, 16)`, or the error to raise, which names the user's call.
+
+        Raises:
+            RanksDifferError: the same error, if the user's call is not known.
+        """
         try:
-            digest_of_rank = self._all_gather(digest)  # shape (ranks, 16)
+            return self._all_gather(digest)
         except RanksDifferError as error:
-            difference = _error_naming_users_call(error)
-            if difference is None:  # the user's call is not known
+            error_with_call = _error_naming_users_call(error)
+            if error_with_call is None:
                 raise
-
-        # It is raised outside of the `except` block, so that the original error, which says the
-        # same, is not shown too. `from None` would also hide an exception that the script handles.
-        if difference is not None:
-            raise difference
-
-        return bool((digest_of_rank == digest).all())
+            return error_with_call
 
     def _exchange(self, value: Any) -> list[Any]:
         """Returns the values of all ranks, without first checking that all ranks call this.
@@ -761,15 +772,25 @@ def _error_naming_users_call(error: RanksDifferError) -> RanksDifferError | None
     if called is None:
         return None
 
-    do = advise_call_on_all_ranks([called])
-    if error.__context__ is not None:  # the script handles it, in `finally` for example
-        in_flight = find_error_that_led_here(error.__context__)
-        if in_flight is not None:
-            do = (
-                f"look first at the {type(in_flight).__name__} that this rank was handling "
-                f"when it called {called}"
-            )
-    return RanksDifferError(f"{called} on some ranks only", error.found, do)
+    in_flight = _error_being_handled(error)
+    if in_flight is None:
+        advice = advise_call_on_all_ranks([called])
+    else:
+        advice = (
+            f"look first at the {type(in_flight).__name__} that this rank was handling "
+            f"when it called {called}"
+        )
+    return RanksDifferError(f"{called} on some ranks only", error.found, advice)
+
+
+def _error_being_handled(error: RanksDifferError) -> BaseException | None:
+    """Returns the error that the script was handling when the given one was raised, or None.
+
+    For example, a rank's training fails, and it calls a collective in `finally`.
+    """
+    if error.__context__ is None:
+        return None
+    return find_error_that_led_here(error.__context__)
 
 
 T = TypeVar("T")

@@ -115,22 +115,23 @@ def _reason_file_is_stale(content: bytes, age_s: float, timeout_s: float) -> str
     own_start = psutil.Process().create_time()
     ended = [request for request in _find_requests(content) if _has_ended(request)]
 
-    # Ranks that wrote into the file have ended. Usually they belong to an earlier run. But they may
-    # belong to this run, if its rank 0 has decided that it cannot start, and they have read that.
-    # This process must read it, too.
-    if ended:
-        rank_0_decided_against_start = ERROR_MARK.encode() in content
-        started_with_this_process = all(
-            abs(request.started - own_start) < SAME_START_S for request in ended
-        )
-        may_be_of_this_run = rank_0_decided_against_start and started_with_this_process
-        return "" if may_be_of_this_run else f"written by {ended[0].process}, which has ended"
+    # If no rank that wrote into the file has ended, ranks of this run may be joining just now,
+    # unless the file is too old.
+    if not ended:
+        process_age_s = time.time() - own_start
+        is_too_old = age_s > process_age_s + timeout_s
+        return "from long before this process was started" if is_too_old else ""
 
-    process_age_s = time.time() - own_start
-    if age_s > process_age_s + timeout_s:
-        return "from long before this process was started"
+    # Ranks of this run have ended already if its rank 0 has decided that it cannot start, and they
+    # have read that. This process must read it, too.
+    rank_0_decided_against_start = ERROR_MARK.encode() in content
+    started_with_this_process = all(
+        abs(request.started - own_start) < SAME_START_S for request in ended
+    )
+    if rank_0_decided_against_start and started_with_this_process:
+        return ""
 
-    return ""  # other ranks of this run may be joining just now
+    return f"written by {ended[0].process}, which has ended"
 
 
 def _find_requests(content: bytes) -> list[JoinRequest]:

@@ -281,10 +281,8 @@ class Join:
             num_members: the number of members, which is the world size of the run.
         """
         # If this process came to the wrong run, its rank may be too large: rank 5 in a run of 4.
-        # Then the error names any member.
-        member_rank = request.rank
-        if member_rank >= num_members:
-            member_rank %= num_members
+        # Then it is no member, and any member will do for the error: `%` takes rank 1.
+        member_rank = request.rank % num_members
 
         # Each process that comes to the store gets a number of its own, and rank 0 writes down the
         # number of the member with each rank.

@@ -29,7 +29,7 @@ from torch.distributed import PrefixStore, Store, TCPStore
 from lockstep import errors
 from lockstep.distributed import network
 from lockstep.distributed.init_file import open_file
-from lockstep.distributed.join import Join, read_request
+from lockstep.distributed.join import Join, JoinRequest, read_request
 from lockstep.distributed.network import LOOPBACK, Endpoint, is_here, wait_until
 from lockstep.distributed.topology import Topology
 from lockstep.distributed.torch_compat import answers_as_store
@@ -360,28 +360,34 @@ def _connect_to_other_rank_0(
 ) -> Store:
     """Connects to the store at a port if it is that of another rank 0 of this run.
 
+    It is called if the port at which this rank 0 wanted to serve its store is taken: perhaps by a
+    second rank 0 of the same run, started by mistake. Each rank 0 of Lockstep writes its request
+    into its store, and later its decision whether the run starts.
+
     The arguments and errors are those of `_serve_or_connect`.
     """
-    # If the store is not that of a run of Lockstep, no rank 0 announces itself in it.
     store = connect(endpoint, timeout)
     run_store = _store_of_run(store, attempt)
     deadline = time.monotonic() + min(RANK_0_ANNOUNCEMENT_S, timeout)
     if not wait_until(lambda: run_store.check(["rank 0"]), deadline):
         raise network.port_taken_error(endpoint)
 
-    # It is the same run if it was started with the same command and has not begun yet.
     other = read_request(run_store, "rank 0")
-    arguments = other.manifest.get("arguments")
-    same_command = (
-        arguments == manifest.get("arguments")
-        and other.manifest.get("script") == manifest.get("script")
-        and other.size == topology.size
-    )
-    has_decided = run_store.check(["decision"])
-    if has_decided or not same_command:
+    has_decided = run_store.check(["decision"])  # whether its run starts
+    if has_decided or not _has_same_command(other, manifest, topology):
+        arguments = other.manifest.get("arguments")
         owner = f"another Lockstep run: {other.process}, {arguments or ''}".rstrip(", ")
         raise network.port_taken_error(endpoint, owner)
     return store
+
+
+def _has_same_command(other: JoinRequest, manifest: Mapping[str, str], topology: Topology) -> bool:
+    """Returns True if another process runs the same script, with as many ranks, as this one."""
+    return (
+        other.manifest.get("arguments") == manifest.get("arguments")
+        and other.manifest.get("script") == manifest.get("script")
+        and other.size == topology.size
+    )
 
 
 def serve(endpoint: Endpoint, timeout: float) -> Store:

@@ -202,22 +202,19 @@ def outside_compiled_code(function: Callable[P, T]) -> Callable[P, T]:
     reads what a graph does not have (`grad_fn`), and again whenever a number changes that the hook
     has read. Torch excludes the hooks of `fully_shard` in the same way.
 
-    If the compiler is not loaded, calling the hook does not load it. It takes about a second.
-
     Args:
         function: the hook.
     """
-    # This turns the compiler off while the hook runs. Its first call loads the compiler.
-    with_compiler_off = never_compiled(function, recursive=True)
+    run_uncompiled = never_compiled(function, recursive=True)
 
-    # The decorator keeps the compiler from compiling the `if` below. It excludes `call` alone, and
-    # not the hook.
-    @compile_only_callees
+    # If the compiler is not loaded, nothing can be compiled, so the hook is called as it is. The
+    # first call of `run_uncompiled` would load the compiler, which takes about a second.
+    @compile_only_callees  # so that this `if` is not compiled either
     @wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
-        if not compiler_is_loaded():  # then nothing can be compiled
-            return function(*args, **kwargs)
-        return with_compiler_off(*args, **kwargs)
+        if compiler_is_loaded():
+            return run_uncompiled(*args, **kwargs)
+        return function(*args, **kwargs)
 
     return call
 
@@ -377,7 +374,9 @@ def accumulate_late_gradients(unit: FSDPModule, *, zeros_if_unused: bool) -> lis
         weight, used by both micro-batches: torch has its fp32 gradient from the first one
         bias, used by the second only: its gradient is *late*, and would stay in bf16
 
-    Torch refuses to send both together. So the late gradient is converted to fp32.
+    Torch refuses to send both together. So the late gradient is converted to fp32. If the second
+    micro-batch does not use bias either, `zeros_if_unused` decides: zeros are sent for it, or the
+    message has weight alone.
 
     Args:
         unit: the unit.
@@ -390,34 +389,43 @@ def accumulate_late_gradients(unit: FSDPModule, *, zeros_if_unused: bool) -> lis
     """
     hooks: list[RemovableHandle] = []
     for parameter_group in _parameter_groups(unit):
-        unused_so_far: list[Any] = []
-        for fsdp_parameter in parameter_group.fsdp_params:
-            if fsdp_parameter.unsharded_accumulated_grad is None:
-                unused_so_far.append(fsdp_parameter)
+        unused_so_far = _unused_so_far(parameter_group)
 
-        # All gradients of a first backward pass have the same dtype.
-        is_first_use_of_group = len(unused_so_far) == len(parameter_group.fsdp_params)
-        if is_first_use_of_group:
+        # If no parameter of the group was used, the next backward pass is its first one, in which
+        # all gradients have the same dtype.
+        some_were_used = len(unused_so_far) < len(parameter_group.fsdp_params)
+        if not some_were_used:
             continue
 
         for fsdp_parameter in unused_so_far:
             whole = fsdp_parameter.unsharded_param
             if not whole.requires_grad:
                 continue
-
             if zeros_if_unused:
-                # Torch adds a late gradient to these zeros, which converts it. If there is none,
-                # the zeros themselves are sent.
-                zeros = whole.new_zeros(whole.shape, dtype=fsdp_parameter.reduce_dtype)
-                fsdp_parameter.unsharded_accumulated_grad = zeros
+                _accumulate_zeros(fsdp_parameter)
             else:
-                # The hook converts a late gradient. If there is none, the hook is not called.
-                convert = partial(_accumulate_gradient, fsdp_parameter)
+                convert = partial(_convert_gradient, fsdp_parameter)
                 hooks.append(whole.register_post_accumulate_grad_hook(convert))
     return hooks
 
 
-def _accumulate_gradient(fsdp_parameter: Any, whole: Tensor) -> None:
+def _unused_so_far(parameter_group: Any) -> list[Any]:
+    """Returns the parameters of a group without a gradient from earlier micro-batches."""
+    unused = []
+    for fsdp_parameter in parameter_group.fsdp_params:
+        if fsdp_parameter.unsharded_accumulated_grad is None:
+            unused.append(fsdp_parameter)
+    return unused
+
+
+def _accumulate_zeros(fsdp_parameter: Any) -> None:
+    """Makes torch send zeros for a parameter, plus its late gradient if there is one."""
+    whole = fsdp_parameter.unsharded_param
+    zeros = whole.new_zeros(whole.shape, dtype=fsdp_parameter.reduce_dtype)
+    fsdp_parameter.unsharded_accumulated_grad = zeros
+
+
+def _convert_gradient(fsdp_parameter: Any, whole: Tensor) -> None:
     """Converts the gradient of a parameter to the dtype that it is averaged in.
 
     Args:
@@ -657,9 +665,8 @@ def shallow_copy(module: nn.Module) -> nn.Module:
         replica: nn.Module = replicate(module)
         return replica
 
-    # Torch's own method makes the same copy, which it also marks as a replica. It then replaces the
-    # dicts of parameters, buffers and submodules, which the caller does here: so this is three
-    # times as fast.
+    # This is torch's own method without the copies of the dicts of parameters, buffers and
+    # submodules, which the caller replaces: three times as fast.
     copy = type(module).__new__(type(module))
     vars(copy).update(vars(module), _is_replica=True)
     return copy
@@ -1188,10 +1195,10 @@ def num_collectives() -> int | None:
 
     total = 0
     for group in list(c10d._world.pg_names):
-        try:
-            total += group._get_sequence_number_for_group()
-        except RuntimeError:
+        count = _num_collectives_of(group)
+        if count is None:
             return None
+        total += count
     return total
 
 
@@ -1204,22 +1211,30 @@ def has_not_communicated(groups: Iterable[Any]) -> bool:
     Args:
         groups: all default process groups that were opened; they may be closed by now.
     """
-    buffer_size = os.environ.get("TORCH_FR_BUFFER_SIZE", "")
-    has_buffer = buffer_size.isdigit() and int(buffer_size) > 0  # otherwise torch records nothing
-    if not has_buffer or not _torch_records_gloo():
+    if not _flight_recorder_is_complete():  # nothing is certain
         return False
 
     for record in json.loads(flight_record(stacks=False)):
         if record.get("entries"):
             return False
 
-    for group in groups:
-        try:
-            if group._get_sequence_number_for_group() > 0:
-                return False
-        except RuntimeError:  # its backend does not count
-            return False
-    return True
+    return all(_num_collectives_of(group) == 0 for group in groups)
+
+
+def _num_collectives_of(group: Any) -> int | None:
+    """Returns how many collectives a group has begun, or None if its backend does not count."""
+    try:
+        count: int = group._get_sequence_number_for_group()
+    except RuntimeError:
+        return None
+    return count
+
+
+def _flight_recorder_is_complete() -> bool:
+    """Returns True if torch's Flight Recorder is on, and records both Gloo and NCCL."""
+    buffer_size = os.environ.get("TORCH_FR_BUFFER_SIZE", "")
+    is_on = buffer_size.isdigit() and int(buffer_size) > 0
+    return is_on and _torch_records_gloo()
 
 
 def _torch_records_gloo() -> bool:
@@ -1269,16 +1284,17 @@ def group_being_made(frame: FrameType | None) -> dict[str, Any] | None:
             if "group_name" not in variables:  # torch has not chosen it yet
                 return None
 
-            # At the end of `new_group` only the members of the group wait for each other, if there
-            # is no barrier of all ranks (TORCH_DIST_INIT_BARRIER=1) or the caller does not want it.
+            # At the end of `new_group` all ranks wait for each other if TORCH_DIST_INIT_BARRIER=1,
+            # unless the caller wants that only the members of the group do.
             assert c10d is not None  # the frame is one of its functions
-            there_is_no_barrier = c10d._is_barrier_after_init() != 1
+            has_barrier_of_all = c10d._is_barrier_after_init() == 1
             caller_wants_members_only = bool(variables["use_local_synchronization"])
+            all_ranks_wait = has_barrier_of_all and not caller_wants_members_only
             return {
                 "name": str(variables["group_name"]),
                 "ranks": [int(rank) for rank in variables["ranks"]],
                 "backend": str(variables["backend"]),
-                "members_only": there_is_no_barrier or caller_wants_members_only,
+                "members_only": not all_ranks_wait,
             }
 
         frame = frame.f_back

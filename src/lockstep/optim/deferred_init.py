@@ -640,6 +640,11 @@ class RecordedSource:
         """The shape of the values."""
         return self.view.shape
 
+    @property
+    def needs_random_numbers(self) -> bool:
+        """True if the values depend on random numbers."""
+        return self.recording.draws([self.view.key])
+
 
 @dataclass(frozen=True, eq=False)
 class FileSource:

@@ -346,7 +346,8 @@ def _why_part_is_empty(micro_batch: MicroBatch) -> tuple[str, str]:
         part = f"{micro_batch.left_out} of its part"
         return f"has no samples: the collate function left out all {part}", drop_last
 
-    # The rank has samples in its other micro-batches, and the batch need not be short.
+    # The rank has fewer virtual ranks than others. This happens in full batches, too, so leaving
+    # out short ones would not avoid it.
     virtual_rank = micro_batch.virtual_rank
     if virtual_rank is not None and virtual_rank.is_padding:
         found = "has no virtual rank left to compute in this micro-batch, as other ranks have"

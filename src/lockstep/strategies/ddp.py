@@ -499,11 +499,11 @@ class ExactDDP(base.ModuleWrapper, DistributedDataParallel):
             if shared is not None or is_measured:
                 self._averager_to_register = _BucketAverager(shared)
 
-        self._bytes_per_backward = 0
+        self._bytes_to_count = 0
         """How many bytes torch's own all-reduce sends in a backward pass; 0 with a hook of ours,
         which counts the bytes that it sends."""
         if self._averager_to_register is None:
-            self._bytes_per_backward = all_reduce_bytes(_gradient_bytes(module), run.topology.size)
+            self._bytes_to_count = all_reduce_bytes(_gradient_bytes(module), run.topology.size)
 
         self._is_initialized = True
 
@@ -565,11 +565,11 @@ class ExactDDP(base.ModuleWrapper, DistributedDataParallel):
                 "close at the very end, or evaluate under torch.no_grad()",
             )
 
-        # If the outer module is of this class, a prepared model calls itself, or another prepared
-        # model, which has parameters of its own.
+        # An ExactDDP around this one is allowed: it is this one, which calls itself, or it averages
+        # other parameters. Any other DDP averages the gradients of these parameters a second time.
         outer = enclosing_ddp()
-        is_inside_foreign_ddp = outer is not None and not isinstance(outer, ExactDDP)
-        if is_inside_foreign_ddp:
+        is_inside_other_class = outer is not None and not isinstance(outer, ExactDDP)
+        if is_inside_other_class:
             raise UsageError(
                 "a prepared model in DistributedDataParallel",
                 "both average the gradients, so they would come out too small",
@@ -660,8 +660,7 @@ class ExactDDP(base.ModuleWrapper, DistributedDataParallel):
         if not self.require_backward_grad_sync:
             return
 
-        # Torch's own all-reduce does not count what it sends.
-        traffic.sent += self._bytes_per_backward
+        traffic.sent += self._bytes_to_count
 
         # If no forward pass has run since the module was prepared, the loss does not depend on it.
         has_ever_run_forward = self._guard.num_forwards > 0
@@ -672,13 +671,16 @@ class ExactDDP(base.ModuleWrapper, DistributedDataParallel):
         if reducer_is_prepared:
             return
 
-        # Torch looks for unused parameters in the graph of these tensors. Without any, it expects a
-        # gradient of every parameter.
-        roots_of_graph: list[Tensor] = []
-        if self.options.find_unused_parameters and not self.options.static_graph:
-            roots_of_graph = [loss]
+        await_another_backward(self, self._roots_for_unused_parameters(loss))
 
-        await_another_backward(self, roots_of_graph)
+    def _roots_for_unused_parameters(self, loss: Tensor) -> list[Tensor]:
+        """Returns the tensors in whose graph torch looks for unused parameters.
+
+        The graph of the loss contains the outputs of all forward passes that it depends on. An
+        empty list means that torch expects a gradient of every parameter.
+        """
+        looks_for_unused = self.options.find_unused_parameters and not self.options.static_graph
+        return [loss] if looks_for_unused else []
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
         """Registers a communication hook of the user, which replaces the hook of Lockstep.
@@ -691,25 +693,29 @@ class ExactDDP(base.ModuleWrapper, DistributedDataParallel):
                 over virtual ranks.
         """
         is_own_hook = state is self._averager_to_register and state is not None
-        if self.compressed is not None and not is_own_hook:
+        if not is_own_hook:
+            self._check_accepts_users_hook()
+
+        # From now on the given hook averages the gradients, and counts the bytes that it sends.
+        self._averager_to_register = None
+        self._bytes_to_count = 0
+        super().register_comm_hook(state, hook)
+
+    def _check_accepts_users_hook(self) -> None:
+        """Raises UsageError if Lockstep's hook cannot be replaced by one of the user's."""
+        if self.compressed is not None:
             raise UsageError(
                 "register_comm_hook of a model that was prepared with DDP(compress=...)",
                 "either sends the gradients in a way of its own",
                 "leave one of them out",
             )
 
-        if self.virtual_ranks is not None and not is_own_hook:
+        if self.virtual_ranks is not None:
             raise UsageError(
                 "register_comm_hook of a model that is prepared with virtual_ranks",
                 "the sum over virtual ranks is such a hook, and another one would give other bits",
                 "leave one of them out",
             )
-
-        # From now on the given hook, the user's or Lockstep's, averages the gradients. There is no
-        # averager left that waits to be registered, and the hook counts the bytes that it sends.
-        self._averager_to_register = None
-        self._bytes_per_backward = 0
-        super().register_comm_hook(state, hook)
 
     def release(self) -> None:
         """Drops all references to the process group, so that its threads end with the run.

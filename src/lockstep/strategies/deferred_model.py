@@ -160,19 +160,18 @@ class DeferredModel(Extension):
         buffers = dict(self._module.named_buffers(remove_duplicate=False))
         targets = {name: buffers[name] for name in self._tensors_without_values if name in buffers}
         self._read_files(targets)
+        self._compute(self._computable_without_random_numbers(targets))
 
+    def _computable_without_random_numbers(
+        self, targets: Mapping[str, Tensor]
+    ) -> dict[str, Tensor]:
+        """Returns those tensors whose values are recorded and need no random numbers."""
         computable: dict[str, Tensor] = {}
         for name, target in targets.items():
             source = self._tensors_without_values[name].source
-            if not isinstance(source, RecordedSource):  # its values come from a file, or are loaded
-                continue
-
-            memory_key = source.view.key  # identifies the memory of the buffer in the recording
-            needs_random_numbers = source.recording.draws([memory_key])
-            if not needs_random_numbers:
+            if isinstance(source, RecordedSource) and not source.needs_random_numbers:
                 computable[name] = target
-
-        self._compute(computable)
+        return computable
 
     def give_memory(self, device: torch.device) -> None:
         """Allocates all parameters, for a strategy under which each rank has all of them."""
@@ -204,6 +203,7 @@ class DeferredModel(Extension):
                 self._write_counts[name] = write_count(target)
 
         self._watch(wrapped.module)  # computes the waiting values when they are needed first
+        # On different processors, the ranks might compute values that differ in the last bits.
         if self._processors_differ:
             self._fill_now_and_share(wrapped)
         return self._choices()
@@ -404,14 +404,14 @@ class DeferredModel(Extension):
         """
         self._computed.update(targets)
 
-        # Each recording calls its copier with every piece of memory that it has computed.
         for copier in self._copiers_by_recording(targets):
             recording = copier.recording
             wanted_keys = copier.memory_keys()
-            # Random numbers for tensors that were loaded in the meantime need not be drawn.
+            # Random numbers for tensors that were loaded in the meantime are not drawn.
             loaded_keys = self._loaded_memory_keys(recording)
             random_states = self._generator_states.get(id(recording))
-            recording.replay(wanted_keys, loaded_keys, copier, random_states)
+            deliver = copier  # called with each piece of memory that was computed
+            recording.replay(wanted_keys, loaded_keys, deliver, random_states)
 
     def _copiers_by_recording(self, targets: Mapping[str, Tensor]) -> list[_CopyToTargets]:
         """Returns one copier for each recording, with the tensors that the recording computes.

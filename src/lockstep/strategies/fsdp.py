@@ -216,8 +216,8 @@ class FSDP(Strategy):
     def _reason_for_autocast(self, module: nn.Module, run: Run) -> str:
         """Returns why a module uses autocast in half precision; an empty string if it does not.
 
-        The text is printed as a reason: "bf16 under autocast (virtual ranks: the bits of ddp)",
-        because under autocast the units compute the same numbers as a model under `ddp`.
+        Under autocast, the units compute the same numbers as a model under `ddp`. The reason is
+        printed in brackets, e.g. "bf16 under autocast (virtual ranks: the bits of ddp)".
         """
         if self.autocast:
             return "autocast=True: the numbers of ddp"

@@ -59,9 +59,8 @@ def find_blocks(module: nn.Module, chosen: ModuleFilter | None = None) -> Blocks
     for name, block in candidates:
         uses_in_block = _count_uses(block)
 
-        # A block that shares a parameter with a module outside of it cannot be a unit. Then the
-        # model uses the parameter more often than all occurrences of the block together do.
-        if _is_tied(uses_in_block, uses_in_model, times_in_model[id(block)]):
+        # A block that shares a parameter with a module outside of it cannot be a unit.
+        if _is_tied_to_outside(uses_in_block, uses_in_model, times_in_model[id(block)]):
             tied_to_outside.append(name)
         elif uses_in_block:  # a block without parameters has nothing to shard
             found.append((name, block))
@@ -69,14 +68,13 @@ def find_blocks(module: nn.Module, chosen: ModuleFilter | None = None) -> Blocks
     return Blocks(found, tied_to_outside)
 
 
-def _is_tied(
+def _is_tied_to_outside(
     uses_in_block: Mapping[int, int], uses_in_model: Mapping[int, int], times_in_model: int
 ) -> bool:
     """Returns True if a block shares a parameter with a module outside of the block.
 
-    For example, a block has the same weight in two of its layers, so the weight is used 2 times in
-    the block. If the block occurs 3 times in the model, this makes 2 * 3 = 6 uses. If the weight is
-    used 7 times in the model, one use is outside of the block.
+    For example, two layers of a block have the same weight, and the block occurs 3 times in the
+    model: 2 * 3 = 6 uses. If the weight is used 7 times in the model, one use is outside.
 
     Args:
         uses_in_block: how often each parameter is registered in the block, by the `id` of the
@@ -85,7 +83,8 @@ def _is_tied(
         times_in_model: how often the block occurs in the model.
     """
     for parameter_id, uses in uses_in_block.items():
-        if uses_in_model[parameter_id] != uses * times_in_model:
+        uses_outside = uses_in_model[parameter_id] - uses * times_in_model
+        if uses_outside > 0:
             return True
     return False
 

@@ -109,8 +109,8 @@ class ShardedModule(Extension):
         self._refuse_autograd_gradients()
         self._step_key: StepKey | None = None
         """Identifies the optimizer step that the latest forward or backward pass belonged to."""
-        self._averages_gradients = True
-        """What torch is set to: True if it averages gradients in the next backward pass."""
+        self._is_last_backward = True
+        """What torch is set to: True if the next backward pass completes the gradients."""
         self._reshards_after_backward = True
         """What torch is set to: True if it frees gathered parameters after the next backward pass.
 
@@ -173,7 +173,7 @@ class ShardedModule(Extension):
         for hook in self._late_gradient_hooks:
             hook.remove()
         self._late_gradient_hooks = []
-        if self._unused_parameters is not None and self._averages_gradients:
+        if self._unused_parameters is not None and self._is_last_backward:
             self._unused_parameters.end_round()
 
     def _set_torch_for_micro_batch(self) -> None:
@@ -186,9 +186,9 @@ class ShardedModule(Extension):
         another_step_begins = self._step_key != step.key
         self._step_key = step.key
 
-        # Torch is set to average in the last micro-batch of a global batch.
-        previous_was_left_early = another_step_begins and not self._averages_gradients
-        if previous_was_left_early:
+        # The loop may have left the previous global batch before its last micro-batch.
+        previous_was_completed = self._is_last_backward
+        if another_step_begins and not previous_was_completed:
             self._drop_unfinished_gradients()
 
         # If parameters stay gathered between micro-batches, the last one frees them.
@@ -196,7 +196,7 @@ class ShardedModule(Extension):
             self._set_reshards_after_backward(micro_batch.last)
 
         # With virtual ranks, the gradients of each virtual rank are collected at its end.
-        self._set_averages_gradients(micro_batch.last or micro_batch.virtual_rank_ends)
+        self._set_is_last_backward(micro_batch.last or micro_batch.virtual_rank_ends)
 
     def _set_reshards_after_backward(self, reshards: bool) -> None:
         """Sets whether torch frees gathered parameters after the next backward pass."""
@@ -204,20 +204,20 @@ class ShardedModule(Extension):
             self._reshards_after_backward = reshards
             self._root.set_reshard_after_backward(reshards)
 
-    def _set_averages_gradients(self, ends_round: bool) -> None:
-        """Sets torch to the next backward pass: is it the last one before gradients are complete?
+    def _set_is_last_backward(self, is_last_backward: bool) -> None:
+        """Tells torch whether the next backward pass is the last one before gradients are complete.
 
-        After the last one torch waits for its communication. Only the last one averages gradients
-        over the ranks; before it they accumulate on this rank. (With `accumulate_shards` torch
-        averages in every backward pass, as it does by default.)
+        The last one averages gradients over the ranks, and waits for the communication. Before it
+        they accumulate on this rank. (With `accumulate_shards` torch averages in every backward
+        pass, as it does by default.)
         """
-        if ends_round == self._averages_gradients:  # a change takes time, it visits all units
+        if is_last_backward == self._is_last_backward:  # a change takes time, it visits all units
             return
 
-        self._averages_gradients = ends_round
-        self._root.set_is_last_backward(ends_round)
+        self._is_last_backward = is_last_backward
+        self._root.set_is_last_backward(is_last_backward)
         if not self._accumulate_shards:
-            self._root.set_requires_gradient_sync(ends_round)
+            self._root.set_requires_gradient_sync(is_last_backward)
 
     def _drop_unfinished_gradients(self) -> None:
         """Drops the gradients of a global batch that the loop left before its last micro-batch."""
@@ -469,30 +469,39 @@ class ShardedModule(Extension):
             if self._unused_parameters is not None:
                 self._unused_parameters.before_forward()
 
-            # With `keep_gathered`, the parameters in the model have been the whole ones since an
-            # earlier micro-batch. If the user has frozen some, the shards are frozen, too.
+            # With `keep_gathered`, units have been gathered since an earlier micro-batch.
             if self._keep_gathered and not self._run.step.micro_batch.first:
                 self._freeze_shards_like_parameters()
 
-        # The script may call the model in an `except` block. `_error_of_forward` must not take the
-        # error that this block handles for one of the forward pass.
+        self._begin_forward()
+
+    def _begin_forward(self) -> None:
+        """Notes that a forward pass begins, and an error that the script is handling.
+
+        The script may call the model in an `except` block. If another error is there after the
+        forward pass, the forward pass has raised it (`_end_forward`).
+        """
         self._forward_is_running = True
         self._error_before_forward = sys.exception()
 
     @torch_compat.outside_compiled_code
     def _after_forward(self, module: nn.Module, inputs: Any, output: Any) -> None:
         """Frees parameters after an evaluation, and resets torch after an error."""
-        # Torch also calls this hook after an error, even if `_before_forward` raised the error.
-        # Then the forward pass has not begun, and there is nothing to reset.
+        # Torch also calls this hook if `_before_forward` has raised an error. Then the forward pass
+        # has not begun, and there is nothing to reset.
         has_begun = self._forward_is_running
-        self._forward_is_running = False
-        error = self._error_of_forward(output)
-        self._error_before_forward = None
-
+        error = self._end_forward(output)
         if error is None:
             self._free_after_evaluation()
         elif has_begun:
             self._handle_forward_error(error)
+
+    def _end_forward(self, output: Any) -> BaseException | None:
+        """Notes that the forward pass has ended; returns its error (see `_error_of_forward`)."""
+        error = self._error_of_forward(output)
+        self._forward_is_running = False
+        self._error_before_forward = None
+        return error
 
     def _error_of_forward(self, output: Any) -> BaseException | None:
         """Returns the error with which a forward pass has ended; None if it has returned.

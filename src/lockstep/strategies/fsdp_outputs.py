@@ -55,9 +55,13 @@ class UnitOutputs:
     def before_torch(self, module: Any, inputs: Any, output: Any) -> Any:
         """Adds hidden tensors to the output, so that torch finds all that may bring gradients.
 
-        Torch's own forward hook runs after this one, and searches the output for tensors. Then
-        `after_torch` removes the hidden tensors again. Each tensor also gets a gradient hook that
-        notices a backward pass with `create_graph=True`.
+        The three hooks run in this order:
+
+        1. this one adds the hidden tensors to the output;
+        2. torch's hook finds all tensors in the output, and registers gradient hooks on them;
+        3. `after_torch` removes the hidden tensors again.
+
+        Each tensor also gets a gradient hook that notices a backward pass with `create_graph=True`.
 
         Returns:
             The pair `(output, hidden tensors)`, in which torch finds both; or only the output, if
@@ -65,7 +69,11 @@ class UnitOutputs:
         """
         if not torch.is_grad_enabled():
             return output
+        if output is None:
+            self._show_hidden_tensors_of_none(module)
+            return None
 
+        # Torch's gradient hooks would be dropped from views that the user changes in place.
         leaves, structure = torch_compat.pytree.tree_flatten(output)
         leaves = [_without_view(leaf) for leaf in leaves]
 
@@ -73,17 +81,23 @@ class UnitOutputs:
         # Leave out the tensors that torch finds by itself.
         ids_in_output = {id(leaf) for leaf in leaves}
         hidden_tensors = [t for t in self._hidden_tensors(leaves) if id(t) not in ids_in_output]
-        for tensor in [*leaves, *hidden_tensors]:
-            if isinstance(tensor, Tensor) and tensor.requires_grad:
-                tensor.register_hook(self._notice_double_backward)  # type: ignore[no-untyped-call]
-
-        # A module that returns None must return None after the hooks too, and `after_torch` cannot
-        # replace a pair by None. So do here what torch would do with the hidden tensors.
-        if output is None:
-            torch_compat.gather_in_backward_of(hidden_tensors, module)
-            return None
-
+        self._register_hooks([*leaves, *hidden_tensors])
         return torch_compat.pytree.tree_unflatten(leaves, structure), hidden_tensors
+
+    def _show_hidden_tensors_of_none(self, module: Any) -> None:
+        """Does what torch's hook would do with the hidden tensors of a module that returns None.
+
+        They cannot be added to the output: `after_torch` could not replace it by None again.
+        """
+        hidden_tensors = self._hidden_tensors(leaves=[])
+        self._register_hooks(hidden_tensors)
+        torch_compat.gather_in_backward_of(hidden_tensors, module)
+
+    def _register_hooks(self, values: Sequence[Any]) -> None:
+        """Registers a gradient hook on those of the values that are tensors with a gradient."""
+        for value in values:
+            if isinstance(value, Tensor) and value.requires_grad:
+                value.register_hook(self._notice_double_backward)  # type: ignore[no-untyped-call]
 
     @torch_compat.outside_compiled_code
     def after_torch(self, module: nn.Module, inputs: Any, output: Any) -> Any:

@@ -136,16 +136,18 @@ class SummedScalars(VirtualRankGradients):
         sums = self.tree.sums(micro_batch.global_samples)
         scale = 1.0 / self.tree.num_virtual_ranks
         for scalars in make_buckets(self._parameters, attrgetter("device", "dtype")):
+            # Each partial sum has a gradient, or None, for each scalar of the module. Take those of
+            # the scalars in this bucket, as a vector with 0 for None.
             indices = [self._index_in_module[id(scalar)] for scalar in scalars]
             nodes: list[Tensor] = []
             for partial_sum in partial_sums:
                 gradients = [partial_sum[index] for index in indices]
                 nodes.append(_stack(gradients, scalars[0]))
 
-            total = torch.empty(len(scalars), dtype=scalars[0].dtype, device=scalars[0].device)
-            wait = sums.start(nodes, total, scale=scale)
+            means = torch.empty(len(scalars), dtype=scalars[0].dtype, device=scalars[0].device)
+            wait = sums.start(nodes, means, scale=scale)
             wait()
-            for index, scalar, mean in zip(indices, scalars, total, strict=True):
+            for index, scalar, mean in zip(indices, scalars, means, strict=True):
                 scalar.grad = mean.clone() if is_used[index] else None
 
     def _find_used(self, partial_sums: Sequence[Gradients]) -> list[bool]:

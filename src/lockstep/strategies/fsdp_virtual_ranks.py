@@ -153,9 +153,10 @@ class TreeReduceScatter:
             which ones the gradient contains.
         """
         lengths = []
-        for shard in parameters:
-            num_rows = ceil_div(shard.shape[0], self._num_shards)
-            lengths.append(num_rows * math.prod(shard.shape[1:]))
+        for parameter in parameters:
+            # A shard is a DTensor, whose shape is that of the whole parameter.
+            rows_of_shard = ceil_div(parameter.shape[0], self._num_shards)
+            lengths.append(rows_of_shard * math.prod(parameter.shape[1:]))
 
         # The gradient of a unit is shorter if some parameters were not used.
         has_all_parameters = len(flat) == sum(lengths) * self._num_shards
@@ -246,19 +247,21 @@ class TreeReduceScatter:
         for _ in range(self._num_pushed, num_before):
             self._push_next(torch.zeros_like(gradient), sums.merges)
 
-        # The gradient of a unit only contains the parameters that were used.
-        other_parameters_were_used = len(self._partial_sums) > 0 and len(
-            self._partial_sums[-1]
-        ) != len(gradient)
-        if other_parameters_were_used:
+        self._check_same_parameters(gradient, micro_batch)
+        self._push_next(gradient, sums.merges)
+
+    def _check_same_parameters(self, gradient: Tensor, micro_batch: MicroBatch) -> None:
+        """Raises UsageError if virtual ranks before this one have used other parameters.
+
+        The gradient of a unit only contains the parameters that were used, so its length shows it.
+        """
+        if self._partial_sums and len(self._partial_sums[-1]) != len(gradient):
             raise UsageError(
                 "virtual_ranks under fsdp, with parameters that not all of them use",
                 f"virtual rank {micro_batch.virtual_rank_number} has used other parameters of a "
                 "unit than those before it",
                 "use all parameters for every sample, or leave virtual_ranks out",
             )
-
-        self._push_next(gradient, sums.merges)
 
     def _push_next(self, gradient: Tensor, merges: Sequence[int]) -> None:
         """Pushes the gradient of the next virtual rank of this process, and counts it.

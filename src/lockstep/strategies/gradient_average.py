@@ -111,13 +111,7 @@ class GradientAverage:
         num_ranks = dist.get_world_size(self._group)
         sums_of_buckets = torch.split(sums_of_flags, [len(flags) for flags in flags_of_buckets])
         for bucket, sums in zip(self._buckets, sums_of_buckets, strict=True):
-            has_changed_on_any_rank, *any_rank_has_gradient = (sums > 0).tolist()
-            if has_changed_on_any_rank:
-                # Its first sum is out of date, so all ranks send the bucket once more.
-                bucket.send()
-                bucket.wait()
-
-            bucket.write_mean(num_ranks, any_rank_has_gradient)
+            bucket.complete(num_ranks, flags_on_any_rank=(sums > 0).tolist())
 
         self._buckets = []
 
@@ -154,8 +148,24 @@ class _Bucket:
         return not self._without_gradient
 
     def flags(self) -> list[bool]:
-        """Returns whether this bucket has changed, and for each parameter, if it has a gradient."""
+        """Returns whether this bucket has changed, and for each parameter, if it has a gradient.
+
+        For 2 parameters: `[has changed, parameter 0 has a gradient, parameter 1 has a gradient]`.
+        """
         return [self.has_changed, *(parameter.grad is not None for parameter in self.parameters)]
+
+    def complete(self, num_ranks: int, flags_on_any_rank: Sequence[bool]) -> None:
+        """Replaces each gradient by its mean, after the sums have been waited for.
+
+        Args:
+            num_ranks: the number of ranks to average over.
+            flags_on_any_rank: the `flags` of this bucket, each True if it is on any rank.
+        """
+        has_changed, *any_rank_has_gradient = flags_on_any_rank
+        if has_changed:  # the sum is of earlier gradients, so all ranks send the bucket once more
+            self.send()
+            self.wait()
+        self.write_mean(num_ranks, any_rank_has_gradient)
 
     @torch.no_grad()
     def send(self) -> None:

@@ -87,8 +87,12 @@ class MicroBatchBuffers(Extension):
         if micro_batch.opens_step:
             self._step_to_compare = self._step.key
             self._values_at_first_micro_batch = self._values()
-        elif self._step_to_compare == self._step.key:
-            self._step_to_compare = None  # later micro-batches are not compared
+            return
+
+        # The second micro-batch comes with the key of the first one, which is then forgotten.
+        is_second = self._step_to_compare == self._step.key
+        if is_second:
+            self._step_to_compare = None
             self._compare(micro_batch.num_micro_batches)
 
     def _values(self) -> dict[str, _BufferValue]:

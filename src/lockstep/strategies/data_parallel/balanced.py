@@ -99,15 +99,23 @@ class BalancedDataParallel(DataParallel):
         if self.gpu0_bsz is None or self.num_replicas == 1:  # divided by shares, or not at all
             return super().sizes(count)
 
-        # The first training batches show whether batches have fewer samples than `gpu0_bsz`.
         is_training_batch = self.training and torch.is_grad_enabled()
-        if is_training_batch and self._looks_for_short_batches:
-            self._looks_for_short_batches = self._is_short(count, self.gpu0_bsz)
+        if is_training_batch:
+            self._check_first_training_batches(count, self.gpu0_bsz)
 
         size_of_first = min(self.gpu0_bsz, count)
         equal_shares = (1,) * (self.num_replicas - 1)
         sizes_of_others = part_sizes(count - size_of_first, equal_shares)
         return [size_of_first, *sizes_of_others]
+
+    def _check_first_training_batches(self, batch_size: int, gpu0_bsz: int) -> None:
+        """Checks the training batches, up to the first one that is not short.
+
+        Raises:
+            SettingError: the usual size of batches is smaller than `gpu0_bsz`.
+        """
+        if self._looks_for_short_batches:
+            self._looks_for_short_batches = self._is_short(batch_size, gpu0_bsz)
 
     def _is_short(self, batch_size: int, gpu0_bsz: int) -> bool:
         """Returns True if a training batch has fewer samples than `gpu0_bsz`.

@@ -159,14 +159,23 @@ def _needs_warning(tensors: Sequence[Tensor | None], before: Tensor | None) -> b
         tensors: the buffer or attribute of each replica; None where a replica does not have it.
         before: that of the first replica before the forward pass.
     """
-    # First case: each replica has a buffer or attribute of its own, with its own value.
-    first = tensors[0]
-    if not all(_may_be_equal(first, tensor) for tensor in tensors[1:]):
-        return True
+    return _differ_between_replicas(tensors) or _was_added_to_shared_list(tensors, before)
 
-    # Second case: a list that existed before the forward pass. The replicas share this one object,
-    # and each of them has added its tensor. So all replicas have the same tensors at the same
-    # indices, but the tensors are new.
+
+def _differ_between_replicas(tensors: Sequence[Tensor | None]) -> bool:
+    """Returns True if each replica has a buffer or attribute of its own, with its own value."""
+    first = tensors[0]
+    return not all(_may_be_equal(first, tensor) for tensor in tensors[1:])
+
+
+def _was_added_to_shared_list(tensors: Sequence[Tensor | None], before: Tensor | None) -> bool:
+    """Returns True for a new tensor in a list that all replicas share.
+
+    For example, `self.losses` is `[]` before the forward pass. 3 replicas, which share this one
+    list, append t0, t1 and t2 to it. For index 0, `tensors` is then `[t0, t0, t0]`, and `before` is
+    None.
+    """
+    first = tensors[0]
     is_shared = first is tensors[1]
     is_new = first is not before
     return is_shared and is_new

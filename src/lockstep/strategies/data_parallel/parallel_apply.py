@@ -181,14 +181,22 @@ def parallel_apply(
     barrier = ReplicaBarrier(len(calls), in_turn=share_one_device)
     mode_factories = _mode_factories_of_this_thread(devices)
 
-    def run_replica(position: int) -> Any:
-        """Runs one call in the current thread, and returns its result.
-
-        If the call fails, this stores the error in the barrier, from which `parallel_apply` raises
-        it, and returns None.
+    def run_in_turn(position: int) -> Any:
+        """Runs one call, and returns its result when all calls have ended.
 
         If all replicas share one device, they run in turn: each begins when the one before it waits
         in the barrier, in a BatchNorm layer or at the end of its forward pass.
+        """
+        barrier.wait_for_turn(position)
+        result = calls[position]()
+        barrier.end_of_forward(position)
+        return result
+
+    def run_replica(position: int) -> Any:
+        """Runs one call in the current thread, and returns its result.
+
+        If the call fails, this returns None. The barrier keeps the error, which `parallel_apply`
+        raises, and releases all replicas that wait in it.
         """
         token = current_replica.set(RunningReplica(barrier, position))
         try:
@@ -198,10 +206,7 @@ def parallel_apply(
                 if position > 0:
                     for make_mode in mode_factories:
                         stack.enter_context(make_mode())
-                barrier.wait_for_turn(position)
-                result = calls[position]()
-                barrier.end_of_forward(position)
-                return result
+                return run_in_turn(position)
         except BaseException as error:
             barrier.fail(error)
             return None

@@ -190,18 +190,18 @@ def _bind_forward(forward: Any, original: nn.Module, new_module: nn.Module) -> C
 
     The result calls the same code, with the copy in the place of the original (`_rebind`).
 
-    A method that is bound to the copy would refer to the copy: if the copy kept it, its parameters
-    would stay in memory until the next garbage collection. So the copy keeps the function `call`,
-    which refers to it weakly, and binds `forward` anew each time.
+    If `new_module.forward` were a method that is bound to `new_module`, the two would form a cycle,
+    which would stay in memory until the next garbage collection. So the result refers to the copy
+    weakly, and binds `forward` anew in each call.
     """
     reference = weakref.ref(new_module)
 
-    def call(*args: Any, **kwargs: Any) -> Any:
-        """Calls the forward with the copy, which is alive while it is called."""
-        bound_forward = _rebind(forward, original, reference())
+    def forward_of_copy(*args: Any, **kwargs: Any) -> Any:
+        copy_of_module = reference()  # it is alive while it is called
+        bound_forward = _rebind(forward, original, copy_of_module)
         return bound_forward(*args, **kwargs)
 
-    return call
+    return forward_of_copy
 
 
 def _rebind(forward: Any, original: nn.Module, new_module: nn.Module | None) -> Any:
@@ -215,17 +215,25 @@ def _rebind(forward: Any, original: nn.Module, new_module: nn.Module | None) -> 
       which the object calls; it is treated in the same way. For example, `BatchNormOverReplicas`
       has the module, and `HalfForward` (autocast) has the module and the previous `forward`.
 
+    For example, `HalfForward(module=m, own=m.forward)` becomes
+    `HalfForward(module=copy, own=copy.forward)`.
+
     Args:
         forward: the `forward` of the original, or one that such an object calls.
         original: the module that was copied.
         new_module: the copy.
     """
     if isinstance(forward, MethodType):
-        if forward.__self__ is original:
-            return MethodType(forward.__func__, new_module)
-        return forward  # a method of another object
+        is_of_module = forward.__self__ is original  # and not a method of another object
+        return MethodType(forward.__func__, new_module) if is_of_module else forward
+    return _rebind_object(forward, original, new_module)
 
-    # An object that refers to the module. `_can_be_rebound` has checked that it has attributes.
+
+def _rebind_object(forward: Any, original: nn.Module, new_module: nn.Module | None) -> Any:
+    """Returns a copy of an object with the copied module in its attributes; see `_rebind`.
+
+    `_can_be_rebound` has checked that the object has attributes.
+    """
     new_forward = copy.copy(forward)
     for name, attribute in vars(forward).items():
         if attribute is original:
@@ -382,6 +390,8 @@ def _sum_bucket(
         home: the device of the sums.
         sums: the sum for each tensor, by the index of the tensor.
     """
+    # With the tensors a and b on the devices 0 and 1, this is [[a0, a1], [b0, b1]]. Then
+    # `flat_gradients` becomes [a0 and b0 in one tensor, a1 and b1 in one tensor].
     gradients_in_bucket = [gradients_of_tensors[index] for index in bucket]
     flat_gradients: list[Tensor] = []
     for gradients_on_device in zip(*gradients_in_bucket, strict=True):

@@ -9,7 +9,7 @@ samples are concatenated, and means are weighted by the number of samples of the
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -104,26 +104,38 @@ def scatter(
         end: the sample after the last one of the part.
         device: the device of the replica.
     """
-    part_size = end - begin
-    takes_all_samples = part_size == num_samples
+    part = _Part(dim, num_samples, begin, size=end - begin)
+    return map_tensors(batch, lambda tensor: _take_part(tensor, part, device))
 
-    def take_part(tensor: Tensor) -> Tensor:
-        """Returns the samples `begin` to `end - 1` of a tensor, on the device of the replica.
 
-        A tensor that does not hold samples along `dim` is returned as a whole. All but the tensor
-        are arguments of `scatter`.
-        """
-        holds_samples = has_dimension(tensor, dim) and tensor.shape[dim] == num_samples
-        if holds_samples and not takes_all_samples:
-            if tensor.is_sparse:  # `narrow` makes a view, which sparse tensors do not have
-                tensor = torch.narrow_copy(tensor, dim, begin, part_size)
-            else:
-                tensor = torch.narrow(tensor, dim, begin, part_size)
+class _Part(NamedTuple):
+    """One replica's part of the samples of a batch."""
 
-        # A copy to the CPU must block, because nothing waits for it before the tensor is read.
-        return tensor.to(device, non_blocking=device.type == "cuda")
+    dim: int
+    """The dimension of the samples."""
+    num_samples: int
+    """The number of samples in the whole batch."""
+    begin: int
+    """The first sample of the part."""
+    size: int
+    """The number of samples in the part."""
 
-    return map_tensors(batch, take_part)
+
+def _take_part(tensor: Tensor, part: _Part, device: torch.device) -> Tensor:
+    """Returns a part of the samples of a tensor, on a device.
+
+    A tensor that does not hold samples is returned as a whole.
+    """
+    dim = part.dim
+    holds_samples = has_dimension(tensor, dim) and tensor.shape[dim] == part.num_samples
+    is_cut = holds_samples and part.size < part.num_samples
+    if is_cut and tensor.is_sparse:  # `narrow` makes a view, which sparse tensors do not have
+        tensor = torch.narrow_copy(tensor, dim, part.begin, part.size)
+    elif is_cut:
+        tensor = torch.narrow(tensor, dim, part.begin, part.size)
+
+    # A copy to the CPU must block, because nothing waits for it before the tensor is read.
+    return tensor.to(device, non_blocking=device.type == "cuda")
 
 
 def gather_leaf(
@@ -148,9 +160,7 @@ def gather_leaf(
     Raises:
         UsageError: the leaves differ, and are neither tensors of samples nor means.
     """
-    are_tensors = all(isinstance(leaf, Tensor) for leaf in leaves)
-    are_floats = all(isinstance(leaf, float) for leaf in leaves)
-    if are_tensors:
+    if all(isinstance(leaf, Tensor) for leaf in leaves):
         if _is_same_state(leaves, tensor_numbers):  # a parameter that was returned as it is
             return leaves[0].to(device)
         if _are_means(leaves, sizes):  # single numbers, which may have a dimension of size 1
@@ -159,10 +169,11 @@ def gather_leaf(
             return _concatenate(leaves, dim, device)
 
         # Other tensors, such as counters, must be equal. They can only be compared on one device.
-        leaves = [leaf.to(device) for leaf in leaves]
-    elif are_floats and len(set(leaves)) > 1:
-        # Different Python floats are means. Equal ones are not averaged, because rounding could
-        # change them; the code below returns the first.
+        return _the_equal_leaf([leaf.to(device) for leaf in leaves], dim)
+
+    # Python floats are means. Equal ones are not averaged, because rounding could change them.
+    are_different_floats = all(isinstance(leaf, float) for leaf in leaves) and len(set(leaves)) > 1
+    if are_different_floats:
         return _weighted_mean(leaves, sizes)
 
     return _the_equal_leaf(leaves, dim)

@@ -127,18 +127,7 @@ class DiLoCoTraining(Extension):
         # `_finish_global_batch` resets `_some_optimizer_stepped`.
         previous_is_unfinished = micro_batch.first and self._some_optimizer_stepped
         if previous_is_unfinished:
-            # The loop was left before it reached the last virtual rank.
-            if not self._last_micro_batch_began:
-                raise UsageError(
-                    "a training loop that was left between the replicas of a global batch",
-                    "some of them have made their step, and others have not",
-                    "leave the loop where world.is_last_micro_batch is true, or by what changes "
-                    "once per global batch, such as world.step",
-                )
-
-            # Otherwise some optimizer has not stepped for the last virtual rank. That is allowed:
-            # the script may step one of its optimizers less often than the others.
-            self._finish_global_batch()
+            self._finish_previous_global_batch()
 
         self._last_micro_batch_began = micro_batch.last  # of the global batch
 
@@ -147,6 +136,30 @@ class DiLoCoTraining(Extension):
             self._stepped_optimizers.clear()
 
         self._put_values_of_present_virtual_rank()
+
+    def _finish_previous_global_batch(self) -> None:
+        """Finishes a global batch for which some, but not all, optimizer steps were made.
+
+        For example, the optimizers A and B train 2 virtual ranks. This is called if
+
+        - the loop was left after virtual rank 0: an error;
+        - B has not stepped for virtual rank 1: allowed, since a script may step one of its
+          optimizers less often than the others.
+
+        If A and B have stepped for both, `after_step` has finished the global batch.
+
+        Raises:
+            UsageError: some virtual ranks have not stepped.
+        """
+        loop_was_left = not self._last_micro_batch_began
+        if loop_was_left:
+            raise UsageError(
+                "a training loop that was left between the replicas of a global batch",
+                "some of them have made their step, and others have not",
+                "leave the loop where world.is_last_micro_batch is true, or by what changes "
+                "once per global batch, such as world.step",
+            )
+        self._finish_global_batch()
 
     def before_forward(self) -> None:
         """Chooses the values for a forward pass: those in training, or for evaluation the shared.
@@ -271,16 +284,8 @@ class DiLoCoTraining(Extension):
         if self._trains_one_model:
             return
 
-        # If the virtual rank's own weights replace the shared ones, a change that the user has made
-        # to these by hand would be lost. A virtual rank without weights of its own begins with a
-        # copy of the shared ones, changed or not.
-        own_weights_replace_shared = self._weights.in_module is SHARED and self._weights.exists(
-            number
-        )
-        if own_weights_replace_shared:
-            self._check_shared_weights_are_unchanged()
-
-        self._weights.put_in_module(number)
+        self._check_no_change_is_lost(number)
+        self._weights.put_in_module(number)  # a copy of the shared ones, if it has none of its own
         if number != self._owner_of_gradients:
             self._put_gradients_in_module(number)
 
@@ -310,6 +315,21 @@ class DiLoCoTraining(Extension):
             parameter.grad = gradient
 
         self._owner_of_gradients = number
+
+    def _check_no_change_is_lost(self, number: int) -> None:
+        """Raises UsageError if a virtual rank's weights would replace weights changed by hand.
+
+        For example, the user has changed the shared weights, which are in the module. If virtual
+        rank 2 has weights of its own, these would replace them: an error. If it has none, it goes
+        on with the changed ones.
+
+        Args:
+            number: the number of the virtual rank.
+        """
+        shared_are_in_module = self._weights.in_module is SHARED
+        has_own_weights = self._weights.exists(number)
+        if shared_are_in_module and has_own_weights:
+            self._check_shared_weights_are_unchanged()
 
     def _check_shared_weights_are_unchanged(self) -> None:
         """Raises UsageError if the user has changed the shared weights, as that would be lost."""
@@ -521,13 +541,16 @@ class DiLoCoTraining(Extension):
 
         self._outer_optimizer.wait()
         self._outer_optimizer.drop_in_flight()  # these have arrived, and are never applied
+        steps_apart = self._step.number - self._options.start
+        if steps_apart <= 0:  # the virtual ranks have not trained apart yet
+            return
+
+        # With `every` 10 and `delay` 2, after 27 steps apart: 20 are in complete rounds, the other
+        # 7 are missing from the shared weights, and the next good time to end is after 32. Even at
+        # a good time, `delay` steps are missing.
         every = self._options.every
         delay = self._options.delay
-        steps_apart = self._step.number - self._options.start
         steps_in_rounds = _steps_in_complete_rounds(steps_apart, every, delay)
-
-        # The later steps are missing from the shared weights. At the best time to end, `delay`
-        # steps are missing. The number is negative if the virtual ranks have not trained apart yet.
         steps_left = steps_apart - steps_in_rounds
         if steps_left <= delay:
             return
