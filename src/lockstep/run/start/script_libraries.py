@@ -505,7 +505,7 @@ def _import_all(names: Sequence[str], origins: Mapping[str, str | None]) -> list
         CannotPrepareError: see `prepare_modules`.
     """
     state_before = _state_of_process()
-    random_state_before = random.getstate()
+    random_state_before = random.getstate()  # libraries may change it, see `_check_draws`
     streams = {"stdout": io.StringIO(), "stderr": io.StringIO()}
     recorded = _RecordedDraws()
     batches = []
@@ -520,7 +520,7 @@ def _import_all(names: Sequence[str], origins: Mapping[str, str | None]) -> list
     _check_state_of_process(state_before)
     _check_modules(batches, origins)
     _check_streams(batches, streams, recorded)
-    _check_draws(batches, random_state_before)
+    _check_draws(batches, random_state_before)  # last, as it restores the state of random
     return batches
 
 
