@@ -284,8 +284,15 @@ def test_a_state_divided_between_ranks_is_read_as_one(memory: dict[str, str], si
         state["me"]["array"] = np.arange(5.0) + 3
         state["world"]["step"] += 1
 
+    def set_text_like_a_leaf() -> None:
+        state["world"]["place"] = "$leaf"
+
+    def set_tensor_in_its_place() -> None:
+        state["world"]["place"] = torch.ones(2)
+
     changes: list[Callable[[], object]] = [
         *(change_values, replace, grow, untie, retype, change_values),
+        *(set_text_like_a_leaf, set_tensor_in_its_place),
     ]
     versions = []
     for serial, change in enumerate(changes, 1):

@@ -287,3 +287,38 @@ def test_journals_of_optimizers_that_step_rarely(tmp_path: Path) -> None:
             first_moves = steps_of == "every second" or after is steps[2] or after is steps[4]
             second_moves = steps_of == "every second" or not first_moves
             assert moved == [first_moves] * 2 + [second_moves] * 2
+
+
+def train_and_drop(world: lockstep.World, dropped: str) -> None:
+    """Trains on four global batches. The loop leaves the second one out.
+
+    Args:
+        world: of the run.
+        dropped: "backward": the gradients of the second batch are computed and then cleared.
+            "batch": they are not computed.
+    """
+    torch.manual_seed(1)
+    model = nn.Linear(32, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = world.prepare(model, optimizer)
+    for number, (images, labels) in enumerate(world.loader(samples(), batch_size=9)):
+        if number == 1 and dropped == "batch":
+            continue
+        world.backward(F.cross_entropy(model(images.flatten(1)), labels))
+        if number != 1:
+            optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_gradients_that_a_loop_drops_are_not_in_the_hashes(size: int, tmp_path: Path) -> None:
+    run_ranks(journals_of_dropped_steps, size, tmp_path)
+    comparison = compare(tmp_path / "backward", tmp_path / "batch")
+    assert not comparison.differs, comparison.lines()
+    assert comparison.num_with_hashes == 3
+
+
+def journals_of_dropped_steps(folder: Path) -> None:
+    for dropped in ("backward", "batch"):
+        with lockstep.init(virtual_ranks=2, journal=folder / dropped, journal_every=1) as world:
+            train_and_drop(world, dropped)

@@ -446,7 +446,17 @@ def test_recording_never_raises(tmp_path: Path) -> None:
     assert read_error(Evidence.in_folder(tmp_path)) is None
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"type": "x"}'])
+def test_a_record_of_a_newer_version_is_read_without_what_is_new_in_it(tmp_path: Path) -> None:
+    evidence = Evidence.in_folder(tmp_path)
+    record_error(ValueError("x"), evidence)
+    record = json.loads(evidence.error.read_text())
+    evidence.error.write_text(json.dumps({**record, "new": [1]}))
+    found = read_error(evidence)
+    assert found is not None
+    assert found.headline == "ValueError: x"
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"type": "x"}', '{"unknown": 1}'])
 def test_a_file_that_is_not_a_record_reads_as_none(tmp_path: Path, text: str) -> None:
     (tmp_path / "error.json").write_text(text)
     assert read_error(Evidence.in_folder(tmp_path)) is None

@@ -40,8 +40,8 @@ Rows = tuple[int, int]
 """The rows of a tensor that a rank copies: the first one, and the one after the last."""
 SectionKey = tuple[str, KeyPath]
 """Identifies a section: the file and path of `Section`."""
-_LEAF = "$leaf"
-"""Replaces a leaf in a skeleton."""
+_LEAF = object()
+"""Replaces a leaf in a skeleton. It equals no value that a state may hold."""
 
 
 class Section(NamedTuple):
@@ -617,7 +617,7 @@ def _dtype_and_shape_in_area(dtype: torch.dtype, box: Box) -> tuple[torch.dtype,
 def _skeleton(value: Any, leaves: list[Any]) -> Any:
     """Returns a value with its tensors and numpy values removed, and appends these to `leaves`.
 
-    Example: `{"lr": 0.1, "w": tensor} -> (dict, ["lr", "w"], [(float, 0.1), "$leaf"])`.
+    Example: `{"lr": 0.1, "w": tensor} -> (dict, ["lr", "w"], [(float, 0.1), _LEAF])`.
 
     Two skeletons are equal if the values differ only in their leaves. Dictionaries must also have
     the same order, since the leaves are in that order. Values stand beside their types: otherwise

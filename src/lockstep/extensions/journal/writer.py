@@ -136,6 +136,9 @@ class Journal(Extension):
         self._gradient_hashes: dict[int, Any] = {}
         """By the number of the virtual rank: one hash for each trained parameter. If an optimizer
         step covers several global batches, their hashes are added up."""
+        self._may_have_dropped_gradients = False
+        """True at the beginning of a global batch if an earlier one has left hashes of gradients:
+        the loop has either cleared its gradients, or makes one step for several global batches."""
         self._losses: dict[int, Any] = {}
         """The losses of `_finished_step`, by virtual rank, or by rank without virtual ranks."""
         self._finished_step: int | None = None
@@ -178,6 +181,28 @@ class Journal(Extension):
         if micro_batch.first:
             self._finish_step()
             self._find_tensors()
+            self._may_have_dropped_gradients = bool(self._gradient_hashes)
+
+    def before_backward(self, loss: Any, micro_batch: MicroBatch) -> None:
+        """Discards hashes of gradients that the loop has cleared instead of making a step.
+
+        Called before the first backward pass of a global batch, for which the gradients of earlier
+        global batches are still in their places: `EarlierGradients` has not put them away yet.
+        """
+        if not self._may_have_dropped_gradients:
+            return
+        self._may_have_dropped_gradients = False
+
+        are_kept = [parameter.grad is not None for parameter in self._parameters]
+        if all(are_kept):
+            return
+
+        # Hashes are integers, and a gradient that was cleared has the factor 0.
+        factors: Any = np.array(are_kept, np.int64)
+        if self._device.type != "cpu":
+            factors = copy_to_device(torch.from_numpy(factors), self._device)
+        for virtual_rank in self._gradient_hashes:
+            self._gradient_hashes[virtual_rank] *= factors
 
     def leaf_gradient(
         self,

@@ -33,7 +33,7 @@ def from_values(kind: type[_T], values: Any, tables: Tables = _NO_TABLES) -> _T:
         tables: the tables of the types whose values are numbered.
 
     Raises:
-        TypeError, KeyError, AttributeError, IndexError: the values do not fit the type.
+        TypeError, AttributeError, IndexError: the values do not fit the type.
     """
     return cast(_T, _build(kind, values, tables))
 
@@ -55,7 +55,8 @@ def _build(kind: Any, values: Any, tables: Tables) -> Any:
         types = _types_of_fields(cast(Any, kind))
         fields = {}
         for name, value in values.items():
-            fields[name] = _build(types[name], value, tables)
+            if name in types:  # a newer version may have written more fields: left out
+                fields[name] = _build(types[name], value, tables)
         return cast(Any, kind)(**fields)
 
     if values is None:

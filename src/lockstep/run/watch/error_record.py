@@ -175,11 +175,11 @@ def read_error(evidence: Evidence) -> ErrorRecord | None:
     """Reads the record that `record_error` wrote into a rank's files.
 
     Returns:
-        The record, or None if there is none.
+        The record, or None if there is none, or if it is damaged.
     """
     try:
         return from_values(ErrorRecord, json.loads(evidence.error.read_text()))
-    except (OSError, ValueError, TypeError, AttributeError):
+    except (OSError, ValueError, TypeError, AttributeError, LookupError):
         return None
 
 
