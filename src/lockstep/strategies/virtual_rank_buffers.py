@@ -45,6 +45,13 @@ class _BufferCopy(NamedTuple):
     tensor: Tensor
     """The copy: the values that the buffer had."""
 
+    def as_copy_of(self, buffer: Tensor) -> _BufferCopy:
+        """Returns this copy for a buffer that has the same values now.
+
+        The buffer counts as changed only after the next write to it.
+        """
+        return _BufferCopy(buffer, write_count(buffer), self.tensor)
+
 
 class VirtualRankBuffers(Extension):
     """Gives every virtual rank the same initial buffers, and combines the results.
@@ -164,7 +171,8 @@ class VirtualRankBuffers(Extension):
         previous = self._first_micro_batch_of_virtual_rank
         self._first_micro_batch_of_virtual_rank = micro_batch
 
-        if previous is None or micro_batch.first:
+        # `after_step` has stored the buffers of the last virtual rank of the previous global batch.
+        if previous is None or micro_batch.first:  # the first of the run, or of a global batch
             self._begin_global_batch()
         else:
             self._store_buffers_left_by(previous)
@@ -184,7 +192,8 @@ class VirtualRankBuffers(Extension):
         self._partial_sums.clear()
         self._buffers_of_first_virtual_rank = None
         self._copy_buffers()
-        self._has_uncombined_buffers = self._has_optimizer
+        will_be_combined = self._has_optimizer  # in the step of an optimizer
+        self._has_uncombined_buffers = will_be_combined
 
     def after_step(self, optimizer: Optimizer, modules: Sequence[nn.Module]) -> None:
         """Combines the buffers of all virtual ranks, after the step of the first optimizer.
@@ -276,7 +285,7 @@ class VirtualRankBuffers(Extension):
                 copies[name] = _BufferCopy(buffer, write_count(buffer), tensor=buffer.clone())
             elif self._may_have_changed(name, buffer, present_copy):
                 # The copy keeps its memory, which is overwritten below.
-                copies[name] = _BufferCopy(buffer, write_count(buffer), tensor=present_copy.tensor)
+                copies[name] = present_copy.as_copy_of(buffer)
                 tensors_to_overwrite.append(present_copy.tensor)
                 changed_buffers.append(buffer)
             else:
@@ -325,14 +334,10 @@ class VirtualRankBuffers(Extension):
         if not restored:
             return
 
-        initial_values = {name: self._copies_at_beginning[name].tensor for name in restored}
-        copy_to_each(list(restored.values()), list(initial_values.values()))
-
-        # A buffer is taken for changed if its number of writes differs from that of its copy. The
-        # restoring was a write too, so store the new number.
+        initial_values = [self._copies_at_beginning[name].tensor for name in restored]
+        copy_to_each(list(restored.values()), initial_values)
         for name, buffer in restored.items():
-            copy = _BufferCopy(buffer, write_count(buffer), tensor=initial_values[name])
-            self._copies_at_beginning[name] = copy
+            self._copies_at_beginning[name] = self._copies_at_beginning[name].as_copy_of(buffer)
 
     @torch.no_grad()
     def _store_buffers_left_by(self, micro_batch: MicroBatch) -> None:
@@ -365,10 +370,13 @@ class VirtualRankBuffers(Extension):
         push(self._partial_sums, flat_tensors, num_merges, add_to_each)
 
     def _store_as_first(self, micro_batch: MicroBatch) -> None:
-        """Stores the other buffers of a virtual rank, if it is the first of this process.
+        """Stores the other buffers of a virtual rank, unless it has no samples.
 
-        A virtual rank without samples has changed no buffers, which would seem to differ from those
-        of other processes. So it does not count as the first, unless it is virtual rank 0.
+        Called for each virtual rank of this process, until the buffers of one are stored. For
+        example, the process computes the virtual ranks 2 and 3, and 2 has no samples in a short
+        global batch. Then 2 has changed no buffers, which would seem to differ from those of other
+        processes, and those of 3 are stored. Virtual rank 0 counts in any case: its buffers are
+        those of rank 0, from which others are taken.
         """
         is_virtual_rank_0 = micro_batch.virtual_rank_number == 0
         may_be_first = is_virtual_rank_0 or micro_batch.local_rows > 0
@@ -408,18 +416,22 @@ class VirtualRankBuffers(Extension):
     def _counter_increments(
         self, buffers: Mapping[str, Tensor], *, dtype: torch.dtype, is_virtual_rank_0: bool
     ) -> list[Tensor]:
-        """Returns by how much each counter has advanced in this global batch, as flat tensors.
+        """Returns by how much each counter is to advance in this global batch, as flat tensors.
+
+        They are summed over the virtual ranks, and the counters are to advance as on virtual rank 0
+        alone. So all others return zeros.
 
         Args:
             buffers: the present buffers by name.
             dtype: the dtype of the result.
-            is_virtual_rank_0: False for other virtual ranks, which return zeros.
+            is_virtual_rank_0: True on virtual rank 0.
         """
         increments = []
         for name in self._counters:
-            increment = buffers[name] - self._copies_at_beginning[name].tensor
-            if not is_virtual_rank_0:
-                increment = torch.zeros_like(increment)
+            if is_virtual_rank_0:
+                increment = buffers[name] - self._copies_at_beginning[name].tensor
+            else:
+                increment = torch.zeros_like(buffers[name])
             increments.append(increment.reshape(-1).to(dtype))
         return increments
 
@@ -464,14 +476,15 @@ class VirtualRankBuffers(Extension):
             wait = sums.start(sums_of_dtype, packed_mean, scale=mean_scale)
             wait()
 
-            # Unpack it: first the means of the averaged buffers, then those of the increments.
+            # Unpack it: [mean of buffer a | mean of buffer b | mean increment of counter c].
             parts = torch.split(packed_mean, lengths)
-            means: list[Tensor] = []
-            for buffer, part in zip(averaged, parts[: len(averaged)], strict=True):
-                means.append(part.view_as(buffer))
+            means_of_buffers = parts[: len(averaged)]
             mean_increments = parts[len(averaged) :]
 
-            copy_to_each(averaged, means)
+            shaped_means: list[Tensor] = []
+            for buffer, mean in zip(averaged, means_of_buffers, strict=True):
+                shaped_means.append(mean.view_as(buffer))
+            copy_to_each(averaged, shaped_means)
 
             _advance_counters(counters, mean_increments, sums.num_present)
 

@@ -186,8 +186,10 @@ class VirtualRankGradients(Extension):
             return
 
         if micro_batch.virtual_rank_begins and previous is not None:
+            # The script may have called `zero_grad` between two virtual ranks. `before_step` raises
+            # an error for it, unless the script leaves the step out.
             if self._was_cleared(previous):
-                self._sum_lacks_gradients = True  # `before_step` raises an error for it
+                self._sum_lacks_gradients = True
 
             # The gradients of the previous virtual rank are still in `parameter.grad`.
             self._move_gradients_to_sums(previous)
@@ -286,15 +288,16 @@ class VirtualRankGradients(Extension):
             return [bucket.buffer()] if bucket_counts else []
 
         gradients = self._gradients_in(bucket)
-        remaining_sums = self._partial_sums
-        if bucket_counts:
-            self._step.extensions.leaf_gradient(micro_batch, gradients.parameters, gradients.views)
-            remaining_sums = self._merge_into_bucket(gradients, micro_batch)
+        if not bucket_counts:
+            return [gradients.copy_with(partial_sum) for partial_sum in self._partial_sums]
 
-        partial_sums = [gradients.copy_with(partial) for partial in remaining_sums]
-        if bucket_counts:
-            partial_sums.append(bucket.buffer())
-        return partial_sums
+        self._step.extensions.leaf_gradient(micro_batch, gradients.parameters, gradients.views)
+
+        # For example, this process has the virtual ranks 1, 2 and 3 of 4. The stack has 1 and 2,
+        # and the bucket 3. One merge follows: the bucket becomes 2 + 3, in place; 1 is not merged.
+        sums_not_merged = self._merge_into_bucket(gradients, micro_batch)
+        copies = [gradients.copy_with(partial_sum) for partial_sum in sums_not_merged]
+        return [*copies, bucket.buffer()]
 
     def _merge_into_bucket(
         self, gradients: _BucketGradients, micro_batch: MicroBatch
@@ -319,25 +322,29 @@ class VirtualRankGradients(Extension):
         return self._partial_sums[:num_left]
 
     def _gradients_in(self, bucket: dist.GradBucket) -> _BucketGradients:
-        """Returns the gradients in a bucket, which are looked up once for each buffer."""
-        buffer = bucket.buffer()
+        """Returns the gradients in a bucket, which are looked up once for each buffer.
 
-        # `_buckets` keeps each buffer that was looked up alive, so torch cannot give its memory to
-        # another buffer. An equal address therefore means the same buffer.
+        DDP makes new buckets after the first backward pass. Bucket 0 arrives first.
+        """
+        if not self._is_known(bucket):
+            if bucket.index() == 0:  # then all buckets are new
+                self._buckets.clear()
+            parameters = bucket.parameters()
+            indices = [self._index_in_module[id(parameter)] for parameter in parameters]
+            views = gradients_of_bucket(bucket)
+            self._buckets[bucket.index()] = _BucketGradients(
+                bucket.buffer(), views, parameters, indices
+            )
+        return self._buckets[bucket.index()]
+
+    def _is_known(self, bucket: dist.GradBucket) -> bool:
+        """Returns True if `_buckets` has the gradients in this bucket, with the same buffer.
+
+        An equal address means the same buffer: `_buckets` keeps each buffer alive, so torch cannot
+        give its memory to another one.
+        """
         known = self._buckets.get(bucket.index())
-        if known is not None and known.buffer.data_ptr() == buffer.data_ptr():
-            return known
-
-        # Bucket 0 arrives first. If its buffer is unknown, all buckets are new.
-        if bucket.index() == 0:
-            self._buckets.clear()
-
-        parameters = bucket.parameters()
-        indices = [self._index_in_module[id(parameter)] for parameter in parameters]
-        gradients = _BucketGradients(buffer, gradients_of_bucket(bucket), parameters, indices)
-        self._buckets[bucket.index()] = gradients
-
-        return gradients
+        return known is not None and known.buffer.data_ptr() == bucket.buffer().data_ptr()
 
     def _move_gradients_to_sums(self, micro_batch: MicroBatch) -> None:
         """Moves the gradients of a virtual rank from the parameters to the partial sums.
