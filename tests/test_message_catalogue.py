@@ -459,6 +459,14 @@ def test_lines_about_checkpoints_journals_and_shares_are_translated(chinese: Non
     lines = {
         "runs/step-12: complete, metric 0.5, the best": "runs/step-12：完整，指标 0.5，最佳",
         "net.pt: a torch file": "net.pt：torch 文件",
+        "resumed from step 39 in memory (epoch 1, step 39, strategy fsdp, 2 ranks); there is no "
+        "checkpoint on disk": (
+            "已从内存中的第 39 步续训（epoch 1，第 39 步，策略 fsdp，2 个 rank）；磁盘上没有检查点"
+        ),
+        "resumed c/step-7 (epoch 1, step 7, strategy ddp, 2 ranks); it is newer than step 3 in "
+        "memory": (
+            "已从 c/step-7 续训（epoch 1，第 7 步，策略 ddp，2 个 rank）；它比内存中的第 3 步更新"
+        ),
         "total: 2 tensors (2 float32), 12,610 values, 20.1 kB": (
             "合计：2 个张量（2 float32），12,610 个数值，20.1 kB"
         ),

@@ -199,6 +199,10 @@ SHORT_MESSAGES = {
         "checkpoint.session"
     ),
     "no steps are kept in memory": "checkpoint.session",
+    "from step {step} in memory": "checkpoint.session",
+    "there is no checkpoint on disk": "checkpoint.session",
+    "the last checkpoint on disk is of step {step}": "checkpoint.session",
+    "it is newer than step {step} in memory": "checkpoint.session",
     "that takes {milliseconds}": "checkpoint.copy_interval",
     "the copy on another machine takes {milliseconds}": "checkpoint.copy_interval",
     "{number} micro-batches": "cli.verify",

@@ -148,6 +148,20 @@ class Case:
 
 CASES = {
     "nothing failed": Case([rank_exited(0, 0, 1.0), rank_exited(1, 0, 2.0)], None),
+    "a safetensors file with the name of a torch file": Case(
+        [
+            rank_raised(
+                0,
+                "Weights only load failed. ... your use case: WeightsUnpickler error: \n\n"
+                "Unsupported operand 160\n\nCheck the documentation of torch.load",
+                10.0,
+                "_pickle.UnpicklingError",
+            )
+        ],
+        "exception",
+        (0,),
+        text_has=("what to do: torch.load cannot read this file", "lockstep.load_weights(model"),
+    ),
     "a collective with a timeout of seconds, chosen by the script": Case(
         [rank_raised(0, TIMED_OUT_AFTER_2_S, 10.0), rank_ended_by_lockstep(1, 10.4, 10.3)],
         "exception",

@@ -58,6 +58,10 @@ _BY_TEXT = {
         "the names in the file begin with `module.`, as DistributedDataParallel and DataParallel "
         "save them: load it by lockstep.load_weights(model, path), which removes that"
     ),
+    r"WeightsUnpickler error:\s+Unsupported operand|UnpicklingError: invalid load key": (
+        "torch.load cannot read this file. If lockstep.save_weights has written it, it is a "
+        "safetensors file, whatever its name: load it by lockstep.load_weights(model, path)"
+    ),
     r"EADDRINUSE|[Aa]ddress already in use": (
         "another program has this port: leave the port out, or give each run its own"
     ),
