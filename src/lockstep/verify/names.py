@@ -26,9 +26,9 @@ MAPPINGS_FROM_NAMES = (
     "initial",
     "module_tensors",
     "module_tensors_before",
-    "optimizer_state",
     "parameter_sums",
     "parameters",
+    "reduced_in_step",
     "rewritten_parameters",
     "unclipped",
     "write_stacks",
@@ -136,21 +136,46 @@ def rename_tensors(record: RankUpdate, change: Callable[[str], str]) -> RankUpda
         record: record of the rank.
         change: function that returns the new name for a name.
     """
+
+    def new_name(name: str) -> str:
+        # An empty name stands for a tensor without a name, or for no tensor.
+        return change(name) if name else ""
+
     fields: dict[str, Any] = {}
     for field_name in MAPPINGS_FROM_NAMES:
         fields[field_name] = _with_new_keys(getattr(record, field_name), change)
 
+    # Every name keeps its index, even if it occurs twice: the index of a name in
+    # `optimizer_parameters` is that of the parameter in the optimizer.
     for field_name in LISTS_OF_NAMES:
-        new_names = [change(name) for name in getattr(record, field_name)]
-        fields[field_name] = list(dict.fromkeys(new_names))  # without duplicates, in the same order
+        fields[field_name] = [new_name(name) for name in getattr(record, field_name)]
 
-    local_gradients = [_with_new_keys(gradients, change) for gradients in record.local_gradients]
-    return replace(record, **fields, local_gradients=local_gradients)
+    return replace(
+        record,
+        **fields,
+        local_gradients=[_with_new_keys(each, change) for each in record.local_gradients],
+        optimizer_state=_with_new_keys_of_state(record.optimizer_state, change),
+        calls=[replace(call, gradient_of=new_name(call.gradient_of)) for call in record.calls],
+    )
 
 
 def _with_new_keys(values: Mapping[str, Any], change: Callable[[str], str]) -> dict[str, Any]:
     """Returns a mapping in which the keys, which are names of tensors, are renamed."""
     return {change(name): value for name, value in values.items()}
+
+
+def _with_new_keys_of_state(
+    state: Mapping[str, Any], change: Callable[[str], str]
+) -> dict[str, Any]:
+    """Returns an optimizer's state in which the tensors that it belongs to are renamed.
+
+    The state "Net/weight/exp_avg" belongs to the tensor "Net/weight".
+    """
+    renamed = {}
+    for name, value in state.items():
+        tensor_name, _, key = name.rpartition("/")
+        renamed[f"{change(tensor_name)}/{key}"] = value
+    return renamed
 
 
 # Models of one class

@@ -1,0 +1,116 @@
+"""Records of a run whose tensors get the names of another run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from lockstep.strategies.base import parameters_of
+from lockstep.verify.compare import Divergence
+from lockstep.verify.names import align_names, rename_tensors
+from lockstep.verify.recording.models import Models
+from lockstep.verify.rules.local_gradients import LocalGradients, exchanged_inside_step
+from lockstep.verify.rules.optimizer import other_optimizer
+from lockstep.verify.rules.ranks_apart import parameters_of_unstepped_optimizer
+from lockstep.verify.tolerance import FLOAT64
+from lockstep.verify.training_record import RankUpdate, ScriptCall, Update
+
+pytestmark = pytest.mark.unit
+
+WEIGHT = np.arange(1.0, 7.0)
+REFERENCE_NAME = "Net/layer.weight"
+WRAPPED_NAME = "Wrapper/module.layer.weight"
+
+
+def record(name: str, gradient: float = 1.0, **values: Any) -> RankUpdate:
+    """A rank that trains one tensor, under the given name."""
+    return RankUpdate(initial={name: WEIGHT}, gradients={name: gradient * WEIGHT}, **values)
+
+
+def aligned(reference: RankUpdate, ranks: Sequence[RankUpdate]) -> Divergence:
+    """The first update of both runs, with the names of the reference."""
+    reference_run = [Update([reference])]
+    parallel_run = align_names(reference_run, [Update(ranks)])
+    return Divergence(reference_run, parallel_run, FLOAT64, 0, "gradients", (REFERENCE_NAME,))
+
+
+def test_gradients_that_an_optimizer_reduces_in_its_step_are_renamed() -> None:
+    ranks = []
+    for gradient in (0.5, 1.5):
+        call = ScriptCall(name="all_reduce", line="train.py:9: all_reduce(p.grad)", in_step=True)
+        reduced = {WRAPPED_NAME: 2 * WEIGHT}  # the sum, where the mean would be right
+        ranks.append(record(WRAPPED_NAME, gradient, calls=[call], reduced_in_step=reduced))
+
+    case = aligned(record(REFERENCE_NAME), ranks)
+    cause = exchanged_inside_step(LocalGradients(case, (REFERENCE_NAME,)))
+    assert cause is not None
+    assert (cause.code, cause.ratio) == ("LS201", 2)
+
+
+@pytest.mark.parametrize(("times", "is_different"), [(1.0, False), (2.0, True)])
+def test_the_state_of_an_optimizer_is_renamed_with_its_tensor(
+    times: float, is_different: bool
+) -> None:
+    def with_state(name: str, factor: float) -> RankUpdate:
+        numbers = factor * np.array([1.0, 3.0, 6.0])
+        return record(name, optimizer_state={f"{name}/exp_avg": numbers})
+
+    case = aligned(with_state(REFERENCE_NAME, 1.0), [with_state(WRAPPED_NAME, times)] * 2)
+    assert list(case.actual[0].optimizer_state) == [f"{REFERENCE_NAME}/exp_avg"]
+    assert (other_optimizer(case) is not None) == is_different
+
+
+def test_the_state_of_a_replica_belongs_to_the_tensor_of_the_replica() -> None:
+    before = record("Net/w", optimizer_state={"Net/w/exp_avg": np.ones(3)})
+    after = rename_tensors(before, lambda name: f"{name} (replica 1)")
+    assert list(after.optimizer_state) == ["Net/w (replica 1)/exp_avg"]
+
+
+def test_the_gradient_that_a_collective_got_is_renamed() -> None:
+    call = ScriptCall(
+        name="all_reduce", line="train.py:9: all_reduce(p.grad)", gradient_of=WRAPPED_NAME
+    )
+    other = ScriptCall(name="all_reduce", line="train.py:10: all_reduce(loss)")
+    ranks = [record(WRAPPED_NAME, calls=[call, other])]
+    case = aligned(record(REFERENCE_NAME), ranks)
+    assert [each.gradient_of for each in case.actual.calls] == [REFERENCE_NAME, ""]
+    assert call.gradient_of == WRAPPED_NAME  # the record that was read is as it was
+
+
+@pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate")
+def test_parameters_of_an_optimizer_keep_their_places() -> None:
+    # The optimizer has the first parameter twice. No model has either parameter.
+    first, second = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([first, first, second])
+    models = Models()
+    models.stepped_optimizers.append(optimizer)
+    names = models.names_of(parameters_of(optimizer))
+    third = "/parameter 3 of optimizer 1"
+    assert names == ["/parameter 1 of optimizer 1", "/parameter 1 of optimizer 1", third]
+
+    stepped = record(WRAPPED_NAME, construction_index=0, optimizer_parameters=names)
+    unstepped = record(WRAPPED_NAME, stepped=False)
+    for rank in (stepped, unstepped):
+        rank.parameter_sums = {third: np.ones(2)}
+
+    # The rank that has not stepped has another value of the third parameter.
+    later = record(WRAPPED_NAME, stepped=False, unstepped_sums={(0, 2): np.full(2, 5.0)})
+    reference_run = [Update([record(REFERENCE_NAME)])] * 2
+    parallel_run = align_names(
+        reference_run, [Update([stepped, unstepped]), Update([stepped, later])]
+    )
+    case = Divergence(reference_run, parallel_run, FLOAT64, 1, "gradients", (REFERENCE_NAME,))
+    cause = parameters_of_unstepped_optimizer(case)
+    assert cause is not None
+    assert "parameter 3 of optimizer 1" in cause.evidence[0]
+
+
+def test_a_parameter_without_a_name_stays_without_one() -> None:
+    before = record("Net/w", optimizer_parameters=["", "", "Net/w"])
+    after = rename_tensors(before, lambda name: f"{name} (replica 1)")
+    assert after.optimizer_parameters == ["", "", "Net/w (replica 1)"]
