@@ -214,6 +214,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ((sys.executable, "-u", "t.py"), "out: lockstep run t.py\n"),
         (("--report", "D:\\runs", "t.py"), "--report D:\\runs\n  found: D:\\runs is a path of Win"),
         (("--log-dir", "D:/runs", "t.py"), "--log-dir D:/runs\n  found: D:/runs is a path of Win"),
+        (("D:\\work\\t.py",), "found: D:\\work\\t.py is a path of Windows"),
         (("s.py",), "did you mean t.py?"),
         (("t",), "did you mean t.py?"),
         (("elsewhere/t.py",), "there is no such file"),

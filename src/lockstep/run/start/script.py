@@ -26,6 +26,7 @@ from typing import NoReturn
 
 from lockstep.distributed.network import address_reaching, interface_of
 from lockstep.errors import SettingError
+from lockstep.file_paths import check_path_of_this_system
 from lockstep.language import CHINESE, language, translate
 from lockstep.run.start import worker
 from lockstep.run.start.machine import cores_allowed, read_machine
@@ -376,6 +377,7 @@ def _check_path(script: Script, command: str) -> None:
     _check_no_interpreter(script, command)  # lockstep run python train.py
     if path.exists():
         return
+    check_path_of_this_system(f"{command} {name}", name)  # lockstep run D:/work/train.py
 
     if name.startswith(DASHES):  # an option that was copied from a blog
         option = name.lstrip("-" + "".join(DASHES))
