@@ -12,6 +12,7 @@ import pytest
 from lockstep.run.start.worker import Script
 from lockstep.verify.accepted_differences import updates_leave_same_parameters
 from lockstep.verify.joined_parts import join_parts
+from lockstep.verify.names import rename_tensors
 from lockstep.verify.run_config import RunConfig
 from lockstep.verify.run_record import RunRecord
 from lockstep.verify.tolerance import FLOAT64
@@ -69,6 +70,16 @@ def test_gradients_that_no_update_used_are_no_finding() -> None:
     assert found.accepted_difference.startswith(
         "where an optimizer's step begins each rank has gradients"
     )
+
+
+@pytest.mark.parametrize(("left", "word"), [(2, "EQUAL"), (3, "DIFFERENT")])
+def test_sums_after_the_last_update_have_the_names_of_one_process(left: int, word: str) -> None:
+    def wrapped(name: str) -> str:
+        return name.replace("Net/", "Wrapper/module.")
+
+    many = [Update(rename_tensors(r, wrapped) for r in u) for u in AVERAGES_IN_STEP]
+    finals = [{wrapped(name): sums for name, sums in held(left).items()}] * 2
+    assert verdict(many, (FINALS[0], finals)).word == word
 
 
 def test_updates_that_leave_other_parameters_are_found() -> None:

@@ -35,7 +35,7 @@ def record(name: str, gradient: float = 1.0, **values: Any) -> RankUpdate:
 def aligned(reference: RankUpdate, ranks: Sequence[RankUpdate]) -> Divergence:
     """The first update of both runs, with the names of the reference."""
     reference_run = [Update([reference])]
-    parallel_run = align_names(reference_run, [Update(ranks)])
+    parallel_run = align_names(reference_run, [Update(ranks)]).updates
     return Divergence(reference_run, parallel_run, FLOAT64, 0, "gradients", (REFERENCE_NAME,))
 
 
@@ -103,7 +103,7 @@ def test_parameters_of_an_optimizer_keep_their_places() -> None:
     reference_run = [Update([record(REFERENCE_NAME)])] * 2
     parallel_run = align_names(
         reference_run, [Update([stepped, unstepped]), Update([stepped, later])]
-    )
+    ).updates
     case = Divergence(reference_run, parallel_run, FLOAT64, 1, "gradients", (REFERENCE_NAME,))
     cause = parameters_of_unstepped_optimizer(case)
     assert cause is not None

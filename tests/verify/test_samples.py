@@ -280,10 +280,10 @@ def test_a_model_and_its_copy_that_were_met_in_another_order(alike: bool) -> Non
         rank = RankUpdate(initial=initial, frozen=[frozen], gradients={trained: gradient})
         return [Update([rank])]
 
-    (same,) = align_names(run((0, 1), "Net#2/w", WHOLE), run((1, 0), "Net/w", WHOLE))
+    (same,) = align_names(run((0, 1), "Net#2/w", WHOLE), run((1, 0), "Net/w", WHOLE)).updates
     assert (list(same[0].gradients), list(same[0].frozen)) == (["Net/w"], ["Net#2/w"])
     if not alike:  # now it is the other one that is frozen
-        (same,) = align_names(run((0, 1), "Net#2/w", WHOLE), run((1, 0), "Net#2/w", WHOLE))
+        (same,) = align_names(run((0, 1), "Net#2/w", WHOLE), run((1, 0), "Net#2/w", WHOLE)).updates
         assert same[0].frozen == ["Net/w"]
 
 

@@ -40,20 +40,53 @@ FIELDS_WITH_VALUES = ("buffers", "parameters", "initial")
 """Fields that hold values of tensors. If several hold the same tensor, the last one is used."""
 
 
-def align_names(reference: Sequence[Update], other: Sequence[Update]) -> list[Update]:
-    """Returns the updates of another run, with the tensor names of the reference.
+@dataclass(frozen=True)
+class AlignedRun:
+    """What a run has recorded, with the tensor names of the reference."""
+
+    updates: list[Update]
+    # For each rank, sums over the parameters after the last update.
+    final_sums: list[Mapping[str, Array]]
+
+    def renamed(self, change: Callable[[str], str]) -> AlignedRun:
+        """Returns the run with other names for its tensors.
+
+        Args:
+            change: function that returns the new name for a name.
+        """
+        updates = []
+        for update in self.updates:
+            updates.append(Update(rename_tensors(record, change) for record in update))
+
+        return AlignedRun(updates, [_with_new_keys(sums, change) for sums in self.final_sums])
+
+
+def align_names(
+    reference: Sequence[Update],
+    other: Sequence[Update],
+    other_final_sums: Sequence[Mapping[str, Array]] = (),
+) -> AlignedRun:
+    """Returns what another run has recorded, with the tensor names of the reference.
 
     A tensor whose name does not exist in the reference gets an unused name of the reference, if
     both may be the same tensor.
+
+    Args:
+        reference: updates of the reference.
+        other: updates of the other run.
+        other_final_sums: for each rank of the other run, sums over the parameters after the last
+            update.
     """
+    run = AlignedRun(list(other), list(other_final_sums))
+
     # Models of one class may be numbered in another order.
     new_roots = _roots_in_other_order(reference, other)
     if new_roots:
-        other = _renamed_run(other, lambda name: _with_root(name, new_roots))
+        run = run.renamed(lambda name: _with_root(name, new_roots))
 
     # The values of every parameter and buffer when it was recorded first, by name.
     reference_tensors = _first_recorded_values(reference)
-    other_tensors = _first_recorded_values(other)
+    other_tensors = _first_recorded_values(run.updates)
 
     # Tensors of the reference whose names do not exist in the other run.
     free_tensors = {}
@@ -73,9 +106,9 @@ def align_names(reference: Sequence[Update], other: Sequence[Update]) -> list[Up
             del free_tensors[new_name]
 
     if not new_names:
-        return list(other)
+        return run
 
-    return _renamed_run(other, lambda name: new_names.get(name, name))
+    return run.renamed(lambda name: new_names.get(name, name))
 
 
 def _first_recorded_values(updates: Sequence[Update]) -> dict[str, Array]:
@@ -122,11 +155,6 @@ def _end_alike(one: str, other: str) -> bool:
     one_path = "." + one.partition("/")[2]
     other_path = "." + other.partition("/")[2]
     return one_path.endswith(other_path) or other_path.endswith(one_path)
-
-
-def _renamed_run(updates: Sequence[Update], change: Callable[[str], str]) -> list[Update]:
-    """Returns updates in which the tensors of all ranks are renamed by `rename_tensors`."""
-    return [Update(rename_tensors(record, change) for record in update) for update in updates]
 
 
 def rename_tensors(record: RankUpdate, change: Callable[[str], str]) -> RankUpdate:

@@ -33,6 +33,7 @@ from lockstep.verify.run_record import RunRecord
 from lockstep.verify.sample_rows import without_rows_that_are_no_samples
 from lockstep.verify.self_checks import find_cause, findings_without_reference
 from lockstep.verify.tolerance import FLOAT64, Tolerance
+from lockstep.verify.training_record import Update
 from lockstep.verify.unsupported import recording_failed_error
 from lockstep.wording import format_ranks
 
@@ -329,12 +330,13 @@ def _judge(reference: RunRecord, parallel: RunRecord) -> Verdict:
     tolerance = tolerance_of(reference.updates, parallel.updates)
 
     # 1. Make the updates of both runs comparable, and remove differences that are accepted.
-    joined = _joined_updates(reference, parallel)
+    aligned = align_names(reference.updates, parallel.updates, parallel.final_sums)
+    joined = _joined_updates(reference.updates, aligned.updates)
     accepted = accept_differences(
         joined.reference_run,
         joined.parallel_run,
         reference_final_sums=reference.final_sums,
-        parallel_final_sums=parallel.final_sums,
+        parallel_final_sums=aligned.final_sums,
         tolerance=tolerance,
     )
     reference = replace(reference, updates=accepted.reference_run)
@@ -401,14 +403,12 @@ def _judge(reference: RunRecord, parallel: RunRecord) -> Verdict:
     return Verdict(reference, parallel, findings=tuple(findings), accepted_difference=accepted_text)
 
 
-def _joined_updates(reference: RunRecord, parallel: RunRecord) -> JoinedRuns:
-    """Returns the updates of both runs, in which tensors have the same names and shapes.
+def _joined_updates(reference_run: Sequence[Update], parallel_run: Sequence[Update]) -> JoinedRuns:
+    """Returns the updates of both runs, in which tensors have the same shapes.
 
     Tensors that are split over the ranks are joined, and forward passes of models whose rows are
     not samples are removed.
     """
-    reference_run = reference.updates
-    parallel_run = align_names(reference_run, parallel.updates)
     return join_parts(
         without_rows_that_are_no_samples(reference_run, parallel_run),
         without_rows_that_are_no_samples(parallel_run, reference_run),
