@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 from collections.abc import Callable, Mapping
-from types import MappingProxyType
+from types import FrameType, MappingProxyType
 from typing import Any, TypeVar, cast
 
 from lockstep.errors import UnknownArgumentError
@@ -78,6 +79,18 @@ def check_keywords_of_constructor(
         return cls
 
     return decorate
+
+
+def frame_of_caller() -> FrameType | None:
+    """Returns the frame that has called the function that calls this one.
+
+    If that function is decorated, the frame of the decorator lies between the two and is skipped.
+    """
+    function = sys._getframe(1)
+    caller = function.f_back
+    if caller is not None and caller.f_code.co_filename == __file__:
+        return caller.f_back
+    return caller
 
 
 def _keyword_names(function: Callable[..., Any]) -> frozenset[str] | None:

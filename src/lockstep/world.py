@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import atexit
 import os
-import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from datetime import timedelta
@@ -45,7 +44,11 @@ from lockstep.extensions.report.logged import log, means_over_ranks
 from lockstep.extensions.report.progress import check_loader
 from lockstep.extensions.report.progress import progress as show_progress
 from lockstep.familiar_names import ARGUMENT_OF_WORD, error_of_world_name
-from lockstep.keyword_arguments import check_keywords, check_keywords_of_methods
+from lockstep.keyword_arguments import (
+    check_keywords,
+    check_keywords_of_methods,
+    frame_of_caller,
+)
 from lockstep.language import translate
 from lockstep.session.extension import Place
 from lockstep.settings import Choice, choices_from_file, resolve_settings
@@ -246,7 +249,7 @@ class World:
             raise UsageError("world.prepare()", "nothing was given", "pass the model, ...")
 
         # Reads in the caller's code to which variables the results are assigned.
-        check_unpacking(objects, sys._getframe(1))
+        check_unpacking(objects, frame_of_caller())
         prepared = self._preparer.prepare(objects)
 
         # So far all ranks have drawn the same random numbers, and so have built the same model.
