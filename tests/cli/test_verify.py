@@ -260,6 +260,7 @@ def test_ranks_that_the_script_starts_are_refused_before_torch_is_imported(tmp_p
     ]
 
 
+@pytest.mark.thorough
 def test_ranks_that_only_a_condition_starts_are_refused_when_they_are_started(
     tmp_path: Path,
 ) -> None:
@@ -302,7 +303,8 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("how", ["fork", pytest.param("spawn", marks=pytest.mark.thorough)])
+@pytest.mark.thorough
+@pytest.mark.parametrize("how", ["fork", "spawn"])
 def test_ranks_that_the_script_starts_one_by_one_are_told(how: str, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(OWN_RANKS)
     ended = verify(tmp_path, "train.py", how)

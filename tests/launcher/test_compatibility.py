@@ -196,6 +196,7 @@ def test_every_byte_of_the_only_rank_is_passed_on(tmp_path: Path) -> None:
     assert done.stdout == bytes(range(256)) * 40_000
 
 
+@pytest.mark.thorough
 def test_a_reader_that_leaves_early_does_not_end_the_training(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(
         "import os\n"
@@ -266,6 +267,7 @@ def test_a_signal_of_the_users_choice_ends_the_run_at_once(tmp_path: Path) -> No
     assert done.returncode == 128 + signal.SIGUSR1
 
 
+@pytest.mark.thorough
 def test_the_events_for_torchs_event_handler_are_those_of_torchrun(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text("import sys, os; sys.exit(os.environ['RANK'] == '1')")
     flags = ["--nproc-per-node", "2", "--event-log-handler", "console", "script.py"]

@@ -176,7 +176,7 @@ def results(folder: Path) -> dict[str, str]:
     ("source", "arguments"),
     [
         (TUTORIAL, ()),
-        (IMAGENET, ("--multiprocessing-distributed", *URL)),
+        pytest.param(IMAGENET, ("--multiprocessing-distributed", *URL), marks=pytest.mark.thorough),
         (LIBRARY, ()),
         pytest.param(BY_HAND, (), marks=pytest.mark.thorough),
         pytest.param(PROCESSES, (), marks=pytest.mark.thorough),
