@@ -36,6 +36,17 @@ class Augmented(Dataset[tuple[Tensor, Tensor]]):
         return x + 0.1 * noise, y
 
 
+class Scale(nn.Module):
+    """Multiplies by a parameter without dimensions, which cannot be sharded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.factor
+
+
 def mlp(batch_norm: bool = False, dtype: torch.dtype = torch.float64) -> nn.Module:
     """Two layers, with or without BatchNorm between them; the same weights each time."""
     torch.manual_seed(3)

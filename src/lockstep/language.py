@@ -411,8 +411,8 @@ def _join_touching(spans: Sequence[Span]) -> list[Span]:
     for begin, end in sorted(spans):
         touches_last = begin <= last_end
         if touches_last:
-            last_begin, _ = joined.pop()
-            begin, end = last_begin, max(end, last_end)
+            begin, _ = joined.pop()
+            end = max(end, last_end)
         joined.append((begin, end))
         last_end = end
     return joined

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from problems import Scale
 from ranks import HANG_S, run_ranks
 from saved import full_state_dict
 from torch import Tensor, nn
@@ -71,17 +72,6 @@ class Record(Extension):
     def step_finished(self, number: int) -> None:
         assert number == self.step
         self.step += 1
-
-
-class Scale(nn.Module):
-    """Multiplies by a parameter without dimensions, which cannot be sharded."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.factor = nn.Parameter(torch.tensor(1.5))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * self.factor
 
 
 def model() -> nn.Module:

@@ -18,6 +18,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from launched import launch
+from problems import Scale
 from ranks import rank_environment, run_ranks
 from saved import full_state_dict
 from torch import Tensor, nn
@@ -335,17 +336,6 @@ STRATEGIES: dict[str, Any] = {
     "hsdp": HSDP(shard_size=1),
     "pipeline": Pipeline(num_micro_batches=3),
 }
-
-
-class Scale(nn.Module):
-    """Multiplies by a parameter without dimensions, which cannot be sharded."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.factor = nn.Parameter(torch.tensor(1.5))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * self.factor
 
 
 def model() -> nn.Module:

@@ -84,7 +84,9 @@ def _read_twice(source: Source, seed: int) -> list[tuple[int, Any, Any]]:
         For each sample its index, and the digests of the first and of the second reading.
     """
     indices = _spread_indices(len(source.dataset))  # type: ignore[arg-type]
-    indices_twice = [index for index in indices for _ in range(2)]
+    indices_twice = []
+    for index in indices:
+        indices_twice += [index, index]
     digests = read_samples(source, seed, indices_twice, file_names=True)
     # If time ran out, there are fewer digests, and the last sample may have been read only once.
     # `zip` leaves out samples without a second reading.

@@ -12,7 +12,7 @@ import click
 from lockstep.familiar_names import COMMANDS_OF_WORD
 
 READING_COMMANDS = {"lockstep checkpoint": "inspect", "lockstep journal": "show"}
-"""Of the groups whose commands take a path: the command that shows what is in it."""
+"""The command of each group that shows what is in a path. Other groups take no paths."""
 
 
 class SuggestingGroup(click.Group):

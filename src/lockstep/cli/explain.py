@@ -118,8 +118,8 @@ def _format_topic(topic: Topic, width: int) -> str:
     page, number_sign, heading = topic.page.partition("#")
     place = "".join((DOCS_FOLDER, page, extension, number_sign, heading))
     paragraphs = [translate(topic.text), translate(f"More about it: {place}")]
-    lines = [line for paragraph in paragraphs for line in [*wrap(paragraph, width - 2), ""]]
-    indented = textwrap.indent("\n".join(lines).rstrip(), INDENT)
+    wrapped = ["\n".join(wrap(paragraph, width - len(INDENT))) for paragraph in paragraphs]
+    indented = textwrap.indent("\n\n".join(wrapped), INDENT)
     return f"{topic.name}\n\n{indented}"
 
 

@@ -36,6 +36,7 @@ from lockstep.cli.unknown_option import (
     familiar_option,
     similar_option,
 )
+from lockstep.distributed.topology import LAUNCHER_VARIABLE
 from lockstep.errors import SettingError
 from lockstep.language import translate
 from lockstep.run.machines import ray_run, slurm, slurm_batch
@@ -97,8 +98,6 @@ PROGRAMS_OF_LAUNCHERS = (
     *("srun", "torchrun"),
 )
 """Programs that do the same."""
-LAUNCHER_VARIABLE = "LOCKSTEP_LAUNCHER"
-"""The variable that the ranks of a run of Lockstep's have."""
 TORCHELASTIC_VARIABLE = "TORCHELASTIC_RUN_ID"
 """The variable that the ranks of torchrun have."""
 OPEN_MPI_LOCAL_SIZE = "OMPI_COMM_WORLD_LOCAL_SIZE"

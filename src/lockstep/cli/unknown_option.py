@@ -27,10 +27,9 @@ def similar_option(
     """
     # The names are compared without dashes: `--x` and `--y` would be similar because of the dashes.
     names = []
-    for param in command.get_params(ctx):
-        for spelling in param.opts:
-            if spelling.startswith("--"):
-                names.append(spelling.removeprefix("--"))
+    for spelling in _spellings(command, ctx):
+        if spelling.startswith("--"):
+            names.append(spelling.removeprefix("--"))
 
     name = flag.lstrip("-").replace("_", "-").lower()
     similar_names = difflib.get_close_matches(name, names, n=1, cutoff=min_similarity)
@@ -51,9 +50,16 @@ def familiar_option(command: click.Command, ctx: click.Context, flag: str) -> st
     if advice is None:
         return None
 
-    own_options = {spelling for param in command.get_params(ctx) for spelling in param.opts}
     named_options = set(re.findall(r"--[a-z-]+", advice))
-    return advice if named_options <= own_options else None
+    return advice if named_options <= set(_spellings(command, ctx)) else None
+
+
+def _spellings(command: click.Command, ctx: click.Context) -> list[str]:
+    """Returns all options of a command, also the short ones: `["--steps", "-n", ...]`."""
+    spellings: list[str] = []
+    for param in command.get_params(ctx):
+        spellings += param.opts
+    return spellings
 
 
 def describe_unknown_option(error: click.NoSuchOption) -> str:

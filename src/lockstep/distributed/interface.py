@@ -20,6 +20,7 @@ from lockstep.distributed.network import (
     is_loopback_address,
     listing,
 )
+from lockstep.distributed.topology import LAUNCHER_VARIABLE
 from lockstep.errors import SettingError
 
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
@@ -232,7 +233,7 @@ def forget_loopback_of_launcher(addresses: Addresses) -> None:
     """
     name = os.environ.get(GLOO_INTERFACE, "")
     is_loopback = name in addresses and _has_only_loopback(addresses[name])
-    if is_loopback and os.environ.get("LOCKSTEP_LAUNCHER"):
+    if is_loopback and os.environ.get(LAUNCHER_VARIABLE):
         del os.environ[GLOO_INTERFACE]
 
 

@@ -28,6 +28,10 @@ from dataclasses import dataclass, replace
 from lockstep.distributed.network import LOOPBACK, means_loopback
 from lockstep.errors import SettingError
 
+LAUNCHER_VARIABLE = "LOCKSTEP_LAUNCHER"
+"""The environment variable with the name of a rank's launcher, which `lockstep.init` prints. Other
+launchers than those of Lockstep do not set it."""
+
 Environ = Mapping[str, str]
 DEFAULT_PORT = 29500
 LOCAL_RANK_FLAGS = ("--local_rank", "--local-rank")
@@ -254,7 +258,7 @@ def _read_torchrun(environ: Environ, argv: Sequence[str]) -> Topology | None:
             node_rank = rank
         local_size = local_rank + 1
     by_torch_elastic = "TORCHELASTIC_RUN_ID" in environ
-    source = environ.get("LOCKSTEP_LAUNCHER")
+    source = environ.get(LAUNCHER_VARIABLE)
     if not source:
         source = "torchrun" if by_torch_elastic else SET_BY_VARIABLES
     topology = Topology(

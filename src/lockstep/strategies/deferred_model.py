@@ -586,7 +586,7 @@ class DeferredModel(Extension):
 
 
 class _Origin(Enum):
-    """Where the values of a tensor come from."""
+    """The source of the values of a tensor."""
 
     FILES = auto()
     RECORDED = auto()

@@ -37,6 +37,7 @@ from torch.distributed.elastic.multiprocessing import ProcessFailure, SignalExce
 
 from lockstep.distributed.interface import NCCL_INTERFACE, choose_nccl_interfaces, gloo_variables
 from lockstep.distributed.network import running_interfaces, wait_until
+from lockstep.distributed.topology import LAUNCHER_VARIABLE
 from lockstep.distributed.torch_compat import accepted, skip_exit_barrier
 from lockstep.errors import EXIT_SIGNAL, LockstepError
 from lockstep.language import translate
@@ -84,9 +85,6 @@ from lockstep.run.watch.snapshot_exchange import SnapshotExchange
 from lockstep.run.watch.supervisor import Supervisor
 from lockstep.run.watch.take_snapshot import take_snapshot
 from lockstep.wording import count_noun, format_ranks
-
-LAUNCHER = "LOCKSTEP_LAUNCHER"
-"""Environment variable of a rank: the name of its launcher, which `lockstep.init` prints."""
 
 _ELASTIC_ERROR_FILE_NAME = "elastic_error.json"
 _NOT_STARTED_PID = 0
@@ -223,10 +221,10 @@ def _variables_of_all_ranks(
     if not is_only_rank:
         variables.update(console.environment)
 
-    # The variable LAUNCHER tells a process that it is a rank. A script that spawns its own ranks
+    # LAUNCHER_VARIABLE tells a process that it is a rank. A script that spawns its own ranks
     # must not mistake its first process for one.
     if not plan.script_spawns_ranks:
-        variables[LAUNCHER] = plan.launcher
+        variables[LAUNCHER_VARIABLE] = plan.launcher
 
     return variables
 

@@ -143,7 +143,8 @@ def _surroundings() -> dict[str, Any]:
             for name, value in os.environ.items()
             if name.startswith(_VARIABLE_PREFIXES) and name not in _VARIABLES_OF_LIBRARIES
         },
-        "cores": sorted(os.sched_getaffinity(0)),
+        # Only Linux can say which cores a process may use.
+        "cores": sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [],
         "folder": os.getcwd(),
     }
 
@@ -176,7 +177,7 @@ class Batch:
     """Modules that were imported together, and what they have changed outside of themselves."""
 
     modules: dict[str, types.ModuleType]
-    """By name, in the order of `sys.modules`."""
+    """The modules by name, in the order of `sys.modules`."""
     variables: dict[str, str] = field(default_factory=dict)
     """The environment variables that were set."""
     filters: list[Any] = field(default_factory=list)
@@ -299,6 +300,9 @@ def prepare_modules(report: Mapping[str, Any], variables: Mapping[str, str]) -> 
 
     origins: dict[str, str | None] = report["origins"]
     names = _names_to_import(origins)
+    if not names:
+        return
+
     environment_before = dict(os.environ)
     path_before = list(sys.path)
     names_before = set(sys.modules)
@@ -309,7 +313,7 @@ def prepare_modules(report: Mapping[str, Any], variables: Mapping[str, str]) -> 
             return
         sys.path[:] = report["path"]
         importlib.invalidate_caches()
-        if not names or not all(_is_found_again(name, origins) for name in names):
+        if not all(_is_found_again(name, origins) for name in names):
             return
         finders_before = list(sys.meta_path)
         with without_garbage_collection(), warnings.catch_warnings():
@@ -341,8 +345,9 @@ def _names_to_import(imported: Iterable[str]) -> list[str]:
 
 
 def _starts_threads(package: str, imported_packages: set[str]) -> bool:
-    """Returns True if a package imports another one that starts threads: pandas imports pyarrow, if
-    that is installed.
+    """Returns True if a package imports another one that starts threads.
+
+    For example, pandas imports pyarrow, if that is installed.
 
     Args:
         package: the package.
@@ -354,8 +359,7 @@ def _starts_threads(package: str, imported_packages: set[str]) -> bool:
 
 
 def _is_found_again(name: str, origins: Mapping[str, str | None]) -> bool:
-    """Returns True if a library is installed, and would be imported from the same file as in the
-    rank.
+    """Returns True if a library is installed, and lies where the rank has imported it from.
 
     Args:
         name: the name of a module. Only packages and modules that lie in no package are looked for.
@@ -394,7 +398,10 @@ def _is_below(spec: ModuleSpec, folders: Sequence[str]) -> bool:
     paths = list(spec.submodule_search_locations or ())
     if spec.origin is not None:
         paths.append(spec.origin)
-    return any(Path(path).is_relative_to(folder) for path in paths for folder in folders)
+    for path in paths:
+        if any(Path(path).is_relative_to(folder) for folder in folders):
+            return True
+    return False
 
 
 class _RefusedImport(BaseException):
@@ -432,9 +439,7 @@ class _Guard(MetaPathFinder):
             raise _RefusedImport(f"{fullname} is not what the rank has imported")
 
     def _may_be_imported(self, fullname: str, spec: ModuleSpec) -> bool:
-        """Returns True if the rank has imported a module from the same file, or has surely tried
-        to.
-        """
+        """Returns True if the rank has imported this module, or has surely tried to."""
         if fullname in self._origins:
             return self._origins[fullname] == spec.origin and _is_installed(spec)
 

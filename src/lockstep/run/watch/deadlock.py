@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from itertools import chain
 
 from lockstep.run.watch.activity import Activity
 from lockstep.run.watch.call_table import Mismatch, Signature, find_mismatch, signature
@@ -315,8 +316,7 @@ def _ranks_at_fault(
     # 2. The ranks that are in the minority at the mismatch.
     has_majority = len(sides) > 1 and len(sides[0]) > len(sides[1])
     if has_majority:
-        other_sides = sides[1:]
-        return [rank for side in other_sides for rank in side]
+        return list(chain.from_iterable(sides[1:]))
 
     # 3. The ranks in DDP's forward pass, if the others are not in it.
     ranks_in_forward = []

@@ -170,7 +170,7 @@ class _Thread(NamedTuple):
     """A thread of a process."""
 
     folder: Path
-    """Its folder in `/proc`."""
+    """The folder of the thread in `/proc`."""
     state: str
     """R, S, D, T, t, Z, ..."""
 

@@ -12,6 +12,7 @@ user may want it so:
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -132,7 +133,7 @@ def warn_of_state(modules: Sequence[nn.Module], state_before: ForwardState) -> N
 
     # A key is a pair such as ("layer.losses", 0): the name of a buffer or attribute, and the index
     # in its container. (`dict.fromkeys` removes duplicates and keeps the order.)
-    keys = list(dict.fromkeys(key for state in states for key in state))
+    keys = list(dict.fromkeys(chain.from_iterable(states)))
     names: list[str] = []  # the state to warn of
     for key in keys:
         name, _ = key

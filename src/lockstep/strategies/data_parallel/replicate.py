@@ -12,6 +12,7 @@ import copy
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import chain
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -301,7 +302,7 @@ class Broadcast(torch.autograd.Function):
         # torch's function broadcasts from the first device of the list, here the device of the
         # tensors. It returns a list for each device; the first list has the tensors themselves.
         _, *copies_of_devices = broadcast_coalesced(tensors, [ctx.home, *devices])
-        copies = tuple(copied for on_device in copies_of_devices for copied in on_device)
+        copies = tuple(chain.from_iterable(copies_of_devices))
 
         needed_copies = [*needs_gradient] * len(devices)
         frozen = [c for c, is_needed in zip(copies, needed_copies, strict=True) if not is_needed]
