@@ -14,7 +14,8 @@ from namespaces import listening
 
 from lockstep.distributed import network
 from lockstep.distributed.network import LOOPBACK, listening_socket
-from lockstep.run.machines import auth, peer_connection
+from lockstep.errors import JoinError
+from lockstep.run.machines import auth, nodes, peer_connection
 from lockstep.run.machines.network_thread import NetworkThread
 from lockstep.run.machines.nodes import LEFT, LOST, Node, Peers
 from lockstep.run.machines.run_token import Token, find_token
@@ -380,6 +381,31 @@ def test_a_node_that_says_why_it_leaves_is_not_lost(talk: Talk, why: str, starte
     until(lambda: talk.peers.node(1).state == LEFT)
     assert talk.peers.node(1).why == why
     assert talk.said == ([f"node 1 on host h has left ({why})"] if why and not started else [])
+
+
+def test_a_launcher_of_a_newer_version_is_told_why_it_is_refused(talk: Talk) -> None:
+    """Also if its node has fields that this version does not know."""
+    streams = talk.thread.run(auth.authenticate(LOOPBACK, talk.door.port, TOKEN, auth.TO_LAUNCHER))
+    connection = peer_connection.Connection(streams.reader, streams.writer)
+    talk.connections.append(connection)
+    connection.send({**vars(node(2)), "version": "9.0", "new": 1})
+    answer = talk.thread.run(connection.receive())
+    error_type, was_set, found, advice = answer["error"]
+    assert error_type == "JoinError"
+    assert was_set == "Lockstep 9.0 on h"
+    assert found == "node 0 on host h has Lockstep (unknown)"
+    assert advice == "install the same version of Lockstep on all machines"
+    assert len(talk.peers.all()) == 2
+    until(lambda: len(talk.said) == 1)
+
+
+def test_a_launcher_leaves_a_server_of_another_version(
+    talk: Talk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nodes, "check_same_version", lambda joining, server: None)
+    talk.peers.write(0, {"version": "9.0"})
+    with pytest.raises(JoinError, match=r"node 0 on host h has Lockstep 9\.0"):
+        talk.join(2)
 
 
 def test_the_servers_goodbye_reaches_the_client(talk: Talk) -> None:

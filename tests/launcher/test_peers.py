@@ -37,6 +37,7 @@ def node(rank: int | None, number: int = 0, **fields: object) -> Node:
         ),
         (node(1, 5, nodes="1:4"), "WorldSizeError", "--nnodes 2"),
         (node(1, 5, run_id="s"), "MasterUnreachableError", "another run, 'r'"),
+        (node(1, 5, version="2.0"), "JoinError", "node 0 on host host0 has Lockstep (unknown)"),
     ],
 )
 def test_a_launcher_of_the_same_run_is_admitted_and_others_are_refused(

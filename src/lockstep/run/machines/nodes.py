@@ -11,10 +11,15 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from lockstep.errors import DuplicateRankError, MasterUnreachableError, WorldSizeError
+from lockstep.errors import (
+    DuplicateRankError,
+    JoinError,
+    MasterUnreachableError,
+    WorldSizeError,
+)
 
 SERVER_NUMBER = 0
 """The number of the node that serves the run's store."""
@@ -39,6 +44,8 @@ class Node:
     """torchrun's --rdzv-id."""
     nodes: str
     """The value of --nnodes, as `MIN:MAX`."""
+    version: str = ""
+    """The version of Lockstep. Other versions may send other messages."""
     round: int = 0
     """The round that the node has asked for, or takes part in."""
     started: int = 0
@@ -69,6 +76,16 @@ class Node:
     def gone_early(self) -> bool:
         """True if the node has gone, LEFT or LOST, before the end of the run."""
         return self.state == LOST or (self.state == LEFT and bool(self.why))
+
+
+def node_of(values: Mapping[str, Any]) -> Node:
+    """Builds the node that another launcher has sent, without fields that this version lacks.
+
+    Raises:
+        TypeError: fields are missing that every version has.
+    """
+    names = {known.name for known in fields(Node)}
+    return Node(**{name: value for name, value in values.items() if name in names})
 
 
 class Peers:
@@ -143,9 +160,11 @@ class Peers:
             MasterUnreachableError: the launcher belongs to another run.
             WorldSizeError: it has another --nnodes.
             DuplicateRankError: its rank is taken. (All three are a JoinError.)
+            JoinError: it has another version of Lockstep.
         """
         server = self.own
         nodes = self.all()
+        check_same_version(candidate, server)
 
         if candidate.run_id != server.run_id:
             raise MasterUnreachableError(
@@ -175,6 +194,19 @@ class Peers:
         admitted = replace(candidate, number=len(nodes), state=HERE, why="", published={})
         self.write(admitted.number, vars(admitted))  # adds it to this table
         return admitted
+
+
+def check_same_version(joining: Node, server: Node) -> None:
+    """Raises JoinError if two launchers have different versions of Lockstep."""
+    if joining.version == server.version:
+        return
+    version_there = joining.version or "(unknown)"
+    version_here = server.version or "(unknown)"
+    raise JoinError(
+        f"Lockstep {version_there} on {joining.host}",
+        f"{server.name} has Lockstep {version_here}",
+        "install the same version of Lockstep on all machines",
+    )
 
 
 def format_nnodes(nodes: str) -> str:

@@ -26,6 +26,7 @@ from typing import Any
 from torch.distributed import TCPStore
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 
+from lockstep import __version__
 from lockstep.distributed import network
 from lockstep.distributed.network import LOOPBACK, Endpoint
 from lockstep.errors import (
@@ -134,6 +135,7 @@ def _own_node(parameters: RendezvousParameters) -> Node:
         pid=os.getpid(),
         run_id=parameters.run_id,
         nodes=f"{min_nodes}:{num_nodes}",  # the server refuses a node with another --nnodes
+        version=__version__,
     )
 
 

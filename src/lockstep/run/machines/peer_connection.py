@@ -31,7 +31,9 @@ from lockstep.run.machines.nodes import (
     SERVER_NUMBER,
     Node,
     Peers,
+    check_same_version,
     describe_departure,
+    node_of,
 )
 
 CONNECTION_ENDED = "its connection ended"
@@ -205,7 +207,7 @@ class PeerServer:
         """
         try:
             fields = await asyncio.wait_for(connection.receive(), HELLO_TIMEOUT_S)
-            candidate = Node(**fields)
+            candidate = node_of(fields)
         except (
             OSError,
             EOFError,
@@ -325,7 +327,7 @@ async def join_server(connection: Connection, own: Node) -> Peers:
         The table of all nodes, including this launcher's.
 
     Raises:
-        JoinError: the server refuses, see `Peers.admit`.
+        JoinError: the server refuses, see `Peers.admit`, or has another version of Lockstep.
         OSError, EOFError, ValueError: the connection ended, or the data is not an answer.
     """
     connection.send(vars(own))
@@ -337,6 +339,8 @@ async def join_server(connection: Connection, own: Node) -> Peers:
 
     own_number = answer["number"]  # the number that the server has given to this launcher
     fields_of_node = {fields["number"]: fields for fields in answer["nodes"]}
+    check_same_version(own, node_of(fields_of_node[SERVER_NUMBER]))
+
     peers = Peers(Node(**fields_of_node[own_number]))
     for number, fields in fields_of_node.items():
         peers.write(number, fields)  # changes nothing for the own node, which is there already
