@@ -22,6 +22,8 @@ MAX_DRIFT = 0.05
 
 PLAIN = "bf16, workers, progress, report, checkpoint"
 KILLED = "kill -9, restart, resume"
+TWO_RANKS = "two ranks over Gloo on one device"
+TWO_RANKS_KILLED = "two ranks over Gloo on one device, kill -9, restart, resume"
 
 
 def train(
@@ -57,18 +59,28 @@ def train(
         found[name] = values
 
 
-def compare_with_uninterrupted(stage: Stage, found: dict[str, dict[str, Any]]) -> None:
-    """The run that was killed and resumed ends where the one that was not killed ends."""
-    with stage.check("the killed run ends with the weights of the other") as values:
-        if PLAIN not in found or KILLED not in found:
+def compare_with_uninterrupted(
+    stage: Stage, found: dict[str, dict[str, Any]], check: str, plain: str, killed: str
+) -> None:
+    """The run that was killed and resumed ends where the one that was not killed ends.
+
+    Args:
+        stage: this stage.
+        found: the results of the runs, by name.
+        check: the name of this check.
+        plain: the name of the run that was not killed.
+        killed: the name of the run that was killed, and goes on from the step kept in memory.
+    """
+    with stage.check(check) as values:
+        if plain not in found or killed not in found:
             raise NotRun("one of the two runs failed")
-        expected = found[PLAIN]["weights_norm"]
-        values["relative_difference"] = abs(found[KILLED]["weights_norm"] - expected) / expected
-        resumed_at = found[KILLED]["resumed_at_step"]
+        expected = found[plain]["weights_norm"]
+        values["relative_difference"] = abs(found[killed]["weights_norm"] - expected) / expected
+        resumed_at = found[killed]["resumed_at_step"]
         assert resumed_at is not None, "the second attempt did not resume"
         # From memory. The last checkpoint on disk is older.
         assert KILL_AT_STEP - 1 <= resumed_at <= KILL_AT_STEP, resumed_at
-        assert found[KILLED]["steps"] == found[PLAIN]["steps"], found
+        assert found[killed]["steps"] == found[plain]["steps"], found
         # Kernels that add in another order each time make bf16 runs drift apart.
         assert values["relative_difference"] < MAX_DRIFT, values
 
@@ -108,7 +120,7 @@ def main() -> None:
     stage = Stage("product")
     one = ("--nproc", "1", "--precision", "bf16")
     # A thread copies each step to memory while the next one computes, also on a GPU.
-    killed = (*one, "--max-restarts", "1", "--keep-in-memory")
+    restarted = ("--max-restarts", "1", "--keep-in-memory")
     two = ("--nproc", "2", "--backend", "gloo", "--precision", "bf16")
     kill = ("--kill-at-step", str(KILL_AT_STEP))
     found: dict[str, dict[str, Any]] = {}
@@ -116,10 +128,13 @@ def main() -> None:
         [
             partial(train, stage, found, "torch.compile, bf16", one, ["--compile"]),
             partial(train, stage, found, PLAIN, (*one, "--trace-step", "20"), []),
-            partial(train, stage, found, KILLED, killed, kill),
-            partial(train, stage, found, "two ranks over Gloo on one device", two, []),
+            partial(train, stage, found, KILLED, (*one, *restarted), kill),
+            partial(train, stage, found, TWO_RANKS, two, []),
+            partial(train, stage, found, TWO_RANKS_KILLED, (*two, *restarted), kill),
             partial(launch_copies, stage, "1"),
             partial(launch_copies, stage, "0"),
         ]
     )
-    compare_with_uninterrupted(stage, found)
+    check = "the killed run ends with the weights of the other"
+    compare_with_uninterrupted(stage, found, check, PLAIN, KILLED)
+    compare_with_uninterrupted(stage, found, f"{check}, two ranks", TWO_RANKS, TWO_RANKS_KILLED)

@@ -7,11 +7,13 @@ import threading
 import warnings
 from collections import OrderedDict, namedtuple
 from dataclasses import dataclass, fields
+from functools import partial
 from inspect import signature
 from typing import Any
 
 import pytest
 import torch
+from opened_gpus import OpenedGpus
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_sequence
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -455,6 +457,21 @@ def test_an_error_in_a_replica_reaches_the_caller():
         assert caught.traceback[-1].statement.lines[0].strip().endswith("# the user's line")
         assert threading.active_count() == 1
         assert parallel_apply.current_replica.get() is None
+
+
+def test_the_threads_of_replicas_open_their_gpus_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = OpenedGpus()
+    monkeypatch.setattr(torch, "cuda", cuda)
+    devices = [torch.device("cuda", index) for index in (2, 1, 3)]
+    cuda.set_device(devices[0])
+
+    def stream_of(device: torch.device) -> Any:
+        with cuda.device(device):
+            return cuda.current_stream().device
+
+    calls = [partial(stream_of, device) for device in devices]
+    assert parallel_apply.parallel_apply(calls, devices) == devices
+    assert cuda.opened == {1, 2, 3}
 
 
 def test_an_interruption_ends_all_replicas():

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from lockstep.batch.pytree import all_dense, bytes_to_pin, map_tensors, move, pin
-from lockstep.distributed.streams import side_stream
+from lockstep.distributed.streams import side_stream, take_gpu_in_this_thread
 
 T = TypeVar("T")
 
@@ -122,12 +122,10 @@ class _Copier:
             return _PendingCopy(lambda: started_copy)  # there is nothing left to wait for
 
         if self._executor is None:
-            # Each thread has its own current device. If it were not set, every rank would open
-            # GPU 0.
             self._executor = ThreadPoolExecutor(
                 max_workers=1,
                 thread_name_prefix="lockstep-pin",
-                initializer=torch.cuda.set_device,
+                initializer=take_gpu_in_this_thread,
                 initargs=(self._device,),
             )
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lockstep.distributed.streams import side_stream
+from lockstep.distributed.streams import side_stream, take_gpu_in_this_thread
 from lockstep.distributed.torch_compat import copy_to_each, write_counts
 
 
@@ -91,6 +91,7 @@ class BackgroundCopy:
             finish: as in `start`.
         """
         try:
+            take_gpu_in_this_thread(self._device)
             with self._on_copy_stream_after(end_of_queued_work):
                 copy_to_each(list(destinations), list(sources))
             if self._stream is not None:

@@ -18,6 +18,17 @@ Purpose = Literal["copies of batches", "sums of logged values", "kept steps"]
 values waits for the other ranks, and a copy of a batch must not."""
 
 
+def take_gpu_in_this_thread(device: torch.device) -> None:
+    """Makes a GPU the current one of this thread; on the CPU it does nothing.
+
+    Each thread that uses a GPU calls this first. A new thread starts with GPU 0 as its current one,
+    and `torch.cuda.stream` returns to the stream of the current GPU at its end. So without this
+    call, every rank of a machine would open GPU 0, which takes some hundred MiB of its memory.
+    """
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+
+
 @cache
 def side_stream(device: torch.device, purpose: Purpose) -> torch.cuda.Stream:
     """Returns the stream of a GPU for a purpose; the first call creates it.

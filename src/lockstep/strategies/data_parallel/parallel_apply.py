@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from lockstep.distributed.streams import take_gpu_in_this_thread
 from lockstep.errors import UsageError
 
 Combine = Callable[[list[Any]], list[Any]]
@@ -204,6 +205,7 @@ def parallel_apply(
                 # Modes, such as autocast and `no_grad`, belong to a thread. The first call runs in
                 # the calling thread, which has them already.
                 if position > 0:
+                    take_gpu_in_this_thread(devices[position])
                     for make_mode in mode_factories:
                         stack.enter_context(make_mode())
                 return run_in_turn(position)
