@@ -45,8 +45,8 @@ def train(kind: str) -> dict[str, Any]:
     import lockstep
     from lockstep.batch.coverage import Coverage
     from lockstep.extensions.checks import CHECKS
+    from lockstep.session.check_schedule import CHECK_EVERY, check_due
     from lockstep.session.extension import EVENTS, Extension
-    from lockstep.session.step import CHECK_EVERY, check_due
     from lockstep.strategies.ddp import ExactDDP
 
     torch.set_num_threads(1)

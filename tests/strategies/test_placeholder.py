@@ -19,7 +19,7 @@ from lockstep.batch.no_rows import NoRows, mark_no_rows, placeholder_of
 from lockstep.errors import DataError
 from lockstep.extensions.checks.loss import _nan_gradients_error
 from lockstep.session.micro_batch import MicroBatch, VirtualRank
-from lockstep.strategies.base import note_empty_part
+from lockstep.strategies.empty_part import note_empty_part
 
 pytestmark = pytest.mark.ranks
 

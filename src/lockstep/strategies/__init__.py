@@ -11,16 +11,16 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from lockstep.strategies.base import Single as Single
     from lockstep.strategies.data_parallel.strategy import DP as DP
     from lockstep.strategies.ddp import DDP as DDP
     from lockstep.strategies.diloco.strategy import DiLoCo as DiLoCo
     from lockstep.strategies.fsdp import FSDP as FSDP
     from lockstep.strategies.fsdp import HSDP as HSDP
     from lockstep.strategies.pipeline.strategy import Pipeline as Pipeline
+    from lockstep.strategies.single import Single as Single
 
 MODULE_OF_CLASS = {
-    "Single": "lockstep.strategies.base",
+    "Single": "lockstep.strategies.single",
     "DP": "lockstep.strategies.data_parallel.strategy",
     "DDP": "lockstep.strategies.ddp",
     "FSDP": "lockstep.strategies.fsdp",

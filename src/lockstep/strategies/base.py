@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
@@ -36,12 +36,12 @@ from lockstep.communication.compressed_means import CompressedMeans
 from lockstep.communication.groups import open_groups
 from lockstep.distributed.process_group import Run
 from lockstep.distributed.topology import DataParallelRank
-from lockstep.errors import LockstepError, SettingError, UsageError, add_note_once
+from lockstep.errors import SettingError, UsageError
 from lockstep.optim.precision import Precision
+from lockstep.session.check_schedule import CHECK_EVERY
 from lockstep.session.extension import Extension
-from lockstep.session.micro_batch import MicroBatch, VirtualRanks
-from lockstep.session.step import CHECK_EVERY
-from lockstep.settings import Choice, check_number_of_processes, too_few_virtual_ranks_error
+from lockstep.session.micro_batch import VirtualRanks
+from lockstep.settings import Choice, too_few_virtual_ranks_error
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -305,59 +305,6 @@ def changed_parameters_error(found: str) -> UsageError:
     )
 
 
-_EMPTY_PART_NOTE = "lockstep: this rank"
-"""The beginning of the note that `note_empty_part` adds."""
-
-
-def note_empty_part(error: BaseException | None, micro_batch: MicroBatch) -> None:
-    """Explains an error of the user's model if this rank had no samples when it was raised.
-
-    Many functions of torch reject tensors without rows, and their messages do not say why there are
-    no rows. The explanation is added to the error as a note, for example "lockstep: this rank has
-    none of the 3 samples of this batch, so ...".
-
-    Args:
-        error: the error of a forward pass; None if there was none.
-        micro_batch: the micro-batch of that forward pass.
-    """
-    if not isinstance(error, RuntimeError | ValueError | IndexError | TypeError):
-        return
-    if isinstance(error, LockstepError):
-        return
-
-    rank_has_no_samples = micro_batch.global_samples > 0 and micro_batch.local_rows == 0
-    if not rank_has_no_samples:
-        return
-
-    found, alternative = _why_part_is_empty(micro_batch)
-    add_note_once(
-        error,
-        beginning=_EMPTY_PART_NOTE,
-        rest=f" {found}, so its tensors have the shape (0, *). Functions of torch "
-        "that refuse these get one placeholder row; all else that the script computes beside the "
-        f"prepared model has to be right for any number of samples; or {alternative}.",
-    )
-
-
-def _why_part_is_empty(micro_batch: MicroBatch) -> tuple[str, str]:
-    """Returns why this rank has no samples of a micro-batch, and what would avoid that."""
-    drop_last = "leave short batches out: drop_last=True"
-    if micro_batch.left_out:
-        part = f"{micro_batch.left_out} of its part"
-        return f"has no samples: the collate function left out all {part}", drop_last
-
-    # The rank has fewer virtual ranks than others. This happens in full batches, too, so leaving
-    # out short ones would not avoid it.
-    virtual_rank = micro_batch.virtual_rank
-    if virtual_rank is not None and virtual_rank.is_padding:
-        found = "has no virtual rank left to compute in this micro-batch, as other ranks have"
-        return found, "give all ranks the same number of virtual ranks"
-
-    if micro_batch.num_micro_batches > 1:
-        return "has no samples in this micro-batch", drop_last
-    return f"has none of the {micro_batch.global_samples} samples of this batch", drop_last
-
-
 def gpus_of(module: nn.Module) -> set[str]:
     """Returns the names of the GPUs that the parameters of a module are on."""
     gpus: set[str] = set()
@@ -442,45 +389,6 @@ class Strategy(ABC):
         """Returns the norm of the gradient of the whole model, as a plain tensor, on every rank."""
         gradients = [p.grad for p in parameters if p.grad is not None]
         return torch.nn.utils.get_total_norm(gradients, norm_type)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Single(Strategy):
-    """One process on one device: plain torch, the reference for all other strategies."""
-
-    name: ClassVar[str] = "single"
-
-    def plan(self, run: Run) -> StrategyPlan:
-        """Plans a run of one process.
-
-        Raises:
-            SettingError: there are several processes.
-        """
-        check_number_of_processes(self.name, run.topology.size)
-        return replace(super().plan(run), can_autotune=True)
-
-    def wrap(self, module: nn.Module, run: Run) -> PreparedModule:
-        """Moves the module to its device and returns it without a wrapper."""
-        choices = move_to_device(module, run.device)
-        return replace(on_one_process(module, run), choices=choices)
-
-
-def on_one_process(module: nn.Module, run: Run) -> PreparedModule:
-    """Prepares a module for a run of one process, in which nothing has to be sent.
-
-    Virtual ranks still need extensions, which keep their gradients and buffers apart.
-    """
-    if run.settings.virtual_ranks is None:
-        return PreparedModule(module=module)
-
-    # Imported here because these modules import this one.
-    from lockstep.strategies.virtual_rank_buffers import VirtualRankBuffers
-    from lockstep.strategies.virtual_ranks import VirtualRankGradients, make_virtual_rank_tree
-
-    tree = make_virtual_rank_tree(run)
-    gradients = VirtualRankGradients(list(module.parameters()), tree, run.step, single_process=True)
-    buffers = VirtualRankBuffers(module, tree, run.step)
-    return PreparedModule(module=module, extensions=[gradients, buffers])
 
 
 class ModuleWrapper(nn.Module):

@@ -44,14 +44,16 @@ from lockstep.distributed.torch_compat import (
 from lockstep.errors import SettingError, UsageError, unknown_choice_error
 from lockstep.keyword_arguments import check_keywords_of_constructor
 from lockstep.optim.precision import Precision
+from lockstep.session.check_schedule import CHECK_EVERY
 from lockstep.session.extension import Extension
 from lockstep.session.micro_batch import MicroBatch
-from lockstep.session.step import CHECK_EVERY
 from lockstep.settings import Choice, check_whole_number
 from lockstep.strategies import base
+from lockstep.strategies.empty_part import note_empty_part
 from lockstep.strategies.moving_buffers import MovingBuffers
 from lockstep.strategies.pending_buckets import PendingBuckets
 from lockstep.strategies.replication import take_from_first
+from lockstep.strategies.single import on_one_process
 from lockstep.strategies.virtual_rank_buffers import VirtualRankBuffers
 from lockstep.strategies.virtual_ranks import (
     BucketTreeSum,
@@ -163,7 +165,7 @@ class DDP(base.Strategy):
             )
 
         if run.topology.size == 1:
-            return replace(base.on_one_process(module, run), choices=choices)
+            return replace(on_one_process(module, run), choices=choices)
 
         take_from_first([*module.parameters(), *module.buffers()])
         if not any(p.requires_grad for p in module.parameters()):
@@ -599,7 +601,7 @@ class ExactDDP(base.ModuleWrapper, DistributedDataParallel):
         """Adds a note to an error of the forward pass if it ran out of memory or had no samples."""
         micro_batch = self.run.step.micro_batch
         add_memory_advice(error, micro_batch.local_rows)
-        base.note_empty_part(error, micro_batch)
+        note_empty_part(error, micro_batch)
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Compiles the user's module in place, with the arguments of `torch.compile`.

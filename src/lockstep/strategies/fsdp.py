@@ -70,7 +70,6 @@ from lockstep.strategies.base import (
     PreparedModule,
     Strategy,
     StrategyPlan,
-    on_one_process,
     open_group,
     refuse_virtual_ranks,
 )
@@ -89,6 +88,7 @@ from lockstep.strategies.fsdp_scalars import AveragedScalars, SummedScalars, fin
 from lockstep.strategies.fsdp_virtual_ranks import ShardedVirtualRanks
 from lockstep.strategies.moving_buffers import MovingBuffers
 from lockstep.strategies.replication import norm_over_ranks, take_from_first
+from lockstep.strategies.single import on_one_process
 from lockstep.strategies.sync_batchnorm import SyncBatchNorm
 from lockstep.strategies.virtual_rank_buffers import VirtualRankBuffers
 from lockstep.strategies.virtual_ranks import make_virtual_rank_tree

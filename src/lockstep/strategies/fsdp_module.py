@@ -27,10 +27,12 @@ from lockstep.distributed import torch_compat
 from lockstep.distributed.host_memory import return_free_memory
 from lockstep.distributed.process_group import Run
 from lockstep.errors import UsageError
+from lockstep.session.check_schedule import check_due
 from lockstep.session.extension import Extension
 from lockstep.session.micro_batch import MicroBatch
-from lockstep.session.step import StepKey, check_due
-from lockstep.strategies.base import EqualTensors, note_empty_part
+from lockstep.session.step import StepKey
+from lockstep.strategies.base import EqualTensors
+from lockstep.strategies.empty_part import note_empty_part
 from lockstep.strategies.fsdp_misuse import (
     check_hooks,
     note_mixed_dtypes,

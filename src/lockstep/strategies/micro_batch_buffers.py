@@ -16,9 +16,10 @@ from torch import nn
 
 from lockstep.distributed.torch_compat import BatchNorm
 from lockstep.errors import warn
+from lockstep.session.check_schedule import check_due
 from lockstep.session.extension import Extension
 from lockstep.session.micro_batch import MicroBatch
-from lockstep.session.step import Step, StepKey, check_due
+from lockstep.session.step import Step, StepKey
 from lockstep.strategies.bit_sums import bit_sums
 from lockstep.wording import join_first
 

@@ -22,7 +22,8 @@ from torch import Tensor, nn
 from lockstep.communication import routing
 from lockstep.distributed.torch_compat import BatchNorm
 from lockstep.errors import warn
-from lockstep.session.step import Step, check_due
+from lockstep.session.check_schedule import check_due
+from lockstep.session.step import Step
 from lockstep.strategies.bit_sums import bit_sums
 from lockstep.strategies.replication import start_sum, take_from_first
 from lockstep.strategies.sync_batchnorm import SyncBatchNorm

@@ -49,15 +49,10 @@ from lockstep.session.extension import Place
 from lockstep.session.micro_batch import MicroBatch
 from lockstep.settings import Choice, check_micro_batches, is_auto
 from lockstep.strategies import sync_batchnorm, virtual_rank_batchnorm
-from lockstep.strategies.base import (
-    PreparedModule,
-    Strategy,
-    StrategyPlan,
-    note_empty_part,
-    parameters_of,
-)
+from lockstep.strategies.base import PreparedModule, Strategy, StrategyPlan, parameters_of
 from lockstep.strategies.deferred_model import DeferredModel
 from lockstep.strategies.earlier_gradients import EarlierGradients
+from lockstep.strategies.empty_part import note_empty_part
 from lockstep.strategies.micro_batch_buffers import MicroBatchBuffers
 from lockstep.strategies.placeholder import Placeholders
 from lockstep.strategies.virtual_ranks import note_single_sample

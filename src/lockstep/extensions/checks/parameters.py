@@ -21,7 +21,7 @@ from lockstep.distributed.process_group import Run
 from lockstep.errors import warn_about
 from lockstep.extensions.checks.base import Check
 from lockstep.optim.precision import Precision
-from lockstep.session.step import check_due
+from lockstep.session.check_schedule import check_due
 from lockstep.strategies.base import PreparedModule, changed_parameters_error
 from lockstep.wording import join_first
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from lockstep.communication import routing
 from lockstep.errors import RanksDifferError
 from lockstep.extensions.checks.base import Check
-from lockstep.session.step import check_due
+from lockstep.session.check_schedule import check_due
 from lockstep.strategies.base import EqualTensors
 from lockstep.strategies.bit_sums import bit_sums
 from lockstep.wording import join_first

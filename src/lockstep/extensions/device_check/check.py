@@ -59,9 +59,10 @@ from lockstep.extensions.device_check.votes import (
     judge_repeats,
     judge_states,
 )
+from lockstep.session.check_schedule import CHECK_EVERY, check_due
 from lockstep.session.extension import Extension
 from lockstep.session.micro_batch import MicroBatch, VirtualRank
-from lockstep.session.step import CHECK_EVERY, Dispute, check_due
+from lockstep.session.step import Dispute
 from lockstep.strategies.base import ModuleWrapper, PreparedModule
 from lockstep.strategies.bit_sums import bit_sums, gradient_bit_sums
 

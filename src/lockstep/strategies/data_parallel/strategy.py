@@ -27,11 +27,11 @@ from lockstep.strategies.base import (
     PreparedModule,
     Strategy,
     StrategyPlan,
-    on_one_process,
     planned_virtual_ranks,
     refuse_virtual_ranks,
 )
 from lockstep.strategies.data_parallel.module import DataParallel
+from lockstep.strategies.single import on_one_process
 from lockstep.wording import describe_type
 
 GPU_STREAM_SEED_TAG = 0xD9

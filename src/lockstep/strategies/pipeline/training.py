@@ -13,8 +13,8 @@ from torch.optim import Optimizer
 
 from lockstep.distributed.process_group import Run
 from lockstep.errors import RanksDifferError
+from lockstep.session.check_schedule import check_due
 from lockstep.session.extension import Extension
-from lockstep.session.step import check_due
 from lockstep.strategies.pipeline.module import PipelinedModule
 
 
