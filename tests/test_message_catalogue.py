@@ -417,7 +417,7 @@ def test_what_a_script_has_raised_is_not_touched(chinese: None) -> None:
         "  Diverged: last is missing\n"
         "  found:   3 files\n"
         "  its shape is 3\n"
-        "  它的进程随后被 SIGABRT 终止\n"
+        "  它的进程随后被 SIGABRT 杀死\n"
         "traceback 和日志：logs"
     )
     assert "Diverged: last is missing" in render_briefly(failure, 2, language.translate)

@@ -30,6 +30,7 @@ class PageTexts:
     about: dict[str, str]
     """What each stage shows, by its name."""
     comma: str
+    colon: str
     readme_without_a_gpu: str
     readme_with_a_gpu: str
     unknown_gpu: str
@@ -79,6 +80,7 @@ hang, crash and fill a disk on purpose.
     whole_stage="the whole stage",
     about={stage.name: stage.about for stage in STAGES},
     comma=", ",
+    colon=": ",
     readme_without_a_gpu=(
         "**Not tested yet:** GPUs. Neither Lockstep's CUDA code nor NCCL has run on one; a run of nine "
         "minutes on one GPU is prepared, and rehearsed on the CPU ([what it covers](docs/gpu.md))."
@@ -141,6 +143,7 @@ make gpu-table                            # 根据结果写出本页
         "rehearse-disk": "会写满磁盘的阶段",
     },
     comma="，",
+    colon="：",
     readme_without_a_gpu=(
         "**尚未测试：** GPU。Lockstep 的 CUDA 代码和 NCCL 都还没有在 GPU 上运行过；一套九分钟的单卡测试"
         "已经准备好，并在 CPU 上演练过（[覆盖的内容](docs/gpu.zh.md)）。"

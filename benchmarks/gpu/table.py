@@ -150,7 +150,7 @@ def described(title: str, runs: Sequence[Run], texts: PageTexts) -> str:
         of_stage = [entry for entry in of_stage if entry[1]["check"] != "versions"]
         if not of_stage:
             continue
-        parts.append(f"\n### {stage.name}: {texts.about[stage.name]}\n")
+        parts.append(f"\n### {stage.name}{texts.colon}{texts.about[stage.name]}\n")
         parts.append(f"| {texts.columns} |\n|---|---|---|---|")
         parts += [row(line, texts) for _, line in of_stage]
     return "\n".join(parts) + "\n"

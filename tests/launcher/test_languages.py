@@ -161,7 +161,7 @@ def test_the_lines_of_a_training(tmp_path: Path) -> None:
     begin = width_of(strategy.partition("2 个进程")[0])
     assert width_of(loader.partition("每个全局批次")[0]) == begin
     assert "4 / 8" in loader
-    assert any(line.startswith("第 0 轮  ") and line.endswith(" s") for line in lines)
+    assert any(line.startswith("epoch 0  ") and line.endswith(" s") for line in lines)
     assert any(line.startswith("  训练        8 个样本，") for line in lines)
 
 

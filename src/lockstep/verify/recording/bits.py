@@ -194,7 +194,7 @@ class BitRecorder(Extension):
             "loss": self._losses,
             "parts": hashes_of_virtual_ranks,
             "gradients": _hashes(gradients.items()),
-            "rates": {f"group {number}": rate.hex() for number, rate in enumerate(rates)},
+            "rates": {f"parameter group {number}": rate.hex() for number, rate in enumerate(rates)},
         }
         update.bits = bits
         self._samples = {}
