@@ -1102,6 +1102,59 @@ def test_a_restart_says_why_it_goes_on_from_the_disk(
     assert said[7] == on_disk
 
 
+def train_with_a_damaged_checkpoint(folder: str) -> list[str]:
+    """Returns what each start has said. The newest checkpoint on disk is damaged after the second.
+
+    Each start trains until a step, and saves it and step 1.
+    """
+    said: list[str] = []
+
+    def start(until: int, memory: bool | None = None) -> None:
+        os.environ["TORCHELASTIC_RESTART_COUNT"] = str(len(said))
+        with lockstep.init(seed=5, device="cpu") as world:
+            net = nn.Linear(4, 1)
+            optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+            net, optimizer = world.prepare(net, optimizer)
+            state = {"model": net, "optimizer": optimizer}
+            checkpoint = world.checkpoint(folder, memory=memory, **state)
+            checkpoint.resume()
+            said.append(checkpoint.last_resume_note)
+            while world.step < until:
+                world.backward(net(torch.ones(2, 4)).square().mean())
+                optimizer.step()
+                optimizer.zero_grad()
+                checkpoint.step()
+                if world.step == 1 or (world.step == until and until != 4):
+                    checkpoint.save()
+
+    start(4)
+    start(5, memory=False)  # memory still has step 4
+    (weights,) = step_folder(Path(folder), 5).glob("model*.safetensors")
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 4
+    weights.write_bytes(content)
+    start(5)  # also replaces the damaged checkpoint
+    start(6, memory=False)
+    start(6)
+    return said
+
+
+def test_a_damaged_checkpoint_on_disk_is_not_newer_than_memory(
+    memory: dict[str, str], tmp_path: Path
+) -> None:
+    def environment(rank: int) -> dict[str, str]:
+        return {**rank_environment(rank, 1, 1), **memory}
+
+    folder = tmp_path / "run"
+    (said,) = run_ranks(train_with_a_damaged_checkpoint, 1, str(folder), environment=environment)
+    assert said[1].startswith(f"resumed {step_folder(folder, 1)} ")
+    assert said[2].startswith("resumed from step 4 in memory ")
+    assert "; the last checkpoint on disk is of step 1; passed over: step-000000005 (" in said[2]
+    assert said[3].startswith(f"resumed {step_folder(folder, 5)} ")
+    assert said[4].startswith(f"resumed {step_folder(folder, 6)} ")
+    assert said[4].endswith("; it is newer than step 5 in memory")
+
+
 def train_with_two_checkpoints(folder: str) -> list[tuple[int, str, str]]:
     """One of them has a model that the training begins with."""
     found = []

@@ -24,6 +24,10 @@ class FolderView:
 
     name: str | None
     """The name of the checkpoint to resume; None if there is none."""
+    step: int = -1
+    """The step of the checkpoint; -1 if there is none."""
+    epoch: int = -1
+    """The epoch of the checkpoint; -1 if there is none."""
     id: str | None = None
     """A random id, which distinguishes the checkpoint from one of the same name on another
     machine."""
@@ -72,9 +76,15 @@ def find_latest_sound(folder: Path) -> FolderView:
             continue
 
         # A message about what is resumed also says if another run writes into the folder.
-        checkpoint_id = layout.read_manifest(path).get("id")
-        other_writer = find_other_writer(folder)
-        return FolderView(path.name, checkpoint_id, passed_over, other_writer)
+        step, epoch = step_and_epoch(path)
+        return FolderView(
+            path.name,
+            step,
+            epoch,
+            id=layout.read_manifest(path).get("id"),
+            passed_over=passed_over,
+            other_writer=find_other_writer(folder),
+        )
     return FolderView(name=None, passed_over=passed_over)
 
 
@@ -87,6 +97,15 @@ def find_latest_complete(folder: Path) -> FolderView:
     path = layout.latest(folder)
     name = None if path is None else path.name
     return FolderView(name)
+
+
+def step_and_epoch(path: Path) -> tuple[int, int]:
+    """Returns the step and the epoch of a checkpoint; epoch -1 if its manifest is damaged."""
+    try:
+        epoch = int(layout.read_manifest(path)["epoch"])
+    except (CheckpointError, KeyError, TypeError, ValueError):
+        epoch = -1
+    return layout.step_of(path), epoch
 
 
 def check_views(folder: Path, views: Sequence[FolderView]) -> None:

@@ -53,6 +53,7 @@ from lockstep.checkpoint.find_latest import (
     find_latest_complete,
     find_latest_sound,
     read_manifest_of,
+    step_and_epoch,
 )
 from lockstep.checkpoint.formats.reading import read_stored
 from lockstep.checkpoint.host_copies import HostCopies
@@ -678,10 +679,27 @@ class Checkpoint:
         paths_of_folder = sorted({answer["folder"] for answer in answers})
 
         # Resume a step from memory, or else a checkpoint from disk.
-        resumed_step, why_not_from_memory = self._resume_kept_step(
+        chosen, why_not_from_memory = self._choose_kept_step(
             answers, paths_of_folder, has_resumed_before=has_resumed_before
         )
-        found = resumed_step is not None or self._resume_from_disk(why_not_from_memory)
+        views: list[FolderView] | None = None
+        resumed_step: KeptStep | None = None
+        if chosen is not None:
+            # There may be two states of one step: before and after what a loop does at the end of
+            # an epoch. So the epoch is compared too.
+            memory_is_of = (chosen.step, chosen.epoch)
+            disk_seems_to_be_of = tuple(answers[0]["latest_on_disk"])  # as rank 0 sees the folder
+            disk_seems_newer = disk_seems_to_be_of > memory_is_of
+            if disk_seems_newer:
+                # The checkpoint may be damaged, so it is read before the two are compared.
+                views = self._view_folder()
+            if views is not None and (views[0].step, views[0].epoch) > memory_is_of:
+                why_not_from_memory = f"; it is newer than step {chosen.step} in memory"
+            else:
+                note_about_disk = _note_about_disk(disk_seems_to_be_of[0], views)
+                why_not_from_memory = self._resume_kept_step(chosen, note_about_disk)
+                resumed_step = None if why_not_from_memory else chosen
+        found = resumed_step is not None or self._resume_from_disk(why_not_from_memory, views)
 
         # Begin to keep the steps of this attempt in memory. All ranks use the id of rank 0.
         attempt_id = int(answers[0]["attempt_id"])
@@ -693,22 +711,36 @@ class Checkpoint:
             kept.forget_other_steps()
         return found
 
-    def _resume_from_disk(self, why_not_from_memory: str = "") -> bool:
+    def _view_folder(self) -> list[FolderView]:
+        """Returns what each rank sees in the folder.
+
+        Rank 0 reads all files, to find the latest checkpoint whose checksums are right. The other
+        ranks only look for one with all files.
+        """
+        find = find_latest_sound if self._collectives.topology.is_main else find_latest_complete
+        answers = gather_answers(
+            self._collectives,
+            f"resuming from {self.folder}",
+            lambda: find(self.folder).as_json(),
+        )
+        views = [FolderView(**answer) for answer in answers]
+        self._damaged_names = tuple(views[0].passed_over.keys())
+        return views
+
+    def _resume_from_disk(
+        self, why_not_from_memory: str = "", views: list[FolderView] | None = None
+    ) -> bool:
         """Resumes the latest sound checkpoint of the folder; returns False if it has none.
 
         Args:
             why_not_from_memory: why no step in memory was resumed, as the end of a sentence: "; no
                 steps are kept in memory". It is "" if none could be expected, as at a first start.
+            views: the result of `_view_folder`; None if it was not called yet.
         """
         action = f"resuming from {self.folder}"
-
-        # Each rank tells the others what it sees in the folder. Rank 0 reads all files, to find a
-        # checkpoint whose checksums are right. The other ranks only look for one with all files.
-        find = find_latest_sound if self._collectives.topology.is_main else find_latest_complete
-        answers = gather_answers(self._collectives, action, lambda: find(self.folder).as_json())
-        views = [FolderView(**answer) for answer in answers]
+        if views is None:
+            views = self._view_folder()
         chosen = views[0]  # rank 0 decides
-        self._damaged_names = tuple(chosen.passed_over.keys())
         check_views(self.folder, views)
 
         # The folder has no checkpoint. The user is told so only if a step in memory was expected:
@@ -757,14 +789,14 @@ class Checkpoint:
 
     # Steps in memory
 
-    def _resume_kept_step(
+    def _choose_kept_step(
         self,
         answers: Sequence[Mapping[str, Any]],
         folders: Sequence[str],
         *,
         has_resumed_before: bool,
     ) -> tuple[KeptStep | None, str]:
-        """Resumes the last step in memory, unless a checkpoint on disk is of a later step.
+        """Chooses the last complete step in memory.
 
         Args:
             answers: the result of `_report_memory` on each rank.
@@ -772,34 +804,38 @@ class Checkpoint:
             has_resumed_before: True if the run has resumed before. Memory is ignored then.
 
         Returns:
-            The step that was resumed, or None. If none was, also the end of a sentence that gives
-            the reason; it is empty if no step could be expected in memory.
+            The step, or None. If there is none, also the end of a sentence that gives the reason;
+            it is empty if no step could be expected in memory.
         """
         reports = []
         for answer in answers:
             reports += [PartReport(**part) for part in answer["parts"]]
 
         chosen = choose_step(reports, folders)
-        if chosen is None:
-            is_first_start = self._collectives.topology.restarts == 0
-            memory_is_new = is_first_start and not reports
-            if has_resumed_before or memory_is_new:
-                return None, ""
-            return None, f"; {describe_incomplete(reports, folders)}"
+        if chosen is not None:
+            return chosen, ""
+        is_first_start = self._collectives.topology.restarts == 0
+        memory_is_new = is_first_start and not reports
+        if has_resumed_before or memory_is_new:
+            return None, ""
+        return None, f"; {describe_incomplete(reports, folders)}"
 
-        # There may be two states of one step: before and after what a loop does at the end of an
-        # epoch. So the epoch is compared too.
-        step_on_disk, epoch_on_disk = answers[0]["latest_on_disk"]  # as rank 0 sees the folder
-        disk_is_newer = (step_on_disk, epoch_on_disk) > (chosen.step, chosen.epoch)
-        if disk_is_newer:
-            return None, f"; it is newer than step {chosen.step} in memory"
+    def _resume_kept_step(self, chosen: KeptStep, note_about_disk: str) -> str:
+        """Resumes a step from memory.
 
+        Args:
+            chosen: the step.
+            note_about_disk: what the folder holds, as the end of a sentence.
+
+        Returns:
+            "" if the step was resumed. Otherwise the end of a sentence that gives the reason.
+        """
         where = f"step {chosen.step} in memory"
         with ExitStack() as received:  # closes the memory that was received from other machines
             try:
                 loaded = fetch_step(self._collectives, chosen, self._module_names(), received)
             except CheckpointError as error:
-                return None, f"; {where} cannot be read: {error.found}"
+                return f"; {where} cannot be read: {error.found}"
 
             def check_and_load() -> str:
                 """Loads the states if they fit this run; returns a sentence for the user."""
@@ -809,12 +845,8 @@ class Checkpoint:
 
             note = run_on_all_ranks(self._collectives, RESUMING_FROM_MEMORY, check_and_load)
 
-        if step_on_disk < 0:
-            note += "; there is no checkpoint on disk"
-        else:
-            note += f"; the last checkpoint on disk is of step {step_on_disk}"
-        self._announce_resumed(note)
-        return chosen, ""
+        self._announce_resumed(note + note_about_disk)
+        return ""
 
     def _report_memory(self, kept: KeptSteps, *, has_resumed_before: bool) -> dict[str, Any]:
         """Collects what the other ranks must know to choose a step in memory.
@@ -826,7 +858,8 @@ class Checkpoint:
         Returns:
             A dictionary that can be sent as JSON. `parts`: a `PartReport` of each part of a step in
             the memory of this rank's machine. `folder`: the path of the checkpoint folder here.
-            `latest_on_disk`: step and epoch of the latest checkpoint in it, -1 if there is none.
+            `latest_on_disk`: step and epoch of the latest checkpoint in it, -1 if there is none; it
+            may be damaged.
             `attempt_id`: a random number, to tell the steps of this start of the run from those of
             other starts (all ranks use the number of rank 0).
         """
@@ -839,17 +872,9 @@ class Checkpoint:
         return {
             "parts": parts,
             "folder": kept.folder,
-            "latest_on_disk": [-1, -1] if latest is None else self._step_and_epoch(latest),
+            "latest_on_disk": [-1, -1] if latest is None else step_and_epoch(latest),
             "attempt_id": secrets.randbits(63),
         }
-
-    def _step_and_epoch(self, path: Path) -> list[int]:
-        """Returns the step and the epoch of a checkpoint; epoch -1 if its manifest is damaged."""
-        try:
-            epoch = int(layout.read_manifest(path)["epoch"])
-        except (CheckpointError, KeyError, TypeError, ValueError):
-            epoch = -1
-        return [layout.step_of(path), epoch]
 
     def _attach(self, kept: KeptSteps) -> None:
         """Makes the run notify `kept` of each step, instead of any other `KeptSteps`.
@@ -1173,6 +1198,22 @@ class Checkpoint:
             if epoch > 0:  # a loader that is only used for evaluation stays at 0
                 epochs_of_loaders.append(epoch)
         return min(epochs_of_loaders, default=0)
+
+
+def _note_about_disk(step_on_disk: int, views: Sequence[FolderView] | None) -> str:
+    """Returns the end of a sentence that says what is on disk when a step in memory is resumed.
+
+    Args:
+        step_on_disk: the step of the latest complete checkpoint; -1 if there is none.
+        views: what the ranks see in the folder; None if no checkpoint seemed newer than memory.
+    """
+    problems = ""
+    if views is not None:
+        step_on_disk = views[0].step
+        problems = views[0].describe_problems()
+    if step_on_disk < 0:
+        return f"; there is no checkpoint on disk{problems}"
+    return f"; the last checkpoint on disk is of step {step_on_disk}{problems}"
 
 
 def _note_about_length(name: str, target: Any, saved: Any) -> str:
