@@ -56,6 +56,7 @@ from lockstep.strategies.base import Strategy, StrategyPlan
 from lockstep.strategies.find import find_strategy
 from lockstep.training.prepare import Preparer
 from lockstep.training.unpacking import check_unpacking
+from lockstep.training.unsent_gradients import load_unsent_gradients, unsent_gradients
 
 if TYPE_CHECKING:
     from lockstep.checkpoint.session import Checkpoint
@@ -348,7 +349,7 @@ class World:
             UsageError: the loss is not a scalar tensor with a gradient, or is NaN; or gradients of
                 earlier micro-batches are gone, or would be mixed with another optimizer's.
         """
-        self._preparer.backward(loss, **options)
+        self._preparer.training_step.backward(loss, **options)
 
     def loss(self) -> float | None:
         """Returns the loss of the global batch, from all losses that `backward` got on all ranks.
@@ -364,7 +365,7 @@ class World:
         """
         if not self.is_last_micro_batch:
             return None
-        return self._preparer.loss()
+        return self._preparer.training_step.loss()
 
     def clip_grad_norm_(
         self, model: nn.Module, max_norm: float, norm_type: float = 2.0
@@ -376,7 +377,7 @@ class World:
         """
         if not self._run.step.micro_batch.closes_step:
             return None
-        return self._preparer.clip(model, max_norm, norm_type)
+        return self._preparer.training_step.clip(model, max_norm, norm_type)
 
     # Communication between ranks
 
@@ -637,7 +638,7 @@ class World:
 
         # Compression keeps a part of the gradients for later, which differs between the ranks. Each
         # rank stores its part under the key "state", and a checkpoint joins them: {0: ..., 1: ...}.
-        unsent = self._preparer.unsent_gradients()
+        unsent = unsent_gradients(self._preparer.wrapped.values())
         if unsent:
             state["state"] = {self.rank: unsent}
         return state
@@ -648,7 +649,7 @@ class World:
         self._run.step.number = state["step"]
         self._resumed_step = state["step"]
         self._preparer.precision.load_state_dict(state["scaler"])
-        self._preparer.load_unsent_gradients(state.get("state", {}))
+        load_unsent_gradients(self._preparer.wrapped.values(), self.rank, state.get("state", {}))
 
     def close(self) -> None:
         """Leaves the run. It is also called at exit; a second call does nothing."""

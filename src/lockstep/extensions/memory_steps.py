@@ -174,7 +174,7 @@ class TrainingSteps:
             begin = synchronized_time(self._gpus)
             with context or nullcontext():
                 loss = self._compute_loss(batch, count_saved=count_saved and micro_batch.first)
-                self._preparer.backward(loss)
+                self._preparer.training_step.backward(loss)
 
                 # Gradients are views of larger buckets, which stay alive when the gradients are
                 # cleared. `_measure_peak_on_cpu` finds the buckets by the storages noted here.

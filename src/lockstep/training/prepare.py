@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Iterator, MutableMapping, Sequence
+from collections.abc import MutableMapping, Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -32,21 +32,15 @@ from lockstep.batch.shares import initial_shares, parse_micro_batch_size
 from lockstep.batch.source import Source, make_source
 from lockstep.checkpoint.modules import plain_parameter_names
 from lockstep.checkpoint.sharding import map_leaves, reshard
-from lockstep.communication.compressed_means import CompressedMeans
-from lockstep.distributed import ordered_norm
 from lockstep.distributed.determinism import (
     add_determinism_note,
-    find_refused_operation,
-    nondeterministic_error,
 )
-from lockstep.distributed.device import add_memory_advice, add_memory_advice_at_end
+from lockstep.distributed.device import add_memory_advice_at_end
 from lockstep.distributed.process_group import Run
 from lockstep.distributed.torch_compat import BatchNorm, let_compile_again, without_compile
-from lockstep.errors import SettingError, UsageError, warn
+from lockstep.errors import SettingError, UsageError
 from lockstep.optim.precision import ForwardsSetLater, Precision
-from lockstep.session.delivery import TrainingPass
 from lockstep.session.extension import Place
-from lockstep.session.micro_batch import MicroBatch
 from lockstep.settings import Choice, check_micro_batches, is_auto
 from lockstep.strategies import sync_batchnorm, virtual_rank_batchnorm
 from lockstep.strategies.base import PreparedModule, Strategy, StrategyPlan, parameters_of
@@ -66,6 +60,7 @@ from lockstep.training.optimizer import (
     refuse_optimizer_wrong_on_shards,
 )
 from lockstep.training.schedule_length import ScheduleLengths
+from lockstep.training.training_step import TrainingStep
 from lockstep.training.unpacking import note_order
 from lockstep.training.virtual_rank_states import VirtualRankStates
 from lockstep.training.virtual_rank_streams import VirtualRankStreams
@@ -81,6 +76,8 @@ class FindsSizes(Protocol):
 
 class Preparer:
     """Prepares the objects of one run, and remembers which of them belong together.
+
+    `training_step` is what the training loop then calls for their gradients.
 
     Args:
         run: the run of this process.
@@ -128,7 +125,10 @@ class Preparer:
         """The shapes of the parameters of each model that was built on the meta device without
         `deferred_init`."""
         self._batchnorm_notes = BatchNormNotes(run, plan, self.add_choice)
-        self._placeholders = Placeholders(run.step, self.wrapped)
+        placeholders = Placeholders(run.step, self.wrapped)
+        self.training_step = TrainingStep(
+            run, strategy, self.precision, self.wrapped, self.optimizers, placeholders
+        )
         if run.settings.virtual_ranks is not None:
             self.streams = VirtualRankStreams(run.settings.seed, run.device, run.step)
             run.extensions.add(self.streams, Place.PREPARED_OBJECT)
@@ -136,7 +136,7 @@ class Preparer:
         self.schedule_lengths = ScheduleLengths(self.schedulers, self.loaders)
         run.extensions.add(self.schedule_lengths, Place.PREPARED_OBJECT)
         run.extensions.add(ForwardWatch(run.step, self.wrapped.keys()), Place.PREPARED_OBJECT)
-        run.extensions.add(self._placeholders, Place.PREPARED_OBJECT)
+        run.extensions.add(placeholders, Place.PREPARED_OBJECT)
         if self.precision.dtype in (torch.bfloat16, torch.float16):
             run.extensions.add(ForwardsSetLater(self.precision), Place.OBSERVER)
 
@@ -225,226 +225,6 @@ class Preparer:
         self.run.extensions.release()
         for loader in self.loaders:
             loader.release()
-
-    # The training step
-
-    def backward(self, loss: Tensor, **options: Any) -> None:
-        """Runs the backward pass of a loss, weighted by its micro-batch's part of the global batch.
-
-        The extensions are told in this order: `before_backward` with the user's loss, which a check
-        may refuse; `backward_begins` with the weighted loss, for which strategies prepare;
-        `backward_ended`, when strategies release memory; `after_backward`, for observers.
-
-        Raises:
-            UsageError: the loss cannot be trained on, or no optimizer was prepared under fp16.
-        """
-        step = self.run.step
-        extensions = self.run.extensions
-        micro_batch = step.source_of_loss()
-        extensions.before_backward(loss, micro_batch)
-        self._check_accumulation()
-        self._check_optimizer_unscales()
-
-        phase_before = step.enter_phase("backward")
-        weighted_loss = step.weigh_loss(loss)
-        try:
-            self._run_backward(weighted_loss, micro_batch, options)
-        finally:
-            step.enter_phase(phase_before)
-
-        extensions.after_backward(loss, micro_batch)
-        # Counted last: for the extensions, `num_backwards` is the number of earlier passes.
-        step.training_pass.num_backwards += 1
-
-    def _check_optimizer_unscales(self) -> None:
-        """Raises UsageError under fp16 if no optimizer is prepared, which would undo its scale."""
-        has_only_modules = bool(self.wrapped) and not self.optimizers
-        if self.precision.scaler is not None and has_only_modules:
-            raise _optimizer_not_prepared(
-                "under precision='fp16' gradients are multiplied by the scale of the loss; a "
-                "prepared optimizer divides them again before it steps"
-            )
-
-    def _run_backward(
-        self, weighted_loss: Tensor, micro_batch: MicroBatch, options: dict[str, Any]
-    ) -> None:
-        """Runs the backward pass of the strategy, and adds advice to its errors.
-
-        Args:
-            weighted_loss: the loss, weighted by its part of the global batch.
-            micro_batch: the micro-batch that the loss is of.
-            options: the options of `World.backward`.
-        """
-        step = self.run.step
-        try:
-            self.run.extensions.backward_begins(weighted_loss, micro_batch)
-
-            # A rank without samples computes a placeholder. Activation checkpointing, which runs
-            # forward passes again in here, must know that.
-            with self._placeholders.in_backward():
-                modules = list(self.wrapped)
-                self.strategy.backward(modules, weighted_loss, self.precision, **options)
-            self.run.extensions.backward_ended(micro_batch)
-        except Exception as error:
-            add_memory_advice(error, step.micro_batch.local_rows, step.num_devices)
-            operation = find_refused_operation(error)
-            if operation is not None and self.run.settings.virtual_ranks is not None:
-                raise nondeterministic_error(operation) from error
-            raise
-
-    def clip(self, module: nn.Module, max_norm: float, norm_type: float) -> Tensor:
-        """Clips the gradients of a module by their total norm, and returns that norm.
-
-        Raises:
-            UsageError: the argument is not a module, or `norm_type` is 0.
-        """
-        if not isinstance(module, nn.Module):
-            raise UsageError(
-                f"world.clip_grad_norm_ of {describe_type(module)}",
-                "it takes a module, whose gradients may be spread over the ranks",
-                "pass the prepared model: world.clip_grad_norm_(model, max_norm)",
-            )
-        if norm_type == 0:
-            raise UsageError(
-                "world.clip_grad_norm_(..., norm_type=0)",
-                "there is no norm of type 0: it would divide by zero",
-                "leave it out for the usual norm, 2, or pass 1 or math.inf",
-            )
-
-        parameters = list(module.parameters())
-        parameters_of_module = set(parameters)
-        for optimizer in self.optimizers:
-            updates_module = not parameters_of_module.isdisjoint(parameters_of(optimizer))
-            if updates_module:
-                # Under fp16 the gradients are multiplied by the scale of the loss. The norm is to
-                # be that of the gradients themselves, so they are divided by it now.
-                self.precision.unscale([optimizer.inner])
-                optimizer.note_clipping()
-
-        # With virtual ranks the norm has the same bits on any number of processes, so it is
-        # computed in a fixed order. Otherwise the strategy knows the fastest way.
-        if self.run.settings.virtual_ranks is not None:
-            gradients = [p.grad for p in parameters if p.grad is not None]
-            norm = ordered_norm.total_norm(gradients, norm_type)
-        else:
-            norm = self.strategy.total_norm(parameters, norm_type)
-
-        torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
-        return norm
-
-    def loss(self) -> float:
-        """Returns the loss of the present global batch or, after the loop, of the last one.
-
-        All ranks call this together. A *pass* is one iteration of a training loop over a loader.
-
-        Raises:
-            UsageError: the loss is not known, or only a part of it.
-        """
-        training_pass, local_loss = self._pass_and_local_loss()
-        if local_loss is None:
-            raise UsageError(
-                "world.loss()",
-                "world.backward was not given a loss of this micro-batch",
-                "call it after world.backward(loss)",
-            )
-
-        num_virtual_ranks = self.run.settings.virtual_ranks
-        if num_virtual_ranks is not None:
-            return self._loss_over_virtual_ranks(training_pass, num_virtual_ranks)
-
-        # The losses are weighted so that their mean over the ranks is that of the global batch.
-        mean: float = self.run.collectives.mean(float(local_loss))
-        return mean
-
-    def _pass_and_local_loss(self) -> tuple[TrainingPass, Tensor | float | None]:
-        """Returns a pass, and this rank's loss of its latest global batch; None if not known.
-
-        In a loop it is the pass of this loop, and the loss so far of the present global batch.
-        After the loop it is the pass to which the latest loss belonged.
-        """
-        step = self.run.step
-        loop_has_ended = not step.in_training_loop
-        if loop_has_ended and step.pass_of_loss is not None:
-            return step.pass_of_loss, _last_loss(step.pass_of_loss)
-
-        # The present pass. It is also that of a script that loops over no prepared loader.
-        called_world_backward = step.training_pass.num_backwards > 0
-        if not called_world_backward:
-            return step.training_pass, None
-        return step.training_pass, step.training_pass.loss
-
-    def _loss_over_virtual_ranks(
-        self, training_pass: TrainingPass, num_virtual_ranks: int
-    ) -> float:
-        """Returns the loss of the global batch, with the same bits on any number of processes."""
-        # The losses of the virtual ranks on this process; 0 for all others.
-        losses_here = torch.zeros(num_virtual_ranks, dtype=torch.float64)
-        for number, loss in training_pass.loss_of_virtual_rank.items():
-            losses_here[number] = float(loss)
-
-        # Each virtual rank is computed by one process, so for each virtual rank this adds one loss
-        # and zeros, which is exact.
-        losses = self.run.collectives.sum(losses_here)
-
-        # The losses are added in the order of the virtual ranks, so the bits are always the same.
-        total: float = sum(losses.tolist())
-        return total / num_virtual_ranks
-
-    def _check_accumulation(self) -> None:
-        """Checks that a backward pass may add to the gradients of earlier micro-batches.
-
-        Raises:
-            UsageError: gradients of earlier micro-batches were cleared, or a second backward pass
-                for another optimizer would mix its gradients with them.
-        """
-        training_pass = self.run.step.training_pass
-        micro_batch = training_pass.micro_batch
-
-        if micro_batch.is_only_of_step:
-            return  # nothing accumulates
-
-        # First check: several backward passes in one micro-batch, for several optimizers. In a GAN,
-        # for example, the loss of the generator also leaves gradients in the discriminator. On one
-        # device, the loop clears them before the backward pass of the discriminator's own loss.
-        # Here nothing is cleared until all micro-batches are computed, so the discriminator would
-        # step with the sum of both.
-        is_repeated_backward = training_pass.num_backwards > 0
-        if is_repeated_backward and len(self.optimizers) > 1:
-            raise UsageError(
-                "several backward passes a micro-batch, for several optimizers",
-                "what one leaves in the parameters of another is cleared once per global batch, "
-                "not between the micro-batches, so it would be counted",
-                "leave micro_batch_size out, or add the losses up and call world.backward once",
-            )
-
-        # Second check: the gradients of earlier micro-batches must still be there. It is made once
-        # in each micro-batch, except in the first one, where nothing has accumulated yet.
-        nothing_accumulated_yet = micro_batch.begins_gradients
-        if nothing_accumulated_yet or is_repeated_backward:
-            return
-
-        # Some strategies accumulate gradients elsewhere than in `parameter.grad`, where the user's
-        # `zero_grad` does not clear them.
-        if any(wrapped.zero_grad_misses_gradients for wrapped in self.wrapped.values()):
-            return
-
-        has_only_modules = bool(self.wrapped) and not self.optimizers
-        if has_only_modules and not self._has_gradients():
-            raise _optimizer_not_prepared(
-                "the gradients of the micro-batches before are gone: it steps and clears them "
-                "in each micro-batch, not once in a global batch"
-            )
-
-        for optimizer in self.optimizers:
-            optimizer.check_gradients_are_there()
-
-    def _has_gradients(self) -> bool:
-        """Returns True if any parameter of a prepared module has a gradient."""
-        for module in self.wrapped:
-            for parameter in module.parameters():
-                if parameter.grad is not None:
-                    return True
-        return False
 
     # Loaders
 
@@ -893,51 +673,6 @@ class Preparer:
             "give both to world.prepare(model, optimizer, scheduler)",
         )
 
-    # Compressed gradients, of which checkpoints save what is not sent yet
-
-    def unsent_gradients(self) -> dict[str, Tensor]:
-        """Returns the part of this rank's gradients that compression has not sent yet."""
-        unsent: dict[str, Tensor] = {}
-        for number, compressed in enumerate(self._compressed_means()):
-            for name, tensor in compressed.state_dict().items():
-                unsent[f"{number}.{name}"] = tensor
-        return unsent
-
-    def load_unsent_gradients(self, unsent_by_rank: dict[int, dict[str, Tensor]]) -> None:
-        """Loads the parts of gradients that compression had not sent yet when it was saved.
-
-        Warns if they do not fit this run, which may have other ranks or another compression.
-
-        Args:
-            unsent_by_rank: what `unsent_gradients` returned on each rank.
-        """
-        everything_fits = True
-        for number, compressed in enumerate(self._compressed_means()):
-            state_by_rank = _unsent_of_module(unsent_by_rank, number)
-
-            # A rank continues with its own state. If the number of ranks has changed, some kinds of
-            # compression can divide the states of all ranks anew; for the others,
-            # `load_state_dict` loads nothing and returns False.
-            own_state = state_by_rank.get(self.run.topology.rank, {})
-            states_of_all_ranks = list(state_by_rank.values())
-            was_loaded = compressed.load_state_dict(own_state, states_of_all_ranks)
-            if not was_loaded:
-                everything_fits = False
-
-        if unsent_by_rank and not everything_fits:
-            warn(
-                "resuming with DDP(compress=...)",
-                "the checkpoint is of a run with other ranks or machines, or another compression: "
-                "what they had left to send, a part of one gradient, does not fit",
-                "nothing; this run begins without it",
-            )
-
-    def _compressed_means(self) -> Iterator[CompressedMeans]:
-        """Yields the compressor of each prepared module whose gradients are compressed."""
-        for wrapped in self.wrapped.values():
-            if wrapped.compressed is not None:
-                yield wrapped.compressed
-
     # Checks of the user's objects
 
     def _check_kind(self, thing: Any) -> None:
@@ -1009,32 +744,6 @@ def check_model(module: nn.Module, num_processes: int) -> None:
         )
 
 
-def _last_loss(training_pass: TrainingPass) -> Tensor | float | None:
-    """Returns this rank's loss of the last global batch of a pass that has ended.
-
-    Returns:
-        The loss, or None if the loop was left in the middle of the global batch, so that only a
-        part of its loss is known.
-    """
-    if training_pass.num_backwards == 0:  # the loop was left before it trained its latest batch
-        return training_pass.loss_of_previous_global_batch
-    return training_pass.loss if training_pass.micro_batch.last else None
-
-
-def _unsent_of_module(
-    unsent_by_rank: dict[int, dict[str, Tensor]], module_number: int
-) -> dict[int, dict[str, Tensor]]:
-    """Returns what each rank had not sent of one module, whose names begin with its number."""
-    prefix = f"{module_number}."
-    unsent_of_module: dict[int, dict[str, Tensor]] = {}
-    for rank, unsent in unsent_by_rank.items():
-        unsent_of_module[rank] = {}
-        for name, tensor in unsent.items():
-            if name.startswith(prefix):
-                unsent_of_module[rank][name.removeprefix(prefix)] = tensor
-    return unsent_of_module
-
-
 def _check_loader_of_virtual_ranks(shares: Any, micro_batch_size: Any) -> None:
     """Raises SettingError for settings that a loader cannot have with virtual ranks."""
     # Shares decide which virtual ranks a process computes, and a process computes the same virtual
@@ -1059,11 +768,3 @@ def _check_loader_of_virtual_ranks(shares: Any, micro_batch_size: Any) -> None:
 def _is_before_first_step(state: Any) -> bool:
     """Returns True if a state was created with the optimizer, as in Adagrad, and not used yet."""
     return isinstance(state, dict) and "step" in state and float(state["step"]) == 0
-
-
-def _optimizer_not_prepared(found: str) -> UsageError:
-    return UsageError(
-        "a training loop whose optimizer is not prepared",
-        found,
-        "prepare it with the model: model, optimizer = world.prepare(model, optimizer)",
-    )
