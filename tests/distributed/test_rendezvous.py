@@ -165,6 +165,22 @@ def test_on_one_machine_rank_0_listens_on_loopback_alone(free_port: Callable[[],
         assert run_ranks(where_rank_0_listens, 2, environment=environment) == [["127.0.0.1"], []]
 
 
+def test_ranks_that_are_alone_on_their_machines_meet_at_a_loopback_master(
+    free_port: Callable[[], int],
+) -> None:
+    """Each launcher of one rank says LOCAL_WORLD_SIZE=1, also if all launchers are on a machine."""
+    port = free_port()
+
+    def environment(rank: int) -> dict[str, str]:
+        alone = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GROUP_RANK": str(rank)}
+        return by_hand(2, port)(rank) | alone
+
+    topology = detect(environment(0))
+    assert topology is not None
+    assert parse_init_method(topology, None) == Endpoint("127.0.0.1", port, at_loopback=True)
+    assert run_ranks(where_rank_0_listens, 2, environment=environment) == [["127.0.0.1"], []]
+
+
 def place_in_run(init_method: str | None) -> tuple[int, int, int]:
     with lockstep.init(init_method=init_method, device="cpu") as world:
         total = torch.tensor(1.0)

@@ -14,17 +14,18 @@ from lockstep.verify.catalogue import ENTRIES, GROUPS
 pytestmark = pytest.mark.unit
 
 ROOT = Path(__file__).parent.parent.parent
-CODES = [
-    *(f"LS1{n:02}" for n in range(1, 13)),
-    *(f"LS2{n:02}" for n in range(1, 14)),
-    *(f"LS3{n:02}" for n in range(1, 16)),
-    *(f"LS4{n:02}" for n in range(1, 9)),
-    "LS501",
-]
+CODES = list(ENTRIES)
 
 
-def test_all_codes_are_there():
-    assert list(ENTRIES) == CODES
+@pytest.mark.parametrize("group", GROUPS)
+def test_the_codes_of_a_group_are_counted_from_1(group):
+    codes = [code for code in CODES if code.startswith(group)]
+    assert codes
+    assert codes == [f"{group}{number:02}" for number in range(1, len(codes) + 1)]
+
+
+def test_every_code_is_in_a_group_and_in_order():
+    assert sorted(CODES) == CODES
     assert {code[:3] for code in CODES} == set(GROUPS)
 
 

@@ -283,9 +283,7 @@ def parse_init_method(topology: Topology, init_method: str | None) -> Endpoint |
         found = "something follows the port; rank and world_size are arguments of init"
         raise _malformed_error(init_method, found)
 
-    # A loopback address can only be reached by processes on the same machine.
-    at_loopback = topology.one_node or network.means_loopback(host)
-    return Endpoint(host, port, at_loopback)
+    return Endpoint(host, port, _all_meet_at_loopback(topology, host))
 
 
 def _endpoint_of_environment(topology: Topology) -> Endpoint:
@@ -302,11 +300,20 @@ def _endpoint_of_environment(topology: Topology) -> Endpoint:
             f"set {missing}, start with `lockstep run`, or give init_method='tcp://host:port'",
         )
 
-    # If all processes are on one machine, they meet at a loopback address. But if the launcher
-    # serves the store (`agent_store`, after torchrun's TORCHELASTIC_USE_AGENT_STORE), it has chosen
-    # its address, and listens only there.
-    at_loopback = topology.one_node and not topology.agent_store
-    return Endpoint(topology.master_addr, topology.master_port, at_loopback)
+    # If the launcher serves the store (`agent_store`, after torchrun's
+    # TORCHELASTIC_USE_AGENT_STORE), it has chosen its address, and listens only there.
+    host = topology.master_addr
+    at_loopback = _all_meet_at_loopback(topology, host) and not topology.agent_store
+    return Endpoint(host, topology.master_port, at_loopback)
+
+
+def _all_meet_at_loopback(topology: Topology, host: str) -> bool:
+    """Returns True if all processes can only be on this machine, so that they meet at loopback.
+
+    A loopback address can only be reached by processes on the same machine, even if each of them
+    was started as if it were alone on its machine (LOCAL_WORLD_SIZE=1).
+    """
+    return topology.one_node or network.means_loopback(host)
 
 
 def _malformed_error(init_method: str, found: str) -> errors.SettingError:
