@@ -1,7 +1,7 @@
 """Finds the places in `src/lockstep` that use private names of torch.
 
 A name is *private* if it begins with one underscore. Torch may rename it in any release, so all
-such names stand in `distributed/torch_compat.py`, which has a test for each. A place is found where
+such names stand in `torch_compat/`, which has a test for each. A place is found where
 
 1. something is imported from a private module, or reached by a private name from an import of torch
    (`torch._C._get_tracing_state`),

@@ -427,7 +427,7 @@ def train_large_layers(world: Any, kind: str, width: int) -> dict[str, float]:
     import torch
     from torch import nn
 
-    from lockstep.distributed import torch_compat
+    from lockstep import torch_compat
 
     torch.manual_seed(0)
     model: Any = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(LARGE_LAYERS)))

@@ -293,7 +293,7 @@ def compare_with_fsdp2(world: Any) -> dict[str, float]:
 
     from benchmarks.gpu.models import GPT
     from benchmarks.gpu.nccl import shard_by_torch
-    from lockstep.distributed import torch_compat
+    from lockstep import torch_compat
 
     on_gpu = world.device.type == "cuda"
     width, layers, heads = (512, 8, 8) if on_gpu else (256, 4, 4)

@@ -76,8 +76,7 @@ def _made_splits(number: int) -> dict[str, Any]:
     """`number` images to train on and a quarter of that to test with, made in the same format."""
     drawn = {"train": _draw(number, seed=0), "test": _draw(max(1, number // 4), seed=1)}
     try:
-        from datasets import ClassLabel, Features, Image
-        from datasets import Dataset as HubDataset
+        from datasets import ClassLabel, Dataset as HubDataset, Features, Image
         from PIL.Image import fromarray
     except ImportError:  # plain lists of samples are data sets too
         return {

@@ -10,12 +10,16 @@ from lockstep.errors import install_excepthook
 from lockstep.familiar_names import error_of_module_name
 
 if TYPE_CHECKING:
-    from lockstep import errors as errors
-    from lockstep import optim as optim
-    from lockstep import strategies as strategies
-    from lockstep import testing as testing
-    from lockstep.checkpoint.weights import load_weights as load_weights
-    from lockstep.checkpoint.weights import save_weights as save_weights
+    from lockstep import (
+        errors as errors,
+        optim as optim,
+        strategies as strategies,
+        testing as testing,
+    )
+    from lockstep.checkpoint.weights import (
+        load_weights as load_weights,
+        save_weights as save_weights,
+    )
     from lockstep.extensions.report.notebook import report as report
     from lockstep.optim.activation_checkpointing import (
         checkpoint_activations as checkpoint_activations,
@@ -26,8 +30,7 @@ if TYPE_CHECKING:
         BalancedDataParallel as BalancedDataParallel,
     )
     from lockstep.strategies.sync_batchnorm import SyncBatchNorm as SyncBatchNorm
-    from lockstep.world import World as World
-    from lockstep.world import init as init
+    from lockstep.world import World as World, init as init
 
 __version__ = "0.1.0"
 

@@ -41,8 +41,7 @@ from lockstep.extensions.report.console import (
     title_of,
 )
 from lockstep.extensions.report.logged import log, means_over_ranks
-from lockstep.extensions.report.progress import check_loader
-from lockstep.extensions.report.progress import progress as show_progress
+from lockstep.extensions.report.progress import check_loader, progress as show_progress
 from lockstep.familiar_names import ARGUMENT_OF_WORD, error_of_world_name
 from lockstep.keyword_arguments import (
     check_keywords,

@@ -44,10 +44,10 @@ from lockstep.checkpoint.modules import plain_state_dict
 from lockstep.checkpoint.partner_copies import PartnerCopies, find_partners
 from lockstep.checkpoint.sharding import copy_to_memory
 from lockstep.distributed.topology import AREAS_PER_RANK
-from lockstep.distributed.torch_compat import copy_to_each
 from lockstep.extensions.ledger.judge import judge
 from lockstep.run.start.step_memory import StepMemory
 from lockstep.strategies import HSDP, Pipeline
+from lockstep.torch_compat import copy_to_each
 from lockstep.units import format_bytes
 
 pytestmark = pytest.mark.launcher

@@ -18,8 +18,7 @@ import torch
 from ranks import context
 from test_session import Counter, Training
 
-from lockstep.checkpoint import layout
-from lockstep.checkpoint import lock as locks
+from lockstep.checkpoint import layout, lock as locks
 from lockstep.checkpoint.health import examine
 from lockstep.checkpoint.lock import Lock, find_other_writer
 from lockstep.checkpoint.schedule import Policy

@@ -15,8 +15,7 @@ from typing import Any
 import pytest
 import saved
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from ranks import in_gloo_group, run_ranks
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file

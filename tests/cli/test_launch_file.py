@@ -10,8 +10,7 @@ import pytest
 from click.testing import CliRunner, Result
 from launched import launch
 
-from lockstep.cli import launch_file
-from lockstep.cli import run as run_command
+from lockstep.cli import launch_file, run as run_command
 from lockstep.cli.launch_file import find_launch_file
 from lockstep.cli.main import main
 from lockstep.errors import SettingError

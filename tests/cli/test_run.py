@@ -13,8 +13,7 @@ from launched import launch
 from older_torch import needs_torchrun_flag
 
 from lockstep import strategies
-from lockstep.cli import run as run_command
-from lockstep.cli import run_help
+from lockstep.cli import run as run_command, run_help
 from lockstep.cli.main import main
 from lockstep.cli.run import torchrun_options
 from lockstep.errors import SettingError

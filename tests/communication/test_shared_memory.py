@@ -16,8 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from namespaces import until
 from ranks import RankFailed, in_gloo_group, run_ranks
 from torch import Tensor, nn

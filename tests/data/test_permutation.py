@@ -10,8 +10,7 @@ from collections import Counter
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from lockstep.batch.plan import plan_epoch
 from lockstep.batch.shuffling import is_shuffled_in_slices, permuted_indices, shuffled_indices

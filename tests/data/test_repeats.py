@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from lockstep.batch.plan import VirtualRankPiece, part_sizes, split_over_virtual_ranks
 from lockstep.batch.repeats import CheckedGlobalBatch, add_repeats, pieces_of_virtual_rank

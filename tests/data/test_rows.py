@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from problems import difference, mean_loss, mlp, weights
-from problems import tensors as samples_of
+from problems import difference, mean_loss, mlp, tensors as samples_of, weights
 from ranks import run_ranks
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate

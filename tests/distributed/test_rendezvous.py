@@ -17,8 +17,7 @@ import torch.distributed as dist
 from ranks import run_ranks
 
 import lockstep
-from lockstep.distributed import init_file, rendezvous
-from lockstep.distributed import join as join_protocol
+from lockstep.distributed import init_file, join as join_protocol, rendezvous
 from lockstep.distributed.backend import choose_backend, close_group, open_group
 from lockstep.distributed.manifest import collect
 from lockstep.distributed.network import (

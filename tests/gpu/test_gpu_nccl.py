@@ -20,8 +20,9 @@ from problems import difference, mean_loss, mlp, tensors, weights
 from torch import Tensor, nn
 
 import lockstep
+from lockstep import torch_compat
 from lockstep.communication.routing import carrier_device
-from lockstep.distributed import reductions, tensor_bytes, torch_compat
+from lockstep.distributed import reductions, tensor_bytes
 from lockstep.distributed.backend import (
     CUDA_BACKENDS,
     choose_backend,

@@ -6,8 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from torch.optim import SGD, Optimizer
-from torch.optim import lr_scheduler as schedules
+from torch.optim import SGD, Optimizer, lr_scheduler as schedules
 from torch.optim.lr_scheduler import LRScheduler
 
 from lockstep.errors import SettingError, UsageError

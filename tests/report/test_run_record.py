@@ -26,8 +26,7 @@ import lockstep
 from lockstep.communication import traffic
 from lockstep.distributed import rank_files
 from lockstep.errors import CheckpointError, LockstepWarning, SettingError
-from lockstep.extensions.report import phase_times
-from lockstep.extensions.report import record as writing
+from lockstep.extensions.report import phase_times, record as writing
 from lockstep.extensions.report.reading import Record
 from lockstep.extensions.report.record_format import COLUMN_INDEX, COLUMNS
 from lockstep.extensions.report.source_code import describe_commit

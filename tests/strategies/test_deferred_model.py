@@ -18,9 +18,9 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import TensorDataset
 
 import lockstep
-from lockstep.distributed.torch_compat import to_local
 from lockstep.errors import CheckpointError, RanksDifferError, UsageError
 from lockstep.optim.deferred_init import Recording
+from lockstep.torch_compat import to_local
 
 pytestmark = pytest.mark.ranks
 

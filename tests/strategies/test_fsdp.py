@@ -20,7 +20,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.utils.data import TensorDataset
 
 import lockstep
-from lockstep.distributed import torch_compat
+from lockstep import torch_compat
 from lockstep.errors import SettingError, UsageError
 from lockstep.strategies import DDP, FSDP, HSDP
 

@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import TensorDataset
 
 import lockstep
-from lockstep.distributed import torch_compat
+from lockstep import torch_compat
 from lockstep.optim.precision import HALF_DTYPES
 from lockstep.strategies import FSDP, HSDP
 

@@ -9,8 +9,7 @@ import pytest
 from nccl_streams import Event, judge_nccl, recording
 from ranks import run_ranks
 from test_pipeline import CASES, train
-from test_pipeline_odd import train as train_odd
-from test_pipeline_odd import train_two
+from test_pipeline_odd import train as train_odd, train_two
 
 from lockstep.strategies.pipeline.place import PipelinePlace
 from lockstep.strategies.pipeline.schedule import order

@@ -19,9 +19,8 @@ from torch.nn.utils.rnn import pack_sequence
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import lockstep
-from lockstep import BalancedDataParallel
+from lockstep import BalancedDataParallel, torch_compat
 from lockstep.checkpoint.modules import load_plain, plain_state_dict, unwrap
-from lockstep.distributed import torch_compat
 from lockstep.errors import DataError, SettingError, UsageError
 from lockstep.strategies.data_parallel import parallel_apply, replicate
 from lockstep.strategies.data_parallel.module import DataParallel

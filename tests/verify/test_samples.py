@@ -10,8 +10,20 @@ from typing import Any
 import numpy as np
 import pytest
 import warm
-from test_causes import ALONE, ONE, OTHER, RANDOM, THIRD, WHOLE, codes, found, taken, two, update
-from test_causes import verdict as judged_as
+from test_causes import (
+    ALONE,
+    ONE,
+    OTHER,
+    RANDOM,
+    THIRD,
+    WHOLE,
+    codes,
+    found,
+    taken,
+    two,
+    update,
+    verdict as judged_as,
+)
 
 from lockstep.verify.causes import cause_of
 from lockstep.verify.compare import find_divergences

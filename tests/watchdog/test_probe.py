@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from ranks import HANG_S, in_clean_process, run_ranks
 
-from lockstep.distributed import torch_compat
+from lockstep import torch_compat
 from lockstep.run.watch import probe
 from lockstep.run.watch.evidence import Evidence
 from lockstep.run.watch.heartbeat import read_heartbeat
@@ -492,5 +492,5 @@ def test_calls_of_the_group_before_are_not_taken_for_those_of_the_present_one() 
 
 
 def test_a_torch_without_a_recorder_gives_no_records(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch_compat, "RECORDERS", ("_dump_of_no_torch",))
+    monkeypatch.setattr(torch_compat.recorder, "RECORDERS", ("_dump_of_no_torch",))
     assert torch_compat.flight_record(stacks=False) == "[]"

@@ -14,8 +14,7 @@ from fake_snapshots import (
     stack_at,
     stack_in_backward,
 )
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from lockstep.run.watch.snapshot import Group, Snapshot, from_json, merge, shorten, to_json
 

@@ -22,7 +22,7 @@ from torch.overrides import get_default_nowrap_functions
 
 from lockstep.batch.pytree import map_tensors, map_tensors_and_attributes, tensors
 from lockstep.distributed.seeding import preserve_rng_state
-from lockstep.distributed.torch_compat import DisableTorchFunctionSubclass
+from lockstep.torch_compat import DisableTorchFunctionSubclass
 
 REFUSALS = (RuntimeError, ValueError, IndexError)
 """The errors that torch raises if a function refuses tensors without rows."""

@@ -24,9 +24,9 @@ from torch import Tensor, nn
 from torch.distributions import Distribution
 from torch.optim import Optimizer
 
-from lockstep.distributed.torch_compat import storage_reference
 from lockstep.errors import DataError
 from lockstep.session.delivery import StorageReference
+from lockstep.torch_compat import storage_reference
 from lockstep.wording import describe_type, with_article
 
 _MAX_OBJECT_DEPTH = 3

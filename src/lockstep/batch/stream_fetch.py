@@ -30,8 +30,8 @@ from lockstep.batch.source import IterableSource
 from lockstep.batch.stream_reader import PassRandomState, StreamReader
 from lockstep.distributed.seeding import preserve_rng_state, seed_sample
 from lockstep.distributed.topology import DataParallelRank
-from lockstep.distributed.torch_compat import without_worker_info
 from lockstep.session.micro_batch import VirtualRanks
+from lockstep.torch_compat import without_worker_info
 
 BATCHES_BETWEEN_COMPARISONS = 100
 """Samples are compared at the beginning of a pass, and then after this many global batches."""

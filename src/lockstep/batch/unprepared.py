@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils.data import RandomSampler, SequentialSampler
 
 from lockstep.batch.pytree import tensors
-from lockstep.distributed.torch_compat import END_OF_PASS, watch_data_loaders
+from lockstep.torch_compat import END_OF_PASS, watch_data_loaders
 
 NUMBERS_OF_SAMPLE = 16
 """About how many numbers of a sample go into the checksum, for each tensor."""

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from lockstep.distributed.streams import side_stream, take_gpu_in_this_thread
-from lockstep.distributed.torch_compat import copy_to_each, write_counts
+from lockstep.torch_compat import copy_to_each, write_counts
 
 
 class BackgroundCopy:

@@ -14,8 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lockstep.checkpoint import layout
-from lockstep.checkpoint import storage as disk
+from lockstep.checkpoint import layout, storage as disk
 from lockstep.checkpoint.contents import Contents
 from lockstep.checkpoint.encoding import with_own_storage
 from lockstep.checkpoint.file_errors import make_parent_folders, plain_errors
@@ -30,8 +29,8 @@ from lockstep.checkpoint.formats.safetensors_files import (
 )
 from lockstep.checkpoint.lazy_tensor import LazyTensor
 from lockstep.checkpoint.name_matching import remove_parts
-from lockstep.distributed.torch_compat import COMPILED_CHILD_NAME
 from lockstep.errors import CheckpointError, SettingError
+from lockstep.torch_compat import COMPILED_CHILD_NAME
 
 DTYPE_OF_OPTION = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 """The values of `--dtype`."""

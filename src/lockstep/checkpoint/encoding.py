@@ -28,14 +28,14 @@ from lockstep.checkpoint.lazy_tensor import LazyTensor, Shape, as_shape, dtype_n
 from lockstep.checkpoint.sharding import is_replicated_copy, tie_key
 from lockstep.checkpoint.shards import Box, TensorInShards
 from lockstep.distributed.tensor_bytes import from_bytes, to_bytes
-from lockstep.distributed.torch_compat import (
+from lockstep.errors import CheckpointError
+from lockstep.torch_compat import (
     dtypes_named,
     is_sharded,
     local_box,
     set_state_dict_metadata,
     state_dict_metadata,
 )
-from lockstep.errors import CheckpointError
 from lockstep.wording import describe_type, with_article
 
 Tree = Any

@@ -34,7 +34,7 @@ from lockstep.checkpoint.lazy_tensor import Shape
 from lockstep.checkpoint.memory_area import ALIGNMENT, Area, round_up
 from lockstep.checkpoint.shards import Box
 from lockstep.distributed.tensor_bytes import to_bytes
-from lockstep.distributed.torch_compat import is_sharded
+from lockstep.torch_compat import is_sharded
 
 Rows = tuple[int, int]
 """The rows of a tensor that a rank copies: the first one, and the one after the last."""

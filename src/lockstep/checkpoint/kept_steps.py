@@ -54,10 +54,10 @@ from lockstep.distributed.topology import (
     MAX_SENDERS_PER_RANK,
     OWN_AREAS_PER_RANK,
 )
-from lockstep.distributed.torch_compat import copy_to_each
 from lockstep.errors import CheckpointError, LockstepError, warn
 from lockstep.session.extension import Extension
 from lockstep.session.step import Step
+from lockstep.torch_compat import copy_to_each
 from lockstep.units import format_bytes
 
 MAX_SHARE_OF_FREE_MEMORY = 0.8

@@ -15,12 +15,12 @@ from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from lockstep.checkpoint.sharding import reshard
-from lockstep.distributed.torch_compat import (
+from lockstep.optim.deferred_init import shapes_are_enough
+from lockstep.torch_compat import (
     COMPILED_CHILD_NAME,
     set_state_dict_metadata,
     state_dict_metadata,
 )
-from lockstep.optim.deferred_init import shapes_are_enough
 
 
 def unwrap(module: nn.Module) -> nn.Module:

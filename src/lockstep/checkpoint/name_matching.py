@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import product
 
 from lockstep.checkpoint.differences import OptionalShape
-from lockstep.distributed.torch_compat import COMPILED_CHILD_NAME
+from lockstep.torch_compat import COMPILED_CHILD_NAME
 
 WRAPPER_PARTS = (COMPILED_CHILD_NAME, "module")
 """Parts of names that wrappers add anywhere in a model."""

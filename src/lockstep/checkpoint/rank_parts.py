@@ -20,7 +20,7 @@ from lockstep.checkpoint.encoding import encode, rng_state_from_text
 from lockstep.checkpoint.save import RankPart
 from lockstep.checkpoint.sharding import entries_to_store, is_meta, keep_dtensors_only
 from lockstep.checkpoint.shards import Box
-from lockstep.distributed.torch_compat import is_sharded
+from lockstep.torch_compat import is_sharded
 
 
 @dataclass(frozen=True)

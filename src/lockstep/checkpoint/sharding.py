@@ -27,7 +27,7 @@ from torch.optim import Optimizer
 from lockstep.batch.pytree import tensors
 from lockstep.checkpoint.lazy_tensor import LazyTensor
 from lockstep.checkpoint.shards import Shard, TensorInShards
-from lockstep.distributed.torch_compat import (
+from lockstep.torch_compat import (
     is_sharded,
     local_box,
     set_state_dict_metadata,

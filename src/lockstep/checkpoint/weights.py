@@ -48,7 +48,6 @@ from lockstep.checkpoint.sharding import in_one_shard, is_meta, reshard, tie_key
 from lockstep.checkpoint.shards import TensorInShards
 from lockstep.distributed.collectives import Collectives, run_on_all_ranks
 from lockstep.distributed.process_group import run_of
-from lockstep.distributed.torch_compat import is_sharded, storage_key, to_local
 from lockstep.errors import CheckpointError, SettingError
 from lockstep.file_paths import check_path_of_this_system
 from lockstep.keyword_arguments import check_keywords
@@ -58,6 +57,7 @@ from lockstep.optim.deferred_init import (
     outside_deferred_init,
     sources_of,
 )
+from lockstep.torch_compat import is_sharded, storage_key, to_local
 from lockstep.wording import describe_type
 
 MAX_BYTES_IN_MEMORY = 2**26

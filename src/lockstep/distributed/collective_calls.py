@@ -15,8 +15,8 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from lockstep.distributed.torch_compat import dtypes_named, pytree
 from lockstep.errors import RanksDifferError
+from lockstep.torch_compat import dtypes_named, pytree
 from lockstep.wording import describe_type, format_ranks, group_by_key
 
 _MAX_LEAVES_SHOWN = 8

@@ -36,12 +36,12 @@ from lockstep.distributed.collectives import Collectives
 from lockstep.distributed.device import choose_device
 from lockstep.distributed.manifest import collect
 from lockstep.distributed.topology import SET_BY_SCRIPT, Topology, detect, port
-from lockstep.distributed.torch_compat import number_among_spawned, without_compile
 from lockstep.errors import LockstepError, SettingError, UsageError, set_rank, warn
 from lockstep.masking import digest_of_secrets
 from lockstep.session.extension import Extensions
 from lockstep.session.step import Step
 from lockstep.settings import Choice, Settings, settings_of_ranks
+from lockstep.torch_compat import number_among_spawned, without_compile
 
 if TYPE_CHECKING:
     from lockstep.distributed.rendezvous import Joined

@@ -32,7 +32,7 @@ from lockstep.distributed.init_file import open_file
 from lockstep.distributed.join import Join, JoinRequest, read_request
 from lockstep.distributed.network import LOOPBACK, Endpoint, is_here, wait_until
 from lockstep.distributed.topology import Topology
-from lockstep.distributed.torch_compat import answers_as_store
+from lockstep.torch_compat import answers_as_store
 
 INIT_METHOD_FORMS = "the forms are 'env://', 'tcp://host:port' and 'file:///absolute/path'"
 NOT_A_STORE = "something listens there, but it is not a torch store"

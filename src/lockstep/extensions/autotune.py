@@ -24,7 +24,6 @@ from lockstep.batch.micro_batches import MicroBatchPlan
 from lockstep.batch.plan import part_sizes
 from lockstep.batch.shares import are_equally_fast
 from lockstep.distributed.process_group import Run
-from lockstep.distributed.torch_compat import BatchNorm
 from lockstep.errors import SettingError, UsageError
 from lockstep.extensions.autotune_search import AutotuneSearch
 from lockstep.extensions.profiling import ForwardCall, record_calls
@@ -35,6 +34,7 @@ from lockstep.session.micro_batch import MicroBatch
 from lockstep.settings import is_auto
 from lockstep.strategies.base import Strategy, StrategyPlan
 from lockstep.strategies.data_parallel.module import DataParallel
+from lockstep.torch_compat import BatchNorm
 from lockstep.training.optimizer import PreparedOptimizer
 from lockstep.wording import join_first
 

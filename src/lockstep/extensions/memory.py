@@ -18,11 +18,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lockstep.batch.loader import Loader
-from lockstep.distributed.torch_compat import gathered_dtype, to_local
 from lockstep.extensions.memory_steps import make_training_steps
 from lockstep.extensions.memory_table import REPLICA_PREFIX, DeviceMemory, Memory
 from lockstep.extensions.memory_tensors import bytes_by_device, state_bytes, storages
 from lockstep.strategies.data_parallel.module import DataParallel
+from lockstep.torch_compat import gathered_dtype, to_local
 from lockstep.training.prepare import Preparer
 
 

@@ -20,7 +20,6 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.batch.loader import Loader
-from lockstep.distributed.torch_compat import is_sharded, members, outside_compiled_code
 from lockstep.errors import UsageError
 from lockstep.extensions.memory_tensors import (
     LiveTensors,
@@ -32,6 +31,7 @@ from lockstep.extensions.memory_tensors import (
 )
 from lockstep.extensions.profiling import gpus_of, restored, synchronized_time
 from lockstep.strategies.data_parallel.module import DataParallel
+from lockstep.torch_compat import is_sharded, members, outside_compiled_code
 from lockstep.training.optimizer import PreparedOptimizer
 from lockstep.training.prepare import Preparer
 

@@ -22,13 +22,13 @@ from torch.optim import Optimizer
 
 from lockstep.batch.pytree import tensors
 from lockstep.communication import routing
-from lockstep.distributed.torch_compat import (
+from lockstep.strategies.data_parallel.module import DataParallel
+from lockstep.torch_compat import (
     TorchDispatchMode,
     outside_compiled_code,
     pytree,
     to_local,
 )
-from lockstep.strategies.data_parallel.module import DataParallel
 from lockstep.training.optimizer import PreparedOptimizer
 
 

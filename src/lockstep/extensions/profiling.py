@@ -21,16 +21,16 @@ from lockstep.batch.pytree import map_tensors, tensors
 from lockstep.distributed.device import is_out_of_memory
 from lockstep.distributed.process_group import Run
 from lockstep.distributed.seeding import preserve_rng_state
-from lockstep.distributed.torch_compat import (
+from lockstep.errors import UsageError
+from lockstep.strategies.base import may_set_attributes
+from lockstep.strategies.data_parallel.module import DataParallel
+from lockstep.strategies.sync_batchnorm import SyncBatchNorm
+from lockstep.torch_compat import (
     BatchNorm,
     members,
     outside_compiled_code,
     to_local,
 )
-from lockstep.errors import UsageError
-from lockstep.strategies.base import may_set_attributes
-from lockstep.strategies.data_parallel.module import DataParallel
-from lockstep.strategies.sync_batchnorm import SyncBatchNorm
 
 MAX_TIMED_RUNS = 10
 MIN_TIMED_S = 0.03

@@ -24,12 +24,12 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils import checkpoint
 
-from lockstep.distributed.torch_compat import is_sharded
 from lockstep.errors import SettingError, UsageError
 from lockstep.keyword_arguments import check_keywords
 from lockstep.optim.module_filter import ModuleFilter, candidates, repeated_blocks, select_modules
 from lockstep.optim.saved_activations import Activations, measure
 from lockstep.settings import check_whole_number
+from lockstep.torch_compat import is_sharded
 from lockstep.units import parse_bytes
 
 Example = tuple[tuple[Any, ...], Mapping[str, Any]]

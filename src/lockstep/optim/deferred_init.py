@@ -33,7 +33,7 @@ from torch.nn.modules.module import (
 from torch.overrides import TorchFunctionMode
 
 from lockstep.distributed.seeding import mix_seed
-from lockstep.distributed.torch_compat import (
+from lockstep.torch_compat import (
     TorchDispatchMode,
     copy_operation,
     device_constructors,

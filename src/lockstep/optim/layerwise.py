@@ -27,9 +27,9 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
 from lockstep.distributed.ordered_norm import norms_of_tensors
-from lockstep.distributed.torch_compat import is_sharded, to_local
 from lockstep.errors import SettingError, UsageError
 from lockstep.keyword_arguments import check_keywords_of_constructor
+from lockstep.torch_compat import is_sharded, to_local
 
 
 class _Range(NamedTuple):

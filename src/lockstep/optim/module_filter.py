@@ -15,8 +15,8 @@ from typing import Any
 from torch import nn
 from torch.nn.utils.parametrize import ParametrizationList
 
-from lockstep.distributed.torch_compat import without_compile
 from lockstep.errors import SettingError
+from lockstep.torch_compat import without_compile
 from lockstep.wording import describe_type
 
 ModuleFilter = type[nn.Module] | tuple[type[nn.Module], ...] | str | Callable[[nn.Module], bool]

@@ -31,7 +31,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lockstep.batch.pytree import map_tensors
-from lockstep.distributed.torch_compat import (
+from lockstep.errors import SettingError
+from lockstep.session.extension import Extension
+from lockstep.session.micro_batch import MicroBatch
+from lockstep.settings import check_precision
+from lockstep.torch_compat import (
     compile_only_callees,
     compiler_is_loaded,
     never_compiled,
@@ -39,10 +43,6 @@ from lockstep.distributed.torch_compat import (
     pytree,
     without_compile,
 )
-from lockstep.errors import SettingError
-from lockstep.session.extension import Extension
-from lockstep.session.micro_batch import MicroBatch
-from lockstep.settings import check_precision
 
 HALF_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 """The dtype of each precision that computes in half precision."""

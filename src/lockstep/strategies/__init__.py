@@ -14,8 +14,7 @@ if TYPE_CHECKING:
     from lockstep.strategies.data_parallel.strategy import DP as DP
     from lockstep.strategies.ddp import DDP as DDP
     from lockstep.strategies.diloco.strategy import DiLoCo as DiLoCo
-    from lockstep.strategies.fsdp import FSDP as FSDP
-    from lockstep.strategies.fsdp import HSDP as HSDP
+    from lockstep.strategies.fsdp import FSDP as FSDP, HSDP as HSDP
     from lockstep.strategies.pipeline.strategy import Pipeline as Pipeline
     from lockstep.strategies.single import Single as Single
 

@@ -34,13 +34,6 @@ from lockstep.communication.shared_memory import SharedMemory
 from lockstep.communication.traffic import all_reduce_bytes, traffic
 from lockstep.distributed.device import add_memory_advice
 from lockstep.distributed.process_group import Run
-from lockstep.distributed.torch_compat import (
-    accepted,
-    await_another_backward,
-    enclosing_ddp,
-    never_compiled,
-    outside_compiled_code,
-)
 from lockstep.errors import SettingError, UsageError, unknown_choice_error
 from lockstep.keyword_arguments import check_keywords_of_constructor
 from lockstep.optim.precision import Precision
@@ -59,6 +52,13 @@ from lockstep.strategies.virtual_ranks import (
     BucketTreeSum,
     VirtualRankGradients,
     make_virtual_rank_tree,
+)
+from lockstep.torch_compat import (
+    accepted,
+    await_another_backward,
+    enclosing_ddp,
+    never_compiled,
+    outside_compiled_code,
 )
 from lockstep.units import format_bytes
 from lockstep.wording import join_first

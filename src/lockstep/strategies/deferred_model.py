@@ -30,15 +30,6 @@ from torch.optim import Optimizer
 
 from lockstep.checkpoint.sharding import copy_part
 from lockstep.distributed.process_group import Run
-from lockstep.distributed.torch_compat import (
-    convert_tensors,
-    members,
-    outside_compiled_code,
-    reset_method,
-    storage_key,
-    to_local,
-    write_count,
-)
 from lockstep.errors import RanksDifferError, UsageError
 from lockstep.optim.deferred_init import (
     FileSource,
@@ -55,6 +46,15 @@ from lockstep.session.micro_batch import MicroBatch
 from lockstep.settings import Choice
 from lockstep.strategies.base import PreparedModule
 from lockstep.strategies.replication import take_from_first
+from lockstep.torch_compat import (
+    convert_tensors,
+    members,
+    outside_compiled_code,
+    reset_method,
+    storage_key,
+    to_local,
+    write_count,
+)
 from lockstep.wording import count_noun, join_first, with_article
 
 OWN_INIT_METHODS = (

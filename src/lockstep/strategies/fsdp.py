@@ -54,12 +54,6 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils import swap_tensors
 
 from lockstep.distributed.process_group import Run
-from lockstep.distributed.torch_compat import (
-    BatchNorm,
-    convert_tensors,
-    share_meshes_with_copies,
-    unscale_shards_with_others,
-)
 from lockstep.errors import RanksDifferError, SettingError
 from lockstep.keyword_arguments import check_keywords_of_constructor
 from lockstep.optim.module_filter import ModuleFilter
@@ -92,6 +86,12 @@ from lockstep.strategies.single import on_one_process
 from lockstep.strategies.sync_batchnorm import SyncBatchNorm
 from lockstep.strategies.virtual_rank_buffers import VirtualRankBuffers
 from lockstep.strategies.virtual_ranks import make_virtual_rank_tree
+from lockstep.torch_compat import (
+    BatchNorm,
+    convert_tensors,
+    share_meshes_with_copies,
+    unscale_shards_with_others,
+)
 from lockstep.units import format_bytes
 from lockstep.wording import describe_type
 

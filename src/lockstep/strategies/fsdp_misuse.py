@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lockstep.distributed import torch_compat
+from lockstep import torch_compat
 from lockstep.errors import LockstepError, UsageError, add_note_once
 from lockstep.wording import describe_type, join_first
 

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from lockstep.distributed import torch_compat
+from lockstep import torch_compat
 from lockstep.distributed.host_memory import return_free_memory
 from lockstep.distributed.process_group import Run
 from lockstep.errors import UsageError

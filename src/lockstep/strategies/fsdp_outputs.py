@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lockstep.distributed import torch_compat
+from lockstep import torch_compat
 from lockstep.strategies.base import MODULE_ATTRIBUTES, may_set_attributes
 
 _SHOWN_BY = "_lockstep_shown_by"

@@ -26,7 +26,6 @@ from torch.distributed.fsdp import FSDPModule
 
 from lockstep.batch.indices import ceil_div
 from lockstep.communication.summation_tree import push
-from lockstep.distributed.torch_compat import shards_in_reduction_order
 from lockstep.errors import UsageError
 from lockstep.session.extension import Extension
 from lockstep.session.micro_batch import MicroBatch
@@ -37,6 +36,7 @@ from lockstep.strategies.virtual_ranks import (
     check_virtual_rank_backward,
     counts_in_sum,
 )
+from lockstep.torch_compat import shards_in_reduction_order
 
 
 class TreeReduceScatter:

@@ -20,9 +20,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lockstep import torch_compat
 from lockstep.communication import routing
 from lockstep.communication.routing import carrier_device
-from lockstep.distributed import torch_compat
 from lockstep.errors import UsageError
 from lockstep.strategies.replication import make_buckets
 

@@ -14,13 +14,13 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from lockstep.distributed.torch_compat import BatchNorm
 from lockstep.errors import warn
 from lockstep.session.check_schedule import check_due
 from lockstep.session.extension import Extension
 from lockstep.session.micro_batch import MicroBatch
 from lockstep.session.step import Step, StepKey
 from lockstep.strategies.bit_sums import bit_sums
+from lockstep.torch_compat import BatchNorm
 from lockstep.wording import join_first
 
 MIN_CHANGES_BEFORE_WARNING = 2

@@ -20,13 +20,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lockstep.communication import routing
-from lockstep.distributed.torch_compat import BatchNorm
 from lockstep.errors import warn
 from lockstep.session.check_schedule import check_due
 from lockstep.session.step import Step
 from lockstep.strategies.bit_sums import bit_sums
 from lockstep.strategies.replication import start_sum, take_from_first
 from lockstep.strategies.sync_batchnorm import SyncBatchNorm
+from lockstep.torch_compat import BatchNorm
 from lockstep.wording import join_first
 
 

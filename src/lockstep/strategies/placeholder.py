@@ -27,12 +27,12 @@ from lockstep.batch.pytree import (
     tensors_and_attributes,
 )
 from lockstep.distributed.seeding import preserve_rng_state
-from lockstep.distributed.torch_compat import NormBase, never_compiled, write_counts
 from lockstep.session.extension import Extension
 from lockstep.session.micro_batch import MicroBatch
 from lockstep.session.step import Step
 from lockstep.strategies import sync_batchnorm
 from lockstep.strategies.sync_batchnorm import SyncBatchNorm
+from lockstep.torch_compat import NormBase, never_compiled, write_counts
 
 
 class Placeholders(Extension):

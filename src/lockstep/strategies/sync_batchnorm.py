@@ -47,10 +47,10 @@ from lockstep.communication import routing
 from lockstep.communication.routing import carrier_device
 from lockstep.communication.tree_sum import TreeSums, add_rows_in_tree
 from lockstep.distributed.process_group import blocked_reason
-from lockstep.distributed.torch_compat import BatchNorm, outside_compiled_code
 from lockstep.errors import DataError, UsageError
 from lockstep.settings import Choice
 from lockstep.strategies import fused_batchnorm
+from lockstep.torch_compat import BatchNorm, outside_compiled_code
 from lockstep.wording import describe_type
 
 _TORCH_CLASSES = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)

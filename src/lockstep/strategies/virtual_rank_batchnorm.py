@@ -16,10 +16,10 @@ from torch import nn
 
 from lockstep.communication.tree_sum import TreeSums
 from lockstep.distributed.process_group import Run
-from lockstep.distributed.torch_compat import BatchNorm
 from lockstep.errors import SettingError
 from lockstep.settings import Choice
 from lockstep.strategies.sync_batchnorm import SyncBatchNorm, convert
+from lockstep.torch_compat import BatchNorm
 from lockstep.wording import count_noun
 
 

@@ -26,13 +26,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lockstep.communication.summation_tree import push
-from lockstep.distributed.torch_compat import BatchNorm, add_to_each, copy_to_each, write_count
 from lockstep.session.extension import Extension
 from lockstep.session.micro_batch import MicroBatch
 from lockstep.session.step import Step, StepKey
 from lockstep.strategies.moving_buffers import names_to_average
 from lockstep.strategies.sync_batchnorm import SyncBatchNorm
 from lockstep.strategies.virtual_ranks import VirtualRankTree, counts_in_sum
+from lockstep.torch_compat import BatchNorm, add_to_each, copy_to_each, write_count
 
 
 class _BufferCopy(NamedTuple):

@@ -28,13 +28,13 @@ from lockstep.batch.shares import initial_shares
 from lockstep.communication.summation_tree import push
 from lockstep.communication.tree_sum import TreeSums
 from lockstep.distributed.process_group import Run
-from lockstep.distributed.torch_compat import add_to_each, multiply_each
 from lockstep.errors import LockstepError, UsageError, add_note_once
 from lockstep.session.delivery import cleared_gradients_error
 from lockstep.session.extension import Extension
 from lockstep.session.micro_batch import MicroBatch
 from lockstep.session.step import Step
 from lockstep.strategies.pending_buckets import PendingBuckets
+from lockstep.torch_compat import add_to_each, multiply_each
 
 
 class VirtualRankTree:

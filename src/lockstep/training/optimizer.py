@@ -25,7 +25,6 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from lockstep.checkpoint.optimizer_state import load_into_torch_optimizer
 from lockstep.distributed.collectives import Collectives, check_same_metric
-from lockstep.distributed.torch_compat import answer_grad_scaler, is_sharded, unscales_gradients
 from lockstep.errors import UsageError, warn
 from lockstep.optim.precision import Precision
 from lockstep.session.delivery import cleared_gradients_error
@@ -33,6 +32,7 @@ from lockstep.session.extension import Extension
 from lockstep.session.micro_batch import MicroBatch
 from lockstep.session.step import Step, StepKey
 from lockstep.strategies.base import parameters_of
+from lockstep.torch_compat import answer_grad_scaler, is_sharded, unscales_gradients
 from lockstep.user_code import Location, user_location
 
 # On the CPU, torch's implementations over lists of tensors (`foreach`) give the same bits as those

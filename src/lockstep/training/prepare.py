@@ -37,7 +37,6 @@ from lockstep.distributed.determinism import (
 )
 from lockstep.distributed.device import add_memory_advice_at_end
 from lockstep.distributed.process_group import Run
-from lockstep.distributed.torch_compat import BatchNorm, let_compile_again, without_compile
 from lockstep.errors import SettingError, UsageError
 from lockstep.optim.precision import ForwardsSetLater, Precision
 from lockstep.session.extension import Place
@@ -50,6 +49,7 @@ from lockstep.strategies.empty_part import note_empty_part
 from lockstep.strategies.micro_batch_buffers import MicroBatchBuffers
 from lockstep.strategies.placeholder import Placeholders
 from lockstep.strategies.virtual_ranks import note_single_sample
+from lockstep.torch_compat import BatchNorm, let_compile_again, without_compile
 from lockstep.training.agreement import check_equal_on_ranks
 from lockstep.training.batchnorm_notes import BatchNormNotes
 from lockstep.training.forward_watch import ForwardWatch

@@ -9,8 +9,8 @@ from collections.abc import Callable
 from multiprocessing import active_children
 from typing import Any
 
-from lockstep.distributed.torch_compat import call_on_new_default_group
 from lockstep.errors import RecordingFailedError, UsageError
+from lockstep.torch_compat import call_on_new_default_group
 
 # What to do with a script that starts its ranks itself.
 OWN_PROCESSES_HINT = (

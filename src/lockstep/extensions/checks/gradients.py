@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lockstep.distributed.torch_compat import write_count, write_counts
 from lockstep.errors import UsageError
 from lockstep.extensions.checks.base import Check
 from lockstep.session.micro_batch import MicroBatch
 from lockstep.strategies.base import parameters_of
+from lockstep.torch_compat import write_count, write_counts
 
 
 class GradientRecord(NamedTuple):

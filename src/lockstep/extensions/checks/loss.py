@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from lockstep.distributed.streams import start_copy_to_host
-from lockstep.distributed.torch_compat import to_local
 from lockstep.errors import UsageError
 from lockstep.extensions.checks.base import Check
 from lockstep.session.micro_batch import MicroBatch
+from lockstep.torch_compat import to_local
 from lockstep.wording import describe_type
 
 

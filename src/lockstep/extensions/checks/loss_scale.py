@@ -21,16 +21,16 @@ from collections.abc import Collection
 from typing import Any
 
 from lockstep.distributed.process_group import Run
-from lockstep.distributed.torch_compat import (
-    is_mean_of_loss_function,
-    rows_summed_by_loss_function,
-    scalar_factor,
-)
 from lockstep.errors import warn
 from lockstep.extensions.checks.base import Check
 from lockstep.optim.precision import Precision
 from lockstep.session.micro_batch import MicroBatch
 from lockstep.strategies.base import PreparedModule
+from lockstep.torch_compat import (
+    is_mean_of_loss_function,
+    rows_summed_by_loss_function,
+    scalar_factor,
+)
 
 MAX_BACKWARDS_WATCHED = 20
 """The graphs of losses are read in the first backward passes of a run, this many."""

@@ -17,12 +17,12 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from lockstep.communication.routing import num_calls_in_shared_memory
 from lockstep.distributed.process_group import Run, store_at_end
-from lockstep.distributed.torch_compat import never_compiled, num_collectives
 from lockstep.errors import warn
 from lockstep.extensions.checks.base import Check
 from lockstep.optim.precision import Precision
 from lockstep.session.micro_batch import MicroBatch
 from lockstep.strategies.base import PreparedModule
+from lockstep.torch_compat import never_compiled, num_collectives
 from lockstep.user_code import Location, user_location
 from lockstep.wording import count_noun
 

@@ -25,12 +25,12 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lockstep.distributed.process_group import Run, store_at_end
-from lockstep.distributed.torch_compat import is_sharded, never_compiled
 from lockstep.errors import warn
 from lockstep.extensions.checks.base import Check
 from lockstep.optim.precision import Precision
 from lockstep.session.micro_batch import MicroBatch
 from lockstep.strategies.base import PreparedModule, parameters_of
+from lockstep.torch_compat import is_sharded, never_compiled
 from lockstep.user_code import Location, user_location
 from lockstep.wording import join_first
 

@@ -22,11 +22,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lockstep.distributed.process_group import Run
-from lockstep.distributed.torch_compat import outside_compiled_code
 from lockstep.errors import RanksDifferError, warn_about
 from lockstep.extensions.checks.base import Check
 from lockstep.optim.precision import Precision
 from lockstep.strategies.base import PreparedModule
+from lockstep.torch_compat import outside_compiled_code
 from lockstep.wording import join_first
 
 _ORDER_MASK = 2**62 - 1

@@ -34,7 +34,7 @@ import torch
 from torch import Tensor
 
 from lockstep.batch.indices import ceil_div
-from lockstep.distributed.torch_compat import copy_to_each
+from lockstep.torch_compat import copy_to_each
 
 Numbers = npt.NDArray[np.int64]
 

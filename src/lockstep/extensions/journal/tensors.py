@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lockstep.checkpoint.modules import plain_names
-from lockstep.distributed.torch_compat import is_sharded, local_box, to_local
 from lockstep.extensions.journal.hashing import TensorHasher, TensorPart, mixed_numbers
+from lockstep.torch_compat import is_sharded, local_box, to_local
 
 
 class NamedParameters(NamedTuple):

@@ -28,8 +28,8 @@ from torch import Tensor
 
 from lockstep.distributed.collectives import Collectives
 from lockstep.distributed.streams import side_stream, start_copy_to_host
-from lockstep.distributed.torch_compat import is_sharded, to_local
 from lockstep.errors import warn
+from lockstep.torch_compat import is_sharded, to_local
 from lockstep.wording import describe_type
 
 MAX_SHOWN_NAMES = 32

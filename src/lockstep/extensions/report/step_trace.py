@@ -13,10 +13,10 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from lockstep.distributed.process_group import Run
-from lockstep.distributed.torch_compat import profiler_is_running
 from lockstep.errors import warn
 from lockstep.extensions.report.record import Recorder
 from lockstep.session.extension import Extension
+from lockstep.torch_compat import profiler_is_running
 
 TRACE_SUFFIX = ".trace.json.gz"
 

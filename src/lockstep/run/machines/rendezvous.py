@@ -33,7 +33,6 @@ from torch.distributed.elastic.rendezvous import (
 
 from lockstep.distributed import network
 from lockstep.distributed.network import LOOPBACK
-from lockstep.distributed.torch_compat import list_keys
 from lockstep.errors import LockstepError
 from lockstep.run.machines.nodes import (
     HERE,
@@ -43,6 +42,7 @@ from lockstep.run.machines.nodes import (
     Peers,
     without_replaced_nodes,
 )
+from lockstep.torch_compat import list_keys
 
 Say = Callable[[str], None]
 """A function that shows a line to the user."""

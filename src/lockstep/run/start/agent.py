@@ -38,7 +38,6 @@ from torch.distributed.elastic.multiprocessing import ProcessFailure, SignalExce
 from lockstep.distributed.interface import NCCL_INTERFACE, choose_nccl_interfaces, gloo_variables
 from lockstep.distributed.network import running_interfaces, wait_until
 from lockstep.distributed.topology import LAUNCHER_VARIABLE
-from lockstep.distributed.torch_compat import accepted, skip_exit_barrier
 from lockstep.errors import EXIT_SIGNAL, LockstepError
 from lockstep.language import translate
 from lockstep.run.machines.nodes import Node
@@ -84,6 +83,7 @@ from lockstep.run.watch.snapshot import STOPPED_STATES, Snapshot
 from lockstep.run.watch.snapshot_exchange import SnapshotExchange
 from lockstep.run.watch.supervisor import Supervisor
 from lockstep.run.watch.take_snapshot import take_snapshot
+from lockstep.torch_compat import accepted, skip_exit_barrier
 from lockstep.wording import count_noun, format_ranks
 
 _ELASTIC_ERROR_FILE_NAME = "elastic_error.json"

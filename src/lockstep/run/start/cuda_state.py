@@ -27,7 +27,7 @@ def count_gpus() -> int:
     if not torch.backends.cuda.is_built():  # type: ignore[no-untyped-call]
         return torch.accelerator.device_count() if torch.accelerator.is_available() else 0
 
-    from lockstep.distributed.torch_compat import count_gpus_without_cuda
+    from lockstep.torch_compat import count_gpus_without_cuda
 
     # If CUDA itself counts, it is initialised, and copies of this process could no longer use it.
     # So ask the vendor's management library first, which may not be there (None).
@@ -59,7 +59,7 @@ def how_cuda_was_initialised() -> str | None:
 
         # Once this process has asked CUDA for anything, torch refuses to use CUDA in forked copies
         # of it. torch shows that only in a copy, so fork one and ask torch there.
-        from lockstep.distributed.torch_compat import cuda_is_refused_in_this_copy
+        from lockstep.torch_compat import cuda_is_refused_in_this_copy
 
         if _answer_of_copy(cuda_is_refused_in_this_copy):
             return "torch has asked CUDA for its devices"

@@ -106,7 +106,7 @@ class Command(NamedTuple):
             environment[name] = value.replace(LOCAL_RANK_MACRO, number)
 
         if self.numa is not None:
-            from lockstep.distributed.torch_compat import bound_to_processors  # imports torch
+            from lockstep.torch_compat import bound_to_processors  # imports torch
 
             words = bound_to_processors(words, local_rank, self.numa)
 
@@ -183,7 +183,7 @@ def _run_watched(script: Script, folder: Path) -> None:
     # delete them with this version of torch, the keys of this attempt get a prefix of their own.
     restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
     if restarts > 0:
-        from lockstep.distributed.torch_compat import separate_attempts
+        from lockstep.torch_compat import separate_attempts
 
         separate_attempts(restarts)
 
@@ -257,7 +257,7 @@ def _set_address_for_script_processes() -> None:
         processes that the rank starts    serve a store of their own at port 40000
         the rank itself                   uses the launcher's store at port 29500, as before
     """
-    from lockstep.distributed.torch_compat import redirect_store
+    from lockstep.torch_compat import redirect_store
 
     # If the launcher has no store at MASTER_PORT, the port is free, and stays as it is.
     uses_launchers_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"

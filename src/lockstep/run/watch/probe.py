@@ -24,7 +24,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from lockstep.distributed import torch_compat
+from lockstep import torch_compat
 from lockstep.error_in_flight import error_handled_by, note_step
 from lockstep.errors import warn
 from lockstep.run.watch.error_record import describe_in_flight, trained_steps

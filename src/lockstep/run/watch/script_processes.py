@@ -20,7 +20,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from lockstep.distributed import torch_compat
+from lockstep import torch_compat
 from lockstep.run.watch import probe
 from lockstep.run.watch.evidence import Evidence
 

@@ -19,11 +19,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lockstep.distributed.torch_compat import BatchNorm, in_backward_pass
 from lockstep.errors import UsageError
 from lockstep.strategies import sync_batchnorm
 from lockstep.strategies.data_parallel.parallel_apply import current_replica
 from lockstep.strategies.sync_batchnorm import BatchNormNames, per_channel
+from lockstep.torch_compat import BatchNorm, in_backward_pass
 
 
 class BatchNormOverReplicas:

@@ -19,9 +19,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from lockstep.distributed.torch_compat import BatchNorm
 from lockstep.errors import warn
 from lockstep.strategies.base import MODULE_ATTRIBUTES
+from lockstep.torch_compat import BatchNorm
 from lockstep.wording import describe_type, join_first
 
 ForwardState = dict[tuple[str, int], Tensor]

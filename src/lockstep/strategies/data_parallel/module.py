@@ -20,7 +20,6 @@ from torch import Tensor, nn
 
 from lockstep.batch.plan import part_sizes
 from lockstep.batch.pytree import join_trees, map_tensors, tensors
-from lockstep.distributed.torch_compat import never_compiled
 from lockstep.errors import SettingError, UsageError
 from lockstep.settings import is_auto, parse_shares
 from lockstep.strategies.data_parallel.batchnorm import BatchNormOverReplicas, synchronise_batchnorm
@@ -40,6 +39,7 @@ from lockstep.strategies.data_parallel.replicate import (
 )
 from lockstep.strategies.data_parallel.scatter_gather import count_samples, gather_leaf, scatter
 from lockstep.strategies.sync_batchnorm import BatchNormNames
+from lockstep.torch_compat import never_compiled
 from lockstep.wording import describe_type
 
 

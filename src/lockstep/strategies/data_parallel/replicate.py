@@ -21,17 +21,17 @@ from torch import Tensor, nn
 from torch.nn.parallel import comm
 
 from lockstep.batch.pytree import map_tensors
-from lockstep.distributed.torch_compat import (
+from lockstep.errors import UsageError
+from lockstep.optim.precision import HalfForward
+from lockstep.strategies.base import may_set_attributes
+from lockstep.strategies.data_parallel.batchnorm import BatchNormOverReplicas
+from lockstep.torch_compat import (
     Members,
     is_compiled,
     members,
     set_members,
     shallow_copy,
 )
-from lockstep.errors import UsageError
-from lockstep.optim.precision import HalfForward
-from lockstep.strategies.base import may_set_attributes
-from lockstep.strategies.data_parallel.batchnorm import BatchNormOverReplicas
 from lockstep.wording import describe_type
 
 broadcast_coalesced: Any = comm.broadcast_coalesced

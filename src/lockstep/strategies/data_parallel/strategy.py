@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from lockstep.distributed.process_group import Run
 from lockstep.distributed.seeding import mix_seed
 from lockstep.distributed.topology import DataParallelRank
-from lockstep.distributed.torch_compat import BatchNorm
 from lockstep.errors import SettingError, UsageError, warn
 from lockstep.keyword_arguments import check_keywords_of_constructor
 from lockstep.session.extension import DeliveredBatch, Extension
@@ -32,6 +31,7 @@ from lockstep.strategies.base import (
 )
 from lockstep.strategies.data_parallel.module import DataParallel
 from lockstep.strategies.single import on_one_process
+from lockstep.torch_compat import BatchNorm
 from lockstep.wording import describe_type
 
 GPU_STREAM_SEED_TAG = 0xD9

@@ -33,7 +33,6 @@ from torch import nn
 
 from lockstep.batch.indices import ceil_div
 from lockstep.distributed.process_group import Run
-from lockstep.distributed.torch_compat import outside_compiled_code
 from lockstep.errors import SettingError, warn
 from lockstep.keyword_arguments import check_keywords_of_constructor
 from lockstep.session.micro_batch import VirtualRanks
@@ -51,6 +50,7 @@ from lockstep.strategies.diloco.options import DiLoCoOptions
 from lockstep.strategies.diloco.training import DiLoCoTraining
 from lockstep.strategies.replication import take_from_first
 from lockstep.strategies.sync_batchnorm import SyncBatchNorm, convert
+from lockstep.torch_compat import outside_compiled_code
 from lockstep.units import format_bytes
 from lockstep.wording import count_noun
 

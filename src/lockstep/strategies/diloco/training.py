@@ -20,7 +20,6 @@ from torch.optim import Optimizer
 
 from lockstep.batch.plan import replicas_of_rank
 from lockstep.distributed.process_group import Run
-from lockstep.distributed.torch_compat import write_counts
 from lockstep.errors import UsageError, warn
 from lockstep.session.extension import Extension
 from lockstep.session.micro_batch import MicroBatch
@@ -37,6 +36,7 @@ from lockstep.strategies.gradient_average import average_gradients
 from lockstep.strategies.moving_buffers import MovingBuffers
 from lockstep.strategies.replication import take_from_first
 from lockstep.strategies.sync_batchnorm import SyncBatchNorm
+from lockstep.torch_compat import write_counts
 from lockstep.wording import count_noun
 
 

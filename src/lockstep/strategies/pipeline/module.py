@@ -25,7 +25,6 @@ from torch import Tensor, nn
 
 from lockstep.distributed.process_group import Run
 from lockstep.distributed.seeding import mix_seed
-from lockstep.distributed.torch_compat import never_compiled, pytree
 from lockstep.errors import NotOnStageError, UsageError
 from lockstep.optim.precision import Precision
 from lockstep.strategies.base import EqualTensors, ModuleWrapper
@@ -40,6 +39,7 @@ from lockstep.strategies.pipeline.shapes import map_tensors
 from lockstep.strategies.pipeline.stage import SAVE_WHOLE_MODEL_ADVICE, StagedModel
 from lockstep.strategies.pipeline.wire import PostedMessage, Wire
 from lockstep.strategies.sync_batchnorm import SyncBatchNorm
+from lockstep.torch_compat import never_compiled, pytree
 from lockstep.wording import count_noun, describe_type, with_article
 
 

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lockstep.distributed.torch_compat import NormBase, TorchDispatchMode, pytree
+from lockstep.torch_compat import NormBase, TorchDispatchMode, pytree
 
 
 class Shape(Tensor):

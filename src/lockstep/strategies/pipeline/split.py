@@ -15,9 +15,9 @@ from functools import cache
 
 from torch import nn
 
-from lockstep.distributed.torch_compat import BatchNorm
 from lockstep.errors import SettingError, UsageError
 from lockstep.optim.module_filter import repeated_blocks
+from lockstep.torch_compat import BatchNorm
 from lockstep.wording import did_you_mean
 
 _CONTAINERS = nn.Sequential | nn.ModuleList

@@ -36,13 +36,6 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.distributed.seeding import mix_seed
-from lockstep.distributed.torch_compat import (
-    DisableTorchFunctionSubclass,
-    convert_tensors,
-    members,
-    never_compiled,
-    pytree,
-)
 from lockstep.errors import UsageError
 from lockstep.strategies.deferred_model import with_memory
 from lockstep.strategies.pipeline.input_kind import Arguments, signature, store_in_cache
@@ -55,6 +48,13 @@ from lockstep.strategies.pipeline.shapes import (
     skip_normalisation,
 )
 from lockstep.strategies.pipeline.split import Split
+from lockstep.torch_compat import (
+    DisableTorchFunctionSubclass,
+    convert_tensors,
+    members,
+    never_compiled,
+    pytree,
+)
 
 SAVE_WHOLE_MODEL_ADVICE = (
     "call lockstep.save_weights(model, path) on all ranks and load the file into a whole model (in "

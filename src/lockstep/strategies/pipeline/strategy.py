@@ -26,12 +26,6 @@ from torch import Tensor, nn
 from lockstep.batch.indices import ceil_div
 from lockstep.distributed.process_group import Run
 from lockstep.distributed.topology import DataParallelRank, Topology
-from lockstep.distributed.torch_compat import (
-    BatchNorm,
-    is_compiled,
-    is_compiled_in_place,
-    without_compile,
-)
 from lockstep.errors import SettingError, UsageError
 from lockstep.keyword_arguments import check_keywords_of_constructor
 from lockstep.optim.precision import Precision
@@ -53,6 +47,12 @@ from lockstep.strategies.pipeline.unit_costs import UnitCosts, measure
 from lockstep.strategies.pipeline.wire import Wire
 from lockstep.strategies.replication import norm_over_ranks, take_from_first
 from lockstep.strategies.sync_batchnorm import SyncBatchNorm, convert
+from lockstep.torch_compat import (
+    BatchNorm,
+    is_compiled,
+    is_compiled_in_place,
+    without_compile,
+)
 from lockstep.wording import count_noun
 
 SCHEDULES = ("1f1b", "gpipe")

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 from lockstep.batch.pytree import map_tensors
 from lockstep.distributed.seeding import preserve_rng_state
-from lockstep.distributed.torch_compat import pytree
 from lockstep.optim import saved_activations
 from lockstep.strategies.pipeline.input_kind import Arguments
+from lockstep.torch_compat import pytree
 
 NUM_TRIALS = 3
 COPIES_OF_A_PARAMETER = 4

@@ -21,11 +21,11 @@ from torch.optim import Optimizer
 
 from lockstep.batch.pytree import tensors
 from lockstep.checkpoint.modules import unwrap
-from lockstep.distributed.torch_compat import is_sharded
 from lockstep.session.extension import DeliveredBatch, Extension
 from lockstep.session.micro_batch import MicroBatch
 from lockstep.settings import Settings
 from lockstep.strategies.base import PreparedModule, parameters_of
+from lockstep.torch_compat import is_sharded
 from lockstep.verify.rank_files import UpdateWriter
 from lockstep.verify.recording.function_mode import FunctionMode
 from lockstep.verify.recording.state import Finished, RecorderState, guarded

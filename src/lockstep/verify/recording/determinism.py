@@ -16,8 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lockstep.distributed.torch_compat import DropoutNd
 from lockstep.optim.precision import in_double
+from lockstep.torch_compat import DropoutNd
 
 DROPOUT_FUNCTIONS = {
     torch.dropout,

@@ -15,7 +15,7 @@ from dataclasses import replace
 import numpy as np
 from torch import Tensor
 
-from lockstep.distributed.torch_compat import is_sharded
+from lockstep.torch_compat import is_sharded
 from lockstep.verify.recording.gradients import GradientRecorder
 from lockstep.verify.recording.sample_coupling import nodes_behind
 from lockstep.verify.recording.state import RecorderState, guarded

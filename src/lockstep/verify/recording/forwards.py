@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lockstep.batch.pytree import tensors
 from lockstep.checkpoint.modules import unwrap
-from lockstep.distributed.torch_compat import (
+from lockstep.torch_compat import (
     BatchNorm,
     in_function_transform,
     is_sharded,

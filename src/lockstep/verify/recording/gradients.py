@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from lockstep.distributed.torch_compat import is_sharded, to_local
+from lockstep.torch_compat import is_sharded, to_local
 from lockstep.verify.recording.calls import CallRecorder
 from lockstep.verify.recording.state import RecorderState, guarded
 from lockstep.verify.recording.tensor_values import copy_arrays, storage_address

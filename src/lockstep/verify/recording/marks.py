@@ -23,7 +23,7 @@ from typing import Any
 from torch import Tensor
 
 from lockstep.batch.pytree import tensors
-from lockstep.distributed.torch_compat import pytree
+from lockstep.torch_compat import pytree
 
 STATISTIC = "statistic "
 MODEL_CALL = "model "

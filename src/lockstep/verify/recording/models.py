@@ -20,8 +20,8 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.optim import Optimizer
 
 from lockstep.checkpoint.modules import plain_names, unwrap
-from lockstep.distributed.torch_compat import is_sharded, pytree
 from lockstep.strategies.base import parameters_of
+from lockstep.torch_compat import is_sharded, pytree
 from lockstep.verify.recording.tensor_values import storage_address, summarize
 from lockstep.verify.tolerance import Array
 

@@ -18,8 +18,8 @@ import numpy as np
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lockstep.distributed.torch_compat import is_sharded
 from lockstep.strategies.base import parameters_of
+from lockstep.torch_compat import is_sharded
 from lockstep.user_code import user_line
 from lockstep.verify.recording.gradients import GradientRecorder
 from lockstep.verify.recording.inputs import InputRecorder

@@ -50,13 +50,13 @@ from lockstep.batch.loader import Loader
 from lockstep.batch.pytree import tensors
 from lockstep.checkpoint.session import Checkpoint
 from lockstep.distributed.process_group import Run
-from lockstep.distributed.torch_compat import (
+from lockstep.run.watch.script_processes import replace_start_processes
+from lockstep.session.extension import add_to_every_run
+from lockstep.torch_compat import (
     in_backward_pass,
     on_shadowed_iteration,
     watch_indices,
 )
-from lockstep.run.watch.script_processes import replace_start_processes
-from lockstep.session.extension import add_to_every_run
 from lockstep.training.optimizer import PreparedOptimizer
 from lockstep.user_code import is_user_file, user_line
 from lockstep.verify.feed import BatchReader, BatchWriter, LoadedBatch

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from lockstep.batch.pytree import tensors
-from lockstep.distributed.torch_compat import is_sharded, to_local
+from lockstep.torch_compat import is_sharded, to_local
 from lockstep.verify.tolerance import Array
 
 

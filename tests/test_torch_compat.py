@@ -39,8 +39,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
 
 import lockstep
+from lockstep import torch_compat
 from lockstep.batch.pytree import map_tensors
-from lockstep.distributed import torch_compat
 from lockstep.errors import LockstepWarning, SettingError
 
 pytestmark = pytest.mark.unit
@@ -249,7 +249,7 @@ def test_an_fsdp_unit_in_half_precision_adds_up_gradients_in_fp32(tmp_path):
         fully_shard(model, mesh=mesh, mp_policy=policy)
         assert torch_compat.gathered_dtype(model) == torch.bfloat16
         torch_compat.make_fsdp_root(model)
-        [parameters] = torch_compat._parameter_groups(model)
+        [parameters] = torch_compat.fsdp._parameter_groups(model)
         assert (parameters._orig_dtype, parameters._reduce_dtype) == (None, None)
         torch_compat.set_dtypes_of_frozen_unit(model)
         assert (parameters._orig_dtype, parameters._reduce_dtype) == (torch.float32,) * 2
@@ -440,10 +440,14 @@ def test_collectives_are_counted(tmp_path, monkeypatch):
         def _get_sequence_number_for_group(self):
             raise RuntimeError("MPI does not count")
 
-    monkeypatch.setattr(torch_compat, "flight_record", lambda stacks: '[{"version": "2.10"}]')
+    monkeypatch.setattr(
+        torch_compat.recorder, "flight_record", lambda stacks: '[{"version": "2.10"}]'
+    )
     assert torch_compat.has_not_communicated([])
     assert not torch_compat.has_not_communicated([Uncounted()])
-    monkeypatch.setattr(torch_compat, "flight_record", lambda stacks: '[{"entries": [{}]}]')
+    monkeypatch.setattr(
+        torch_compat.recorder, "flight_record", lambda stacks: '[{"entries": [{}]}]'
+    )
     assert not torch_compat.has_not_communicated([])
     monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", "0")
     assert not torch_compat.has_not_communicated([])
@@ -469,7 +473,7 @@ def test_a_store_elsewhere_serves_an_address(monkeypatch):
 def test_the_flight_recorder_is_there():
     import torch._C._distributed_c10d as c10d
 
-    for name in torch_compat.RECORDERS[:1]:
+    for name in torch_compat.recorder.RECORDERS[:1]:
         assert hasattr(c10d, name)
         assert hasattr(c10d, f"{name}_json")
     for record in json.loads(torch_compat.flight_record(stacks=False)):
@@ -768,7 +772,7 @@ def test_every_function_has_a_test():
         name
         for name, value in vars(torch_compat).items()
         if inspect.isfunction(value)
-        and value.__module__ == torch_compat.__name__
+        and value.__module__.startswith(f"{torch_compat.__name__}.")
         and not name.startswith("_")
     ]
     text = Path(__file__).read_text()

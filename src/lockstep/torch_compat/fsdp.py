@@ -1,0 +1,206 @@
+"""The units of FSDP2, which are modules under `fully_shard`."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import FSDPModule
+    from torch.utils.hooks import RemovableHandle
+
+
+def make_fsdp_root(module: FSDPModule) -> None:
+    """Makes a module the root of its FSDP units now.
+
+    Torch makes the first module that runs the root. If that is only a part of the model, it
+    refuses to run the whole model afterwards.
+    """
+    module._get_fsdp_state()._lazy_init()
+
+
+def can_ignore_fsdp_parameters() -> bool:
+    """Returns True if `fully_shard` can leave parameters out (the argument `ignored_params`)."""
+    from torch.distributed.fsdp import fully_shard
+
+    return "ignored_params" in inspect.signature(fully_shard).parameters
+
+
+def gather_in_backward_of(tensors: Sequence[Tensor], unit: FSDPModule) -> None:
+    """Makes a backward pass through the given tensors gather an FSDP unit.
+
+    Torch does this by itself for the tensors in the unit's output.
+    """
+    unit._get_fsdp_state()._register_pre_backward_hook(list(tensors))
+
+
+def share_meshes_with_copies() -> None:
+    """Makes `copy.deepcopy` of a DeviceMesh return the mesh itself, from now on.
+
+    Torch copies the mesh with each DTensor, and every copy keeps process groups of its own alive.
+    """
+    from torch.distributed.device_mesh import DeviceMesh
+
+    mesh_class: Any = DeviceMesh
+    mesh_class.__deepcopy__ = lambda mesh, memo: mesh
+
+
+def drop_fsdp_groups(units: Iterable[FSDPModule], mesh: DeviceMesh) -> None:
+    """Removes torch's references to the process groups of FSDP units, so that they can be freed."""
+    for unit in units:
+        for parameter_group in _parameter_groups(unit):
+            _clear_process_groups(parameter_group.mesh_info)
+            _clear_process_groups(parameter_group.post_forward_mesh_info)
+    getattr(mesh, "_pg_registry", {}).clear()  # in some versions the mesh keeps its groups here
+
+
+def shards_in_reduction_order(unit: FSDPModule) -> list[nn.Parameter]:
+    """Returns the shards of an FSDP unit in the order in which its gradient has its parameters."""
+    shards: list[nn.Parameter] = []
+    for parameter_group in _parameter_groups(unit):
+        for fsdp_parameter in parameter_group.fsdp_params:
+            shards.append(fsdp_parameter.sharded_param)
+    return shards
+
+
+def gathered_dtype(unit: FSDPModule) -> torch.dtype | None:
+    """Returns the dtype in which an FSDP unit gathers its parameters; None: in their own."""
+    dtype: torch.dtype | None = unit._get_fsdp_state()._mp_policy.param_dtype
+    return dtype
+
+
+def set_dtypes_of_frozen_unit(unit: FSDPModule) -> None:
+    """Tells torch the dtypes of a unit whose parameters are all frozen.
+
+    When a unit runs for the first time, torch takes these dtypes from its trained parameters. A
+    unit whose parameters are all frozen gets none. If its parameters are trained later, a gradient
+    in half precision would then not fit its parameter in fp32.
+    """
+    for parameter_group in _parameter_groups(unit):
+        if parameter_group._orig_dtype is not None:  # torch knows the dtypes
+            continue
+
+        # All parameters of a group have the same dtypes, so take those of the first one with
+        # floating-point numbers.
+        for fsdp_parameter in parameter_group.fsdp_params:
+            if fsdp_parameter.orig_dtype.is_floating_point:
+                parameter_group._orig_dtype = fsdp_parameter.orig_dtype
+                parameter_group._reduce_dtype = fsdp_parameter.reduce_dtype
+                break
+
+
+def parameters_with_accumulated_gradient(unit: FSDPModule) -> list[nn.Parameter]:
+    """Returns the gathered parameters whose gradients torch keeps beside them.
+
+    These are gradients of earlier micro-batches, if they are averaged in another dtype than
+    parameters are gathered in. `parameter.grad` is then None.
+    """
+    parameters: list[nn.Parameter] = []
+    for parameter_group in _parameter_groups(unit):
+        for fsdp_parameter in parameter_group.fsdp_params:
+            if fsdp_parameter.unsharded_accumulated_grad is not None:
+                parameters.append(fsdp_parameter.unsharded_param)
+    return parameters
+
+
+def drop_accumulated_gradients(unit: FSDPModule) -> None:
+    """Drops the gradients that `parameters_with_accumulated_gradient` is about."""
+    for parameter_group in _parameter_groups(unit):
+        for fsdp_parameter in parameter_group.fsdp_params:
+            fsdp_parameter.unsharded_accumulated_grad = None
+
+
+def accumulate_late_gradients(unit: FSDPModule, *, zeros_if_unused: bool) -> list[RemovableHandle]:
+    """Gives all gradients of a unit one dtype, before the backward pass that averages them.
+
+    A unit is a module under `fully_shard`; torch sends the gradients of all its parameters in one
+    message. For example, the gradients of two micro-batches are summed in fp32, while the backward
+    pass itself is in bf16:
+
+        weight, used by both micro-batches: torch has its fp32 gradient from the first one
+        bias, used by the second only: its gradient is *late*, and would stay in bf16
+
+    Torch refuses to send both together. So the late gradient is converted to fp32. If the second
+    micro-batch does not use bias either, `zeros_if_unused` decides: zeros are sent for it, or the
+    message has weight alone.
+
+    Args:
+        unit: the unit.
+        zeros_if_unused: what happens to a parameter that the last micro-batch does not use either.
+            If True, zeros are sent for it. If False, it has no gradient, and is left out of the
+            message.
+
+    Returns:
+        Hooks of the parameters that no micro-batch has used yet, to be removed after the pass.
+    """
+    hooks: list[RemovableHandle] = []
+    for parameter_group in _parameter_groups(unit):
+        unused_so_far = _unused_so_far(parameter_group)
+
+        # If no parameter of the group was used, the next backward pass is its first one, in which
+        # all gradients have the same dtype.
+        some_were_used = len(unused_so_far) < len(parameter_group.fsdp_params)
+        if not some_were_used:
+            continue
+
+        for fsdp_parameter in unused_so_far:
+            whole = fsdp_parameter.unsharded_param
+            if not whole.requires_grad:
+                continue
+            if zeros_if_unused:
+                _accumulate_zeros(fsdp_parameter)
+            else:
+                convert = partial(_convert_gradient, fsdp_parameter)
+                hooks.append(whole.register_post_accumulate_grad_hook(convert))
+    return hooks
+
+
+def _unused_so_far(parameter_group: Any) -> list[Any]:
+    """Returns the parameters of a group without a gradient from earlier micro-batches."""
+    unused = []
+    for fsdp_parameter in parameter_group.fsdp_params:
+        if fsdp_parameter.unsharded_accumulated_grad is None:
+            unused.append(fsdp_parameter)
+    return unused
+
+
+def _accumulate_zeros(fsdp_parameter: Any) -> None:
+    """Makes torch send zeros for a parameter, plus its late gradient if there is one."""
+    whole = fsdp_parameter.unsharded_param
+    zeros = whole.new_zeros(whole.shape, dtype=fsdp_parameter.reduce_dtype)
+    fsdp_parameter.unsharded_accumulated_grad = zeros
+
+
+def _convert_gradient(fsdp_parameter: Any, whole: Tensor) -> None:
+    """Converts the gradient of a parameter to the dtype that it is averaged in.
+
+    Args:
+        fsdp_parameter: torch's object.
+        whole: the parameter that has the gradient.
+    """
+    assert whole.grad is not None
+    fsdp_parameter.unsharded_accumulated_grad = whole.grad.to(fsdp_parameter.reduce_dtype)
+    whole.grad = None
+
+
+def _parameter_groups(unit: FSDPModule) -> list[Any]:
+    """Returns torch's groups of the parameters of an FSDP unit; empty if it has none of its own."""
+    state = unit._get_fsdp_state()
+    parameter_groups = getattr(state, "_fsdp_param_groups", None)
+    if parameter_groups is None:  # torch 2.11 has a single group, or None
+        parameter_groups = [state._fsdp_param_group]
+    return [group for group in parameter_groups if group is not None]
+
+
+def _clear_process_groups(mesh_info: Any) -> None:
+    """Sets the attributes of an FSDP unit's mesh that are process groups to None."""
+    if not mesh_info:  # of a unit that keeps its parameters after the forward pass
+        return
+    for name in vars(mesh_info):
+        if name.endswith("process_group"):
+            setattr(mesh_info, name, None)
