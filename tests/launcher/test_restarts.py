@@ -167,3 +167,39 @@ def test_machines_end_alike_also_one_that_has_seen_one_failure_only(
             assert [server.wait(), joiner.wait()] == [1, 1], server.said
     assert VAIN in server.said
     assert VAIN in joiner.said
+
+
+# The module with the training is imported from a script that does not name Lockstep.
+SCRIPT_OF_MODULE = "from training import train\ntrain()\n"
+MODULE = """
+import copyreg, os, random, signal, sys, warnings
+random.seed(5)
+warnings.simplefilter("ignore")
+import html.entities  # scikit-learn imports it, too
+facts = ["sklearn" in sys.modules, len(copyreg.dispatch_table), len(warnings.filters)]
+facts += [random.random(), "KMP_INIT_AT_FORK" in os.environ]
+import sklearn
+facts += [random.random(), len(warnings.filters), "KMP_INIT_AT_FORK" in os.environ]
+
+def train():
+    import torch, lockstep
+    world = lockstep.init(device="cpu")
+    model = torch.nn.Linear(1, 1)
+    model, optimizer = world.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    world.backward(model(torch.ones(1, 1)).sum())
+    optimizer.step()
+    print("FACTS", facts, flush=True)
+    if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        os.kill(os.getpid(), signal.SIGKILL)
+    world.close()
+"""
+
+
+def test_a_script_that_is_started_again_finds_what_it_found_at_first(tmp_path: Path) -> None:
+    """Modules, random numbers, warning filters, variables: no attempt knows of another one."""
+    (tmp_path / "script.py").write_text(SCRIPT_OF_MODULE)
+    (tmp_path / "training.py").write_text(MODULE)
+    done = launch(["run", "--nproc=1", "--max-restarts=1", "script.py"], tmp_path)
+    assert done.returncode == 0, done.stderr
+    first, second = [line for line in done.stdout.splitlines() if "FACTS" in line]
+    assert first == second

@@ -19,7 +19,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import errno
-import json
 import logging
 import math
 import os
@@ -57,7 +56,6 @@ from lockstep.run.start.process import (
 )
 from lockstep.run.start.process_memory import peak_memory, read_oom_counts
 from lockstep.run.start.rank_environment import rank_environment
-from lockstep.run.start.script_libraries import REPORT_NAME
 from lockstep.run.start.step_memory import StepMemory, step_memory_for
 from lockstep.run.start.system_limits import can_hold_evidence, explain_scarcity
 from lockstep.run.start.torchrun_flags import rendezvous_parameters, shutdown_timeout
@@ -302,10 +300,6 @@ class Agent(api.SimpleElasticAgent):
         self._first_zygote = zygote
         self.start_zygote: Callable[[], Zygote] | None = None
         """See `run_agent`."""
-        self._zygote_has_libraries = False
-        self._import_report: dict[str, Any] | None = None
-        """What a rank has imported, see `script_libraries`; None while that is not known, and empty
-        if the zygote must not import it."""
         self._folder = folder
         self._variables = variables
         self._console = console
@@ -382,7 +376,6 @@ class Agent(api.SimpleElasticAgent):
         self.attempts.append(attempt)
         self._reset_for_new_attempt()
         self._replace_zygote_if_dead()
-        self._prepare_libraries()
         self._journal.start(attempt, self._plan.script)
 
         # `_start_rank` only sends a request to the zygote. At most `_MAX_PENDING_STARTS` requests
@@ -403,44 +396,6 @@ class Agent(api.SimpleElasticAgent):
         if self.start_zygote is not None and self._zygote.has_ended:
             self._zygote.close()
             self._zygote = self.start_zygote()
-            self._zygote_has_libraries = False
-
-    def _prepare_libraries(self) -> None:
-        """Makes the zygote import the libraries that the script has imported in earlier attempts.
-
-        If that fails, the zygote is replaced, and the ranks import everything themselves.
-        """
-        if self.start_zygote is None or not self._plan.ranks_are_copies:
-            return
-        if self._zygote_has_libraries:
-            return
-        if self._import_report is None:
-            self._import_report = self._read_import_report()
-        if not self._import_report:  # there is none yet, or preparing has failed before
-            return
-
-        try:
-            why_not = self._zygote.prepare_libraries(self._import_report, self._variables)
-        except ChildProcessError as error:
-            why_not = str(error)
-        if why_not is None:
-            self._zygote_has_libraries = True
-            return
-
-        logging.getLogger(__name__).info("libraries are not prepared: %s", why_not)
-        self._import_report = {}  # do not try again
-        self._zygote.close()
-        self._zygote = self.start_zygote()
-
-    def _read_import_report(self) -> dict[str, Any] | None:
-        """Reads what the script has imported before its first optimizer step, if it got there."""
-        for attempt in self.attempts[:-1]:
-            for process in attempt.processes:
-                with contextlib.suppress(OSError, ValueError):
-                    text = (process.folder / REPORT_NAME).read_text()
-                    report: dict[str, Any] = json.loads(text)
-                    return report
-        return None
 
     def close_other_zygote(self) -> None:
         """Ends the zygote that has replaced the first one, if any. The first one is closed by its

@@ -101,11 +101,6 @@ class LaunchPlan:
     """The name of the launcher, as passed to the ranks."""
 
     @property
-    def ranks_are_copies(self) -> bool:
-        """True if ranks stay copies of the zygote; False if they execute `command`."""
-        return not self.command.words
-
-    @property
     def arguments(self) -> tuple[str, ...]:
         """The arguments with which torchrun would start the same run."""
         return (*self.flags, self.script.path, *self.script.arguments)

@@ -167,7 +167,6 @@ def _run_watched(script: Script, folder: Path) -> None:
         script: the script.
         folder: the rank's folder.
     """
-    from lockstep.run.start import script_libraries
     from lockstep.run.watch import script_processes
 
     # The script may execute another program in its place, by `os.execv`.
@@ -187,7 +186,6 @@ def _run_watched(script: Script, folder: Path) -> None:
 
         separate_attempts(restarts)
 
-    script_libraries.watch_imports(folder)
     run_as_main(script)
 
 

@@ -64,16 +64,11 @@ once it has ended. Other signals are sent to the whole group."""
 _ZYGOTE_GONE = "the process that starts the ranks is gone"
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
-# Used in an event instead of a rank's number:
 _LEFT_BEHIND = -1
-"""The processes left behind by ranks have ended."""
-_PREPARED = -2
-"""The libraries of the script have been imported, or `reason` says why this zygote must end."""
+"""Used in an event instead of a rank's number: the processes left behind by ranks have ended."""
 _START = b"start"
-_PREPARE = b"prepare"
-"""The two messages that come with descriptors."""
+"""The message that comes with descriptors."""
 _MESSAGE_BYTES = 1 << 17
-_MAX_REASON_CHARACTERS = 1000
 _MAX_DESCRIPTORS = 4
 """The descriptors of a message: a rank's input, output and error, and the file with its request."""
 
@@ -85,8 +80,6 @@ _LEFT_BEHIND_TIMEOUT_S = 10.0
 _LAUNCHER_GONE_GRACE_S = 2.0
 _KILL_TIMEOUT_S = 2.0
 _RECHECK_S = 0.1
-_PREPARE_TIMEOUT_S = 60.0
-"""How long the launcher waits while the zygote imports libraries."""
 _ZYGOTE_TIMEOUT_S = 15.0
 """How long the launcher waits for the end of the zygote, which has to end the ranks first."""
 _MAX_POLL_S = 0.02
@@ -103,7 +96,7 @@ class Event(NamedTuple):
     """The exit code, or minus the number of the signal that ended it; None while it is running."""
     reason: str = ""
     """Why the system refused to create the process. If the event is about processes left behind by
-    ranks, the ids of those that do not end. If it is about libraries, why the zygote must end."""
+    ranks, the ids of those that do not end."""
 
     @property
     def says_start_was_refused(self) -> bool:
@@ -121,11 +114,6 @@ class Event(NamedTuple):
     def says_started(self) -> bool:
         """True if the rank was started; otherwise a process that was created has ended."""
         return self.pid is not None and self.code is None
-
-    @property
-    def answers_prepare(self) -> bool:
-        """True if the event is about no rank, but answers `Zygote.prepare_libraries`."""
-        return self.rank == _PREPARED
 
 
 class Zygote:
@@ -191,48 +179,11 @@ class Zygote:
             "own_session": own_session,
             "command": list(command),
         }
-        self._send_request(_START, request, streams)
-
-    def prepare_libraries(
-        self, report: Mapping[str, Any], variables: Mapping[str, str]
-    ) -> str | None:
-        """Makes the zygote import the libraries that the script of a rank has imported.
-
-        This must only be called while no rank is running.
-
-        Args:
-            report: the report of a rank, see `script_libraries`.
-            variables: environment variables of all ranks.
-
-        Returns:
-            Why the zygote cannot be used any more; None if it can.
-
-        Raises:
-            ChildProcessError: the zygote is gone.
-        """
-        request = {"report": dict(report), "variables": dict(variables)}
-        self._send_request(_PREPARE, request, ())
-        deadline = time.monotonic() + _PREPARE_TIMEOUT_S
-        while time.monotonic() < deadline:
-            for event in self.events(timeout=0.1):
-                if event.answers_prepare:
-                    return event.reason or None
-        os.kill(self.pid, signal.SIGKILL)
-        return f"importing takes longer than {_PREPARE_TIMEOUT_S:g} s"
-
-    def _send_request(
-        self, message: bytes, request: Mapping[str, Any], streams: Iterable[int]
-    ) -> None:
-        """Sends a request in a file, as it may be too long for a message.
-
-        Raises:
-            ChildProcessError: the zygote is gone.
-        """
-        with unnamed_file() as file:
+        with unnamed_file() as file:  # the request may be too long for a message
             file.write(json.dumps(request).encode())
             file.flush()
             try:
-                socket.send_fds(self._socket, [message], [*streams, file.fileno()])
+                socket.send_fds(self._socket, [_START], [*streams, file.fileno()])
             except (BrokenPipeError, ConnectionResetError):
                 raise ChildProcessError(_ZYGOTE_GONE) from None
 
@@ -477,25 +428,13 @@ class Server:
         if is_closed:
             return False
 
-        if files:
-            self._handle_request_in_file(data, files)
+        if files:  # a rank is to be started, and `data` is only `_START`
+            self._start(files)
+            for file in files:
+                os.close(file)
         else:
             self._handle_short_request(json.loads(data))
         return True
-
-    def _handle_request_in_file(self, kind: bytes, files: list[int]) -> None:
-        """Handles a request to start a rank or to prepare libraries.
-
-        Args:
-            kind: `_START` or `_PREPARE`.
-            files: descriptors, which are closed here. The last one is that of the request.
-        """
-        if kind == _START:
-            self._start(files)
-        elif kind == _PREPARE:
-            self._prepare_libraries(_read_request(files))
-        for file in files:
-            os.close(file)
 
     def _handle_short_request(self, request: Mapping[str, Any]) -> None:
         """Handles a request to end or to signal processes. Its keys say which one it is."""
@@ -507,20 +446,6 @@ class Server:
             self._give_up(request["give_up"])
         else:
             self._signal(request["signal"], set(request["ranks"]))
-
-    def _prepare_libraries(self, request: Mapping[str, Any]) -> None:
-        """Imports the libraries that the script of a rank has imported, and reports to the launcher
-        that it is done, or why this zygote must end.
-        """
-        from lockstep.run.start import script_libraries
-
-        reason = ""
-        try:
-            script_libraries.prepare_modules(request["report"], request["variables"])
-        except script_libraries.CannotPrepareError as error:
-            reason = str(error)[:_MAX_REASON_CHARACTERS]
-        # This is about no rank. The launcher reads it by `Event.answers_prepare`.
-        self._report(Event(rank=_PREPARED, pid=None, reason=reason))
 
     def _give_up(self, given_up_rank: int) -> None:
         """Notes that the launcher no longer waits for a rank, which does not end at SIGKILL."""
@@ -991,11 +916,10 @@ def _receive(channel: socket.socket) -> tuple[bytes, list[int]]:
 
 
 def _read_request(files: list[int]) -> dict[str, Any]:
-    """Reads a request.
+    """Reads the request for a rank.
 
     Args:
-        files: descriptors of a rank's input, output and error if a rank is requested, and of the
-            file with the request.
+        files: descriptors of the rank's input, output and error, and of the file with the request.
     """
     request_file = files[-1]
     size = os.fstat(request_file).st_size
