@@ -27,6 +27,20 @@ from lockstep.strategies.find import find_strategy
 pytestmark = pytest.mark.launcher
 
 
+SLURM_STEP = {
+    "SLURM_JOB_ID": "7",
+    "SLURM_JOB_NODELIST": "n[1-2]",
+    "SLURM_STEP_ID": "0",
+    "SLURM_STEP_NUM_TASKS": "2",
+    "SLURM_STEP_TASKS_PER_NODE": "1(x2)",
+    "SLURM_STEP_NODELIST": "n[1-2]",
+    "SLURM_PROCID": "1",
+    "SLURM_NODEID": "1",
+    "SLURM_LOCALID": "0",
+}
+"""The variables of the second of two tasks that srun has started, on two machines."""
+
+
 def run(*arguments: str) -> Result:
     return CliRunner().invoke(main, ["run", *arguments])
 
@@ -258,6 +272,25 @@ def test_a_job_of_slurm_keeps_steps_in_memory() -> None:
 def test_what_may_be_right_is_left_to_the_ranks(
     asked: list[LaunchSpec], arguments: tuple[str, ...]
 ) -> None:
+    result = run(*arguments, "t.py")
+    assert result.exit_code == 7, result.output
+
+
+@pytest.mark.usefixtures("folder", "asked")
+@pytest.mark.parametrize(
+    ("variables", "arguments"),
+    [
+        # The step of a job of Slurm has two machines.
+        (SLURM_STEP, ("--shares", "1:2:3", "--nproc", "2")),
+        ({"PET_NNODES": "2"}, ("--shares", "1:2:3", "--nproc", "2")),
+        ({}, ("--nnodes=2", "--shares", "1:2:3", "--nproc", "2")),
+    ],
+)
+def test_the_machines_of_a_run_are_known_however_they_are_given(
+    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], arguments: tuple[str, ...]
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
     result = run(*arguments, "t.py")
     assert result.exit_code == 7, result.output
 

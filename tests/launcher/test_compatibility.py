@@ -59,9 +59,12 @@ def run(folder: Path, *line: str, **variables: str) -> subprocess.CompletedProce
 # --- what a script finds in its environment ------------------------------------------------------
 
 ENVIRONMENT = """
-import json, os
+import ctypes, json, numpy, os
 name = os.environ["WRITE_TO"] + os.environ["RANK"]
 json.dump(dict(os.environ), open(name, "w"))
+files = [word for word in open("/proc/self/maps").read().split() if "libscipy_openblas64_" in word]
+threads = [ctypes.CDLL(file).scipy_openblas_get_num_threads64_() for file in set(files)]
+json.dump(threads, open(name + "-openblas", "w"))
 """
 
 OTHERWISE = {
@@ -85,7 +88,7 @@ ONLY_THERE = {"TORCHELASTIC_SIGNALS_TO_HANDLE": "what torchrun tells itself"}
 
 
 @needs_torchrun_flag("--virtual-local-rank")
-def test_ranks_get_the_same_variables_as_under_torchrun(tmp_path: Path) -> None:
+def test_ranks_get_the_same_variables_and_threads_as_under_torchrun(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(ENVIRONMENT)
     flags = (
         "--role trainer --max-restarts 2 --rdzv-backend c10d --rdzv-endpoint localhost:0 "
@@ -104,6 +107,10 @@ def test_ranks_get_the_same_variables_as_under_torchrun(tmp_path: Path) -> None:
             assert theirs.keys() - ours.keys() == ONLY_THERE.keys()
             same = ours.keys() & theirs.keys() - OTHERWISE.keys()
             assert {n: ours[n] for n in same} == {n: theirs[n] for n in same}
+        for name in ("torchrun", "warm", "cold"):
+            variables = json.loads((tmp_path / f"{name}{rank}").read_text())
+            threads = json.loads((tmp_path / f"{name}{rank}-openblas").read_text())
+            assert set(threads) <= {int(variables["OMP_NUM_THREADS"])}
 
 
 # --- what is started, and with which arguments ---------------------------------------------------

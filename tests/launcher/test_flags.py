@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 from torch.distributed.run import get_args_parser
 
 from lockstep.errors import SettingError
+from lockstep.run.start import script
+from lockstep.run.start.plan import LaunchSpec
 from lockstep.run.start.torchrun_flags import (
+    TorchrunFlags,
     check_flags,
     node_numbers,
     parse_flags,
     rendezvous_parameters,
 )
+from lockstep.run.start.worker import Script
 
 pytestmark = pytest.mark.launcher
 
@@ -66,6 +71,52 @@ def test_every_flag_of_torchrun_is_accounted_for() -> None:
     newer = (SINCE_2_8, SINCE_2_9, SINCE_2_10, SINCE_2_12, SINCE_2_14)
     known = [flags.keys() for flags in newer if flags.keys() & KNOWN]
     assert set(HONOURED_BY).union(*known) == KNOWN
+
+
+@pytest.mark.parametrize(
+    "words", [("--node-rank", "3"), ("--node-rank=3",), ("--node_rank", "3"), ("--node_rank=3",)]
+)
+def test_a_flag_is_found_however_it_is_written(words: tuple[str, ...]) -> None:
+    others = ("--standalone", "--rdzv-conf=a=1", "--role", "node-rank")
+    earlier = ("--node-rank", "1")  # which the later one replaces
+    flags = TorchrunFlags((*earlier, *others[:2], *words, *others[2:]), {"PET_NODE_RANK": "2"})
+    assert flags.get("--node-rank") == "3"
+    assert flags.get("--rdzv-conf") == "a=1"
+    assert flags.get("--role") == "node-rank"
+    assert flags.get("--standalone") == ""
+    assert flags.get("--nnodes") is None
+    assert flags.words_without("--node-rank") == list(others)
+    assert flags.words_with("--role", "x") == [*earlier, *others[:2], *words, "--role", "x"]
+
+
+def test_a_flag_may_be_given_by_a_variable() -> None:
+    flags = TorchrunFlags((), {"PET_NODE_RANK": "2"})
+    assert flags.get("--node-rank") == "2"
+    assert flags.is_any_given
+    assert flags.say_how_nodes_meet
+    assert not TorchrunFlags((), {"HOME": "/"}).is_any_given
+
+
+def test_torchruns_variable_says_early_how_many_ranks_there_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Libraries that the ranks share read OMP_NUM_THREADS when they are imported."""
+
+    class ZygoteIsStarted(Exception):
+        pass
+
+    def start_zygote(run_rank: object, spares: int) -> None:
+        raise ZygoteIsStarted(spares, os.environ["OMP_NUM_THREADS"])
+
+    monkeypatch.setattr(script, "Zygote", start_zygote)
+    monkeypatch.setattr(script, "import_for_ranks", lambda names: None)
+    monkeypatch.setattr(script, "cores_allowed", lambda: 8)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setenv("PET_NPROC_PER_NODE", "2")
+    (tmp_path / "t.py").touch()
+    with pytest.raises(ZygoteIsStarted) as started:
+        script.run_script(LaunchSpec(script=Script(path=str(tmp_path / "t.py"))), print)
+    assert started.value.args == (2, "4")
 
 
 def test_two_runs_on_one_machine_do_not_meet_at_a_port() -> None:

@@ -18,7 +18,7 @@ from lockstep.run.machines.slurm import (
     srun_command,
 )
 from lockstep.run.machines.slurm_batch import JobRequest, job_script, sbatch_options, submit
-from lockstep.run.start.torchrun_flags import has_node_flags
+from lockstep.run.start.torchrun_flags import TorchrunFlags
 
 pytestmark = pytest.mark.launcher
 
@@ -116,9 +116,9 @@ def test_tasks_that_are_spread_unevenly_do_not_matter_where_nproc_is_given() -> 
     "given", [["--nnodes", "2"], ["--rdzv-endpoint", "a:1"], ["--standalone"], ["--node_rank", "1"]]
 )
 def test_what_the_user_says_of_the_machines_wins(given: list[str]) -> None:
-    assert has_node_flags(given, {})
-    assert not has_node_flags(["--max-restarts", "3"], {})
-    assert has_node_flags([], {"PET_NNODES": "2"})
+    assert TorchrunFlags(given).describe_nodes
+    assert not TorchrunFlags(["--max-restarts", "3"]).describe_nodes
+    assert TorchrunFlags([], {"PET_NNODES": "2"}).describe_nodes
 
 
 def test_srun_starts_one_launcher_on_each_machine() -> None:

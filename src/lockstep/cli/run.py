@@ -53,10 +53,12 @@ from lockstep.run.start.plan import HangRules, LaunchSpec
 from lockstep.run.start.rank_imports import without_garbage_collection
 from lockstep.run.start.step_memory import check_keep_in_memory
 from lockstep.run.start.torchrun_flags import (
+    TorchrunFlags,
     check_flags_usable_with,
-    has_node_flags,
+    flag_of_variable,
     is_torchrun_variable,
     parse_flags,
+    variable_of_flag,
 )
 from lockstep.run.start.unread_arguments import misplaced_launcher_options, never_reads_arguments
 from lockstep.run.start.worker import Script
@@ -317,9 +319,9 @@ def _variables_of_option(option: click.Option) -> list[str]:
     if name == "quiet":
         return [QUIET_VARIABLE]
     if name == "nproc":
-        return ["PET_NPROC_PER_NODE"]
+        return [variable_of_flag("--nproc-per-node")]
     if name.startswith(TORCHRUN_NAME_PREFIX):
-        return [f"PET_{name.removeprefix(TORCHRUN_NAME_PREFIX).upper()}"]
+        return [variable_of_flag(name.removeprefix(TORCHRUN_NAME_PREFIX))]
 
     for declaration in DECLARATIONS.values():
         if declaration.name == name:
@@ -664,7 +666,7 @@ def _placement_in_slurm_job(
 
     Returns None outside of a job, and if torchrun's flags say how the machines find each other.
     """
-    if has_node_flags(torchrun_flags, os.environ):
+    if TorchrunFlags(torchrun_flags, os.environ).describe_nodes:
         return None
     return slurm.find_placement(os.environ, nproc)
 
@@ -755,17 +757,12 @@ def _world_size_if_known(
 
     Args:
         nproc: the value of --nproc.
-        torchrun_flags: torchrun's flags and their values, as words: `["--nnodes", "2"]`.
+        torchrun_flags: torchrun's flags and their values: `["--nnodes", "2"]`, `["--nnodes=2"]`.
         environ: environment variables of this process.
     """
-    # Torchrun's flags can also be set by variables that begin with PET_.
-    num_nodes = environ.get("PET_NNODES", "1")
-    if "--nnodes" in torchrun_flags:
-        place_of_value = torchrun_flags.index("--nnodes") + 1
-        num_nodes = torchrun_flags[place_of_value]
-
-    if nproc is None:
-        nproc = environ.get("PET_NPROC_PER_NODE", "1")
+    flags = TorchrunFlags(torchrun_flags, environ)
+    num_nodes = flags.get("--nnodes") or "1"
+    nproc = nproc or flags.get("--nproc-per-node") or "1"
 
     # The same command on another machine may start another number of processes.
     has_several_machines = num_nodes != "1"
@@ -869,7 +866,7 @@ def _check_no_torchrun_variables(ctx: click.Context, environ: Mapping[str, str])
             continue
         for variable, value in environ.items():
             if is_torchrun_variable(variable) and value:
-                flag = "--" + variable.removeprefix("PET_").lower().replace("_", "-")
+                flag = flag_of_variable(variable)
                 raise SettingError(
                     f"{variable}={value} with --{place}",
                     "the other machines do not get torchrun's variables",

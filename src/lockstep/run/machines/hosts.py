@@ -25,7 +25,7 @@ from lockstep.distributed.network import is_here, resolve
 from lockstep.errors import SettingError
 from lockstep.language import translate
 from lockstep.run.machines.run_token import TOKEN_VARIABLE
-from lockstep.run.start.torchrun_flags import shutdown_timeout
+from lockstep.run.start.torchrun_flags import TorchrunFlags, shutdown_timeout
 from lockstep.wording import count_noun
 
 SSH_OPTIONS = (
@@ -180,23 +180,11 @@ class HostsSpec:
 
     def torchrun_flag(self, name: str) -> str | None:
         """Returns the value of one of torchrun's flags, or None if it is not given."""
-        words = list(self.torchrun)  # a flag and its value are two words
-        if name not in words:
-            return None
-        return words[words.index(name) + 1]
+        return TorchrunFlags(self.torchrun).get(name)
 
     def with_torchrun_flag(self, name: str, value: str) -> HostsSpec:
         """Returns the same request with another value of one of torchrun's flags."""
-        return replace(self, torchrun=[*self._torchrun_without(name), name, value])
-
-    def _torchrun_without(self, *names: str) -> list[str]:
-        """Returns torchrun's flags and their values, without those of the given names."""
-        words = list(self.torchrun)
-        for name in names:
-            if name in words:
-                index = words.index(name)
-                del words[index : index + 2]  # the flag and its value, which are two words here
-        return words
+        return replace(self, torchrun=TorchrunFlags(self.torchrun).words_with(name, value))
 
     @property
     def shutdown_timeout_s(self) -> float:
@@ -227,7 +215,8 @@ class HostsSpec:
 
         # The user's --master-addr and --master-port are replaced by those in `meeting`. A single
         # machine needs neither.
-        other_flags = self._torchrun_without("--master-addr", "--master-port")
+        given_flags = TorchrunFlags(self.torchrun)
+        other_flags = given_flags.words_without("--master-addr", "--master-port")
         nproc = self.hosts[node_rank].nproc or self.nproc
         first_arguments = self.launcher[1:]  # ["run"] of ("lockstep", "run")
         arguments = [*first_arguments, f"--nproc={nproc}", *meeting, *self.arguments, *other_flags]

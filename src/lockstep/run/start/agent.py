@@ -210,7 +210,7 @@ def _variables_of_all_ranks(
             variables[name] = value
 
     variables.update(gloo_variables(os.environ, rendezvous.interface))
-    if plan.has_gpus:
+    if plan.gpus > 0:  # the ranks may use NCCL
         variables.update(_nccl_variables(plan, console, rendezvous))
     variables.update(plan.environment)
 

@@ -18,7 +18,7 @@ from lockstep.distributed.network import means_loopback
 from lockstep.errors import SettingError
 from lockstep.language import translate
 from lockstep.run.start.machine import Machine
-from lockstep.run.start.torchrun_flags import has_rendezvous_flags
+from lockstep.run.start.torchrun_flags import TorchrunFlags
 from lockstep.run.start.worker import LOCAL_RANK_MACRO, Command, Script
 from lockstep.wording import count_noun
 
@@ -75,8 +75,6 @@ class LaunchPlan:
     """True if the run is on this machine only."""
     environment: Mapping[str, str]
     """Variables that every process gets in addition to the launcher's own."""
-    has_gpus: bool
-    """True if a GPU is visible on this machine, so that the ranks may use NCCL."""
     notes: tuple[str, ...]
     """The choices made automatically, each with its reason."""
     flags: tuple[str, ...]
@@ -255,7 +253,7 @@ def make_plan(
             notes.append(f"Gloo on {machine.loopback} alone (GLOO_SOCKET_IFNAME: one machine)")
 
     flags = [*spec.torchrun, f"--nproc-per-node={nproc}"]
-    if one_node and not has_rendezvous_flags(spec.torchrun, environ):
+    if one_node and not TorchrunFlags(spec.torchrun, environ).say_how_nodes_meet:
         flags.insert(0, "--standalone")
     if spec.script.module:
         flags.append("--module")
@@ -265,7 +263,6 @@ def make_plan(
         gpus=machine.gpus,
         one_node=one_node,
         environment=environment,
-        has_gpus=machine.gpus > 0,
         notes=tuple(notes),
         flags=tuple(flags),
         script=spec.script,

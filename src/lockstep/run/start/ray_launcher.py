@@ -23,6 +23,7 @@ from lockstep.run.machines.ray_call import CallFacts, CallOutcome
 from lockstep.run.start.machine import read_machine
 from lockstep.run.start.plan import LaunchPlan, LaunchSpec, make_plan
 from lockstep.run.start.spawn import run_in_fresh_processes, run_sent_call
+from lockstep.run.start.torchrun_flags import TorchrunFlags
 from lockstep.run.start.worker import Script
 
 PICKLER = "ray.cloudpickle"
@@ -84,7 +85,7 @@ def _make_plan(facts: CallFacts, arguments: Sequence[str]) -> LaunchPlan:
     nproc_argument, *torchrun = arguments
     nproc = int(nproc_argument.removeprefix("--nproc="))
     spec = LaunchSpec(script=Script(path=facts.name), torchrun=tuple(torchrun))
-    one_node = "--standalone" in torchrun
+    one_node = TorchrunFlags(torchrun).is_given("--standalone")
     plan = make_plan(spec, read_machine(), os.environ, nproc, one_node=one_node)
     return replace(plan, timeout=facts.timeout, keyboard=False, launcher="lockstep.launch")
 

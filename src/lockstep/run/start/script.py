@@ -30,6 +30,7 @@ from lockstep.file_paths import check_path_of_this_system
 from lockstep.language import CHINESE, language, translate
 from lockstep.run.start import worker
 from lockstep.run.start.machine import cores_allowed, read_machine
+from lockstep.run.start.openblas import limit_openblas
 from lockstep.run.start.plan import (
     LaunchPlan,
     LaunchSpec,
@@ -42,7 +43,12 @@ from lockstep.run.start.rank_imports import import_for_ranks, without_garbage_co
 from lockstep.run.start.run_folder import make_folder
 from lockstep.run.start.source_hints import SourceHints, modules_hidden_by_loaded, read_script
 from lockstep.run.start.step_memory import check_keep_in_memory
-from lockstep.run.start.torchrun_flags import check_flags, node_numbers, parse_flags
+from lockstep.run.start.torchrun_flags import (
+    TorchrunFlags,
+    check_flags,
+    node_numbers,
+    parse_flags,
+)
 from lockstep.run.start.worker import LOCAL_RANK_MACRO, Command, Script
 from lockstep.run.start.zygote import FreshZygote, Zygote, serve
 
@@ -89,12 +95,14 @@ def run_script(spec: LaunchSpec, announce: Callable[[str], None]) -> int:
 
     script = request.spec.script
     cold_reason = _why_cold(request, environ)
-    nproc = _nproc_known_early(request.spec)
+    nproc = _nproc_known_early(request.flags)
 
     # Libraries read this variable when they are imported, so it cannot wait for the plan.
     early_variables = {}
     if nproc and "OMP_NUM_THREADS" not in environ:
-        early_variables["OMP_NUM_THREADS"] = str(threads_per_process(cores_allowed(), nproc))
+        num_threads = threads_per_process(cores_allowed(), nproc)
+        early_variables["OMP_NUM_THREADS"] = str(num_threads)
+        limit_openblas(num_threads)  # it was loaded with torch if torchrun's flags were parsed
 
     with _environment_with(early_variables):
         if cold_reason is None:
@@ -191,14 +199,17 @@ def _read_request(spec: LaunchSpec, environ: Mapping[str, str]) -> _Request:
     """Completes a request from torchrun's flags and the script's source.
 
     Parsing torchrun's flags imports torch, which takes time. So if the user gave none, the result
-    has only the four flags that are needed before torch is imported, with torchrun's defaults.
+    has only the five flags that are needed before torch is imported, with torchrun's defaults.
     """
-    user_gave_flags = spec.torchrun or any(name.startswith("PET_") for name in environ)
-    if user_gave_flags:
+    if TorchrunFlags(spec.torchrun, environ).is_any_given:
         flags = _parse_flags(spec)
     else:
         flags = argparse.Namespace(
-            module=spec.script.module, no_python=False, run_path=False, numa_binding=None
+            nproc_per_node=spec.nproc or "1",
+            module=spec.script.module,
+            no_python=False,
+            run_path=False,
+            numa_binding=None,
         )
 
     script = replace(spec.script, module=flags.module)
@@ -239,9 +250,13 @@ def _parse_flags(spec: LaunchSpec) -> argparse.Namespace:
     return parse_flags([*flags, spec.script.path])
 
 
-def _nproc_known_early(spec: LaunchSpec) -> int:
-    """Returns the number of ranks on this machine, or 0 if it depends on the machine's devices."""
-    asked = "1" if spec.nproc is None else spec.nproc  # torchrun's default
+def _nproc_known_early(flags: argparse.Namespace) -> int:
+    """Returns the number of ranks on this machine, or 0 if it depends on the machine's devices.
+
+    Args:
+        flags: torchrun's flags, of which PET_NPROC_PER_NODE may have set the number.
+    """
+    asked = str(flags.nproc_per_node)
     return int(asked) if asked.isdigit() else 0
 
 

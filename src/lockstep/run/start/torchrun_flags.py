@@ -12,7 +12,8 @@ import os
 import signal
 import uuid
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lockstep.errors import SettingError
 from lockstep.file_paths import check_path_of_this_system
@@ -21,12 +22,15 @@ from lockstep.run.start.console import choose_streams
 if TYPE_CHECKING:
     from torch.distributed.elastic.rendezvous import RendezvousParameters
 
-_RENDEZVOUS_FLAG_PREFIXES = (
+_RENDEZVOUS_FLAGS = (
     "--standalone",
     "--node-rank",
     "--master-addr",
     "--master-port",
-    "--rdzv-",
+    "--rdzv-backend",
+    "--rdzv-endpoint",
+    "--rdzv-id",
+    "--rdzv-conf",
 )
 _FLAGS_OF_ONE_NODE = (
     "--nnodes",
@@ -50,6 +54,102 @@ _DEFAULTS_OF_NEWER_FLAGS: dict[str, Any] = {
 them, torch 2.9 has the first two."""
 _SHUTDOWN_TIMEOUT = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
 _DEFAULT_SHUTDOWN_TIMEOUT_S = 10.0
+
+
+def is_torchrun_variable(variable: str) -> bool:
+    """Returns True for torchrun's own variables, such as PET_NNODES for the flag --nnodes."""
+    return variable.startswith("PET_")
+
+
+def variable_of_flag(flag: str) -> str:
+    """Returns torchrun's variable for a flag: PET_NODE_RANK for --node-rank."""
+    return "PET_" + flag.removeprefix("--").replace("-", "_").upper()
+
+
+def flag_of_variable(variable: str) -> str:
+    """Returns the flag for one of torchrun's variables: --node-rank for PET_NODE_RANK."""
+    return "--" + variable.removeprefix("PET_").replace("_", "-").lower()
+
+
+class _GivenFlag(NamedTuple):
+    """A flag on a command line."""
+
+    name: str
+    """The name with hyphens, such as `--node-rank`, even if it was given with underscores."""
+    value: str
+    """The value; empty if the flag has none."""
+    words: tuple[str, ...]
+    """The words with which the flag and its value were given."""
+
+
+@dataclass(frozen=True)
+class TorchrunFlags:
+    """The flags of torchrun that are given, on a command line and by variables.
+
+    A flag is named with hyphens here. It is found however it was given: `--node-rank 1`,
+    `--node-rank=1`, `--node_rank 1`, or PET_NODE_RANK=1, over which a command line takes
+    precedence.
+    """
+
+    words: Sequence[str]
+    """The words of the command line: flags and their values, without the script."""
+    environ: Mapping[str, str] = field(default_factory=dict)
+    """Environment variables of the launcher; empty where torchrun's variables do not count."""
+
+    def get(self, name: str) -> str | None:
+        """Returns the value of a flag, which is empty if it takes none; None if it is not given."""
+        value = self.environ.get(variable_of_flag(name))
+        for flag in self._flags_of_words():
+            if flag.name == name:  # of several on the command line, the last one counts
+                value = flag.value
+        return value
+
+    def is_given(self, *names: str) -> bool:
+        """Returns True if one of the flags is given."""
+        return any(self.get(name) is not None for name in names)
+
+    @property
+    def is_any_given(self) -> bool:
+        """True if any flag is given."""
+        return bool(self.words) or any(is_torchrun_variable(name) for name in self.environ)
+
+    @property
+    def say_how_nodes_meet(self) -> bool:
+        """True if one of the flags says how the nodes meet."""
+        return self.is_given(*_RENDEZVOUS_FLAGS)
+
+    @property
+    def describe_nodes(self) -> bool:
+        """True if one of the flags says how many nodes there are, or how they meet."""
+        return self.is_given("--nnodes") or self.say_how_nodes_meet
+
+    def words_without(self, *names: str) -> list[str]:
+        """Returns the words of the command line, without some of the flags and their values."""
+        words: list[str] = []
+        for flag in self._flags_of_words():
+            if flag.name not in names:
+                words += flag.words
+        return words
+
+    def words_with(self, name: str, value: str) -> list[str]:
+        """Returns the words of the command line, with another value of a flag."""
+        return [*self.words_without(name), name, value]
+
+    def _flags_of_words(self) -> list[_GivenFlag]:
+        """Splits the command line into flags.
+
+        Each word that begins with two hyphens begins a flag. Another word is the value of the flag
+        before it.
+        """
+        flags: list[_GivenFlag] = []
+        for word in self.words:
+            if word.startswith("--"):
+                name, _, value = word.partition("=")
+                flags.append(_GivenFlag(name.replace("_", "-"), value, (word,)))
+            else:
+                flag = flags.pop()
+                flags.append(_GivenFlag(flag.name, word, (*flag.words, word)))
+        return flags
 
 
 def parse_flags(arguments: Sequence[str]) -> argparse.Namespace:
@@ -97,33 +197,7 @@ def parse_flags(arguments: Sequence[str]) -> argparse.Namespace:
     return flags
 
 
-def is_torchrun_variable(variable: str) -> bool:
-    """Returns True for torchrun's own variables, such as PET_NNODES for the flag --nnodes."""
-    return variable.startswith("PET_")
-
-
 # How the machines meet
-
-
-def has_rendezvous_flags(torchrun: Sequence[str], environ: Mapping[str, str]) -> bool:
-    """Returns True if a flag or one of torchrun's variables says how the nodes meet.
-
-    Args:
-        torchrun: torchrun's flags and their values, as given.
-        environ: environment variables of the launcher.
-    """
-    words = list(torchrun)
-    for variable in environ:
-        if is_torchrun_variable(variable):
-            words.append(f"--{variable.removeprefix('PET_').lower()}")
-    return any(word.replace("_", "-").startswith(_RENDEZVOUS_FLAG_PREFIXES) for word in words)
-
-
-def has_node_flags(torchrun: Sequence[str], environ: Mapping[str, str]) -> bool:
-    """Returns True if a flag or variable says how many nodes there are, or how they meet."""
-    if "--nnodes" in torchrun or "PET_NNODES" in environ:
-        return True
-    return has_rendezvous_flags(torchrun, environ)
 
 
 def check_flags_usable_with(option: str, torchrun: Sequence[str]) -> None:
@@ -139,10 +213,11 @@ def check_flags_usable_with(option: str, torchrun: Sequence[str]) -> None:
     Raises:
         SettingError: such a flag is given, or torchrun does not accept a flag's value.
     """
-    for word in torchrun:
-        if word.replace("_", "-") in _FLAGS_OF_ONE_NODE:
+    flags = TorchrunFlags(torchrun)
+    for flag in _FLAGS_OF_ONE_NODE:
+        if flags.is_given(flag):
             raise SettingError(
-                f"{word} with {option}",
+                f"{flag} with {option}",
                 f"{option} numbers the machines, and says how they meet",
                 "leave it out; --master-addr and --master-port may say where the first one is "
                 "reached",

@@ -29,6 +29,7 @@ from typing import NamedTuple, NoReturn
 
 from lockstep import errors
 from lockstep.run.start.exec_hook import watch_executed
+from lockstep.run.start.openblas import limit_openblas
 from lockstep.run.start.process_exit import exit_process
 from lockstep.run.watch.evidence import FOLDER_VARIABLE, Evidence
 
@@ -197,11 +198,13 @@ def reset_after_fork() -> None:
     if random is not None:
         random.seed()
 
-    # torch has read the number of threads in the zygote.
+    # torch and NumPy have read the number of threads in the zygote.
     torch = sys.modules.get("torch")
     threads = os.environ.get("OMP_NUM_THREADS", "")
-    if torch is not None and threads.isdigit() and int(threads) != torch.get_num_threads():
-        torch.set_num_threads(int(threads))
+    if torch is not None and threads.isdigit():
+        if int(threads) != torch.get_num_threads():
+            torch.set_num_threads(int(threads))
+        limit_openblas(int(threads))
 
 
 def open_streams() -> None:
