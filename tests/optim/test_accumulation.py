@@ -14,7 +14,9 @@ from lockstep.session.delivery import TrainingPass
 from lockstep.session.extension import Place
 from lockstep.session.micro_batch import MicroBatch
 from lockstep.session.step import Step
-from lockstep.training.optimizer import PreparedOptimizer, PreparedScheduler, choose_foreach
+from lockstep.training.optimizer import PreparedOptimizer
+from lockstep.training.optimizer_kinds import choose_foreach
+from lockstep.training.scheduler import PreparedScheduler
 
 pytestmark = pytest.mark.unit
 
@@ -27,7 +29,8 @@ def prepared(
     parameter, step = nn.Parameter(torch.zeros(2)), Step()
     optimizer = torch.optim.SGD([parameter], lr=lr)
     made = PreparedOptimizer(optimizer, step, Precision(precision, CPU))
-    step.extensions.add(made.as_extension, Place.PREPARED_OBJECT)
+    for extension in made.extensions:
+        step.extensions.add(extension, Place.PREPARED_OBJECT)
     return parameter, made, step
 
 

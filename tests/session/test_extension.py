@@ -128,7 +128,8 @@ def test_gradients_are_cleared() -> None:
             seen_by_strategy.append(parameter.grad)
 
     step.extensions.add(Strategy(), Place.STRATEGY)
-    step.extensions.add(optimizer.as_extension, Place.PREPARED_OBJECT)
+    for extension in optimizer.extensions:
+        step.extensions.add(extension, Place.PREPARED_OBJECT)
     training_pass = TrainingPass()
     first = MicroBatch(
         global_samples=4, local_rows=2, first=True, last=False, scale=0.5, plain=False

@@ -53,13 +53,10 @@ from lockstep.torch_compat import BatchNorm, let_compile_again, without_compile
 from lockstep.training.agreement import check_equal_on_ranks
 from lockstep.training.batchnorm_notes import BatchNormNotes
 from lockstep.training.forward_watch import ForwardWatch
-from lockstep.training.optimizer import (
-    PreparedOptimizer,
-    PreparedScheduler,
-    choose_foreach,
-    refuse_optimizer_wrong_on_shards,
-)
+from lockstep.training.optimizer import PreparedOptimizer
+from lockstep.training.optimizer_kinds import choose_foreach, refuse_optimizer_wrong_on_shards
 from lockstep.training.schedule_length import ScheduleLengths
+from lockstep.training.scheduler import PreparedScheduler
 from lockstep.training.training_step import TrainingStep
 from lockstep.training.unpacking import note_order
 from lockstep.training.virtual_rank_states import VirtualRankStates
@@ -551,7 +548,8 @@ class Preparer:
             prepared.origins_on_one_device = origins_of_groups
 
         self.optimizers.append(prepared)
-        self.run.extensions.add(prepared.as_extension, Place.PREPARED_OBJECT)
+        for extension in prepared.extensions:
+            self.run.extensions.add(extension, Place.PREPARED_OBJECT)
         self.run.extensions.optimizer_prepared(prepared, modules)
         return prepared
 

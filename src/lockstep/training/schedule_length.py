@@ -19,7 +19,7 @@ from lockstep.checkpoint.checks import LENGTH_ATTRIBUTES
 from lockstep.errors import warn
 from lockstep.session.extension import Extension
 from lockstep.training.epoch_loop import epochs_of_loop, may_pass_value_on
-from lockstep.training.optimizer import PreparedScheduler
+from lockstep.training.scheduler import PreparedScheduler
 from lockstep.user_code import Location, user_stack
 
 

@@ -145,7 +145,7 @@ class TrainingStep:
                 # Under fp16 the gradients are multiplied by the scale of the loss. The norm is to
                 # be that of the gradients themselves, so they are divided by it now.
                 self._precision.unscale([optimizer.inner])
-                optimizer.note_clipping()
+                optimizer.step_calls.note_clipping()
 
         # With virtual ranks the norm has the same bits on any number of processes, so it is
         # computed in a fixed order. Otherwise the strategy knows the fastest way.

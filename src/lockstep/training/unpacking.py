@@ -22,7 +22,8 @@ from torch import nn
 
 from lockstep.batch.loader import Loader
 from lockstep.errors import LockstepError, UsageError, add_note_once
-from lockstep.training.optimizer import PreparedOptimizer, PreparedScheduler
+from lockstep.training.optimizer import PreparedOptimizer
+from lockstep.training.scheduler import PreparedScheduler
 from lockstep.user_code import is_user_file, parse_source
 from lockstep.wording import describe_type
 
