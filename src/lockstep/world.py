@@ -829,7 +829,7 @@ def init(  # noqa: PLR0913 - one place for all settings of a run
         seed_everything(settings.seed)
 
         if settings.virtual_ranks is not None:
-            determinism = Determinism(run.collectives, settings.virtual_ranks)
+            determinism = Determinism(run.collectives)
             run.extensions.add(determinism, Place.OBSERVER)
             choices.append(determinism.choice())
             if determinism.differences and run.topology.is_main:

@@ -39,7 +39,8 @@ def test_a_value_of_nproc_that_is_no_number_of_processes_is_refused(asked: int |
     ("cores", "nproc", "threads"), [(8, 2, 4), (8, 3, 2), (2, 8, 1), (1, 1, 1)]
 )
 def test_threads_fill_the_cores(cores: int, nproc: int, threads: int) -> None:
-    assert threads_per_process(cores, nproc) == threads
+    assert threads_per_process(cores, nproc, {}) == threads
+    assert threads_per_process(cores, nproc, {"virtual_ranks": 4}) == 1
 
 
 def test_only_given_settings_reach_the_environment() -> None:

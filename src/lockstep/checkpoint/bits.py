@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from lockstep.distributed.determinism import pin_threads
 from lockstep.distributed.numerics import describe_differences, read_numerics
 from lockstep.errors import CheckpointError, warn
 from lockstep.settings import Settings, is_whole_number
@@ -148,7 +149,7 @@ def restore_threads_and_note_differences(
     num_threads = manifest.get("threads")
     threads_before = torch.get_num_threads()
     if is_whole_number(num_threads) and num_threads != threads_before:
-        torch.set_num_threads(num_threads)
+        pin_threads(num_threads)
         text += f"; {count_noun(num_threads, 'thread')} as saved, not {threads_before}"
 
     saved_numerics = manifest.get("numerics")

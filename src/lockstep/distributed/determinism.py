@@ -1,23 +1,33 @@
 """Sets torch's threads and kernels so that every process computes the same bits.
 
-The number of threads decides in which order the additions of a matrix product are made, so it must
-not depend on the number of processes. Kernels that add in no fixed order (atomic additions on GPUs)
-are refused by torch's deterministic mode.
+The number of threads decides in which order the additions of a matrix product are made. So it is
+part of the recipe, like the number of virtual ranks, and must not follow from the number of
+processes, or from the cores to which a scheduler has bound them. It is what the user has set in
+OMP_NUM_THREADS, and otherwise 1: the only number that suits any number of processes and cores, and
+the one that torchrun sets.
+
+Kernels that add in no fixed order (atomic additions on GPUs) are refused by torch's deterministic
+mode.
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.utils.deterministic
+from torch import nn
+from torch.optim import Optimizer
 
 from lockstep.distributed.collectives import Collectives
 from lockstep.distributed.numerics import compare_ranks, read_numerics
-from lockstep.errors import LockstepError, UsageError, add_note_once
+from lockstep.distributed.topology import CHOSEN_THREADS_VARIABLE, THREADS_VARIABLE
+from lockstep.errors import LockstepError, UsageError, add_note_once, warn
 from lockstep.session.extension import Extension
 from lockstep.settings import Choice
+from lockstep.wording import count_noun
 
 deterministic: Any = torch.utils.deterministic
 """Not all of its attributes are in torch's type annotations."""
@@ -25,6 +35,38 @@ CUBLAS_VARIABLE = "CUBLAS_WORKSPACE_CONFIG"
 REFUSED_BY_TORCH = " does not have a deterministic implementation"
 """What follows the name of an operation in the error of torch's deterministic mode."""
 NOTE_BEGINNING = "lockstep: "
+DEFAULT_NUM_THREADS = 1
+
+_pinned_threads: int | None = None
+"""The number of threads that `pin_threads` has set; None if it has set none. Torch's number also
+belongs to the process, not to a run."""
+
+
+def pin_threads(number: int) -> None:
+    """Sets torch's number of threads; `Determinism` warns if the script changes it afterwards."""
+    global _pinned_threads
+    _pinned_threads = number
+    torch.set_num_threads(number)
+
+
+def threads_set_by_user(environ: Mapping[str, str]) -> int | None:
+    """Returns the number of threads that the user has set in OMP_NUM_THREADS, or None.
+
+    A number that a launcher of Lockstep has chosen is not the user's: it follows from the number of
+    processes and the cores of their machine.
+
+    Args:
+        environ: the environment variables.
+    """
+    text = environ.get(THREADS_VARIABLE, "")
+    if text == environ.get(CHOSEN_THREADS_VARIABLE):
+        return None
+
+    # OpenMP also accepts a list, such as "4,2" for nested parallel regions.
+    first = text.partition(",")[0].strip()
+    if first.isdecimal() and int(first) > 0:
+        return int(first)
+    return None
 
 
 class Determinism(Extension):
@@ -34,24 +76,21 @@ class Determinism(Extension):
 
     Args:
         collectives: the collectives of the run.
-        num_virtual_ranks: number of virtual ranks of the run. Each process gets as many threads as
-            it would have if every virtual rank had a process on this machine.
     """
 
-    def __init__(self, collectives: Collectives, num_virtual_ranks: int) -> None:
+    def __init__(self, collectives: Collectives) -> None:
         self._threads_before = torch.get_num_threads()
         self._was_deterministic = torch.are_deterministic_algorithms_enabled()
         self._only_warned = torch.is_deterministic_algorithms_warn_only_enabled()
         self._fill_before: bool = deterministic.fill_uninitialized_memory
         self._benchmark_before = torch.backends.cudnn.benchmark
         self._cublas_before = os.environ.get(CUBLAS_VARIABLE)
+        self._num_local_processes = collectives.topology.local_size
+        self._computes_on_cpu = collectives.device.type == "cpu"
 
-        num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
-        num_threads_here = max(1, num_cores // num_virtual_ranks)
-
-        # Machines may have different numbers of cores, so all processes use the smallest number.
-        self.num_threads = min(int(number) for number in collectives.exchange(num_threads_here))
-        torch.set_num_threads(self.num_threads)
+        # All ranks have the same OMP_NUM_THREADS: they compare it when they join.
+        self._users_threads = threads_set_by_user(os.environ)
+        pin_threads(self._users_threads or DEFAULT_NUM_THREADS)
 
         # In torch's deterministic mode, cuBLAS refuses to compute without a fixed workspace.
         os.environ.setdefault(CUBLAS_VARIABLE, ":4096:8")
@@ -67,11 +106,53 @@ class Determinism(Extension):
 
     def choice(self) -> Choice:
         """Returns the number of threads and the reason for it, for the startup summary."""
-        reason = "pinned: the same on any number of processes, because it decides the order of sums"
-        return Choice("threads", str(self.num_threads), reason)
+        if self._users_threads is not None:
+            return Choice(
+                "threads",
+                str(self._users_threads),
+                "OMP_NUM_THREADS; it decides the order of sums, so another number gives other bits",
+            )
+
+        reason = "pinned: the same on any machine, because it decides the order of sums"
+        num_cores = self._cores_per_process()
+        if num_cores > DEFAULT_NUM_THREADS and self._computes_on_cpu:
+            reason = (
+                "pinned: the same on any machine, because it decides the order of sums; each "
+                f"process could use {num_cores} cores: start more processes, or set "
+                "OMP_NUM_THREADS, with other bits"
+            )
+        return Choice("threads", str(DEFAULT_NUM_THREADS), reason)
+
+    def _cores_per_process(self) -> int:
+        """Returns how many cores each process of this machine could use."""
+        if not hasattr(os, "sched_getaffinity"):
+            return 1
+        return len(os.sched_getaffinity(0)) // self._num_local_processes
+
+    def before_step(self, optimizer: Optimizer, modules: Sequence[nn.Module]) -> None:
+        """Warns if the script has set another number of threads, once for each number.
+
+        Every rank warns, because the script may have set it on some of them only.
+        """
+        del optimizer, modules
+        number = torch.get_num_threads()
+        num_before = _pinned_threads
+        if number == num_before or num_before is None:
+            return
+
+        pin_threads(number)
+        warn(
+            f"torch.set_num_threads({number}) with virtual_ranks",
+            f"the run began with {count_noun(num_before, 'thread')}; the number decides the order "
+            "of sums, so from here on the bits are others",
+            f"set OMP_NUM_THREADS={number} in all runs that should have the same bits",
+            on_this_rank=True,
+        )
 
     def close(self, failed: bool) -> None:
         """Restores the settings that were in use before the run."""
+        global _pinned_threads
+        _pinned_threads = None
         torch.set_num_threads(self._threads_before)
         torch.use_deterministic_algorithms(self._was_deterministic, warn_only=self._only_warned)
         deterministic.fill_uninitialized_memory = self._fill_before

@@ -31,6 +31,10 @@ from lockstep.errors import SettingError
 LAUNCHER_VARIABLE = "LOCKSTEP_LAUNCHER"
 """The environment variable with the name of a rank's launcher, which `lockstep.init` prints. Other
 launchers than those of Lockstep do not set it."""
+THREADS_VARIABLE = "OMP_NUM_THREADS"
+CHOSEN_THREADS_VARIABLE = "LOCKSTEP_CHOSEN_THREADS"
+"""The environment variable in which a launcher repeats the OMP_NUM_THREADS of a rank if it has
+chosen the number itself. Without it, or with another number, the user has set OMP_NUM_THREADS."""
 
 Environ = Mapping[str, str]
 DEFAULT_PORT = 29500

@@ -36,7 +36,11 @@ from torch.distributed.elastic.multiprocessing import ProcessFailure, SignalExce
 
 from lockstep.distributed.interface import NCCL_INTERFACE, choose_nccl_interfaces, gloo_variables
 from lockstep.distributed.network import running_interfaces, wait_until
-from lockstep.distributed.topology import LAUNCHER_VARIABLE
+from lockstep.distributed.topology import (
+    CHOSEN_THREADS_VARIABLE,
+    LAUNCHER_VARIABLE,
+    THREADS_VARIABLE,
+)
 from lockstep.errors import EXIT_SIGNAL, LockstepError
 from lockstep.language import translate
 from lockstep.run.machines.nodes import Node
@@ -213,6 +217,8 @@ def _variables_of_all_ranks(
     if plan.gpus > 0:  # the ranks may use NCCL
         variables.update(_nccl_variables(plan, console, rendezvous))
     variables.update(plan.environment)
+    if plan.chooses_threads:
+        variables[CHOSEN_THREADS_VARIABLE] = plan.environment[THREADS_VARIABLE]
 
     # Ranks that do not have the terminal themselves are told its width. A single rank has it.
     is_only_rank = plan.nproc == 1 and plan.one_node

@@ -15,6 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from lockstep.distributed.network import means_loopback
+from lockstep.distributed.topology import THREADS_VARIABLE
 from lockstep.errors import SettingError
 from lockstep.language import translate
 from lockstep.run.start.machine import Machine
@@ -82,6 +83,8 @@ class LaunchPlan:
     script: Script
     quiet: bool = False
     """True if only the script's output and failures are printed (--quiet)."""
+    chooses_threads: bool = False
+    """True if `environment` has an OMP_NUM_THREADS because the user has set none."""
     script_spawns_ranks: bool = False
     """True if the script spawns the ranks itself. The one process that is started is then not told
     that it is a rank."""
@@ -188,8 +191,19 @@ def _parse_number(asked: int | str) -> int | None:
     return None
 
 
-def threads_per_process(cores: int, nproc: int) -> int:
-    """Returns how many threads each of `nproc` processes may use to fill `cores`; at least 1."""
+def threads_per_process(cores: int, nproc: int, settings: Mapping[str, object]) -> int:
+    """Returns how many threads each process of this machine gets unless the user has set a number.
+
+    Together they fill the cores. With virtual ranks each gets one, because the bits of the results
+    depend on the number of threads and must not depend on that of processes or cores.
+
+    Args:
+        cores: number of cores that the processes may use.
+        nproc: number of processes.
+        settings: the settings that were given to the launcher.
+    """
+    if "virtual_ranks" in settings:
+        return 1
     return max(1, cores // nproc)
 
 
@@ -235,13 +249,17 @@ def make_plan(
         file, _, names = spec.from_file.rpartition(": ")
         notes.append(f"{names} from {file}")
 
-    if "OMP_NUM_THREADS" not in environ:
-        threads = threads_per_process(machine.cores, nproc)
-        environment["OMP_NUM_THREADS"] = str(threads)
-        notes.append(
-            f"{count_noun(threads, 'thread')} per process (OMP_NUM_THREADS: "
-            f"{count_noun(machine.cores, 'core')} for {count_noun(nproc, 'process')})"
-        )
+    chooses_threads = THREADS_VARIABLE not in environ
+    if chooses_threads:
+        threads = threads_per_process(machine.cores, nproc, spec.settings)
+        environment[THREADS_VARIABLE] = str(threads)
+        if "virtual_ranks" in spec.settings:
+            notes.append("1 thread per process (OMP_NUM_THREADS: virtual ranks, on any machine)")
+        else:
+            notes.append(
+                f"{count_noun(threads, 'thread')} per process (OMP_NUM_THREADS: "
+                f"{count_noun(machine.cores, 'core')} for {count_noun(nproc, 'process')})"
+            )
 
     if one_node and "GLOO_SOCKET_IFNAME" not in environ:
         if meeting_interface is not None:
@@ -269,4 +287,5 @@ def make_plan(
         hang=spec.hang,
         keep_in_memory=spec.keep_in_memory,
         quiet=spec.quiet,
+        chooses_threads=chooses_threads,
     )

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from lockstep.distributed.network import address_reaching, interface_of
+from lockstep.distributed.topology import THREADS_VARIABLE
 from lockstep.errors import SettingError
 from lockstep.file_paths import check_path_of_this_system
 from lockstep.language import CHINESE, language, translate
@@ -99,9 +100,9 @@ def run_script(spec: LaunchSpec, announce: Callable[[str], None]) -> int:
 
     # Libraries read this variable when they are imported, so it cannot wait for the plan.
     early_variables = {}
-    if nproc and "OMP_NUM_THREADS" not in environ:
-        num_threads = threads_per_process(cores_allowed(), nproc)
-        early_variables["OMP_NUM_THREADS"] = str(num_threads)
+    if nproc and THREADS_VARIABLE not in environ:
+        num_threads = threads_per_process(cores_allowed(), nproc, request.spec.settings)
+        early_variables[THREADS_VARIABLE] = str(num_threads)
         limit_openblas(num_threads)  # it was loaded with torch if torchrun's flags were parsed
 
     with _environment_with(early_variables):
