@@ -670,7 +670,7 @@ class World:
         _open_worlds.discard(self)
         atexit.unregister(process_group.close_at_exit)
         self._preparer.release()
-        self._run.step.close_passes()  # the script may still hold the iterator of a loop
+        self._run.step.logged_passes.close_all()  # the script may still hold the iterator of a loop
         process_group.leave(self._run, failed=failed)
 
         # An extension may have deferred an error, which is raised here. The other ranks do not wait

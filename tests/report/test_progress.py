@@ -45,7 +45,8 @@ class PlainLoader:
 
     def __iter__(self) -> Iterator[int]:
         training_pass = TrainingPass() if torch.is_grad_enabled() else None
-        with self.step_of_run.pass_opened(self, training_pass):
+        passes = self.step_of_run.logged_passes
+        with passes.opened(self, training_pass, num_trained=self.step_of_run.number):
             for step in range(self.steps):
                 for j in range(self._micro_batches):
                     self.current = MicroBatch(
@@ -65,7 +66,7 @@ class PlainWorld:
     @property
     def sums(self) -> list[WeightedSums]:
         """What was logged in the passes that go on."""
-        return [open_pass.sums for open_pass in self.step.open_passes]
+        return [open_pass.sums for open_pass in self.step.logged_passes.open]
 
     def progress(
         self, loader: PlainLoader, description: str = "", *, done: int = 0

@@ -615,10 +615,13 @@ class Loader:
             elif some_ranks_skip:
                 self._collectives.blocked_reason = SOME_RANKS_SKIP
 
-            with step.pass_opened(self, training_pass if training else None) as open_pass:
+            opened = step.logged_passes.opened(
+                self, training_pass if training else None, num_trained=step.number
+            )
+            with opened as open_pass:
                 for planned, batch in on_device:
                     self._set_current(planned.micro_batch)
-                    step.pass_hands_out(open_pass, planned.micro_batch)
+                    step.logged_passes.hands_out(open_pass, planned.micro_batch)
                     if not planned.micro_batch.local_rows:
                         batch = self._without_samples(batch)
                     if training:

@@ -175,7 +175,7 @@ class Extension:
 
         Args:
             sums: the `WeightedSums` of this rank's values.
-            open_pass: the `session.step.OpenPass`; None outside of any loop.
+            open_pass: the `session.logged_passes.OpenPass`; None outside of any loop.
         """
 
     def settle(self) -> None:

@@ -17,10 +17,8 @@ with it. The step passes these events on to the extensions of the run (`session.
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lockstep.errors import warn
@@ -41,6 +39,7 @@ from lockstep.session.delivery import (
     weight_in_backward,
 )
 from lockstep.session.extension import Extensions
+from lockstep.session.logged_passes import LoggedPasses
 from lockstep.session.micro_batch import MicroBatch, VirtualRank
 
 if TYPE_CHECKING:
@@ -70,90 +69,6 @@ class Dispute(NamedTuple):
     virtual_rank: int
     scales: list[float]
     """The factor of the loss in each micro-batch of the virtual rank."""
-
-
-@dataclass(eq=False)
-class OpenPass:
-    """A pass over a prepared loader, with or without gradients, and what was logged in it."""
-
-    loader: Any
-    training_pass: TrainingPass | None
-    """None for a pass without gradients."""
-    begun: int
-    """The number of global batches that were trained before the pass began."""
-    number: int = 0
-    """The number of the pass, from 1, among those over this loader that began at the same step. It
-    is 0 until something is logged in the pass, or the loader is exhausted."""
-    sums: Any = None
-    """The `WeightedSums` of the values that the script has logged in the pass, or None."""
-    description: str = ""
-    """The name of the pass, e.g. `epoch 3` or `validation`; empty if it has none."""
-    is_shown: bool = False
-    """True for a loop over `World.progress`."""
-    only_held_batches_remain: bool = False
-    """True if the loader is exhausted, but the loop holds batches that it has not trained yet. The
-    pass then stays open until the script begins another one."""
-    handed_out: MicroBatch = field(default_factory=MicroBatch)
-    """The micro-batch that was handed out last."""
-    delivery_of_name: dict[str, Delivery | None] = field(default_factory=dict)
-    """For each logged name, the delivery that the loop computed on when it was last logged."""
-
-    @property
-    def is_training(self) -> bool:
-        """True for a pass with gradients."""
-        return self.training_pass is not None
-
-    @property
-    def is_counted(self) -> bool:
-        """True if the pass has a number.
-
-        A pass that was left early, with nothing logged in it, never gets one. It may have been made
-        on this rank only.
-        """
-        return self.number > 0
-
-    @property
-    def identity(self) -> tuple[int, bool, int, int]:
-        """Identifies the pass. It is the same on all ranks that take part in the pass.
-
-        Some ranks may take part in more passes than others, for example if only rank 0 looks at
-        some samples. So passes are counted from 0 again at each step, and a pass is only counted
-        once something is logged in it or its loader is exhausted.
-        """
-        return self.loader.number, self.is_training, self.begun, self.number
-
-    @property
-    def micro_batch(self) -> MicroBatch:
-        """The micro-batch that the loop is computing on."""
-        if self.training_pass is None or self.training_pass.batch_in_use is None:
-            return self.handed_out
-        return self.training_pass.batch_in_use.micro_batch
-
-    def includes_logged_value(self, name: str) -> bool:
-        """Returns True if a value that the script logs now belongs to this pass.
-
-        A loop logs a name once for each batch. So in `for batch in list(loader):
-        world.log(loss=train_on(batch))` over 5 batches, the first "loss" for batch 5 belongs to the
-        pass. A second "loss" for batch 5 does not: the loop is over.
-
-        Args:
-            name: name of the value, for example "loss".
-        """
-        loader_has_more_batches = not self.only_held_batches_remain
-        if loader_has_more_batches:
-            return True
-
-        # The loader is exhausted. Nothing tells whether the loop still trains on batches that it
-        # holds, or is over.
-        assert self.training_pass is not None  # only training leaves batches to train on
-        is_first_value_with_name = name not in self.delivery_of_name
-        if is_first_value_with_name:
-            # True while the loop holds batches that it has not trained.
-            return bool(self.training_pass.untrained)
-
-        # True if the loop has gone on to another batch since it logged the name.
-        batch_of_last_value = self.delivery_of_name[name]
-        return batch_of_last_value is not self.training_pass.batch_in_use
 
 
 class Step:
@@ -187,16 +102,7 @@ class Step:
         model."""
         self.phase = "other"
         """What this rank spends its time on, one of `extension.PHASES`."""
-        self.open_passes: list[OpenPass] = []
-        """The passes over loaders that are open. The one that was last to hand out a micro-batch is
-        at the end."""
-        self.last_pass: OpenPass | None = None
-        """The pass that ended last; None if none has ended."""
-        self.just_ended: OpenPass | None = None
-        """The pass that ended last, until a loop gets its next micro-batch. That may be the loop
-        around it, for an evaluation within a training loop."""
-        self._num_passes: Counter[tuple[int, bool, int]] = Counter()
-        """How many passes have a number, by their identity without the number."""
+        self.logged_passes = LoggedPasses(self.extensions)
         self.pass_of_loss: TrainingPass | None = None
         """The pass of the latest loss that was passed to `World.backward`, or None."""
         self._pass_without_loader = TrainingPass()
@@ -917,101 +823,6 @@ class Step:
             each_pass.has_stepped_for_current_batch
             for each_pass in [training_pass, *fetched_together]
         )
-
-    @contextmanager
-    def pass_opened(
-        self, loader: Any, training_pass: TrainingPass | None = None
-    ) -> Iterator[OpenPass]:
-        """Returns a context in which a pass over a loader is open.
-
-        The pass may outlive the context: if the loop still holds batches of the exhausted loader on
-        which it has not trained, the pass stays open until the script begins another pass.
-
-        Args:
-            loader: the loader.
-            training_pass: the pass; None for one without gradients.
-        """
-        self.close_exhausted_passes()
-        open_pass = OpenPass(loader, training_pass, begun=self.number)
-        self.open_passes.append(open_pass)
-
-        try:
-            yield open_pass
-            self._note_exhausted(open_pass)
-        finally:
-            # If the loop was left early, `_note_exhausted` was not called, and no batches remain.
-            if not open_pass.only_held_batches_remain:
-                self._close_pass(open_pass)
-
-    def _note_exhausted(self, open_pass: OpenPass) -> None:
-        """Records that the loader of a pass has no more batches."""
-        self.assign_number(open_pass)  # every rank has made this pass, so it is counted
-        self.just_ended = open_pass
-        if open_pass.training_pass is not None:
-            held_batches = still_referenced(open_pass.training_pass.untrained)
-            open_pass.only_held_batches_remain = len(held_batches) > 0
-
-    def pass_hands_out(self, open_pass: OpenPass, micro_batch: MicroBatch) -> None:
-        """Records that a pass, with or without gradients, hands out a micro-batch."""
-        open_pass.handed_out = micro_batch
-        self.just_ended = None
-        is_latest = self.open_passes and self.open_passes[-1] is open_pass
-        if not is_latest and open_pass in self.open_passes:
-            self.open_passes.remove(open_pass)
-            self.open_passes.append(open_pass)
-
-    def assign_number(self, open_pass: OpenPass) -> None:
-        """Gives a pass its number, if it has none yet.
-
-        Called when the script logs something in the pass, or when its loader is exhausted.
-        """
-        if open_pass.is_counted:
-            return
-        key = open_pass.identity[:3]
-        self._num_passes[key] += 1
-        open_pass.number = self._num_passes[key]
-
-    def close_passes(self) -> None:
-        """Closes all open passes, because the run ends."""
-        for open_pass in list(self.open_passes):
-            self._close_pass(open_pass)
-
-    def close_exhausted_passes(self) -> None:
-        """Closes the passes whose loader is exhausted, and of which the loop held some batches.
-
-        Called when another pass begins or ends, so the loops are taken to be done with them.
-        """
-        for open_pass in list(self.open_passes):
-            if open_pass.only_held_batches_remain:
-                self._close_pass(open_pass)
-
-    def _close_pass(self, open_pass: OpenPass) -> None:
-        """Closes a pass that is over, or that the loop has left."""
-        was_closed_at_end_of_run = open_pass not in self.open_passes
-        if was_closed_at_end_of_run:
-            return
-
-        self.open_passes.remove(open_pass)
-
-        if open_pass.is_counted:
-            self.last_pass = open_pass
-            self.just_ended = open_pass
-
-        if open_pass.sums is not None:  # the values that the script has logged are complete now
-            self.extensions.values_logged(open_pass.sums, open_pass)
-
-        self.close_exhausted_passes()
-        if not self.open_passes:
-            self._forget_passes_of_earlier_steps()
-
-    def _forget_passes_of_earlier_steps(self) -> None:
-        """Drops the counts of passes that began at earlier steps than the current one.
-
-        Passes are numbered among those that began at the same step, so the next one needs no
-        earlier count.
-        """
-        counts = self._num_passes
-        self._num_passes = Counter({key: n for key, n in counts.items() if key[2] == self.number})
 
     @contextmanager
     def preserved(self) -> Iterator[None]:

@@ -19,7 +19,7 @@ from torch import Tensor
 from lockstep.distributed.process_group import Run
 from lockstep.errors import UsageError
 from lockstep.extensions.report.metrics import WeightedSums
-from lockstep.session.step import OpenPass
+from lockstep.session.logged_passes import OpenPass
 
 
 def log(run: Run, epoch: int, values: Mapping[str, float | Tensor]) -> None:
@@ -32,7 +32,7 @@ def log(run: Run, epoch: int, values: Mapping[str, float | Tensor]) -> None:
     """
     outside_any_pass: dict[str, Any] = {}
     for name, value in values.items():
-        open_pass = find_pass(run.step.open_passes, name)
+        open_pass = find_pass(run.step.logged_passes.open, name)
         if open_pass is None:
             outside_any_pass[name] = value
         else:
@@ -53,7 +53,7 @@ def new_sums(run: Run) -> WeightedSums:
 def _add_to_pass(run: Run, open_pass: OpenPass, epoch: int, name: str, value: Any) -> None:
     """Adds a value to the sums of a pass, weighted by the samples of the present micro-batch."""
     # Only passes in which something is logged have a number: this one now has.
-    run.step.assign_number(open_pass)
+    run.step.logged_passes.assign_number(open_pass)
 
     if open_pass.sums is None:
         open_pass.sums = new_sums(run)
@@ -133,11 +133,11 @@ def means_over_ranks(run: Run) -> dict[str, float]:
     Raises:
         UsageError: the ranks have logged in different passes.
     """
-    step = run.step
+    passes = run.step.logged_passes
     logged_here = _LoggedByRank(
-        has_left_loop=step.just_ended is not None,
-        in_ended_loop=_logged_in(step.just_ended),
-        in_present_loop=_logged_in(_present_pass(step.open_passes) or step.last_pass),
+        has_left_loop=passes.just_ended is not None,
+        in_ended_loop=_logged_in(passes.just_ended),
+        in_present_loop=_logged_in(_present_pass(passes.open) or passes.last_ended),
     )
     ranks = [
         _LoggedByRank(has_left_loop, LoggedValues(*ended), LoggedValues(*present))

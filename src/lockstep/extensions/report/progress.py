@@ -72,8 +72,8 @@ def progress(
     try:
         for item in loader:
             # The loader has opened its own pass last, before it handed out the item.
-            if step.open_passes:
-                open_pass = step.open_passes[-1]
+            if step.logged_passes.open:
+                open_pass = step.logged_passes.open[-1]
                 if open_pass.loader is loader:
                     open_pass.is_shown = True
                     open_pass.sums = means.sums

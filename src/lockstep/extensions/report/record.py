@@ -232,7 +232,7 @@ class Recorder(Extension):
         if not self._means_are_due:
             return
         self._means_are_due = False
-        for open_pass in self._step.open_passes:
+        for open_pass in self._step.logged_passes.open:
             if open_pass.is_training and open_pass.sums is not None:
                 self._add_means(open_pass.sums, open_pass, is_complete=False)
 
