@@ -16,6 +16,7 @@ from lockstep import strategies
 from lockstep.cli import run as run_command, run_help
 from lockstep.cli.main import main
 from lockstep.cli.run import torchrun_options
+from lockstep.distributed.topology import SCHEDULERS
 from lockstep.errors import SettingError
 from lockstep.familiar_names import ADVICE_FOR_FLAG
 from lockstep.run.machines.hosts import HostsSpec
@@ -455,9 +456,16 @@ def test_a_second_launcher_around_this_one_is_refused(
 
     for name in ("TORCHELASTIC_RUN_ID", "LOCKSTEP_LAUNCHER"):
         monkeypatch.delenv(name)
-    monkeypatch.setenv("OMPI_COMM_WORLD_LOCAL_SIZE", "2")
-    assert "in each of the 2 processes of mpirun\n" in run("t.py").output
-    assert len(asked) == 2
+    for scheduler in SCHEDULERS:
+        if not scheduler.local_size:
+            continue
+        monkeypatch.setenv(scheduler.local_size, "2")
+        output = run("t.py").output
+        assert f"in each of the 2 processes of {scheduler.command}\n" in output
+        assert f"remove {scheduler.local_size} from its environment" in output
+        monkeypatch.setenv(scheduler.local_size, "1")
+        assert run("t.py").exit_code == 7, "one launcher on each machine"
+    assert len(asked) == 4
 
 
 @pytest.mark.usefixtures("folder")

@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import pytest
 
-from lockstep.distributed.topology import Topology, detect, port_of
+from lockstep.distributed.topology import (
+    SCHEDULERS,
+    Scheduler,
+    Task,
+    Topology,
+    detect,
+    port_of,
+)
 from lockstep.errors import SettingError
 
 pytestmark = pytest.mark.unit
@@ -248,6 +257,25 @@ def test_half_set_and_contradictory_variables_are_errors_that_show_both_sides(
         detect(environ, argv)
     for word in words:
         assert word in str(caught.value)
+
+
+def test_a_scheduler_is_declared_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    def read(environ: Mapping[str, str], task: Task) -> Topology:
+        return Topology(rank=task.rank, size=task.size, source="MyBatch")
+
+    my_batch = Scheduler(
+        name="MyBatch", command="mybatch", rank="MYBATCH_RANK", size="MYBATCH_SIZE", read=read
+    )
+    monkeypatch.setattr("lockstep.distributed.topology.SCHEDULERS", (*SCHEDULERS, my_batch))
+    environ = {"MYBATCH_RANK": "3", "MYBATCH_SIZE": "4"}
+    place = detect(environ)
+    assert place is not None
+    assert (place.rank, place.size) == (3, 4)
+    assert not place.launcher_has_macro
+    with pytest.raises(SettingError, match="MyBatch says task 3 of 4"):
+        detect(environ | {"RANK": "0", "WORLD_SIZE": "4"})
+    with pytest.raises(SettingError, match="MYBATCH_SIZE is not set beside it"):
+        detect({"MYBATCH_RANK": "3"})
 
 
 def test_the_port_of_a_job_is_stable_and_below_those_the_kernel_hands_out() -> None:

@@ -36,7 +36,7 @@ from lockstep.cli.unknown_option import (
     familiar_option,
     similar_option,
 )
-from lockstep.distributed.topology import LAUNCHER_VARIABLE
+from lockstep.distributed.topology import LAUNCHER_VARIABLE, scheduler_of_several_tasks_here
 from lockstep.errors import SettingError
 from lockstep.language import translate
 from lockstep.run.machines import ray_run, slurm, slurm_batch
@@ -102,8 +102,6 @@ PROGRAMS_OF_LAUNCHERS = (
 """Programs that do the same."""
 TORCHELASTIC_VARIABLE = "TORCHELASTIC_RUN_ID"
 """The variable that the ranks of torchrun have."""
-OPEN_MPI_LOCAL_SIZE = "OMPI_COMM_WORLD_LOCAL_SIZE"
-"""The variable by which mpirun says how many processes it has started on this machine."""
 
 HOST_WORD_PATTERN = re.compile(r"[\w.@:,\[\]/-]+")
 """What a host, or the path of a script, consists of."""
@@ -824,21 +822,22 @@ def _check_started_once(
     The ranks of a run of Lockstep's own are left out: their script may start another run.
 
     Raises:
-        SettingError: torchrun or mpirun has started this command in several processes.
+        SettingError: torchrun or a scheduler has started this command in several processes.
     """
     if LAUNCHER_VARIABLE in environ:
         return
 
     launcher = ""
+    scheduler = scheduler_of_several_tasks_here(environ)
     if TORCHELASTIC_VARIABLE in environ:
         launcher = "torchrun"
         num_processes = environ.get("WORLD_SIZE", "1")
         num_here = environ.get("LOCAL_WORLD_SIZE", num_processes)
         variables = ", ".join(("RANK", "WORLD_SIZE", TORCHELASTIC_VARIABLE))
-    elif environ.get(OPEN_MPI_LOCAL_SIZE, "1") != "1":
-        launcher = "mpirun"
-        num_processes = num_here = environ[OPEN_MPI_LOCAL_SIZE]
-        variables = OPEN_MPI_LOCAL_SIZE
+    elif scheduler is not None:
+        launcher = scheduler.command
+        num_processes = num_here = environ[scheduler.local_size]
+        variables = scheduler.local_size
     if not launcher or num_processes == "1":
         return
 

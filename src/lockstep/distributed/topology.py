@@ -3,19 +3,16 @@
 A `Topology` says which *rank* this process is, of how many (*world size*), and which *local rank*
 among the processes of its machine (*node*). It is read once, by pure functions, from:
 
-| started by                          | known by                                              |
-|-------------------------------------|-------------------------------------------------------|
-| `lockstep run`, torchrun            | RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE GROUP_RANK |
-|                                     | (LOCKSTEP_LAUNCHER says that it was not torchrun)     |
-| older launchers, by hand            | RANK WORLD_SIZE, `--local_rank` among the arguments   |
-| `mpirun` of Open MPI                | OMPI_COMM_WORLD_RANK, _SIZE, _LOCAL_RANK, _LOCAL_SIZE |
-| `mpirun` of MPICH and Intel MPI     | PMI_RANK PMI_SIZE MPI_LOCALRANKID MPI_LOCALNRANKS     |
-| `srun`                              | SLURM_PROCID SLURM_STEP_NUM_TASKS SLURM_LOCALID ...   |
+| started by                | known by                                                        |
+|---------------------------|-----------------------------------------------------------------|
+| `lockstep run`, torchrun  | RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE GROUP_RANK          |
+|                           | (LOCKSTEP_LAUNCHER says that it was not torchrun)               |
+| older launchers, by hand  | RANK WORLD_SIZE, `--local_rank` among the arguments             |
+| `mpirun`, `srun`, ...     | the variables of a scheduler, one after the other: `SCHEDULERS` |
 
 The first that is present wins: RANK before a scheduler's variables, since a launcher that itself
-runs under a scheduler sets RANK for its workers; MPI before Slurm, since `mpirun` inside a Slurm
-job hands Slurm's variables of its own daemons on to the ranks. MASTER_ADDR and MASTER_PORT, where
-they are set, are used under all of them.
+runs under a scheduler sets RANK for its workers. MASTER_ADDR and MASTER_PORT, where they are set,
+are used under all of them.
 """
 
 from __future__ import annotations
@@ -51,15 +48,11 @@ AREAS_PER_RANK = OWN_AREAS_PER_RANK * (1 + MAX_SENDERS_PER_RANK)
 FIRST_JOB_PORT = 12288
 NUM_JOB_PORTS = 16384
 
-OPEN_MPI_VARIABLES = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE")
-MPICH_VARIABLES = ("PMI_RANK", "PMI_SIZE")
 RESTART_COUNT = "TORCHELASTIC_RESTART_COUNT"
-SLURM_VARIABLES = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS")
 
 # What `Topology.source` says where no launcher has numbered the processes.
 SET_BY_SCRIPT = "the script"
 SET_BY_VARIABLES = "RANK and WORLD_SIZE"
-SCHEDULERS = ("Open MPI", "MPICH", "Slurm")
 
 # Slurm's short form of one or more hosts with the same prefix: "n[01-03,7]-ib[0-1]" or "login".
 SLURM_HOST = r"(?:[\w.:-]|\[\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*\])+"
@@ -144,7 +137,8 @@ class Topology:
         torchrun and `lockstep run` do, and replace `${local_rank}` in its arguments. MPI and Slurm
         can start other commands for some processes.
         """
-        return not self.is_set_by_hand and self.source not in SCHEDULERS
+        by_scheduler = any(self.source == scheduler.name for scheduler in SCHEDULERS)
+        return not self.is_set_by_hand and not by_scheduler
 
     @property
     def one_node(self) -> bool:
@@ -203,8 +197,15 @@ def detect(environ: Environ, argv: Sequence[str] = ()) -> Topology | None:
     Raises:
         SettingError: variables that are half set, do not parse, or contradict each other.
     """
-    for read_topology in TOPOLOGY_READERS:
-        topology = read_topology(environ, argv)
+    topology = _read_torchrun(environ, argv)
+    if topology is not None:
+        return topology
+
+    for scheduler in SCHEDULERS:
+        task = scheduler.task(environ)
+        if task is None:
+            continue
+        topology = scheduler.read(environ, task)
         if topology is not None:
             return topology
 
@@ -298,12 +299,12 @@ def _check_agrees_with_scheduler(topology: Topology, environ: Environ) -> None:
     Each task of the scheduler may be one rank, or start equally many ranks with consecutive
     numbers. Anything else is a mistake, such as RANK in a batch script.
     """
-    tasks = {
-        "Open MPI": _read_task(environ, OPEN_MPI_VARIABLES),
-        "Slurm": _read_slurm_task(environ),
-    }
-    for scheduler, task in tasks.items():
+    for scheduler in SCHEDULERS:
+        if not scheduler.ranks_must_fit:
+            continue
+
         # With a single task, which may start any ranks, nothing can be wrong.
+        task = scheduler.task(environ)
         if task is None or task.size == 1:
             continue
 
@@ -317,7 +318,7 @@ def _check_agrees_with_scheduler(topology: Topology, environ: Environ) -> None:
         if not fits:
             raise SettingError(
                 f"RANK={topology.rank} and WORLD_SIZE={topology.size}",
-                f"{scheduler} says task {task.rank} of {task.size}",
+                f"{scheduler.name} says task {task.rank} of {task.size}",
                 "unset RANK and WORLD_SIZE, so that the scheduler's numbers are used; or set them "
                 "in each task, not in the batch script",
             )
@@ -349,38 +350,106 @@ def _local_rank(environ: Environ, argv: Sequence[str]) -> int | None:
 # MPI and Slurm
 
 
-def _read_mpi(environ: Environ, argv: Sequence[str]) -> Topology | None:
-    """Reads the variables of Open MPI's or MPICH's `mpirun`; returns None if it set none.
+@dataclass(frozen=True, kw_only=True)
+class Scheduler:
+    """Something that starts processes and numbers them by environment variables of its own.
 
-    A `Task` is a rank and the number of ranks that belong to it.
+    A process that it starts is a task. Without a launcher in between, each task is a rank.
     """
-    task = _read_task(environ, OPEN_MPI_VARIABLES)
-    if task is not None:
-        source = "Open MPI"
-        local_variables = ("OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE")
-        job_variables = ["PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "OMPI_MCA_orte_ess_jobid"]
-        advice = "mpirun -x MASTER_ADDR=<host of rank 0> -x MASTER_PORT=29500 ..."
-    else:
-        task = _read_task(environ, MPICH_VARIABLES)
-        if task is None or task == _read_slurm_task(environ):  # `srun --mpi=pmi2` sets both
-            return None
 
-        source = "MPICH"
-        local_variables = ("MPI_LOCALRANKID", "MPI_LOCALNRANKS")
-        job_variables = ["PMI_JOBID"]
-        advice = "mpirun -genv MASTER_ADDR <host of rank 0> -genv MASTER_PORT 29500 ..."
-    _check_world_size(environ, task.size, source)
-    local_task = _read_task(environ, local_variables)
+    name: str
+    """Its name in messages, which is the `Topology.source` of its tasks."""
+    command: str
+    """The command that starts the tasks."""
+    rank: str
+    """The variable with the number of the task."""
+    size: str
+    """The variable with the number of all tasks."""
+    local_rank: str = ""
+    """The variable with the number of the task among those of this machine, for `_read_mpi`."""
+    local_size: str = ""
+    """The variable with the number of tasks on this machine; empty if there is none. If there are
+    several, `lockstep run` is refused in them. (For Slurm, `run/machines/slurm.py` does that.)"""
+    read: Callable[[Environ, Task], Topology | None]
+    """Reads the place of a task; returns None if the variables are there, but mean nothing."""
+    only_tasks_have_rank: bool = True
+    """False if processes that are no tasks have the variable `rank`, too, but not `size`."""
+    ranks_must_fit: bool = True
+    """True if RANK and WORLD_SIZE, where they are also set, must fit the number of the task."""
+
+    def task(self, environ: Environ) -> Task | None:
+        """Returns the task that this process is; None if it is none of this scheduler.
+
+        Raises:
+            SettingError: only one of `rank` and `size` is set, or they are no numbers.
+        """
+        if not self.only_tasks_have_rank and not environ.get(self.size):
+            return None
+        return _read_task(environ, (self.rank, self.size))
+
+
+def scheduler_of_several_tasks_here(environ: Environ) -> Scheduler | None:
+    """Returns the scheduler that says it has started several tasks on this machine, or None."""
+    for scheduler in SCHEDULERS:
+        if environ.get(scheduler.local_size, "1") != "1":
+            return scheduler
+    return None
+
+
+def _read_open_mpi(environ: Environ, task: Task) -> Topology | None:
+    """Reads the place of a process of Open MPI's `mpirun`."""
+    return _read_mpi(
+        environ,
+        task,
+        OPEN_MPI,
+        job_variables=["PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "OMPI_MCA_orte_ess_jobid"],
+        advice="mpirun -x MASTER_ADDR=<host of rank 0> -x MASTER_PORT=29500 ...",
+    )
+
+
+def _read_mpich(environ: Environ, task: Task) -> Topology | None:
+    """Reads the place of a process of MPICH's or Intel MPI's `mpirun`."""
+    if task == SLURM.task(environ):  # `srun --mpi=pmi2` sets the variables of both
+        return None
+
+    return _read_mpi(
+        environ,
+        task,
+        MPICH,
+        job_variables=["PMI_JOBID"],
+        advice="mpirun -genv MASTER_ADDR <host of rank 0> -genv MASTER_PORT 29500 ...",
+    )
+
+
+def _read_mpi(
+    environ: Environ,
+    task: Task,
+    mpi: Scheduler,
+    *,
+    job_variables: Sequence[str],
+    advice: str,
+) -> Topology:
+    """Reads the place of a process that `mpirun` has started.
+
+    Args:
+        environ: the environment variables.
+        task: its rank, and the number of ranks.
+        mpi: whose `mpirun` it was.
+        job_variables: variables of which one has the name of the job.
+        advice: how to start the processes with MASTER_ADDR and MASTER_PORT.
+    """
+    _check_world_size(environ, task.size, mpi.name)
+    local_task = _read_task(environ, (mpi.local_rank, mpi.local_size))
     if local_task is None:
         if task.size > 1:
             found = f"{task.rank} of {task.size}"
-            raise _half_set_error(f"{source}'s rank and size", found, local_variables[0])
+            raise _half_set_error(f"{mpi.name}'s rank and size", found, mpi.local_rank)
 
         local_task = Task(rank=0, size=1)
     master_addr = environ.get("MASTER_ADDR")
     if not master_addr and local_task.size < task.size:
         raise SettingError(
-            f"{task.size} ranks started by mpirun ({source}) on several machines",
+            f"{task.size} ranks started by mpirun ({mpi.name}) on several machines",
             f"{local_task.size} of them are on this one, and MASTER_ADDR (where rank 0 is) is not "
             "set",
             advice,
@@ -397,20 +466,16 @@ def _read_mpi(environ: Environ, argv: Sequence[str]) -> Topology | None:
         node_rank=(task.rank - local_task.rank) // local_task.size,
         master_addr=master_addr or LOOPBACK,
         master_port=master_port,
-        source=source,
+        source=mpi.name,
     )
     command = "mpirun --map-by slot (Open MPI) or -ppn <ranks per machine> (MPICH)"
     _check_consecutive_ranks(topology, command)
     return topology
 
 
-def _read_slurm(environ: Environ, argv: Sequence[str]) -> Topology | None:
-    """Reads the variables that `srun` sets for each task; returns None if it set none.
-
-    Each task of Slurm is one rank.
-    """
-    task = _read_slurm_task(environ)
-    if task is None or task.size == 1:  # a single task is an ordinary process
+def _read_slurm(environ: Environ, task: Task) -> Topology | None:
+    """Reads the place of a task that `srun` has started; returns None if it is the only one."""
+    if task.size == 1:  # an ordinary process
         return None
 
     _check_world_size(environ, task.size, "Slurm")
@@ -454,20 +519,38 @@ def _read_slurm(environ: Environ, argv: Sequence[str]) -> Topology | None:
     return topology
 
 
-# The order is explained at the top of this file.
-TOPOLOGY_READERS: tuple[Callable[[Environ, Sequence[str]], Topology | None], ...] = (
-    _read_torchrun,
-    _read_mpi,
-    _read_slurm,
+OPEN_MPI = Scheduler(
+    name="Open MPI",
+    command="mpirun",
+    rank="OMPI_COMM_WORLD_RANK",
+    size="OMPI_COMM_WORLD_SIZE",
+    local_rank="OMPI_COMM_WORLD_LOCAL_RANK",
+    local_size="OMPI_COMM_WORLD_LOCAL_SIZE",
+    read=_read_open_mpi,
+)
+MPICH = Scheduler(  # and Intel MPI
+    name="MPICH",
+    command="mpirun",
+    rank="PMI_RANK",
+    size="PMI_SIZE",
+    local_rank="MPI_LOCALRANKID",
+    local_size="MPI_LOCALNRANKS",
+    read=_read_mpich,
+    ranks_must_fit=False,
+)
+SLURM = Scheduler(
+    name="Slurm",
+    command="srun",
+    rank="SLURM_PROCID",
+    size="SLURM_STEP_NUM_TASKS",
+    read=_read_slurm,
+    # A batch script and an salloc shell have SLURM_PROCID too, but no step of their own.
+    only_tasks_have_rank=False,
 )
 
-
-def _read_slurm_task(environ: Environ) -> Task | None:
-    """Returns the task of `srun` that this process belongs to, or None."""
-    # A batch script and an salloc shell have SLURM_PROCID too, but no step of their own.
-    if not environ.get("SLURM_STEP_NUM_TASKS"):
-        return None
-    return _read_task(environ, SLURM_VARIABLES)
+SCHEDULERS = (OPEN_MPI, MPICH, SLURM)
+"""What is read one after the other: MPI before Slurm, since `mpirun` inside a Slurm job hands
+Slurm's variables of its own daemons on to the ranks."""
 
 
 def _read_task(environ: Environ, names: tuple[str, str]) -> Task | None:
