@@ -227,12 +227,18 @@ def _command_line(pid: int) -> str:
         return ""
 
 
+# tqdm starts it with the first progress bar (torch's inductor draws some) and never ends it.
+MONITOR_OF_PROGRESS_BARS = "tqdm_monitor"
+
+
 def _check_nothing_left() -> None:
     # Python's stand-in for a thread of torch's, of CUDA's autograd say, stays when that has gone.
     left = [
         t.name
         for t in threading.enumerate()
-        if t is not threading.main_thread() and not isinstance(t, threading._DummyThread)
+        if t is not threading.main_thread()
+        and not isinstance(t, threading._DummyThread)
+        and t.name != MONITOR_OF_PROGRESS_BARS
     ]
     if left:
         raise AssertionError(f"threads left behind: {left}")

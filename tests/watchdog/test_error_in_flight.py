@@ -251,7 +251,9 @@ def test_locksteps_collectives_in_finally_do_not_hide_the_exception(tmp_path: Pa
     assert block.startswith("rank 1 on host ")
     assert CAUSE.format(line=13) in block
     assert "world.is_main" not in block
-    assert "rank 0 (told that the ranks called different collectives)" in block
+    # A busy launcher may end rank 0 before it has read what the ranks called.
+    (consequences,) = [line for line in block.splitlines() if line.startswith("consequences:")]
+    assert "rank 0 (" in consequences
     # The whole traceback of the rank is shown too.
     assert "[rank 1] ValueError: bad sample 4711\n" in said
     assert "look first at the ValueError that this rank was handling when it called" in said
