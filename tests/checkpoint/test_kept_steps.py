@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import lockstep
-from lockstep.checkpoint import background_copy, copy_interval, kept_steps
+from lockstep.checkpoint import background_copy, copy_interval, kept_steps, memory_area
 from lockstep.checkpoint.copy_interval import choose_every
 from lockstep.checkpoint.kept_layout import KeptLayout, Section, sections_of
 from lockstep.checkpoint.kept_reading import (
@@ -125,6 +125,22 @@ def test_what_is_damaged_is_not_taken_for_a_step(memory: dict[str, str]) -> None
     assert reports_of([area]) == []
     area.free()
     assert os.stat(area.path).st_size == 4096
+
+
+def test_the_launcher_sees_that_a_rank_has_kept_a_step() -> None:
+    with closing(StepMemory(2)) as held:
+        areas = areas_of(held.variables)
+        assert held.seals() == [frozenset(), frozenset()]
+        write(areas[1], serial=1, value=5)
+        write(areas[AREAS_PER_RANK - 1], serial=1, value=5)  # a copy of another machine's step
+        first, none = held.seals()
+        assert (len(first), len(none)) == (1, 0)
+        write(areas[0], serial=2, value=5)
+        areas[1].begin_writing(header_bytes=100, values_bytes=64)
+        (second, _) = held.seals()
+        assert len(second) == 1
+        assert second.isdisjoint(first)
+        assert {len(seal) for seal in second} == {memory_area._CRC_AT + memory_area._CRC.size}
 
 
 def report(

@@ -18,6 +18,8 @@ from problems import difference
 from safetensors.torch import load_file
 
 from lockstep.extensions.ledger.judge import judge
+from lockstep.run.machines.dynamic_rendezvous import DynamicRendezvous
+from lockstep.run.start import agent
 
 pytestmark = pytest.mark.netns
 
@@ -125,8 +127,63 @@ def test_a_machine_that_is_lost_costs_a_step_and_another_takes_its_place(
     assert lives == [(2, 0), (1, resumed[0]), (2, resumed[1])]
 
 
+# Every fifth step is kept. In step 22 the only rank waits for a machine that joins, and in step 26
+# it goes no further, in its first life.
+JOINED_BETWEEN = TRAINS.replace("world.epochs(2)", "world.epochs(5)").replace(
+    "        if world.rank == dies and",
+    """        while world.step == 22 and not os.path.exists("asked"):
+            time.sleep(0.01)
+        while world.step == 26 and world.size == 1:
+            time.sleep(1)
+        if world.rank == dies and""",
+)
+JOINED_BETWEEN = f"""import time
+from lockstep.checkpoint import copy_interval
+copy_interval.choose_every = lambda *_: 5
+{JOINED_BETWEEN}"""
+
+
+def tell_when_ranks_are_about_to_end(file: Path) -> None:
+    """Called in the launcher."""
+    request_restart = DynamicRendezvous.request_restart
+
+    def request_and_tell(self: DynamicRendezvous) -> None:
+        request_restart(self)
+        file.touch()
+
+    DynamicRendezvous.request_restart = request_and_tell  # type: ignore[method-assign]
+
+
+def test_a_machine_that_joins_costs_no_steps_although_few_are_kept(
+    free_port: Callable[[], int], tmp_path: Path
+) -> None:
+    (tmp_path / "script.py").write_text(JOINED_BETWEEN)
+    flags = ["run", "--nnodes=1:2", "--rdzv-backend=c10d", "--rdzv-id=x", "--local-addr=127.0.0.1"]
+    flags += [f"--rdzv-endpoint=127.0.0.1:{free_port()}", "--max-restarts=3"]
+
+    def node(serves: int) -> Launched:
+        # The first machine does not wait for another one to begin.
+        more = f"--rdzv-conf=is_host={serves},last_call_timeout=1"
+        env = {**os.environ, "LOCKSTEP_TOKEN": "a token of the tests"}
+        first = [partial(tell_when_ranks_are_about_to_end, tmp_path / "asked")]
+        arguments = [*flags, more, "script.py", "-1", "0"]
+        return Launched(arguments, cwd=tmp_path, env=env, first=first, merged=True)
+
+    with node(serves=1) as server:
+        server.until("every 5 steps, one is kept in memory")
+        with node(serves=0) as joiner:
+            assert [server.wait(), joiner.wait()] == [0, 0], server.said
+    assert "resumed from step 25 in memory" in server.said + joiner.said, server.said
+
+
 MACHINE_NAMES = ["alpha", "beta", "gamma"]
 """In the order of their names, machines get their ranks. The last one serves."""
+
+
+def end_ranks_soon() -> None:
+    """Called in the launcher: in the tests below, the ranks wait for a machine that joins, and keep
+    no further step."""
+    agent._MAX_WAIT_FOR_KEPT_STEP_S = 0.5
 
 
 def launch_on(machines: list[Machine], number: int, name: str, folder: Path, *run: str) -> Launched:
@@ -147,7 +204,7 @@ def launch_on(machines: list[Machine], number: int, name: str, folder: Path, *ru
         ["run", *flags, *run],
         cwd=folder,
         env={**os.environ, "LOCKSTEP_TOKEN": "a token of the tests"},
-        first=[partial(enter, machines[number].name, name)],
+        first=[partial(enter, machines[number].name, name), end_ranks_soon],
         merged=True,
     )
 

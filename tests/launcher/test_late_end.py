@@ -5,12 +5,15 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -18,7 +21,7 @@ from held import MAY_BE_HELD, frozen, pid_in, traced
 from launched import Launched
 from ranks import HANG_S
 
-from lockstep.run.start import late_end, machine
+from lockstep.run.start import agent, late_end, machine, zygote
 from lockstep.run.watch.process_status import (
     ProcessStatus,
     describe_state,
@@ -289,6 +292,49 @@ def test_the_fork_server_ends_although_a_rank_does_not(tmp_path: Path) -> None:
             _, alive = psutil.wait_procs([fork_server], timeout=HANG_S)
             assert not alive
             assert not Path(f"/proc/{pids[0]}").exists()
+
+
+def stop_fork_server(file: Path) -> None:
+    """Called in the launcher: the fork server is stopped before the first rank is requested."""
+    start = zygote.Zygote.start
+
+    def stop_and_start(self: zygote.Zygote, *arguments: Any, **options: Any) -> None:
+        if not file.exists():
+            os.kill(self.pid, signal.SIGSTOP)
+            while psutil.Process(self.pid).status() != psutil.STATUS_STOPPED:
+                time.sleep(0.001)
+            file.write_text(str(self.pid))
+        start(self, *arguments, **options)
+
+    zygote.Zygote.start = stop_and_start  # type: ignore[method-assign]
+
+
+def wait_for_starts(seconds: float) -> None:
+    """Called in the launcher: how long the fork server may take to start a rank."""
+    agent._MAX_START_S = seconds
+
+
+@pytest.mark.parametrize("ends_by", ["itself", pytest.param("Ctrl-C", marks=pytest.mark.thorough)])
+def test_a_fork_server_that_does_not_answer_holds_no_launcher(tmp_path: Path, ends_by: str) -> None:
+    (tmp_path / "train.py").write_text("import lockstep")
+    file = tmp_path / "pid"
+    max_start_s = 1.0 if ends_by == "itself" else 1000.0
+    first = (*SOON, partial(stop_fork_server, file), partial(wait_for_starts, max_start_s))
+    arguments = ["run", "--nproc", "2", "--shutdown-timeout", "1", "train.py"]
+    with Launched(arguments, cwd=tmp_path, first=first, merged=True) as process:
+        pid = pid_in(file)
+        if ends_by == "Ctrl-C":
+            process.send_signal(signal.SIGINT)
+        code = process.wait()
+        said = process.said
+    assert f"the fork server (process {pid}" in said
+    assert "state T (stopped" in said
+    if ends_by == "itself":
+        assert "has not started ranks 0-1 within 1 s: state T" in said
+        assert code == 1, said
+    else:
+        assert code == 130
+    assert not Path(f"/proc/{pid}").exists()
 
 
 def test_what_the_kernel_says_of_a_process(tmp_path: Path) -> None:

@@ -29,6 +29,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lockstep.distributed.topology import SEALED_FLAG_AT
+
 # The first page of an area, by byte:
 #
 #     0       8             16        80         ...   4088
@@ -48,8 +50,6 @@ _SEAL = struct.Struct("<8Q")
 """The fields of `Seal`."""
 _CRC = struct.Struct("<I")
 """The checksum of the fields of the seal."""
-_SEALED_AT = 8
-"""The offset of the number that says whether an area is sealed."""
 _CRC_AT = _PREFIX.size + _SEAL.size
 _GIVEN_UP_AT = PAGE_BYTES - 8
 """The offset of the attempt whose rank writes nothing any more."""
@@ -227,7 +227,7 @@ class Area:
 
     def break_seal(self) -> None:
         """Marks the area as one that holds nothing."""
-        _FLAG.pack_into(self._view, _SEALED_AT, 0)
+        _FLAG.pack_into(self._view, SEALED_FLAG_AT, 0)
 
     def begin_writing(self, header_bytes: int, values_bytes: int) -> bool:
         """Breaks the seal, and makes room for a header and values.
@@ -287,7 +287,7 @@ class Area:
         # The flag that says "sealed" is written last, by a write of its own: if the process ends
         # before that, the area has no seal.
         self._view[: len(MAGIC)] = MAGIC
-        _FLAG.pack_into(self._view, _SEALED_AT, 1)
+        _FLAG.pack_into(self._view, SEALED_FLAG_AT, 1)
 
     def free(self) -> None:
         """Returns the memory of the area to the system. The area holds nothing from now on."""

@@ -43,6 +43,10 @@ MAX_SENDERS_PER_RANK = 2
 """A rank has as many areas again for each of at most so many ranks of another machine, which may be
 lost."""
 AREAS_PER_RANK = OWN_AREAS_PER_RANK * (1 + MAX_SENDERS_PER_RANK)
+SEALED_FLAG_AT = 8
+"""The offset, in such a file, of the 8 bytes that are 1 if it holds a complete step."""
+SEAL_BYTES = 84
+"""How many bytes at the beginning of the file identify the step."""
 
 # Of the ports that jobs get: below those that the kernel hands out.
 FIRST_JOB_PORT = 12288

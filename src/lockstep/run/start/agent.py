@@ -100,6 +100,11 @@ _MAX_MONITOR_INTERVAL_S = 0.5
 _SLOW_CHECKS_INTERVAL_S = 2.0
 _SETTLE_S = 0.5
 """How long to wait for other ranks to fail after the first one, to find out which was first."""
+_MAX_START_S = 60.0
+"""How long the zygote may take to start the next rank that was requested."""
+_MAX_WAIT_FOR_KEPT_STEP_S = 30.0
+"""How long ranks go on training, before they are ended because a machine joins, until they have
+kept a step in memory."""
 _INTERRUPT_GRACE_S = 10.0
 """The time that a script gets after Ctrl-C, for example to save."""
 _EXIT_AFTER_EXCEPTION_S = 10.0
@@ -312,6 +317,8 @@ class Agent(api.SimpleElasticAgent):
         self._announce = console.announce
         self._rdzv = rendezvous
         self._step_memory = step_memory
+        self._seals_at_start: list[frozenset[bytes]] = []
+        """The seals in `step_memory` when the present attempt began."""
 
         # The supervisor is given a method of the journal. A method of this agent would keep the
         # agent alive, and with it the store.
@@ -381,6 +388,7 @@ class Agent(api.SimpleElasticAgent):
         )
         self.attempts.append(attempt)
         self._reset_for_new_attempt()
+        self._seals_at_start = self._step_memory.seals()
         self._replace_zygote_if_dead()
         self._journal.start(attempt, self._plan.script)
 
@@ -422,11 +430,30 @@ class Agent(api.SimpleElasticAgent):
         Without this limit, the socket to the zygote could fill up in both directions, and each side
         would wait for the other one to read.
         """
+        num_pending_before = math.inf
+        deadline = math.inf
         while True:
             pending = [process for process in attempt.processes if process.pid is None]
             if len(pending) <= max_pending:
                 return
+            if len(pending) < num_pending_before:  # the zygote has started a rank, or is new
+                num_pending_before = len(pending)
+                deadline = time.monotonic() + _MAX_START_S
+            elif time.monotonic() >= deadline:
+                raise self._not_started_error(pending)
             self._read_events(timeout=1.0)
+
+    def _not_started_error(self, pending: Sequence[Process]) -> LockstepError:
+        """Returns the error for ranks that were requested from a zygote that does not answer."""
+        pid = self._zygote.pid
+        ranks = format_ranks(process.rank for process in pending)
+        return LockstepError(
+            f"--nproc {self._plan.nproc}",
+            f"the fork server (process {pid}, which starts the ranks) has not started {ranks} "
+            f"within {_MAX_START_S:.0f} s: {describe_state(pid)}",
+            f"if it was stopped, let it go on (kill -CONT {pid}); in state D it waits for a device "
+            "or a file server, which must be repaired",
+        )
 
     def _start_rank(self, group: api.WorkerGroup, worker: api.Worker, attempt: Attempt) -> None:
         """Requests a rank from the zygote and adds it to the attempt, without waiting for its
@@ -781,7 +808,7 @@ class Agent(api.SimpleElasticAgent):
             if self.failure is not None:
                 self._raise_if_restart_is_pointless(self.failure, worker_group.spec.max_restarts)
         else:
-            self._end_ranks_for_other_machines()
+            self._end_ranks_for_other_machines(a_machine_was_lost=bool(lost_machines))
 
         # A process that did not end even at SIGKILL may hold its GPU. Restart without such GPUs.
         self._leave_out_held_devices(self.attempts[-1], worker_group.spec)
@@ -789,20 +816,54 @@ class Agent(api.SimpleElasticAgent):
         # Announce the restart now, as the rendezvous that follows may take minutes.
         self._announce_restart(lost_machines, restarts_left)
 
-    def _end_ranks_for_other_machines(self) -> None:
-        """Ends the ranks to restart them on the machines that the run has now."""
+    def _end_ranks_for_other_machines(self, *, a_machine_was_lost: bool) -> None:
+        """Ends the ranks to restart them on the machines that the run has now.
+
+        Args:
+            a_machine_was_lost: True if the ranks may wait for those of a lost machine.
+        """
         # In a run that is not elastic, a machine has only been started again after it was lost. All
         # launchers notice that by themselves.
         if not self._rdzv.elastic:
             self._end_ranks(signal.SIGTERM, before_restart=True)
             return
 
-        # At SIGTERM, a rank that writes checkpoints saves its last step. Ranks that keep their
-        # steps in memory have nothing left to save, so they are killed at once.
+        attempt = self.attempts[-1]
         self._rdzv.request_restart()  # tells the other launchers that this one restarts
-        ranks_keep_steps_in_memory = self._step_memory.is_used
-        end_signal = signal.SIGKILL if ranks_keep_steps_in_memory else signal.SIGTERM
+        can_go_on = not a_machine_was_lost and _all_are_running(attempt)
+        if can_go_on and self._all_have_kept_a_step_since(self._seals_at_start, attempt):
+            # They have nothing to save, as their steps are in memory. They may keep only every k-th
+            # step, so they are killed right after one.
+            self._wait_for_kept_step(attempt)
+            end_signal = signal.SIGKILL
+        elif not can_go_on and self._step_memory.is_used:
+            end_signal = signal.SIGKILL
+        else:
+            # At SIGTERM, ranks that write checkpoints save their last step together.
+            end_signal = signal.SIGTERM
         self._end_ranks(end_signal, before_restart=True)
+
+    def _wait_for_kept_step(self, attempt: Attempt) -> None:
+        """Lets the ranks train until each of them has kept another step, or one of them fails."""
+        seals = self._step_memory.seals()
+        deadline = time.monotonic() + _MAX_WAIT_FOR_KEPT_STEP_S
+        while _all_are_running(attempt) and time.monotonic() < deadline:
+            if self._all_have_kept_a_step_since(seals, attempt):
+                return
+            self._read_events(timeout=0.005)
+
+    def _all_have_kept_a_step_since(
+        self, seals_before: Sequence[frozenset[bytes]], attempt: Attempt
+    ) -> bool:
+        """Returns True if each rank of this machine has kept a step since its seals were read."""
+        seals = self._step_memory.seals()
+        if not seals:  # the launcher has no memory for steps
+            return False
+        for process in attempt.processes:
+            has_new_seal = bool(seals[process.local_rank] - seals_before[process.local_rank])
+            if not has_new_seal:
+                return False
+        return True
 
     def _raise_if_restart_is_pointless(self, failure: FirstFailure, max_restarts: int) -> None:
         """Raises an error if the ranks would fail in the same way after a restart.
@@ -1019,10 +1080,34 @@ class Agent(api.SimpleElasticAgent):
     def _wait_for_killed(self, attempt: Attempt) -> None:
         """Waits for ranks that were sent SIGKILL, and gives up on those that do not end."""
         while attempt.running:
+            self._give_up_unstarted(attempt)
             for process in attempt.running:
                 self._watch_end(process, "SIGKILL")
             if attempt.running:
                 self._read_events(timeout=0.2)
+
+    def _give_up_unstarted(self, attempt: Attempt) -> None:
+        """Gives up on ranks that were requested and not started, if the zygote does not answer.
+
+        The zygote is killed, so that nothing is waited for that it will not do either.
+        """
+        unstarted = [process for process in attempt.running if process.pid is None]
+        if not unstarted:
+            return
+
+        zygote_pid = self._zygote.pid
+        late_answer = self._late_ends.setdefault(zygote_pid, LateEnd(zygote_pid))
+        if late_answer.check() is not Progress.GIVEN_UP:
+            return
+        for process in unstarted:
+            process.code = -signal.SIGKILL
+            process.ended_at = time.time()
+        ranks = format_ranks(process.rank for process in unstarted)
+        self._say(
+            f"{ranks}: not started: the fork server (process {zygote_pid}) does not answer: "
+            f"{describe_state(zygote_pid)}"
+        )
+        self._zygote.kill()
 
     def _watch_late_exits(self, attempt: Attempt) -> None:
         """Watches ranks whose program has ended, but whose process has not.
@@ -1369,6 +1454,11 @@ class Agent(api.SimpleElasticAgent):
         awaited -= {_node_rank(node) for node in self._rdzv.departed_nodes()}
         awaited -= {rank for rank, report in reports_of_others.items() if report.complete}
         return not awaited
+
+
+def _all_are_running(attempt: Attempt) -> bool:
+    """Returns True if no rank of this machine has ended."""
+    return len(attempt.running) == len(attempt.processes)
 
 
 def _is_end_of(process: Process, event: Event) -> bool:

@@ -11,7 +11,12 @@ import argparse
 import os
 import sys
 
-from lockstep.distributed.topology import AREAS_PER_RANK
+from lockstep.distributed.topology import (
+    AREAS_PER_RANK,
+    OWN_AREAS_PER_RANK,
+    SEAL_BYTES,
+    SEALED_FLAG_AT,
+)
 from lockstep.errors import SettingError
 from lockstep.run.start.plan import LaunchPlan
 from lockstep.run.start.torchrun_flags import may_restart
@@ -55,6 +60,23 @@ class StepMemory:
         if self._keeps_every_step:
             variables["LOCKSTEP_KEEP_EVERY_STEP"] = "1"
         return variables
+
+    def seals(self) -> list[frozenset[bytes]]:
+        """Returns the seals of the steps that each rank has kept, by local rank.
+
+        A seal is unique: when a rank keeps a step, there is one that was not there before. Copies
+        for other machines are left out.
+        """
+        seals_of_ranks = []
+        for begin in range(0, len(self._descriptors), AREAS_PER_RANK):
+            seals = set()
+            for descriptor in self._descriptors[begin : begin + OWN_AREAS_PER_RANK]:
+                head = os.pread(descriptor, SEAL_BYTES, 0)
+                is_sealed = head[SEALED_FLAG_AT : SEALED_FLAG_AT + 8] == (1).to_bytes(8, "little")
+                if is_sealed:
+                    seals.add(head)
+            seals_of_ranks.append(frozenset(seals))
+        return seals_of_ranks
 
     @property
     def is_used(self) -> bool:

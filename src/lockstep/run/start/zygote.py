@@ -247,6 +247,11 @@ class Zygote:
         """True if the zygote is gone because something has killed it."""
         return self._ends_within(0.0)
 
+    def kill(self) -> None:
+        """Kills the zygote, and the kernel its ranks. It does not wait for their end."""
+        if not self.has_ended:
+            os.kill(self.pid, signal.SIGKILL)
+
     def close(self) -> None:
         """Ends the zygote and every rank that is still running, and waits until the zygote has
         ended.
