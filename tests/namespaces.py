@@ -285,7 +285,7 @@ class _Orders:
 
     def gloo(self) -> tuple[float, set[tuple[str, int]]]:
         """As a rank of torch's `env://`: a sum over all nodes; returns it, and what listens."""
-        from lockstep.distributed.interface import gloo_variables
+        from lockstep.machine.interface import gloo_variables
 
         place = self._info.bootstrap_store_info
         os.environ.update(
@@ -309,8 +309,8 @@ class _Orders:
 
     def nccl_interfaces(self) -> str | None:
         """What ranks would be told to take for NCCL; None: NCCL chooses."""
-        from lockstep.distributed.interface import choose_nccl_interfaces
-        from lockstep.distributed.network import running_interfaces
+        from lockstep.machine.interface import choose_nccl_interfaces
+        from lockstep.machine.network import running_interfaces
 
         chosen = choose_nccl_interfaces({}, running_interfaces(), self._rendezvous.interface)
         return chosen[0] if chosen else None

@@ -22,7 +22,7 @@ MODULES = house.read_house()
 ORDER = (
     {"columns", "language", "wording", "user_code", "masking"},
     {"errors", "error_in_flight"},
-    {"torch_compat"},
+    {"torch_compat", "machine"},
     {"units", "familiar_names", "file_paths", "keyword_arguments"},
     {"settings", "session"},
     {"communication"},
@@ -47,11 +47,8 @@ SEEN_FROM_BESIDE = {
     "file_paths",
     "keyword_arguments",
     "language",
+    "machine",
     "masking",
-    "distributed.control_groups",
-    "distributed.interface",
-    "distributed.network",
-    "distributed.topology",
     "torch_compat",
     "user_code",
     "wording",
@@ -59,7 +56,7 @@ SEEN_FROM_BESIDE = {
 MAY_USE_BESIDE = {"verify", "doctor", "testing", "cli", ""}
 # Gloo takes its interface from the environment alone; set while a run goes on, then restored.
 # The interface for Gloo, what cuBLAS reads before its first call, and how torch looks for GPUs.
-MAY_WRITE_ENVIRONMENT = {"distributed.interface", "distributed.determinism", ""}
+MAY_WRITE_ENVIRONMENT = {"machine.interface", "distributed.determinism", ""}
 MAY_PRINT = ("cli.", "extensions.report.")
 # A group that is opened elsewhere would not have the run's timeout.
 OPENS_GROUPS = {
@@ -89,7 +86,7 @@ def may_import(module: house.Module, name: str) -> bool:
     if module.room in ("", "__main__") or room in ("", module.room):
         return True  # the public names are imported when they are asked for
     if module.room in BESIDE:
-        return room in BESIDE or room in SEEN_FROM_BESIDE or name in SEEN_FROM_BESIDE
+        return room in BESIDE or room in SEEN_FROM_BESIDE
     if room in BESIDE:
         return module.room in MAY_USE_BESIDE
     return rank_of(room) < rank_of(module.room)

@@ -7,7 +7,7 @@ from datetime import timedelta
 
 import pytest
 
-from lockstep.distributed.network import (
+from lockstep.machine.network import (
     LOOPBACK,
     address_reaching,
     is_loopback_address,

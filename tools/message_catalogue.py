@@ -38,7 +38,7 @@ FILES_OF_SENTENCES = (
     "cli.explain_topics",
     "cli.run_help",
     "distributed.collective_calls",
-    "distributed.interface",
+    "machine.interface",
     "doctor.",
     "extensions.autotune",
     "extensions.journal.comparison",

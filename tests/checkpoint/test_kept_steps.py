@@ -43,8 +43,8 @@ from lockstep.checkpoint.memory_area import PAGE_BYTES, Area
 from lockstep.checkpoint.modules import plain_state_dict
 from lockstep.checkpoint.partner_copies import PartnerCopies, find_partners
 from lockstep.checkpoint.sharding import copy_to_memory
-from lockstep.distributed.topology import AREAS_PER_RANK
 from lockstep.extensions.ledger.judge import judge
+from lockstep.machine.topology import AREAS_PER_RANK
 from lockstep.run.start.step_memory import StepMemory
 from lockstep.strategies import HSDP, Pipeline
 from lockstep.torch_compat import copy_to_each

@@ -23,8 +23,8 @@ from lockstep.checkpoint.session import Checkpoint
 from lockstep.checkpoint.weights import load_weights
 from lockstep.distributed.collectives import Collectives
 from lockstep.distributed.process_group import Run
-from lockstep.distributed.topology import Topology
 from lockstep.errors import CheckpointError, LockstepWarning, SettingError, UsageError
+from lockstep.machine.topology import Topology
 from lockstep.session.step import Step
 from lockstep.settings import Settings
 

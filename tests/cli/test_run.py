@@ -16,9 +16,9 @@ from lockstep import strategies
 from lockstep.cli import run as run_command, run_help
 from lockstep.cli.main import main
 from lockstep.cli.run import torchrun_options
-from lockstep.distributed.topology import SCHEDULERS
 from lockstep.errors import SettingError
 from lockstep.familiar_names import ADVICE_FOR_FLAG
+from lockstep.machine.topology import SCHEDULERS
 from lockstep.run.machines.hosts import HostsSpec
 from lockstep.run.start import script
 from lockstep.run.start.plan import LaunchSpec

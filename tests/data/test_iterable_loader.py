@@ -27,7 +27,6 @@ from lockstep.batch.loader import Loader
 from lockstep.batch.make_loader import make_loader
 from lockstep.batch.source import make_source
 from lockstep.distributed.collectives import Collectives
-from lockstep.distributed.topology import Topology
 from lockstep.errors import (
     CheckpointError,
     DataError,
@@ -36,6 +35,7 @@ from lockstep.errors import (
     SettingError,
     UsageError,
 )
+from lockstep.machine.topology import Topology
 from lockstep.session.step import Step
 
 pytestmark = pytest.mark.ranks

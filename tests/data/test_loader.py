@@ -28,8 +28,8 @@ from lockstep.batch.loader import Loader
 from lockstep.batch.plan import plan_epoch
 from lockstep.batch.source import Source, make_source
 from lockstep.distributed.collectives import Collectives
-from lockstep.distributed.topology import Topology
 from lockstep.errors import CheckpointError, DataError, UsageError
+from lockstep.machine.topology import Topology
 from lockstep.session.micro_batch import MicroBatch
 from lockstep.session.step import Step
 

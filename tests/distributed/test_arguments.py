@@ -6,7 +6,7 @@ import pytest
 
 from lockstep.distributed.arguments import command_of_script
 from lockstep.distributed.manifest import describe_mismatches, without_harmless_differences
-from lockstep.distributed.topology import SET_BY_SCRIPT, SET_BY_VARIABLES, Topology
+from lockstep.machine.topology import SET_BY_SCRIPT, SET_BY_VARIABLES, Topology
 
 pytestmark = pytest.mark.unit
 

@@ -17,8 +17,8 @@ from lockstep.communication import routing
 from lockstep.distributed.collective_calls import pack_nest
 from lockstep.distributed.collectives import Collectives, run_on_all_ranks
 from lockstep.distributed.tensor_bytes import from_bytes, to_bytes
-from lockstep.distributed.topology import DataParallelRank, Topology
 from lockstep.errors import RanksDifferError, UsageError
+from lockstep.machine.topology import DataParallelRank, Topology
 from lockstep.run.watch.error_record import describe_error
 
 pytestmark = pytest.mark.ranks

@@ -12,8 +12,8 @@ from ranks import run_ranks
 import lockstep
 from lockstep.distributed.device import choose_device
 from lockstep.distributed.process_group import _exchange_on_this_machine
-from lockstep.distributed.topology import Topology
 from lockstep.errors import SettingError
+from lockstep.machine.topology import Topology
 
 pytestmark = pytest.mark.ranks
 

@@ -14,8 +14,6 @@ from torch.distributed import Store
 
 from lockstep.distributed import rendezvous
 from lockstep.distributed.join import Join
-from lockstep.distributed.network import Endpoint, wait_until
-from lockstep.distributed.topology import SET_BY_SCRIPT, SET_BY_VARIABLES, Topology
 from lockstep.errors import (
     DuplicateRankError,
     LockstepError,
@@ -23,6 +21,8 @@ from lockstep.errors import (
     RanksDifferError,
     WorldSizeError,
 )
+from lockstep.machine.network import Endpoint, wait_until
+from lockstep.machine.topology import SET_BY_SCRIPT, SET_BY_VARIABLES, Topology
 
 pytestmark = pytest.mark.unit
 

@@ -13,7 +13,7 @@ from lockstep.distributed.manifest import (
     nccl_version,
     without_harmless_differences,
 )
-from lockstep.distributed.topology import SET_BY_SCRIPT, Topology
+from lockstep.machine.topology import SET_BY_SCRIPT, Topology
 from lockstep.wording import format_ranks
 
 pytestmark = pytest.mark.unit

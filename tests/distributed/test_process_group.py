@@ -18,10 +18,10 @@ import torch.distributed as dist
 from ranks import HANG_S
 
 from lockstep.distributed.backend import CUDA_BACKENDS, choose_backend, close_group, open_group
-from lockstep.distributed.network import wait_until
 from lockstep.distributed.process_group import store_at_end
-from lockstep.distributed.topology import Topology
 from lockstep.errors import SettingError
+from lockstep.machine.network import wait_until
+from lockstep.machine.topology import Topology
 
 pytestmark = pytest.mark.launcher
 
@@ -110,7 +110,7 @@ NODES = ("lockstep-a", "lockstep-b")
 ADDRESSES = ("10.213.7.1", "10.213.7.2")
 WORKER = """
 import json, os, socket, torch, torch.distributed as dist
-from lockstep.distributed.topology import detect
+from lockstep.machine.topology import detect
 from lockstep.distributed.manifest import collect
 from lockstep.distributed.backend import close_group, open_group
 from lockstep.distributed.rendezvous import join

@@ -20,14 +20,7 @@ import lockstep
 from lockstep.distributed import init_file, join as join_protocol, rendezvous
 from lockstep.distributed.backend import choose_backend, close_group, open_group
 from lockstep.distributed.manifest import collect
-from lockstep.distributed.network import (
-    Endpoint,
-    is_loopback_address,
-    local_addresses,
-    wait_until,
-)
 from lockstep.distributed.rendezvous import join, parse_init_method
-from lockstep.distributed.topology import Topology, detect
 from lockstep.errors import (
     DuplicateRankError,
     LockstepError,
@@ -39,6 +32,13 @@ from lockstep.errors import (
     StaleInitFileError,
     WorldSizeError,
 )
+from lockstep.machine.network import (
+    Endpoint,
+    is_loopback_address,
+    local_addresses,
+    wait_until,
+)
+from lockstep.machine.topology import Topology, detect
 
 pytestmark = pytest.mark.ranks
 

@@ -31,7 +31,7 @@ from lockstep.distributed.backend import (
 )
 from lockstep.distributed.collectives import Collectives
 from lockstep.distributed.process_group import Run
-from lockstep.distributed.topology import Topology
+from lockstep.machine.topology import Topology
 from lockstep.optim.precision import Precision
 from lockstep.run.watch.probe import FLIGHT_RECORDER_VARIABLES
 from lockstep.run.watch.probe_answer import with_answer

@@ -19,7 +19,7 @@ from benchmarks.gpu.page_texts import CHINESE, ENGLISH
 from benchmarks.gpu.results import read_lines, write_line
 from benchmarks.gpu.stages import STAGES, TOTAL_SECONDS, UnknownStage, choose
 from lockstep.distributed.device import choose_device
-from lockstep.distributed.topology import Topology
+from lockstep.machine.topology import Topology
 
 pytestmark = pytest.mark.launcher
 

@@ -12,9 +12,9 @@ from contextlib import contextmanager
 import pytest
 from namespaces import listening
 
-from lockstep.distributed import network
-from lockstep.distributed.network import LOOPBACK, listening_socket
 from lockstep.errors import JoinError
+from lockstep.machine import network
+from lockstep.machine.network import LOOPBACK, listening_socket
 from lockstep.run.machines import auth, nodes, peer_connection
 from lockstep.run.machines.network_thread import NetworkThread
 from lockstep.run.machines.nodes import LEFT, LOST, Node, Peers

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.distributed.topology import port_of
 from lockstep.errors import SettingError
+from lockstep.machine.topology import port_of
 from lockstep.run.machines.slurm import (
     JobPlacement,
     exec_srun,

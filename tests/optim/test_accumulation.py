@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from lockstep.distributed.collectives import Collectives
-from lockstep.distributed.topology import Topology
 from lockstep.errors import UsageError
+from lockstep.machine.topology import Topology
 from lockstep.optim.precision import Precision
 from lockstep.session.delivery import TrainingPass
 from lockstep.session.extension import Place

@@ -18,8 +18,8 @@ from torch.optim.swa_utils import AveragedModel, update_bn
 from torch.utils.data import DataLoader, Dataset, Sampler, Subset, get_worker_info
 
 import lockstep
-from lockstep.distributed.topology import detect, first_host
 from lockstep.errors import LockstepError, LockstepWarning, SettingError, UsageError
+from lockstep.machine.topology import detect, first_host
 
 pytestmark = pytest.mark.ranks
 

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from ranks import run_ranks
 
 from lockstep.distributed.collectives import Collectives
-from lockstep.distributed.topology import Topology
 from lockstep.extensions.report.metrics import RunningMeans, WeightedSums
+from lockstep.machine.topology import Topology
 
 pytestmark = pytest.mark.ranks
 

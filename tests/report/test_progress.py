@@ -19,11 +19,11 @@ from pseudo_terminal import screen, stdout_is_a_terminal
 from ranks import run_ranks
 
 from lockstep.distributed.collectives import Collectives
-from lockstep.distributed.topology import Topology
 from lockstep.extensions.report import displays
 from lockstep.extensions.report.console import Choice, print_choices, print_line
 from lockstep.extensions.report.metrics import WeightedSums
 from lockstep.extensions.report.progress import progress, reduce_every
+from lockstep.machine.topology import Topology
 from lockstep.session.delivery import TrainingPass
 from lockstep.session.micro_batch import MicroBatch
 from lockstep.session.step import Step

@@ -1011,7 +1011,7 @@ def test_a_rank_that_has_not_joined_yet_is_waited_for() -> None:
 def test_a_rank_in_lockstep_init_waits_for_one_that_has_not_come(working: tuple[int, ...]) -> None:
     """Rank 0 computes or sleeps. Rank 1 is seen in two different moments of its attempts."""
     young = {"answered": None, "calls": None, "completed": None, "groups": None, "steps": 0}
-    pause = Frame("/opt/venv/site-packages/lockstep/distributed/network.py", 522, "wait_until")
+    pause = Frame("/opt/venv/site-packages/lockstep/machine/network.py", 522, "wait_until")
     attempt = Frame("/usr/lib/python3.11/socket.py", 836, "create_connection")
     earlier, later = make_snapshots(
         rank_state(0, stack_at(5), **young),

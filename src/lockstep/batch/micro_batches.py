@@ -35,8 +35,8 @@ from lockstep.batch.plan import (
 )
 from lockstep.batch.repeats import CheckedPiece, add_repeats, pieces_of_virtual_rank
 from lockstep.batch.shares import first_micro_batch
-from lockstep.distributed.topology import DataParallelRank
 from lockstep.errors import DataError, SettingError
+from lockstep.machine.topology import DataParallelRank
 from lockstep.session.micro_batch import MicroBatch, VirtualRank, VirtualRanks
 
 

@@ -20,8 +20,8 @@ from lockstep.batch.digest_matching import (
 )
 from lockstep.batch.source import IterableSource
 from lockstep.distributed.collectives import Collectives
-from lockstep.distributed.topology import Topology
 from lockstep.errors import CheckpointError, DataError, RanksDifferError
+from lockstep.machine.topology import Topology
 
 
 def other_beginning_error(source: IterableSource, epoch: int, sample: int) -> CheckpointError:

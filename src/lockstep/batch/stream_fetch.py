@@ -29,7 +29,7 @@ from lockstep.batch.plan import split_batch, split_sizes
 from lockstep.batch.source import IterableSource
 from lockstep.batch.stream_reader import PassRandomState, StreamReader
 from lockstep.distributed.seeding import preserve_rng_state, seed_sample
-from lockstep.distributed.topology import DataParallelRank
+from lockstep.machine.topology import DataParallelRank
 from lockstep.session.micro_batch import VirtualRanks
 from lockstep.torch_compat import without_worker_info
 

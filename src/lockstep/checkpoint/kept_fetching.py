@@ -24,8 +24,8 @@ from lockstep.checkpoint.kept_reading import (
 )
 from lockstep.checkpoint.memory_area import PAGE_BYTES, Area, round_up
 from lockstep.distributed.collectives import Collectives, gather_answers, run_on_all_ranks
-from lockstep.distributed.control_groups import available_memory
 from lockstep.errors import CheckpointError
+from lockstep.machine.control_groups import available_memory
 from lockstep.units import format_bytes
 
 RESUMING_FROM_MEMORY = "resuming from memory"

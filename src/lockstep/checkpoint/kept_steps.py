@@ -48,13 +48,13 @@ from lockstep.checkpoint.kept_reading import KeptStep, report_parts
 from lockstep.checkpoint.memory_area import Area, Seal, size_of_area
 from lockstep.checkpoint.partner_copies import Inbox, PartnerCopies, Partners, find_partners
 from lockstep.distributed.collectives import Collectives
-from lockstep.distributed.control_groups import available_memory
-from lockstep.distributed.topology import (
+from lockstep.errors import CheckpointError, LockstepError, warn
+from lockstep.machine.control_groups import available_memory
+from lockstep.machine.topology import (
     AREAS_PER_RANK,
     MAX_SENDERS_PER_RANK,
     OWN_AREAS_PER_RANK,
 )
-from lockstep.errors import CheckpointError, LockstepError, warn
 from lockstep.session.extension import Extension
 from lockstep.session.step import Step
 from lockstep.torch_compat import copy_to_each

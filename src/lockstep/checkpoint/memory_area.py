@@ -29,7 +29,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lockstep.distributed.topology import SEALED_FLAG_AT
+from lockstep.machine.topology import SEALED_FLAG_AT
 
 # The first page of an area, by byte:
 #

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from lockstep.checkpoint.memory_area import PAGE_BYTES, Area, read_seal
 from lockstep.communication.groups import open_groups
-from lockstep.distributed.topology import MAX_SENDERS_PER_RANK
+from lockstep.machine.topology import MAX_SENDERS_PER_RANK
 
 _WAIT_FOR_SEAL_S = 0.001
 

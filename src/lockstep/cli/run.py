@@ -36,9 +36,9 @@ from lockstep.cli.unknown_option import (
     familiar_option,
     similar_option,
 )
-from lockstep.distributed.topology import LAUNCHER_VARIABLE, scheduler_of_several_tasks_here
 from lockstep.errors import SettingError
 from lockstep.language import translate
+from lockstep.machine.topology import LAUNCHER_VARIABLE, scheduler_of_several_tasks_here
 from lockstep.run.machines import ray_run, slurm, slurm_batch
 from lockstep.run.machines.hostfile import parse_hosts
 from lockstep.run.machines.hosts import (

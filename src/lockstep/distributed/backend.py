@@ -19,9 +19,9 @@ from torch.distributed import Store
 from torch.distributed.constants import default_pg_timeout
 
 from lockstep.communication import routing
-from lockstep.distributed import interface, network
-from lockstep.distributed.topology import Topology
 from lockstep.errors import SettingError
+from lockstep.machine import interface, network
+from lockstep.machine.topology import Topology
 from lockstep.settings import CUDA_BACKENDS, Choice, check_backend
 
 

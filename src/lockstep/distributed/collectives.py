@@ -61,9 +61,9 @@ from lockstep.distributed.reductions import (
     to_floating_point,
 )
 from lockstep.distributed.tensor_bytes import from_bytes, to_bytes
-from lockstep.distributed.topology import DataParallelRank, Topology
 from lockstep.error_in_flight import find_error_that_led_here
 from lockstep.errors import CheckpointError, LockstepError, RanksDifferError, UsageError
+from lockstep.machine.topology import DataParallelRank, Topology
 from lockstep.torch_compat import pytree
 from lockstep.user_code import user_call
 from lockstep.wording import format_ranks

@@ -23,8 +23,8 @@ from torch.optim import Optimizer
 
 from lockstep.distributed.collectives import Collectives
 from lockstep.distributed.numerics import compare_ranks, read_numerics
-from lockstep.distributed.topology import CHOSEN_THREADS_VARIABLE, THREADS_VARIABLE
 from lockstep.errors import LockstepError, UsageError, add_note_once, warn
+from lockstep.machine.topology import CHOSEN_THREADS_VARIABLE, THREADS_VARIABLE
 from lockstep.session.extension import Extension
 from lockstep.settings import Choice
 from lockstep.wording import count_noun

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lockstep.distributed.topology import Topology
 from lockstep.errors import LockstepError, SettingError, add_note_once
+from lockstep.machine.topology import Topology
 from lockstep.session.step import Step
 from lockstep.settings import SUPPORTED_DEVICES, check_device
 from lockstep.wording import count_noun

@@ -35,8 +35,8 @@ from torch.distributed import Store
 
 from lockstep import errors
 from lockstep.distributed.manifest import describe_mismatches, without_harmless_differences
-from lockstep.distributed.network import boot_id, wait_until
-from lockstep.distributed.topology import Topology
+from lockstep.machine.network import boot_id, wait_until
+from lockstep.machine.topology import Topology
 from lockstep.wording import format_ranks, group_by_key
 
 DECISION_GRACE_S = 5.0

@@ -26,7 +26,7 @@ from lockstep.distributed.arguments import (
     blank_out_harmless_differences,
     command_of_script,
 )
-from lockstep.distributed.topology import SET_BY_SCRIPT, Topology
+from lockstep.machine.topology import SET_BY_SCRIPT, Topology
 from lockstep.wording import format_ranks, group_by_key
 
 MAX_VALUES_SHOWN = 4

@@ -30,13 +30,13 @@ from lockstep.communication import routing
 from lockstep.communication.link import Link, measure
 from lockstep.communication.shared_memory import open_shared_memory
 from lockstep.communication.traffic import traffic
-from lockstep.distributed import network
 from lockstep.distributed.backend import choose_backend, close_group, open_group
 from lockstep.distributed.collectives import Collectives
 from lockstep.distributed.device import choose_device
 from lockstep.distributed.manifest import collect
-from lockstep.distributed.topology import SET_BY_SCRIPT, Topology, detect, port
 from lockstep.errors import LockstepError, SettingError, UsageError, set_rank, warn
+from lockstep.machine import network
+from lockstep.machine.topology import SET_BY_SCRIPT, Topology, detect, port
 from lockstep.masking import digest_of_secrets
 from lockstep.session.extension import Extensions
 from lockstep.session.step import Step

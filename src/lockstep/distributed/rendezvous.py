@@ -27,11 +27,11 @@ from urllib.parse import urlsplit
 from torch.distributed import PrefixStore, Store, TCPStore
 
 from lockstep import errors
-from lockstep.distributed import network
 from lockstep.distributed.init_file import open_file
 from lockstep.distributed.join import Join, JoinRequest, read_request
-from lockstep.distributed.network import LOOPBACK, Endpoint, is_here, wait_until
-from lockstep.distributed.topology import Topology
+from lockstep.machine import network
+from lockstep.machine.network import LOOPBACK, Endpoint, is_here, wait_until
+from lockstep.machine.topology import Topology
 from lockstep.torch_compat import answers_as_store
 
 INIT_METHOD_FORMS = "the forms are 'env://', 'tcp://host:port' and 'file:///absolute/path'"

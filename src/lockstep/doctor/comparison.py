@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from lockstep.communication.link import Link
-from lockstep.distributed.network import is_loopback_address
 from lockstep.doctor.base import ERROR, OK, UNKNOWN, WARNING, Facts, Finding, join_findings
+from lockstep.machine.network import is_loopback_address
 from lockstep.run.machines.hosts import NAMES_OF_ONE_MACHINE
 from lockstep.wording import count_noun
 

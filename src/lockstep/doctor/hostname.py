@@ -11,13 +11,13 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from lockstep.distributed.network import (
+from lockstep.doctor.base import WARNING, Facts, Finding, join_findings
+from lockstep.machine.network import (
     LOOPBACK,
     default_route_address,
     is_loopback_address,
     resolve,
 )
-from lockstep.doctor.base import WARNING, Facts, Finding, join_findings
 
 MAX_LOOKUP_S = 1.0
 

@@ -17,9 +17,9 @@ from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lockstep.distributed.network import is_here
 from lockstep.doctor import DEADLINE_S, variables
 from lockstep.doctor.base import ERROR, Finding
+from lockstep.machine.network import is_here
 from lockstep.run.machines.hosts import (
     NUM_NEIGHBORS_TRIED,
     Host,

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from lockstep.distributed.control_groups import available_in_group
 from lockstep.doctor.base import ERROR, OK, WARNING, Facts, Finding, gib, join_findings
+from lockstep.machine.control_groups import available_in_group
 
 MIN_FOR_A_MODEL = 2 * 2**30  # bytes
 MIN_FOR_TORCH = 2**28  # bytes

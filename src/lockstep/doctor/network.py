@@ -9,8 +9,10 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
-from lockstep.distributed.interface import nccl_matches
-from lockstep.distributed.network import (
+from lockstep.doctor.base import ERROR, WARNING, Facts, Finding, join_findings
+from lockstep.errors import SettingError
+from lockstep.machine.interface import nccl_matches
+from lockstep.machine.network import (
     LOOPBACK,
     default_route_address,
     facing_outward,
@@ -19,8 +21,6 @@ from lockstep.distributed.network import (
     listing,
     local_addresses,
 )
-from lockstep.doctor.base import ERROR, WARNING, Facts, Finding, join_findings
-from lockstep.errors import SettingError
 
 GLOO_VARIABLE = "GLOO_SOCKET_IFNAME"  # names of interfaces
 NCCL_VARIABLE = "NCCL_SOCKET_IFNAME"  # patterns, see `nccl_matches`

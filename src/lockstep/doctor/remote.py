@@ -28,8 +28,8 @@ from pathlib import Path
 from typing import Any
 
 from lockstep import doctor
-from lockstep.distributed.network import interface_of, resolve
 from lockstep.doctor import data
+from lockstep.machine.network import interface_of, resolve
 from lockstep.run.machines.remote import describe_machine, listen, send_answer
 
 TOKEN_SIZE = 32  # bytes

@@ -35,8 +35,8 @@ from lockstep.batch.shares import initial_shares
 from lockstep.communication.compressed_means import CompressedMeans
 from lockstep.communication.groups import open_groups
 from lockstep.distributed.process_group import Run
-from lockstep.distributed.topology import DataParallelRank
 from lockstep.errors import SettingError, UsageError
+from lockstep.machine.topology import DataParallelRank
 from lockstep.optim.precision import Precision
 from lockstep.session.check_schedule import CHECK_EVERY
 from lockstep.session.extension import Extension

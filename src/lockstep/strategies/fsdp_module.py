@@ -24,9 +24,9 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from lockstep import torch_compat
-from lockstep.distributed.host_memory import return_free_memory
 from lockstep.distributed.process_group import Run
 from lockstep.errors import UsageError
+from lockstep.machine.host_memory import return_free_memory
 from lockstep.session.check_schedule import check_due
 from lockstep.session.extension import Extension
 from lockstep.session.micro_batch import MicroBatch

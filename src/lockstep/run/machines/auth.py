@@ -31,7 +31,7 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass
 
-from lockstep.distributed.network import CONNECTION_CUT, LOOPBACK, NO_ANSWER, REFUSED
+from lockstep.machine.network import CONNECTION_CUT, LOOPBACK, NO_ANSWER, REFUSED
 from lockstep.run.machines.run_token import TOKEN_VARIABLE, Token
 
 OnPeer = Callable[[StreamReader, StreamWriter, str], Awaitable[None]]

@@ -21,9 +21,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from lockstep.distributed.network import is_here, resolve
 from lockstep.errors import SettingError
 from lockstep.language import translate
+from lockstep.machine.network import is_here, resolve
 from lockstep.run.machines.run_token import TOKEN_VARIABLE
 from lockstep.run.start.torchrun_flags import TorchrunFlags, shutdown_timeout
 from lockstep.wording import count_noun

@@ -27,14 +27,14 @@ from torch.distributed import TCPStore
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 
 from lockstep import __version__
-from lockstep.distributed import network
-from lockstep.distributed.network import LOOPBACK, Endpoint
 from lockstep.errors import (
     MasterUnreachableError,
     PortTakenError,
     SettingError,
     TokenDiffersError,
 )
+from lockstep.machine import network
+from lockstep.machine.network import LOOPBACK, Endpoint
 from lockstep.run.machines import auth
 from lockstep.run.machines.auth import AuthProxy, ConnectionFailed, Forwarder, authenticate
 from lockstep.run.machines.dynamic_rendezvous import DynamicRendezvous

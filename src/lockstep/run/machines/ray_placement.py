@@ -17,8 +17,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lockstep.distributed.network import wait_until
 from lockstep.errors import HostError, SettingError
+from lockstep.machine.network import wait_until
 from lockstep.run.machines.hosts import Host
 from lockstep.wording import count_noun
 

@@ -13,9 +13,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from lockstep.distributed.network import wait_until
 from lockstep.errors import EXIT_SIGNAL, HostError
 from lockstep.language import translate
+from lockstep.machine.network import wait_until
 from lockstep.run.machines import ray_placement
 from lockstep.run.machines.hosts import Host, HostsSpec
 from lockstep.run.machines.ray_call import CallOutcome

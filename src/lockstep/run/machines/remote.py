@@ -44,13 +44,13 @@ from pathlib import Path
 from typing import IO, Any
 
 from lockstep import __version__
-from lockstep.distributed.network import (
+from lockstep.errors import EXIT_SIGNAL
+from lockstep.machine.network import (
     boot_id,
     default_route_address,
     is_loopback_address,
     wait_until,
 )
-from lockstep.errors import EXIT_SIGNAL
 from lockstep.run.start.zygote import die_with_parent
 
 ANSWER_MARK = b"\x1elockstep "

@@ -31,9 +31,9 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousStoreInfo,
 )
 
-from lockstep.distributed import network
-from lockstep.distributed.network import LOOPBACK
 from lockstep.errors import LockstepError
+from lockstep.machine import network
+from lockstep.machine.network import LOOPBACK
 from lockstep.run.machines.nodes import (
     HERE,
     LEFT,
@@ -63,7 +63,7 @@ class Rendezvous(RendezvousHandler):
         store: the ranks' store on loopback; None if torch's own handler opens it.
         say: function that shows a line to the user.
         interface: name of the network interface that reaches the other nodes, or of loopback on a
-            single machine; None if not known. See `distributed.interface`.
+            single machine; None if not known. See `machine.interface`.
     """
 
     can_publish = True

@@ -13,9 +13,9 @@ from datetime import timedelta
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
-from lockstep.distributed import network
-from lockstep.distributed.network import Endpoint
 from lockstep.errors import SettingError
+from lockstep.machine import network
+from lockstep.machine.network import Endpoint
 
 # Torch's own defaults.
 DEFAULT_JOIN_TIMEOUT_S = 600.0

@@ -19,8 +19,8 @@ from pathlib import Path
 from tempfile import NamedTemporaryFile
 from time import monotonic
 
-from lockstep.distributed.network import wait_until
 from lockstep.errors import SettingError
+from lockstep.machine.network import wait_until
 
 TOKEN_VARIABLE = "LOCKSTEP_TOKEN"
 NO_TOKEN = "none"

@@ -20,8 +20,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
-from lockstep.distributed.topology import detect, expand_tasks
 from lockstep.errors import SettingError
+from lockstep.machine.topology import detect, expand_tasks
 from lockstep.run.machines.run_token import TOKEN_VARIABLE
 
 INTERACTIVE_STEP_ID = "4294967290"

@@ -21,8 +21,8 @@ import threading
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from typing import Any
 
-from lockstep.distributed.network import address_reaching, is_here
 from lockstep.errors import EXIT_LOST_RANK, EXIT_SIGNAL, HostError
+from lockstep.machine.network import address_reaching, is_here
 from lockstep.run.machines.hosts import (
     DEFAULT_MASTER_PORT,
     NUM_NEIGHBORS_TRIED,

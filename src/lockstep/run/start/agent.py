@@ -34,15 +34,15 @@ from torch.distributed.elastic import events
 from torch.distributed.elastic.agent.server import api
 from torch.distributed.elastic.multiprocessing import ProcessFailure, SignalException
 
-from lockstep.distributed.interface import NCCL_INTERFACE, choose_nccl_interfaces, gloo_variables
-from lockstep.distributed.network import running_interfaces, wait_until
-from lockstep.distributed.topology import (
+from lockstep.errors import EXIT_SIGNAL, LockstepError
+from lockstep.language import translate
+from lockstep.machine.interface import NCCL_INTERFACE, choose_nccl_interfaces, gloo_variables
+from lockstep.machine.network import running_interfaces, wait_until
+from lockstep.machine.topology import (
     CHOSEN_THREADS_VARIABLE,
     LAUNCHER_VARIABLE,
     THREADS_VARIABLE,
 )
-from lockstep.errors import EXIT_SIGNAL, LockstepError
-from lockstep.language import translate
 from lockstep.run.machines.nodes import Node
 from lockstep.run.machines.open_rendezvous import open_rendezvous
 from lockstep.run.machines.rendezvous import Rendezvous

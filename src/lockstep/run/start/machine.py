@@ -12,7 +12,7 @@ import socket
 from dataclasses import dataclass
 from pathlib import Path
 
-from lockstep.distributed.control_groups import own_cgroups
+from lockstep.machine.control_groups import own_cgroups
 from lockstep.run.start.cuda_state import count_gpus
 
 

@@ -14,10 +14,10 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from lockstep.distributed.network import means_loopback
-from lockstep.distributed.topology import THREADS_VARIABLE
 from lockstep.errors import SettingError
 from lockstep.language import translate
+from lockstep.machine.network import means_loopback
+from lockstep.machine.topology import THREADS_VARIABLE
 from lockstep.run.start.machine import Machine
 from lockstep.run.start.torchrun_flags import TorchrunFlags
 from lockstep.run.start.worker import LOCAL_RANK_MACRO, Command, Script

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from lockstep.distributed.control_groups import own_cgroups, read_field
+from lockstep.machine.control_groups import own_cgroups, read_field
 
 _OOM_COUNTER_FILES = {2: "memory.events", 1: "memory.oom_control"}
 """The file that contains the counter `oom_kill`, by the version of control groups."""

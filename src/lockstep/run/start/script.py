@@ -24,11 +24,11 @@ from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
-from lockstep.distributed.network import address_reaching, interface_of
-from lockstep.distributed.topology import THREADS_VARIABLE
 from lockstep.errors import SettingError
 from lockstep.file_paths import check_path_of_this_system
 from lockstep.language import CHINESE, language, translate
+from lockstep.machine.network import address_reaching, interface_of
+from lockstep.machine.topology import THREADS_VARIABLE
 from lockstep.run.start import worker
 from lockstep.run.start.machine import cores_allowed, read_machine
 from lockstep.run.start.openblas import limit_openblas

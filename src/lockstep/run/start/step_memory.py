@@ -11,13 +11,13 @@ import argparse
 import os
 import sys
 
-from lockstep.distributed.topology import (
+from lockstep.errors import SettingError
+from lockstep.machine.topology import (
     AREAS_PER_RANK,
     OWN_AREAS_PER_RANK,
     SEAL_BYTES,
     SEALED_FLAG_AT,
 )
-from lockstep.errors import SettingError
 from lockstep.run.start.plan import LaunchPlan
 from lockstep.run.start.torchrun_flags import may_restart
 

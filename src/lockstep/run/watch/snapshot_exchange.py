@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from lockstep.distributed.network import wait_until
+from lockstep.machine.network import wait_until
 from lockstep.run.machines.rendezvous import Rendezvous
 from lockstep.run.watch.snapshot import Snapshot, from_json, merge, shorten, to_json
 

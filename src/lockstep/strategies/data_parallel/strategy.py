@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from lockstep.distributed.process_group import Run
 from lockstep.distributed.seeding import mix_seed
-from lockstep.distributed.topology import DataParallelRank
 from lockstep.errors import SettingError, UsageError, warn
 from lockstep.keyword_arguments import check_keywords_of_constructor
+from lockstep.machine.topology import DataParallelRank
 from lockstep.session.extension import DeliveredBatch, Extension
 from lockstep.session.micro_batch import MicroBatch
 from lockstep.settings import Choice, check_number_of_processes, is_auto

@@ -25,9 +25,9 @@ from torch import Tensor, nn
 
 from lockstep.batch.indices import ceil_div
 from lockstep.distributed.process_group import Run
-from lockstep.distributed.topology import DataParallelRank, Topology
 from lockstep.errors import SettingError, UsageError
 from lockstep.keyword_arguments import check_keywords_of_constructor
+from lockstep.machine.topology import DataParallelRank, Topology
 from lockstep.optim.precision import Precision
 from lockstep.settings import Choice, check_whole_number
 from lockstep.strategies.base import (

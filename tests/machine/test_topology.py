@@ -6,7 +6,8 @@ from collections.abc import Mapping
 
 import pytest
 
-from lockstep.distributed.topology import (
+from lockstep.errors import SettingError
+from lockstep.machine.topology import (
     SCHEDULERS,
     Scheduler,
     Task,
@@ -14,7 +15,6 @@ from lockstep.distributed.topology import (
     detect,
     port_of,
 )
-from lockstep.errors import SettingError
 
 pytestmark = pytest.mark.unit
 
@@ -266,7 +266,7 @@ def test_a_scheduler_is_declared_once(monkeypatch: pytest.MonkeyPatch) -> None:
     my_batch = Scheduler(
         name="MyBatch", command="mybatch", rank="MYBATCH_RANK", size="MYBATCH_SIZE", read=read
     )
-    monkeypatch.setattr("lockstep.distributed.topology.SCHEDULERS", (*SCHEDULERS, my_batch))
+    monkeypatch.setattr("lockstep.machine.topology.SCHEDULERS", (*SCHEDULERS, my_batch))
     environ = {"MYBATCH_RANK": "3", "MYBATCH_SIZE": "4"}
     place = detect(environ)
     assert place is not None

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from lockstep.distributed.topology import expand_tasks, first_host
 from lockstep.errors import SettingError
+from lockstep.machine.topology import expand_tasks, first_host
 
 pytestmark = pytest.mark.unit
 

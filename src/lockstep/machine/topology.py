@@ -22,8 +22,8 @@ import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from lockstep.distributed.network import LOOPBACK, means_loopback
 from lockstep.errors import SettingError
+from lockstep.machine.network import LOOPBACK, means_loopback
 
 LAUNCHER_VARIABLE = "LOCKSTEP_LAUNCHER"
 """The environment variable with the name of a rank's launcher, which `lockstep.init` prints. Other

@@ -9,16 +9,17 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lockstep.distributed import backend, network
-from lockstep.distributed.interface import (
+from lockstep.distributed import backend
+from lockstep.errors import SettingError
+from lockstep.machine import network
+from lockstep.machine.interface import (
     choose_interface,
     choose_nccl_interfaces,
     gloo_variables,
     nccl_matches,
     use_gloo_interface,
 )
-from lockstep.distributed.topology import Topology
-from lockstep.errors import SettingError
+from lockstep.machine.topology import Topology
 
 pytestmark = pytest.mark.unit
 

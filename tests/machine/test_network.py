@@ -5,8 +5,8 @@ import time
 
 import pytest
 
-from lockstep.distributed import network
 from lockstep.errors import MasterUnreachableError, SettingError
+from lockstep.machine import network
 
 pytestmark = pytest.mark.unit
 

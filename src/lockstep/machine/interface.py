@@ -13,15 +13,15 @@ import re
 import socket
 from collections.abc import Mapping, Sequence
 
-from lockstep.distributed.network import (
+from lockstep.errors import SettingError
+from lockstep.machine.network import (
     Addresses,
     facing_outward,
     find_interface,
     is_loopback_address,
     listing,
 )
-from lockstep.distributed.topology import LAUNCHER_VARIABLE
-from lockstep.errors import SettingError
+from lockstep.machine.topology import LAUNCHER_VARIABLE
 
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 NCCL_INTERFACE = "NCCL_SOCKET_IFNAME"
