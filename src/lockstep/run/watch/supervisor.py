@@ -212,7 +212,7 @@ class Supervisor:
         # The stacks of calls are only worth stopping the ranks for if they cannot go on anyway.
         if verdict.fatal:
             verdict = self._add_stacks_of_calls(verdict, earlier, later)
-        # The journal gets the text in English, and the console in the user's language.
+        # The record of the run gets the text in English, and the console in the user's language.
         self._report(render(verdict), render(verdict, translate))
 
     def _add_stacks_of_calls(self, verdict: Verdict, earlier: Snapshot, later: Snapshot) -> Verdict:
@@ -242,7 +242,7 @@ class Supervisor:
             write_report(self._folder, shown_snapshot, shown_verdict)
         except OSError as error:  # the verdict must still be reported
             problem = f"hang.txt and hang.json cannot be written: {error.strerror}"
-            self._report(problem, translate(problem))  # in English for the journal, and translated
+            self._report(problem, translate(problem))  # in English for the record, and translated
 
         return shown_verdict
 
