@@ -42,7 +42,6 @@ PASSED_ON = {
     "cli.run_options:error.do",
     "distributed.collectives:do",
     "errors:error.do",
-    "run.machines.ssh_connection:advice",
     "run.machines.ssh_errors:cause.advice.format(**fields_of_texts)",
     "run.machines.ssh_errors:advice",
     "run.machines.ssh_run:'; '.join(advice)",

@@ -27,6 +27,7 @@ from lockstep.run.watch.messages import conjugate
 from lockstep.verify.catalogue import page_head_to_translate, paragraphs_to_translate
 
 PO_FILE = CATALOGUE_FILE
+FunctionDef = ast.FunctionDef | ast.AsyncFunctionDef
 CATALOGUE_OF_FINDINGS = house.SOURCE / "verify" / "catalogue.toml"
 
 FILES_OF_SENTENCES = (
@@ -418,11 +419,11 @@ class Reader:
 
     def __init__(self, modules: Mapping[str, house.Module]) -> None:
         self._modules = modules
-        self._functions: dict[str, list[tuple[str, ast.FunctionDef]]] = {}
+        self._functions: dict[str, list[tuple[str, FunctionDef]]] = {}
         self._calls: dict[str, list[tuple[str, ast.Call]]] = {}
         self._error_classes = _error_classes(modules["errors"].tree)
-        self._calls_in: dict[str, list[tuple[ast.FunctionDef | None, ast.Call]]] = {}
-        self._function_of_call: dict[int, ast.FunctionDef | None] = {}
+        self._calls_in: dict[str, list[tuple[FunctionDef | None, ast.Call]]] = {}
+        self._function_of_call: dict[int, FunctionDef | None] = {}
         self._assigned_in: dict[int, dict[str, list[ast.expr]]] = {}
         self.messages = Messages()
         for name, module in modules.items():
@@ -430,7 +431,7 @@ class Reader:
             for function, call in self._calls_in[name]:
                 self._function_of_call[id(call)] = function
             for node in ast.walk(module.tree):
-                if isinstance(node, ast.FunctionDef):
+                if isinstance(node, FunctionDef):
                     self._functions.setdefault(node.name, []).append((name, node))
                 elif isinstance(node, ast.Call):
                     self._calls.setdefault(_called_name(node), []).append((name, node))
@@ -491,7 +492,7 @@ class Reader:
             if module.startswith("run.watch."):
                 self.messages.add(conjugate(message, count=2), module)
 
-    def _read_call(self, module: str, function: ast.FunctionDef | None, call: ast.Call) -> None:
+    def _read_call(self, module: str, function: FunctionDef | None, call: ast.Call) -> None:
         """Reads what an error or a warning has found, and what it says to do."""
         name = _called_name(call)
         if name in FUNCTIONS_THAT_TRANSLATE and call.args and module != "language":
@@ -524,7 +525,7 @@ class Reader:
                 place = f"{module}:{ast.unparse(do)}"
                 self.messages.advice_not_found.append(place)
 
-    def _read_heading(self, call: ast.Call, module: str, function: ast.FunctionDef | None) -> None:
+    def _read_heading(self, call: ast.Call, module: str, function: FunctionDef | None) -> None:
         """Reads the first line of an error or a warning: what was set."""
         if _called_name(call) in ERRORS_WITHOUT_SETTING:
             return
@@ -535,13 +536,13 @@ class Reader:
             if is_prose(text):
                 self.messages.places.setdefault(HEADING + text, set()).add(module)
 
-    def _read_choice(self, call: ast.Call, module: str, function: ast.FunctionDef | None) -> None:
+    def _read_choice(self, call: ast.Call, module: str, function: FunctionDef | None) -> None:
         """Reads a line of the summary that is printed at the start: name, value and reason."""
         for argument in call.args:
             for text in self._texts(argument, module, function, MAX_DEPTH - DEPTH_OF_FOUND):
                 self._add_if_sentence(text, module)
 
-    def _read_help(self, call: ast.Call, module: str, function: ast.FunctionDef | None) -> None:
+    def _read_help(self, call: ast.Call, module: str, function: FunctionDef | None) -> None:
         """Reads the help of a command or an option."""
         for keyword in call.keywords:
             if keyword.arg in HELP_ARGUMENTS:
@@ -551,7 +552,7 @@ class Reader:
     def _read_help_of_commands(self, module: str, tree: ast.Module) -> None:
         """Reads the docstrings of commands, whose paragraphs are their help."""
         for node in ast.walk(tree):
-            if not isinstance(node, ast.FunctionDef) or not node.decorator_list:
+            if not isinstance(node, FunctionDef) or not node.decorator_list:
                 continue
             decorators = [ast.unparse(decorator) for decorator in node.decorator_list]
             is_command = any(re.match(r"[\w.]*\b(command|group)\b", text) for text in decorators)
@@ -573,7 +574,7 @@ class Reader:
         self,
         node: ast.expr,
         module: str,
-        function: ast.FunctionDef | None,
+        function: FunctionDef | None,
         depth: int = 0,
         *,
         is_field: bool = False,
@@ -606,7 +607,7 @@ class Reader:
             yield from self._texts_of_call(node, module, function, depth)
 
     def _texts_of_call(
-        self, call: ast.Call, module: str, function: ast.FunctionDef | None, depth: int
+        self, call: ast.Call, module: str, function: FunctionDef | None, depth: int
     ) -> Iterator[str]:
         """Yields what a call returns: of methods of texts and dicts the texts in them."""
         name = _called_name(call)
@@ -624,7 +625,7 @@ class Reader:
                     if isinstance(node, ast.Return) and node.value is not None:
                         yield from self._texts(node.value, where, called, depth + 1)
 
-    def _functions_called(self, name: str, module: str) -> Iterator[tuple[str, ast.FunctionDef]]:
+    def _functions_called(self, name: str, module: str) -> Iterator[tuple[str, FunctionDef]]:
         """Yields the functions of a name in a module, and those that it imports."""
         for where, called in self._functions.get(name, ()):
             if where == module or where in self._modules[module].imports:
@@ -634,10 +635,10 @@ class Reader:
         self,
         name: str,
         module: str,
-        function: ast.FunctionDef | None,
+        function: FunctionDef | None,
         *,
         is_field: bool = False,
-    ) -> Iterator[tuple[str, ast.FunctionDef | None, ast.expr]]:
+    ) -> Iterator[tuple[str, FunctionDef | None, ast.expr]]:
         """Yields what may be behind a name, with the module and the function of each.
 
         The parameters of a function are followed to its calls, unless they are fields of a text,
@@ -659,8 +660,8 @@ class Reader:
                 yield source, None, value
 
     def _arguments(
-        self, parameter: str, parameters: Sequence[str], function: ast.FunctionDef
-    ) -> Iterator[tuple[str, ast.FunctionDef | None, ast.expr]]:
+        self, parameter: str, parameters: Sequence[str], function: FunctionDef
+    ) -> Iterator[tuple[str, FunctionDef | None, ast.expr]]:
         """Yields what is given for a parameter, in all calls of a function of that name."""
         position = parameters.index(parameter)
         if parameters[0] in ("self", "cls"):
@@ -672,7 +673,7 @@ class Reader:
             if value is not None:
                 yield module, self._function_of_call[id(call)], value
 
-    def _assigned(self, name: str, scope: ast.FunctionDef | ast.Module) -> list[ast.expr]:
+    def _assigned(self, name: str, scope: FunctionDef | ast.Module) -> list[ast.expr]:
         """Returns what is assigned to a name in a function or a module."""
         if id(scope) not in self._assigned_in:
             self._assigned_in[id(scope)] = _values_assigned_in(scope)
@@ -714,10 +715,10 @@ def _literal_parts(node: ast.expr) -> Iterator[ast.expr]:
                 yield from _literal_parts(part)
 
 
-def _values_assigned_in(scope: ast.FunctionDef | ast.Module) -> dict[str, list[ast.expr]]:
+def _values_assigned_in(scope: FunctionDef | ast.Module) -> dict[str, list[ast.expr]]:
     """Returns what is assigned to each name, or appended to it, in a function or a module."""
     values: dict[str, list[ast.expr]] = {}
-    nodes = ast.walk(scope) if isinstance(scope, ast.FunctionDef) else iter(scope.body)
+    nodes = ast.walk(scope) if isinstance(scope, FunctionDef) else iter(scope.body)
     for node in nodes:
         if isinstance(node, ast.Assign):
             for target in node.targets:
@@ -743,16 +744,16 @@ def _names_in(target: ast.expr) -> list[str]:
     return [node.id for node in ast.walk(target) if isinstance(node, ast.Name)]
 
 
-def _calls_by_function(tree: ast.Module) -> Iterator[tuple[ast.FunctionDef | None, ast.Call]]:
+def _calls_by_function(tree: ast.Module) -> Iterator[tuple[FunctionDef | None, ast.Call]]:
     """Yields all calls, each with the innermost function that it is in."""
 
     def visit(
-        node: ast.AST, function: ast.FunctionDef | None
-    ) -> Iterator[tuple[ast.FunctionDef | None, ast.Call]]:
+        node: ast.AST, function: FunctionDef | None
+    ) -> Iterator[tuple[FunctionDef | None, ast.Call]]:
         for child in ast.iter_child_nodes(node):
             if isinstance(child, ast.Call):
                 yield function, child
-            inside = child if isinstance(child, ast.FunctionDef) else function
+            inside = child if isinstance(child, FunctionDef) else function
             yield from visit(child, inside)
 
     yield from visit(tree, None)
