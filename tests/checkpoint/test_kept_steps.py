@@ -44,7 +44,7 @@ from lockstep.checkpoint.modules import plain_state_dict
 from lockstep.checkpoint.partner_copies import PartnerCopies, find_partners
 from lockstep.checkpoint.sharding import copy_to_memory
 from lockstep.extensions.ledger.judge import judge
-from lockstep.machine.topology import AREAS_PER_RANK
+from lockstep.machine.topology import AREAS_PER_RANK, OWN_AREAS_PER_RANK
 from lockstep.run.start.step_memory import StepMemory
 from lockstep.strategies import HSDP, Pipeline
 from lockstep.torch_compat import copy_to_each
@@ -78,6 +78,7 @@ def header_of(rank: int, size: int, sections: str = "[]") -> bytes:
         "machine_has_whole_state": False,
         "strategy": "ddp",
         "epoch": 0,
+        "announced": kept_steps.NOT_ANNOUNCED,
     }
     return f'{{"facts": {json.dumps(facts)}, "sections": {sections}}}'.encode()
 
@@ -155,6 +156,7 @@ def report(
         "num_bytes": 4096,
         "holder_rank": rank,
         "holder_machine": 0,
+        "announced": kept_steps.NOT_ANNOUNCED,
     }
     where = (path, attempt, serial, 10 * serial, rank, size, ["folder", "its other path"])
     return PartReport(*where, **{**usual, **more})
@@ -479,6 +481,25 @@ MACHINES_THAT_COME_BACK = [
 ]
 
 
+def check_unused_areas(
+    held: dict[int, StepMemory], strategy: str, machines: dict[int, int]
+) -> None:
+    """The areas of ranks that are gone, and for copies that no rank sends, take no memory."""
+    places = [(place, local) for place, n in enumerate(machines.values()) for local in range(n)]
+    partners = None if strategy in ("ddp", "single") else find_partners(places)
+    num_used = {}  # by machine and local rank
+    for rank, (place, local_rank) in enumerate(places):
+        num_senders = 0 if partners is None else len(partners[rank].senders)
+        machine = list(machines)[place]
+        num_used[machine, local_rank] = OWN_AREAS_PER_RANK * (1 + num_senders)
+    for machine in machines:
+        paths = held[machine].variables["LOCKSTEP_STEP_MEMORY"].split()
+        for number, path in enumerate(paths):
+            local_rank, area = divmod(number, AREAS_PER_RANK)
+            if area >= num_used.get((machine, local_rank), 0):
+                assert os.stat(path).st_size == PAGE_BYTES, (strategy, machines, machine, number)
+
+
 @pytest.mark.parametrize(
     ("pieces", "forget"),
     [
@@ -525,6 +546,7 @@ def test_machines_are_lost_and_join(
             weights |= found
             if number > 0:
                 assert f"resumed from step {before} in memory" in note
+        check_unused_areas(held, strategy, machines)
     for memory in held.values():
         memory.close()
     assert list(tmp_path.iterdir()) == []
@@ -1055,6 +1077,34 @@ def test_memory_of_ranks_that_are_gone_is_given_back_after_other_steps(
     run_ranks(train_without_loader, 1, str(tmp_path / "other"), 3, environment=environment)
     for area in areas_of_lost_ranks:
         assert os.stat(area.path).st_size == PAGE_BYTES
+
+
+def what_is_announced(folder: str, *steps: int) -> list[str]:
+    """Trains as `train_without_loader`; what is said of the memory that steps take."""
+    said: list[str] = []
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(lockstep.World, "print", lambda _, line: said.append(line))
+        train_without_loader(folder, *steps)
+    return [line for line in said if "is kept in memory: two copies" in line]
+
+
+def test_memory_is_announced_again_after_a_restart_if_it_differs(
+    memory: dict[str, str], tmp_path: Path
+) -> None:
+    said = []
+    for size, steps in ((1, (3, 6)), (2, (9, 12))):
+        store = torch.distributed.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+        by_rank = run_ranks(
+            *(what_is_announced, size, str(tmp_path / "none"), *steps),
+            environment=lambda rank, s=size, p=store.port: {
+                **rank_environment(rank, s, p),
+                **memory,
+            },
+        )
+        said.append(by_rank[0])
+    # Once by one rank, and once by two, which take other amounts. Not again by as many ranks.
+    (one,), (two,) = said
+    assert one != two
 
 
 def train_after_losses(folder: str) -> list[str]:

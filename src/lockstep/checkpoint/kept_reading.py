@@ -66,6 +66,8 @@ class PartReport:
     """The rank that reports the part, and has access to the area."""
     holder_machine: int
     """The number of the machine on which the area is now."""
+    announced: str
+    """A checksum of what the user was told about the memory that kept steps take."""
 
 
 @dataclass(frozen=True)
@@ -90,6 +92,11 @@ class KeptStep:
     def world_size(self) -> int:
         """The number of ranks in the attempt that wrote the parts."""
         return self.parts[0].world_size
+
+    @property
+    def announced(self) -> str:
+        """See `PartReport`."""
+        return self.parts[0].announced
 
     def paths_on(self, machine: int) -> set[str]:
         """Returns the paths of the areas on a machine that hold a part of this step."""
@@ -145,6 +152,7 @@ def report_parts(
             num_bytes=seal.end,
             holder_rank=holder_rank,
             holder_machine=holder_machine,
+            announced=facts["announced"],
         )
         reports.append(asdict(report))
     return reports

@@ -19,10 +19,10 @@ slow rank is still writing the next one, and if the slow rank was killed then, n
 would be left. So there is a complete step at every moment. After a failure it is the last step or,
 if a rank was killed while it was writing, the step before.
 
-On the CPU, everything is copied at once. A core copies 20 GB a second, and a thread would take the
-same time from the same cores. From a GPU, a thread copies while the next step computes
-(`background_copy`). Tensors that the forward pass may change, such as buffers, are first copied on
-the GPU, and the optimizer's step waits until the rest is copied.
+On the CPU, everything is copied at once: a thread would take the same time from the same cores.
+From a GPU, a thread copies while the next step computes (`background_copy`). Tensors that the
+forward pass may change, such as buffers, are first copied on the GPU, and the optimizer's step
+waits until the rest is copied.
 
 If keeping every step takes more than a small part of the time, only every k-th step is kept, unless
 the user asked for every step (`copy_interval`).
@@ -32,6 +32,7 @@ from __future__ import annotations
 
 import json
 import time
+import zlib
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
@@ -66,6 +67,9 @@ MAX_WAIT_FOR_PEERS_S = 1.0
 """How long a rank waits for the others to seal the previous step. They have taken part in the step
 after it, so they seal it soon, unless a rank has died or has stopped keeping steps."""
 POLL_INTERVAL_S = 20e-6
+NOT_ANNOUNCED = f"{0:08x}"
+"""Stands for the checksum of an announcement that was not made yet. All have the same length, so
+that the size of a header is known before."""
 BACKGROUND_DEVICES = ("cuda",)
 """The types of devices from which a thread copies while the next step computes."""
 
@@ -93,6 +97,9 @@ class KeptSteps(Extension):
         timeout: how long a rank may wait for another one; None for torch's default.
         bandwidth: bytes a second that one machine sends to another; None if it was not measured.
     """
+
+    _announced = NOT_ANNOUNCED
+    """A checksum of what rank 0 has said last about the memory that steps take."""
 
     def __init__(
         self,
@@ -232,6 +239,9 @@ class KeptSteps(Extension):
 
         # The serial numbers of the steps go on from that of the resumed step.
         self._serial = 0 if resumed is None else resumed.serial
+
+        # The user was told what the steps of the earlier attempt take.
+        self._announced = NOT_ANNOUNCED if resumed is None else resumed.announced
 
         # The resumed step must survive until a later step is complete.
         self._areas_of_resumed_step = set()
@@ -485,6 +495,7 @@ class KeptSteps(Extension):
             "machine": topology.node_rank,
             "ranks_on_machine": topology.local_size,
             "machine_has_whole_state": self._each_machine_has_all,
+            "announced": self._announced,
         }
         # The sections are JSON already: encoding them again would take too long.
         facts_json = json.dumps(all_facts)
@@ -580,12 +591,20 @@ class KeptSteps(Extension):
     def _release_resumed_step_once(self) -> None:
         """Gives up the step that the training resumed from, as a later step is complete.
 
-        Parts of it may lie in areas of ranks that this attempt no longer has; these are freed.
+        Parts of it may lie in areas that this attempt does not use; these are freed.
         """
         if not self._resumed_step_is_released:
             self._areas_of_resumed_step = set()
+            self._free_unused_inboxes()
             self._free_areas_of_absent_ranks()
             self._resumed_step_is_released = True
+
+    def _free_unused_inboxes(self) -> None:
+        """Frees the areas of this rank for copies of ranks that send it none in this attempt."""
+        num_senders = 0 if self._partner is None else self._partner.num_senders
+        num_used = OWN_AREAS_PER_RANK * (1 + num_senders)
+        for area in self._areas_of_ranks[self._topology.local_rank][num_used:]:
+            area.free()
 
     def _wait_for_previous_step(self) -> bool:
         """Waits until all ranks of the machine have sealed the previous step.
@@ -687,8 +706,8 @@ class KeptSteps(Extension):
             bytes_a_step = answer["bytes"] + sum(answers[sender]["bytes"] for sender in senders)
             needed.append(OWN_AREAS_PER_RANK * bytes_a_step)
 
-            # Areas that the rank does not use now may hold memory too. It is not available until
-            # they are used again, so it is left out.
+            # Areas that the rank does not use now may hold memory too, until a later step than the
+            # resumed one is complete. So it is left out.
             num_areas = OWN_AREAS_PER_RANK * (1 + len(senders))
             held.append(sum(answer["held"][:num_areas]))
             ranks_of_machine.setdefault(answer["machine"], []).append(rank)
@@ -707,22 +726,22 @@ class KeptSteps(Extension):
                 areas_for_copies, partners[self._topology.rank]
             )
 
-        was_announced_before = self._serial > 1  # by an earlier attempt
-        if not was_announced_before:
-            needed_of_machines: list[int] = []
-            for ranks in ranks_of_machine.values():
-                needed_of_machines.append(sum(needed[rank] for rank in ranks))
-            self._announce(
-                max(needed),
-                max(needed_of_machines),
-                has_partners=partners is not None,
-                num_machines=len(ranks_of_machine),
-            )
+        needed_of_machines: list[int] = []
+        for ranks in ranks_of_machine.values():
+            needed_of_machines.append(sum(needed[rank] for rank in ranks))
+        self._announce(
+            max(needed),
+            max(needed_of_machines),
+            has_partners=partners is not None,
+            num_machines=len(ranks_of_machine),
+        )
 
     def _announce(
         self, most_of_rank: int, most_of_machine: int, *, has_partners: bool, num_machines: int
     ) -> None:
         """Prints that every step is kept, and how much memory the kept steps take.
+
+        Nothing is printed if the attempt that kept the resumed step has printed the same.
 
         Args:
             most_of_rank: bytes that the areas of a rank take, at most.
@@ -744,10 +763,14 @@ class KeptSteps(Extension):
                 "machine that would get its copies, so that no machine has a copy of the shards of "
                 "another one"
             )
-        self._say(
+        line = (
             f"every step is kept in memory: {copies}, {format_bytes(most_of_rank)} for a rank at "
             f"most, {format_bytes(most_of_machine)} on a machine at most{note}"
         )
+        checksum = f"{zlib.crc32(line.encode()):08x}"
+        if checksum != self._announced:
+            self._say(line)
+            self._announced = checksum
 
     def _check_memory(self, new: int, available: int | None) -> None:
         """Stops keeping steps if a machine has too little free memory for them.

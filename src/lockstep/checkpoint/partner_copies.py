@@ -83,6 +83,11 @@ class PartnerCopies:
         self.last_duration_s: float | None = None
         """How long the last exchange took, counted from when both sides had something to send."""
 
+    @property
+    def num_senders(self) -> int:
+        """From how many ranks this rank receives areas."""
+        return len(self._inboxes)
+
     def start(self, area: Area | None, serial: int) -> None:
         """Starts the thread that sends an area once it is sealed, and receives the partners' areas.
 
