@@ -20,7 +20,10 @@ from torch.utils.data import DataLoader, Subset, TensorDataset
 
 import lockstep
 from lockstep.errors import LockstepWarning
-from lockstep.extensions.checks.mean_of_batches import divides_sum_by_length
+from lockstep.extensions.checks.sums_of_script import (
+    divides_sum_by_length,
+    lines_mention_number_of_ranks,
+)
 
 pytestmark = pytest.mark.ranks
 
@@ -703,6 +706,27 @@ def test_a_sum_divided_by_the_length_of_a_loader_is_found_in_the_source():
         assert not divides_sum_by_length(line, 1, 1), line
     assert not divides_sum_by_length("a = world.sum(b)\nc = d / len(test)", 1, 2)
     assert not divides_sum_by_length("a = world.sum(b)\n", 1, 7)
+
+
+@pytest.mark.parametrize(
+    "division",
+    ["/ world.size", "/ world_size", "/ nproc", "/ dist.get_world_size()", "/ args.num_ranks"],
+)
+def test_a_script_that_divides_by_the_number_of_ranks_is_recognised(division):
+    source = f"total = world.sum(hits)\n\nprint(total {division})\n"
+    assert lines_mention_number_of_ranks(source, 1, 3)
+    assert not lines_mention_number_of_ranks(source, 1, 2)
+    assert not divides_sum_by_length(f"print(world.sum(hits) / len(test) {division})", 1, 1)
+
+
+def test_the_size_of_a_tensor_is_not_the_number_of_ranks():
+    source = "total = world.sum(hits)\nprint(total / x.size(0), x.shape)  # not world.size\n"
+    assert not lines_mention_number_of_ranks(source, 1, 2)
+    assert divides_sum_by_length("print(world.sum(hits) / len(test), x.size(0))", 1, 1)
+
+
+def test_a_source_that_cannot_be_parsed_may_mention_the_number_of_ranks():
+    assert lines_mention_number_of_ranks("print total / nproc", 1, 1)
 
 
 @pytest.mark.thorough

@@ -3,7 +3,7 @@
 `world.sum(total_loss) / len(test)`, where `total_loss` adds up the means of batches, is right on
 one process. On N ranks, the sum covers the batches of all ranks, but `len(test)` is the number of
 batches of one rank, so the result is N times too large. The values do not show this mistake, so the
-source of the script is parsed (`mean_of_batches`).
+source of the script is parsed (`sums_of_script`).
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ from typing import Any
 from lockstep.distributed.process_group import Run
 from lockstep.errors import warn
 from lockstep.extensions.checks.base import Check
-from lockstep.extensions.checks.mean_of_batches import divides_sum_by_length
-from lockstep.extensions.checks.summed_numbers import numbers_in
+from lockstep.extensions.checks.sums_of_script import divides_sum_by_length, numbers_in
 from lockstep.optim.precision import Precision
 from lockstep.session.micro_batch import MicroBatch
 from lockstep.strategies.base import PreparedModule

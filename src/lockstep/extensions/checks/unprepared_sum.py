@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import linecache
 import math
-import re
 from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
@@ -21,14 +20,12 @@ from lockstep.batch.unprepared import ReadPass, UnpreparedLoaders
 from lockstep.distributed.process_group import Run
 from lockstep.errors import warn
 from lockstep.extensions.checks.base import Check
-from lockstep.extensions.checks.summed_numbers import numbers_in
+from lockstep.extensions.checks.sums_of_script import lines_mention_number_of_ranks, numbers_in
 from lockstep.optim.precision import Precision
 from lockstep.session.micro_batch import MicroBatch
 from lockstep.strategies.base import PreparedModule
 from lockstep.user_code import Location, user_call, user_location
 
-NUMBER_OF_RANKS = re.compile(r"\.size\b(?!\s*\()|world_size")
-"""Matches `total / world.size` and `total / world_size` in a script, but not `x.size(0)`."""
 MAX_LINES_AFTER_SUM = 6
 """A script is read this far from a sum on, to see if it divides by the number of ranks."""
 
@@ -249,7 +246,5 @@ def _mentions_number_of_ranks(location: Location | None) -> bool:
     if location is None:
         return True
     file, first_line = location
-    for line in range(first_line, first_line + MAX_LINES_AFTER_SUM):
-        if NUMBER_OF_RANKS.search(linecache.getline(file, line)):
-            return True
-    return False
+    source = "".join(linecache.getlines(file))
+    return lines_mention_number_of_ranks(source, first_line, MAX_LINES_AFTER_SUM)

@@ -1,25 +1,75 @@
-"""Finds out from a script's source whether it divides a sum over the ranks by a loader's length.
+"""Reads what a script does with its sums over the ranks.
 
-`world.sum(total_loss) / len(test)`, where `total_loss` adds up the means of batches, is right on
-one process. On N ranks, the sum covers the batches of all ranks, but `len(test)` is the number of
-batches of one rank, so the result is N times too large. The values do not show this mistake.
-Therefore two statements of the script are parsed: the one that calls `world.sum`, and the one that
-calls `len` of a prepared loader.
+`world.sum` takes a *nest*: a tensor or number, or lists and dicts of them. The *leaves* of a nest
+are its tensors and numbers. What becomes of the sum is not seen in its values, so statements of the
+script are parsed: whether they divide by the number of ranks, or by the length of a loader.
 """
 
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from torch import Tensor
 
 from lockstep.user_code import parse_source
 
-SIZE_NAMES = {"size", "world_size", "num_ranks", "nproc"}
+MAX_NUMBERS_IN_TENSOR = 64
+"""A tensor with more numbers than this is read as one number, its sum."""
+
+SIZE_NAMES = {"size", "world_size", "num_ranks", "nproc", "get_world_size"}
 """A statement that has one of these names probably divides by the number of ranks itself."""
+
+
+def numbers_in(leaves: Sequence[Any]) -> list[float]:
+    """Returns the numbers in the leaves of a nest, with 0.0 in place of NaN and infinity.
+
+    A large tensor gives one number, its sum, so that few numbers are copied from a GPU. Complex
+    tensors give none.
+    """
+    numbers: list[float] = []
+    for leaf in leaves:
+        if not isinstance(leaf, Tensor):
+            values = [leaf]  # a number
+        elif leaf.is_complex():
+            values = []
+        elif leaf.numel() <= MAX_NUMBERS_IN_TENSOR:
+            values = leaf.flatten().tolist()
+        else:
+            values = [leaf.sum().item()]
+
+        for value in values:
+            numbers.append(value if math.isfinite(value) else 0.0)
+    return numbers
+
+
+def lines_mention_number_of_ranks(source: str, first_line: int, num_lines: int) -> bool:
+    """Returns True if a script has the number of ranks in one of some lines.
+
+    Then it seems to divide by that number. It also returns True if the source cannot be parsed, so
+    that no check warns without reason.
+
+    Args:
+        source: text of the script.
+        first_line: the first of the lines, from 1.
+        num_lines: how many lines are read.
+    """
+    tree = parse_source(source)
+    if tree is None:
+        return True
+    lines = range(first_line, first_line + num_lines)
+    return any(node.lineno in lines for node in _numbers_of_ranks(tree))
 
 
 def divides_sum_by_length(source: str, sum_line: int, length_line: int) -> bool:
     """Returns True if a script divides a sum over the ranks by the length of a loader.
+
+    `world.sum(total_loss) / len(test)`, where `total_loss` adds up the means of batches, is right
+    on one process. On N ranks, the sum covers the batches of all ranks, but `len(test)` is the
+    number of batches of one rank, so the result is N times too large. The statement that calls
+    `world.sum` and the one that calls `len` of a prepared loader are parsed.
 
     Args:
         source: text of the script.
@@ -36,8 +86,9 @@ def divides_sum_by_length(source: str, sum_line: int, length_line: int) -> bool:
         return False
 
     # A script that uses the number of ranks there seems to divide by it, which is right.
-    if _mentions_number_of_ranks(sum_statement) or _mentions_number_of_ranks(length_statement):
-        return False
+    for statement in (sum_statement, length_statement):
+        if any(True for _ in _numbers_of_ranks(statement)):
+            return False
 
     if sum_statement is length_statement:
         return _sums_and_divides(sum_statement)
@@ -163,11 +214,20 @@ def _assigned_names(statement: ast.stmt) -> set[str]:
     return names
 
 
-def _mentions_number_of_ranks(statement: ast.stmt) -> bool:
-    """Returns True if a statement contains one of `SIZE_NAMES`, as in `world.size`."""
-    for node in ast.walk(statement):
-        if isinstance(node, ast.Attribute) and node.attr in SIZE_NAMES:
-            return True
-        if isinstance(node, ast.Name) and node.id in SIZE_NAMES:
-            return True
-    return False
+def _numbers_of_ranks(node: ast.AST) -> Iterator[ast.Attribute | ast.Name]:
+    """Yields what seems to be the number of ranks in a part of a script, as in `world.size`.
+
+    The method `size` of a tensor, as in `x.size(0)`, is not meant.
+    """
+    called_size = set()
+    for part in ast.walk(node):
+        if isinstance(part, ast.Call) and isinstance(part.func, ast.Attribute):
+            if part.func.attr == "size":
+                called_size.add(part.func)
+
+    for part in ast.walk(node):
+        if isinstance(part, ast.Attribute) and part.attr in SIZE_NAMES:
+            if part not in called_size:
+                yield part
+        if isinstance(part, ast.Name) and part.id in SIZE_NAMES:
+            yield part
