@@ -50,6 +50,17 @@ class Machine:
         finally:
             _ip("-n", str(self.name), "link", "set", interface, "up")
 
+    def slow_down(self, megabits: int) -> None:
+        """From now on it sends no more than so many megabits a second (tc-tbf(8))."""
+        limit = f"rate {megabits}mbit burst 32kb latency 200ms"
+        shape = ["tc", "-n", str(self.name), *f"qdisc add dev lan root tbf {limit}".split()]
+        try:
+            done = subprocess.run(shape, capture_output=True, text=True)
+        except FileNotFoundError:
+            pytest.skip("a slow network takes the tc command")
+        if done.returncode:
+            pytest.skip(f"a network cannot be made slow here: {done.stderr.strip()}")
+
     @contextlib.contextmanager
     def with_container(self) -> Iterator[None]:
         """Within it the machine has a pair of interfaces such as those to containers."""
