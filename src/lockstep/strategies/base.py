@@ -260,6 +260,9 @@ class PreparedModule:
     """The object that the user calls."""
     choices: list[Choice] = field(default_factory=list)
     """What the strategy decided for this module, and why. Rank 0 prints these lines."""
+    chosen_difference: str = ""
+    """A clause about an option that changes results, such as compressed gradients, and that is
+    switched off for `lockstep verify`, which prints the clause. Empty if there is none."""
     replaced_parameters: Sequence[tuple[nn.Parameter, nn.Parameter | None]] = ()
     """Pairs of a parameter that was removed from the user's module and the parameter that replaced
     it (None if that one is on another rank). Optimizers must not hold removed parameters."""

@@ -43,6 +43,7 @@ from lockstep.session.micro_batch import MicroBatch
 from lockstep.settings import Choice, check_whole_number
 from lockstep.strategies import base
 from lockstep.strategies.empty_part import note_empty_part
+from lockstep.strategies.module_hook import RunHook
 from lockstep.strategies.moving_buffers import MovingBuffers
 from lockstep.strategies.pending_buckets import PendingBuckets
 from lockstep.strategies.replication import take_from_first
@@ -172,11 +173,16 @@ class DDP(base.Strategy):
             choices.append(Choice("ddp", "not wrapped", "no parameter to train"))
             return base.PreparedModule(module=module, choices=choices)
 
+        chosen_difference = ""
+        if self.compress is not None and run.settings.uncompressed:
+            chosen_difference = f"gradients are sent as {self.compress}"
+
         compress = self._compression(module, run)
         wrapped = self._make_wrapper(module, run, compress, is_on_several_gpus=is_on_several_gpus)
         return base.PreparedModule(
             module=wrapped,
             choices=choices + self._gradient_choices(module, run, compress),
+            chosen_difference=chosen_difference,
             equal_tensors=lambda: [base.EqualTensors.of(module)],
             check_every=self.check_every,
             extensions=self._extensions(module, wrapped, run),
@@ -386,14 +392,15 @@ class _BucketAverager:
         return self._pending.add(bucket, wait)
 
 
-class _ForwardGuard:
+class _ForwardGuard(RunHook):
     """A forward pre-hook of the user's module that rejects training calls bypassing the wrapper.
 
     It also counts the wrapper's forward passes. The counts are kept here because setting an
     attribute of a plain object is much faster than setting one of a module.
 
     Args:
-        module: the user's module; None for a guard that allows every call.
+        module: the user's module; None for a guard that allows every call, since a copied module
+            has no wrapper.
     """
 
     def __init__(self, module: nn.Module | None = None) -> None:
@@ -414,10 +421,6 @@ class _ForwardGuard:
         forwards_since_backward = self.num_forwards - self.num_forwards_at_backward
         self.num_forwards_at_backward = self.num_forwards
         return forwards_since_backward
-
-    def __reduce__(self) -> tuple[type[_ForwardGuard], tuple[()]]:
-        """Makes copies and pickles allow every call, since a copied module has no wrapper."""
-        return _ForwardGuard, ()
 
     @outside_compiled_code
     def __call__(self, module: nn.Module, inputs: Any) -> None:
@@ -469,12 +472,6 @@ class ExactDDP(base.ModuleWrapper, DistributedDataParallel):
 
         self._trainable_of_optimizer: dict[int, list[tuple[str, nn.Parameter]]] = {}
         """The trainable parameters that an optimizer holds, by the `id` of the optimizer."""
-        self.by_choice = ""
-        """A sentence about an option that changes results, which `verify` therefore switches off.
-        """
-        if options.compress is not None and run.settings.uncompressed:
-            self.by_choice = f"gradients are sent as {options.compress}"
-
         self.compressed: CompressedMeans | None = None
         self.virtual_ranks: VirtualRankGradients | None = None
         """Keeps the gradients of virtual ranks apart, if the run has virtual ranks."""

@@ -22,7 +22,6 @@ from torch import Tensor, nn
 from lockstep.batch.no_rows import Placeholder, has_no_rows, mark_no_rows
 from lockstep.batch.pytree import (
     map_tensors_and_attributes,
-    storage_references,
     tensors,
     tensors_and_attributes,
 )
@@ -31,6 +30,7 @@ from lockstep.session.extension import Extension
 from lockstep.session.micro_batch import MicroBatch
 from lockstep.session.step import Step
 from lockstep.strategies import sync_batchnorm
+from lockstep.strategies.module_hook import RunHook, report_inputs
 from lockstep.strategies.sync_batchnorm import SyncBatchNorm
 from lockstep.torch_compat import NormBase, never_compiled, write_counts
 
@@ -90,9 +90,7 @@ class Placeholders(Extension):
 
     def report_inputs(self, inputs: Any) -> None:
         """Tells the step which tensors a module was called with, before they are replaced."""
-        if torch.is_grad_enabled():
-            has_gradient = any(tensor.requires_grad for tensor in tensors(inputs))
-            self._step.module_called(storage_references(inputs), has_gradient=has_gradient)
+        report_inputs(self._step, inputs)
 
     @property
     def rank_has_no_samples(self) -> bool:
@@ -106,7 +104,7 @@ class Placeholders(Extension):
         return tensors(self._step.sample_in_place_of_none)
 
 
-class _PlaceholderHooks:
+class _PlaceholderHooks(RunHook):
     """The forward hooks of one module, which add a placeholder sample and remove it again.
 
     Args:
@@ -122,10 +120,6 @@ class _PlaceholderHooks:
         self._side_effect_guards: list[AbstractContextManager[None]] = []
         """The contexts that `before` has entered to prevent side effects, and that `after` exits;
         one for each running forward pass, because they may be nested."""
-
-    def __reduce__(self) -> tuple[type[_PlaceholderHooks], tuple[()]]:
-        """Makes copies and pickles contain hooks that do nothing."""
-        return _PlaceholderHooks, ()
 
     @never_compiled
     def before(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:

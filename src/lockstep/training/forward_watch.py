@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from lockstep.batch.pytree import storage_references, tensors
 from lockstep.session.extension import Extension
 from lockstep.session.step import Step
+from lockstep.strategies.module_hook import RunHook, report_inputs
 
 
 class ForwardWatch(Extension):
@@ -47,7 +47,7 @@ class ForwardWatch(Extension):
         module.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
 
 
-class _ReportInputs:
+class _ReportInputs(RunHook):
     """A forward pre-hook that tells the step with which tensors a module is called.
 
     Args:
@@ -57,15 +57,8 @@ class _ReportInputs:
     def __init__(self, step: Step | None = None) -> None:
         self._step = step
 
-    def __reduce__(self) -> tuple[type[_ReportInputs], tuple[()]]:
-        """Makes copies and pickles of a module contain a hook that does nothing."""
-        return _ReportInputs, ()
-
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         # Nothing is reported from compiled code, because reading storages would break its graph.
         if torch.compiler.is_compiling() or self._step is None:
             return
-        if torch.is_grad_enabled():
-            inputs = (args, kwargs)
-            has_gradient = any(tensor.requires_grad for tensor in tensors(inputs))
-            self._step.module_called(storage_references(inputs), has_gradient=has_gradient)
+        report_inputs(self._step, (args, kwargs))

@@ -48,6 +48,7 @@ from lockstep.strategies.base import (
 from lockstep.strategies.diloco.exchange import ACROSS_VIRTUAL_RANKS, SAME_VIRTUAL_RANKS
 from lockstep.strategies.diloco.options import DiLoCoOptions
 from lockstep.strategies.diloco.training import DiLoCoTraining
+from lockstep.strategies.module_hook import RunHook
 from lockstep.strategies.replication import take_from_first
 from lockstep.strategies.sync_batchnorm import SyncBatchNorm, convert
 from lockstep.torch_compat import outside_compiled_code
@@ -142,8 +143,10 @@ class DiLoCo(DiLoCoOptions, Strategy):
         self._warn_of_statistics(module)
 
         options = self
-        if run.settings.uncompressed:
-            options = self._without_compression(module)
+        chosen_difference = ""
+        if run.settings.uncompressed and self.compress is not None:
+            options = replace(self, compress=None)
+            chosen_difference = f"differences of replicas are sent as {self.compress}"
 
         training = DiLoCoTraining(module, run, options)
         module.register_forward_pre_hook(ModuleHook(training.before_forward))
@@ -160,21 +163,11 @@ class DiLoCo(DiLoCoOptions, Strategy):
         return PreparedModule(
             module=module,
             choices=choices,
+            chosen_difference=chosen_difference,
             equal_tensors=training.equal_tensors,
             extensions=[training],
             virtual_rank_state=training,
         )
-
-    def _without_compression(self, module: nn.Module) -> DiLoCo:
-        """Returns these options without compression, for `lockstep verify`.
-
-        It compares runs without compression. It reads the attribute `by_choice` of a prepared
-        model, and prints that the user's run differs by choice.
-        """
-        if self.compress is not None:
-            untyped_module: Any = module
-            untyped_module.by_choice = f"differences of replicas are sent as {self.compress}"
-        return replace(self, compress=None)
 
     def _choices(self, num_ranks: int, size_bytes: int) -> list[Choice]:
         """Returns the printed lines about the virtual ranks and the exchange.
@@ -260,10 +253,8 @@ def _set_statistics_group(module: nn.Module, run: Run) -> None:
             layer.process_group = group
 
 
-class ModuleHook:
+class ModuleHook(RunHook):
     """A hook of a module that calls a function without arguments.
-
-    In copies of the module, and in pickled ones, the hook does nothing.
 
     Args:
         call: the function to call; None for a hook that does nothing.
@@ -271,10 +262,6 @@ class ModuleHook:
 
     def __init__(self, call: Callable[[], None] | None = None) -> None:
         self._call = call
-
-    def __reduce__(self) -> tuple[type[ModuleHook], tuple[()]]:
-        """Makes copies and pickles contain a hook that does nothing."""
-        return ModuleHook, ()
 
     @outside_compiled_code
     def __call__(self, *args: Any) -> None:

@@ -59,12 +59,10 @@ class Recorder(Extension):
     @guarded
     def module_prepared(self, wrapped: PreparedModule) -> None:
         """Adds a module that `World.prepare` has wrapped to the recorded models."""
-        module = wrapped.module
-        # A strategy sets this attribute on its module if the user has chosen an option that changes
-        # the results, such as compressed gradients. The first such option is reported.
+        # The first option that changes the results is reported.
         if not self.chosen_difference:
-            self.chosen_difference = vars(module).get("by_choice", "")
-        self.forwards.add_prepared(module)
+            self.chosen_difference = wrapped.chosen_difference
+        self.forwards.add_prepared(wrapped.module)
 
     def delivered(self, batch: DeliveredBatch) -> None:
         """Records a micro-batch that one of Lockstep's loaders hands out."""
