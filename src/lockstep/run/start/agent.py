@@ -101,7 +101,7 @@ _SLOW_CHECKS_INTERVAL_S = 2.0
 _SETTLE_S = 0.5
 """How long to wait for other ranks to fail after the first one, to find out which was first."""
 _MAX_START_S = 60.0
-"""How long the zygote may take to start the next rank that was requested."""
+"""How long the zygote may take to start the next rank while it uses no processor time."""
 _MAX_WAIT_FOR_KEPT_STEP_S = 30.0
 """How long ranks go on training, before they are ended because a machine joins, until they have
 kept a step in memory."""
@@ -430,14 +430,19 @@ class Agent(api.SimpleElasticAgent):
         Without this limit, the socket to the zygote could fill up in both directions, and each side
         would wait for the other one to read.
         """
-        num_pending_before = math.inf
+        progress_before: tuple[int, float] | None = None
         deadline = math.inf
         while True:
             pending = [process for process in attempt.processes if process.pid is None]
             if len(pending) <= max_pending:
                 return
-            if len(pending) < num_pending_before:  # the zygote has started a rank, or is new
-                num_pending_before = len(pending)
+
+            # A new zygote imports torch first, which may take long on a slow file system, but it
+            # computes meanwhile.
+            status = read_process(self._zygote.pid)
+            progress = (len(pending), 0.0 if status is None else status.cpu_s)
+            if progress != progress_before:
+                progress_before = progress
                 deadline = time.monotonic() + _MAX_START_S
             elif time.monotonic() >= deadline:
                 raise self._not_started_error(pending)
