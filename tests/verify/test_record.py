@@ -9,7 +9,7 @@ import pytest
 
 from lockstep.errors import UsageError
 from lockstep.run.start.worker import Script
-from lockstep.verify.rank_files import UpdateWriter
+from lockstep.verify.rank_files import RankEnd, UpdateWriter
 from lockstep.verify.run_config import RunConfig
 from lockstep.verify.run_record import RunRecord, record_run
 from lockstep.verify.training_record import RankUpdate
@@ -103,9 +103,10 @@ def test_a_rank_that_waited_for_one_that_was_stopped_has_not_failed(
             for number in range(steps[rank]):
                 writer.write(RankUpdate(step=number))
             if rank == 0:
-                writer.end(None, stopped_at=until, backward_passes=0)
+                writer.end(None, RankEnd(stopped_at=until, backward_passes=0))
             else:
-                writer.end(RuntimeError("Connection closed by peer"), backward_passes=passes)
+                lost = RuntimeError("Connection closed by peer")
+                writer.end(lost, RankEnd(backward_passes=passes))
         return ""
 
     run = record_run(TWO, tmp_path / "run", start)
@@ -120,7 +121,9 @@ def test_a_rank_that_is_left_as_it_was_is_found_though_nothing_failed(tmp_path: 
             writer = UpdateWriter(run, rank)
             for number in range(0 if rank else 3):
                 writer.write(RankUpdate(step=number))
-            writer.end(None, backward_passes=3 * rank, backward_passes_without_step=3 * rank)
+            passes = 3 * rank
+            end = RankEnd(backward_passes=passes, backward_passes_without_step=passes)
+            writer.end(None, end)
         return ""
 
     run = record_run(TWO, tmp_path / "run", start)

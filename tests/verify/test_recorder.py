@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lockstep.errors import RecordingFailedError
 from lockstep.run.start.worker import Script
-from lockstep.verify.rank_files import UpdateWriter
+from lockstep.verify.rank_files import RankEnd, UpdateWriter
 from lockstep.verify.recording.determinism import Determinism
 from lockstep.verify.recording.forwards import ForwardRecorder
 from lockstep.verify.recording.function_mode import FunctionMode
@@ -598,7 +598,8 @@ def test_an_error_of_the_recorders_own_is_told_as_that(
     way = RunConfig(name="1 process", nproc=1, script=Script(path="train.py"))
 
     def start(folder: Path, way: RunConfig) -> str:
-        UpdateWriter(folder, 0).end(caught.value, internal_error=losses.state.internal_error)
+        end = RankEnd(internal_error=losses.state.internal_error)
+        UpdateWriter(folder, 0).end(caught.value, end)
         return ""
 
     with pytest.raises(RecordingFailedError, match="this says nothing about the script") as told:

@@ -10,9 +10,8 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
-from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from lockstep.distributed.seeding import seed_everything
 from lockstep.run.start.worker import run_as_main
@@ -23,9 +22,7 @@ from lockstep.verify.recording.determinism import Determinism
 from lockstep.verify.recording.function_mode import FunctionMode
 from lockstep.verify.recording.patches import install, install_for_bits
 from lockstep.verify.recording.recorder import Recorder
-from lockstep.verify.recording.state import ExitByRecorder
 from lockstep.verify.run_config import RunConfig, read_run_config
-from lockstep.verify.tolerance import Array
 
 
 def main(folder: Path, program: Callable[[], object] | None = None) -> None:
@@ -72,16 +69,10 @@ def main(folder: Path, program: Callable[[], object] | None = None) -> None:
             error = caught
         raise
     finally:
-        if isinstance(recorder, BitRecorder):
-            fields_of_end = recorder.end()
-        else:
-            if error is None:
-                _record_last_update(recorder)
-            fields_of_end = _end_of_script(recorder)
-
+        recorded = recorder.end(script_failed=error is not None)
         if isinstance(kept_batches, BatchWriter):
             kept_batches.write_lengths()
-        writer.end(error, determinism.notes(), **fields_of_end)
+        writer.end(error, replace(recorded, switched_off=determinism.notes()))
 
 
 def _kept_batches(config: RunConfig, rank: int) -> BatchWriter | BatchReader | None:
@@ -95,38 +86,6 @@ def _kept_batches(config: RunConfig, rank: int) -> BatchWriter | BatchReader | N
     if config.nproc == 1:
         return BatchReader(config.batches_folder)
     return BatchWriter(config.batches_folder, rank)
-
-
-def _record_last_update(recorder: Recorder) -> None:
-    """Completes the last update of a rank without an optimizer, if the script has ended well."""
-    # An error of the recorder's own is kept in `internal_error`, which is written with the end.
-    with suppress(ExitByRecorder):
-        recorder.foreign_steps.record_last_update()
-
-
-def _end_of_script(recorder: Recorder) -> dict[str, Any]:
-    """Returns what the recorder knows at the end of the script: fields of `RankEnd`, by name.
-
-    They are documented there. The values are those of JSON.
-    """
-    state = recorder.state
-    final_parameters: dict[str, Array] = {}
-    with suppress(ExitByRecorder):  # see `_record_last_update`
-        final_parameters = recorder.final_parameters()
-
-    return {
-        "uses_lockstep": bool(state.models.prepared_ids),
-        "stopped_at": state.stopped_at,
-        "chosen_difference": recorder.chosen_difference,
-        "own_process_line": recorder.own_process_line,
-        "internal_error": state.internal_error,
-        "line_of_loader_without_batch_size": recorder.line_of_loader_not_enlarged,
-        "num_loaders": recorder.inputs.number_of_torch_loaders,
-        "backward_passes": recorder.backward_passes,
-        "backward_passes_without_step": recorder.backward_passes_without_step,
-        "branch_outcomes": list(state.branches.pop_outcomes().items()),
-        "final_sums": {name: array.tolist() for name, array in final_parameters.items()},
-    }
 
 
 if __name__ == "__main__":

@@ -13,9 +13,8 @@ import pickle
 import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from lockstep.errors import LockstepError
 from lockstep.run.watch.error_record import describe_error
@@ -132,15 +131,12 @@ class UpdateWriter:
         (self.folder / f"{_STEP_FILE_PREFIX}{update.step}").touch()
         self.count += 1
 
-    def end(
-        self, error: BaseException | None, switched_off: Sequence[str] = (), **other_fields: Any
-    ) -> None:
+    def end(self, error: BaseException | None, recorded: RankEnd | None = None) -> None:
         """Writes how the script has ended.
 
         Args:
             error: error that ended the script; None if it ended normally.
-            switched_off: what was switched off for the comparison.
-            **other_fields: other fields of `RankEnd`.
+            recorded: what the recorder knows at the end. Its fields about the error are not read.
         """
         lost_peer = error is not None and re.search(LOST_PEER_PATTERN, str(error)) is not None
         # The code of the catalogue, which only errors of Lockstep have.
@@ -148,14 +144,13 @@ class UpdateWriter:
         if isinstance(error, LockstepError) and error.code:
             code = error.code
 
-        end = RankEnd(
+        end = replace(
+            recorded or RankEnd(),
             error="" if error is None else _describe(error),
             code=code,
             exited=isinstance(error, SystemExit),
             lost_peer=lost_peer,
             time=time.time(),
-            switched_off=list(switched_off),
-            **other_fields,
         )
         (self.folder / _END_FILE).write_text(json.dumps(asdict(end)), encoding="utf-8")
 

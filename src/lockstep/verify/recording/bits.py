@@ -26,7 +26,7 @@ from lockstep.session.micro_batch import MicroBatch
 from lockstep.settings import Settings
 from lockstep.strategies.base import PreparedModule, parameters_of
 from lockstep.torch_compat import is_sharded
-from lockstep.verify.rank_files import UpdateWriter
+from lockstep.verify.rank_files import RankEnd, UpdateWriter
 from lockstep.verify.recording.function_mode import FunctionMode
 from lockstep.verify.recording.state import Finished, RecorderState, guarded
 from lockstep.verify.recording.tensor_values import copy_arrays
@@ -236,23 +236,29 @@ class BitRecorder(Extension):
 
     # The end of the run
 
-    def end(self) -> dict[str, Any]:
-        """Returns fields of `RankEnd`, the record that is written when the script has ended."""
-        fields: dict[str, Any] = {
-            "uses_lockstep": bool(self.state.models.prepared_ids),
-            "stopped_at": self.state.stopped_at,
-            "own_process_line": self.own_process_line,  # at which the script starts a process
-            "internal_error": self.state.internal_error,
-            "backward_passes": len(self.state.update.losses),
-        }
+    def end(self, script_failed: bool) -> RankEnd:
+        """Returns what is only known at the end of the script.
 
+        Args:
+            script_failed: True if an error has ended the script. It makes no difference here.
+        """
+        del script_failed
+        virtual_ranks: int | None = None
+        script_sets_virtual_ranks = False
         if self._settings is not None:
-            fields["virtual_ranks"] = self._settings.virtual_ranks
+            virtual_ranks = self._settings.virtual_ranks
             # None if the script has replaced the number of `lockstep verify` by one of its own.
-            number_set_by_verify = self._settings.virtual_ranks_of_verify
-            fields["script_sets_virtual_ranks"] = number_set_by_verify is None
+            script_sets_virtual_ranks = self._settings.virtual_ranks_of_verify is None
 
-        return fields
+        return RankEnd(
+            uses_lockstep=bool(self.state.models.prepared_ids),
+            stopped_at=self.state.stopped_at,
+            own_process_line=self.own_process_line,
+            internal_error=self.state.internal_error,
+            backward_passes=len(self.state.update.losses),
+            virtual_ranks=virtual_ranks,
+            script_sets_virtual_ranks=script_sets_virtual_ranks,
+        )
 
     def _parameters_of(self, optimizer: Optimizer) -> dict[str, nn.Parameter]:
         """Returns the parameters that an optimizer trains, by name."""

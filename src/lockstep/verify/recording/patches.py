@@ -888,7 +888,7 @@ def _enlarge_batches(recorder: Recorder, times: int) -> None:
             try:
                 enlarge_in_place(arguments, times)
             except CannotEnlargeError:
-                recorder.note_loader_not_enlarged(user_line() or UNKNOWN_LINE)
+                recorder.note_loader_without_batch_size(user_line() or UNKNOWN_LINE)
         original_init(**arguments)
 
     DataLoader.__init__ = init  # type: ignore[method-assign]

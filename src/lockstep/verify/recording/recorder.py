@@ -8,12 +8,14 @@ step of one optimizer.
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 from torch import Tensor
 
 from lockstep.session.extension import DeliveredBatch, Extension
 from lockstep.session.micro_batch import MicroBatch
 from lockstep.strategies.base import PreparedModule
-from lockstep.verify.rank_files import UpdateWriter
+from lockstep.verify.rank_files import RankEnd, UpdateWriter
 from lockstep.verify.recording.calls import CallRecorder
 from lockstep.verify.recording.foreign_steps import ForeignStepRecorder
 from lockstep.verify.recording.forwards import ForwardRecorder
@@ -22,7 +24,7 @@ from lockstep.verify.recording.gradients import GradientRecorder
 from lockstep.verify.recording.inputs import InputRecorder
 from lockstep.verify.recording.losses import LossRecorder
 from lockstep.verify.recording.optimizers import OptimizerRecorder
-from lockstep.verify.recording.state import RecorderState, guarded
+from lockstep.verify.recording.state import ExitByRecorder, RecorderState, guarded
 from lockstep.verify.run_config import RunConfig
 from lockstep.verify.tolerance import Array
 
@@ -51,7 +53,7 @@ class Recorder(Extension):
         """Option of the script that changes results on purpose, such as compressed gradients."""
         self.own_process_line = ""
         """The line of the script that started the first process of its own; empty if none did."""
-        self.line_of_loader_not_enlarged = ""
+        self.line_of_loader_without_batch_size = ""
         """The line of the first DataLoader whose batches could not be enlarged; empty if none."""
 
     # Events of Lockstep's steps
@@ -89,24 +91,47 @@ class Recorder(Extension):
         """Records the line at which the script first started a process of its own."""
         self.own_process_line = self.own_process_line or line
 
-    def note_loader_not_enlarged(self, line: str) -> None:
+    def note_loader_without_batch_size(self, line: str) -> None:
         """Records the line of the first DataLoader whose batches cannot be enlarged."""
-        self.line_of_loader_not_enlarged = self.line_of_loader_not_enlarged or line
+        self.line_of_loader_without_batch_size = self.line_of_loader_without_batch_size or line
 
     # The end of the script
 
-    @property
-    def backward_passes(self) -> int:
-        """Number of backward passes since the last optimizer step of this rank."""
-        return len(self.state.update.losses)
+    def end(self, script_failed: bool) -> RankEnd:
+        """Records the last update, and returns what is only known at the end of the script.
 
-    @property
-    def backward_passes_without_step(self) -> int:
-        """Number of backward passes since the last update; 0 on a rank with an optimizer."""
-        return 0 if self.state.has_optimizer else len(self.state.update.losses)
+        Args:
+            script_failed: True if an error has ended the script. The last update is then recorded
+                only if it was complete.
+        """
+        # An error of the recorder's own is kept in `internal_error`, which is a part of the result.
+        with suppress(ExitByRecorder):
+            if not script_failed:
+                # A rank without an optimizer knows only now that its last update is complete.
+                self.foreign_steps.record_last_update()
+
+        final_parameters: dict[str, Array] = {}
+        with suppress(ExitByRecorder):
+            final_parameters = self._final_parameters()
+
+        state = self.state
+        backward_passes = len(state.update.losses)
+        return RankEnd(
+            uses_lockstep=bool(state.models.prepared_ids),
+            stopped_at=state.stopped_at,
+            chosen_difference=self.chosen_difference,
+            own_process_line=self.own_process_line,
+            internal_error=state.internal_error,
+            line_of_loader_without_batch_size=self.line_of_loader_without_batch_size,
+            num_loaders=self.inputs.number_of_torch_loaders,
+            backward_passes=backward_passes,
+            backward_passes_without_step=0 if state.has_optimizer else backward_passes,
+            branch_outcomes=list(state.branches.pop_outcomes().items()),
+            final_sums={name: array.tolist() for name, array in final_parameters.items()},
+        )
 
     @guarded
-    def final_parameters(self) -> dict[str, Array]:
+    def _final_parameters(self) -> dict[str, Array]:
         """Returns summaries of the parameters that the next update would start with, by name.
 
         The result is empty on a rank that has joined (`Join`), because it receives the parameters
