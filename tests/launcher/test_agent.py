@@ -114,6 +114,39 @@ def test_a_signal_that_comes_while_a_ranks_end_is_read_waits_until_it_is_noted()
 
 
 @pytest.mark.parametrize(
+    ("steps_before", "steps_in_attempt", "a_machine_was_lost", "expected"),
+    [
+        (1, 1, False, signal.SIGKILL),
+        (1, 0, False, signal.SIGTERM),  # only an earlier attempt has kept steps
+        (0, 0, False, signal.SIGTERM),
+        (1, 0, True, signal.SIGKILL),  # they wait for the lost machine, and could not save
+        (0, 0, True, signal.SIGTERM),
+    ],
+)
+def test_ranks_that_keep_no_steps_may_save_before_a_machine_joins(
+    monkeypatch: pytest.MonkeyPatch,
+    steps_before: int,
+    steps_in_attempt: int,
+    a_machine_was_lost: bool,
+    expected: int,
+) -> None:
+    monkeypatch.setattr(agent_module, "_MAX_WAIT_FOR_KEPT_STEP_S", 0.0)
+    seals = [frozenset([b"an earlier step"] * steps_before)]
+    signals = []
+    agent: Any = object.__new__(Agent)
+    process = Process(rank=0, local_rank=0, folder=Path(), pid=4321)
+    agent.attempts = [Attempt([process], world_size=2, node=0, num_nodes=2, folder=Path())]
+    agent._rdzv = SimpleNamespace(elastic=True, request_restart=lambda: None)
+    agent._seals_at_start = seals
+    if steps_in_attempt:
+        seals = [frozenset([b"step of this attempt"])]
+    agent._step_memory = SimpleNamespace(seals=lambda: seals, is_used=steps_before > 0)
+    agent._end_ranks = lambda number, before_restart: signals.append(number)
+    agent._end_ranks_for_other_machines(a_machine_was_lost=a_machine_was_lost)
+    assert signals == [expected]
+
+
+@pytest.mark.parametrize(
     ("has_gpus", "interfaces", "value"),
     [
         (True, ["lo", "eth0", "veth1"], "=eth0"),
