@@ -7,8 +7,10 @@
     cpu read  built on the CPU, and the folder is read before `world.prepare`
 
 Every run is of fresh processes (Gloo, one thread each). `peak` is the largest resident memory of a
-rank beyond that before the model was built; memory that is mapped from files counts, too. The model
-has blocks of two linear layers; a unit of FSDP is a block.
+rank beyond that before the model was built; memory that is mapped from files counts, too. Before,
+each rank has prepared a model of some kilobytes in the same way: what is imported and opened for
+the first model is not the model's. The model has blocks of two linear layers; a unit of FSDP is a
+block.
 
     python benchmarks/bench_deferred.py [--gigabytes 2] [--out benchmarks/results/deferred.json]
 """
@@ -23,18 +25,25 @@ from pathlib import Path
 from typing import Any
 
 WIDTH = 1024
+WIDTH_OF_WARM_UP = 8
+NUM_BLOCKS_OF_WARM_UP = 4
+RESET_PEAK = "5"
+"""Written to /proc/self/clear_refs, this sets VmHWM to the present resident memory (Linux)."""
+ELEMENTS_OF_A_PIECE = 2**18
+STRATEGIES = (("fsdp", 2), ("fsdp", 4), ("hsdp", 4), ("pipeline", 2))
+"""Each with the number of its ranks; `hsdp` has two copies of two shards each."""
 CASES = ("cpu", "drawn", "cpu read", "read", "read after")
 
 
-def make_model(num_blocks: int) -> Any:
+def make_model(num_blocks: int, width: int = WIDTH) -> Any:
     """Blocks of two linear layers, one after the other."""
     from torch import Tensor, nn
 
     class Block(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.up = nn.Linear(WIDTH, 4 * WIDTH)
-            self.down = nn.Linear(4 * WIDTH, WIDTH)
+            self.up = nn.Linear(width, 4 * width)
+            self.down = nn.Linear(4 * width, width)
 
         def forward(self, x: Tensor) -> Tensor:
             return x + self.down(self.up(x).relu())
@@ -48,47 +57,75 @@ def status(field: str) -> int:
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field}:"))
 
 
-def measure(strategy: str, case: str, num_blocks: int, folder: str) -> dict[str, float]:
+def build_and_fill(world: Any, case: str, num_blocks: int, width: int, folder: str) -> Any:
+    """Returns a prepared model whose parameters have values."""
+    import lockstep
+
+    if case.startswith("cpu"):
+        model = make_model(num_blocks, width)
+    else:
+        with lockstep.deferred_init():
+            model = make_model(num_blocks, width)
+    if case in ("read", "cpu read"):
+        lockstep.load_weights(model, folder)
+    model = world.prepare(model)
+    if case == "read after":
+        lockstep.load_weights(model, folder)
+    list(model.parameters())  # values are computed here
+    return model
+
+
+def strategy_of(name: str) -> Any:
+    """The strategy of a name, with the options of this benchmark."""
+    from lockstep.strategies import HSDP
+
+    return HSDP(shard_size=2) if name == "hsdp" else name
+
+
+def sum_in_pieces(tensor: Any) -> float:
+    """The sum in fp64, without a copy of the whole tensor in fp64."""
+    import torch
+
+    pieces = tensor.reshape(-1).split(ELEMENTS_OF_A_PIECE)
+    return sum(float(piece.sum(dtype=torch.float64)) for piece in pieces)
+
+
+def measure(
+    strategy: str, case: str, num_blocks: int, folder: str, small_folder: str
+) -> dict[str, float]:
     """What one rank needs until its parameters have values."""
     import torch
 
     import lockstep
 
     torch.set_num_threads(1)
-    with lockstep.init(strategy, seed=0) as world:
+    with lockstep.init(strategy_of(strategy), seed=0) as world:
+        build_and_fill(world, case, NUM_BLOCKS_OF_WARM_UP, WIDTH_OF_WARM_UP, small_folder)
+        Path("/proc/self/clear_refs").write_text(RESET_PEAK)
         before = status("VmRSS")
         begin = time.perf_counter()
-        if case.startswith("cpu"):
-            model = make_model(num_blocks)
-        else:
-            with lockstep.deferred_init():
-                model = make_model(num_blocks)
-        if case in ("read", "cpu read"):
-            lockstep.load_weights(model, folder)
-        model = world.prepare(model)
-        if case == "read after":
-            lockstep.load_weights(model, folder)
-        parameters = [p for p in model.parameters() if not p.is_meta]  # values are computed here
+        model = build_and_fill(world, case, num_blocks, WIDTH, folder)
+        parameters = [p for p in model.parameters() if not p.is_meta]
         locals_ = [
             p.detach().to_local() if hasattr(p, "to_local") else p.detach() for p in parameters
         ]
-        total = float(sum(local.sum(dtype=torch.float64) for local in locals_))
+        peak = status("VmHWM") - before
         return {
             "seconds": time.perf_counter() - begin,
-            "peak": status("VmHWM") - before,
+            "peak": peak,
             "held": sum(local.nbytes for local in locals_),
-            "sum": world.sum(total),
+            "sum": world.sum(sum(sum_in_pieces(local) for local in locals_)),
         }
 
 
-def write_folder(folder: str, num_blocks: int) -> None:
+def write_folder(folder: str, num_blocks: int, width: int) -> None:
     """Writes the folder that is read, some blocks a file, so that the model is in memory once."""
     import torch
 
     import lockstep
 
     torch.manual_seed(1)
-    model = make_model(num_blocks)
+    model = make_model(num_blocks, width)
     lockstep.save_weights(model, f"{folder}/model.safetensors", shard_size="500MB")
 
 
@@ -99,11 +136,17 @@ def main(arguments: argparse.Namespace) -> None:
     block_bytes = 8 * WIDTH * WIDTH * 4
     num_blocks = round(arguments.gigabytes * 1e9 / block_bytes)
     results: list[dict[str, Any]] = []
-    with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
-        lockstep.launch(write_folder, (folder, num_blocks), nproc=1)
-        for strategy, nproc in (("fsdp", 2), ("fsdp", 4), ("pipeline", 2)):
+    with (
+        tempfile.TemporaryDirectory(dir=arguments.folder) as folder,
+        tempfile.TemporaryDirectory(dir=arguments.folder) as small_folder,
+    ):
+        lockstep.launch(write_folder, (folder, num_blocks, WIDTH), nproc=1)
+        of_warm_up = (small_folder, NUM_BLOCKS_OF_WARM_UP, WIDTH_OF_WARM_UP)
+        lockstep.launch(write_folder, of_warm_up, nproc=1)
+        for strategy, nproc in STRATEGIES:
             for case in arguments.cases.split(","):
-                ranks = lockstep.launch(measure, (strategy, case, num_blocks, folder), nproc=nproc)
+                options = (strategy, case, num_blocks, folder, small_folder)
+                ranks = lockstep.launch(measure, options, nproc=nproc)
                 result = {"strategy": strategy, "nproc": nproc, "case": case, "ranks": ranks}
                 results.append(result)
                 held = max(rank["held"] for rank in ranks) / 1e6

@@ -13,7 +13,7 @@ import warnings
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -183,6 +183,54 @@ def test_an_fsdp_model_has_a_root_and_lets_go_of_its_groups(tmp_path):
         assert not getattr(mesh, "_pg_registry", {})
         groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
         assert "process_group" in repr(list(vars(groups[0].mesh_info)))
+    finally:
+        dist.destroy_process_group()
+
+
+def test_whole_parameters_of_an_fsdp_unit_are_made_without_memory(tmp_path):
+    store = dist.FileStore(str(tmp_path / "store"), 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        policy = MixedPrecisionPolicy(torch.bfloat16)
+        model = torch.nn.Linear(3, 2)
+        weight = model.weight.detach().clone()
+        model.bias.requires_grad_(False)
+        fully_shard(model, mesh=init_device_mesh("cpu", (1,)), mp_policy=policy)
+        torch_compat.make_fsdp_root(model)
+        with torch.inference_mode():
+            pairs = torch_compat.make_whole_parameters(model)
+        assert [id(shard) for shard, _ in pairs] == [id(model.weight), id(model.bias)]
+        whole = [parameter for _, parameter in pairs]
+        assert [parameter.shape for parameter in whole] == [(2, 3), (2,)]
+        assert [parameter.requires_grad for parameter in whole] == [True, False]
+        for parameter in whole:
+            assert parameter.dtype == torch.bfloat16
+            assert not parameter.is_inference()
+            assert parameter.untyped_storage().nbytes() == 0
+        model.unshard()
+        assert [id(parameter) for parameter in whole] == [id(model.weight), id(model.bias)]
+        assert torch.equal(whole[0], weight.bfloat16())
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_tensor_that_gathers_itself_is_gathered(tmp_path):
+    store = dist.FileStore(str(tmp_path / "store"), 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        model = torch.nn.Linear(3, 2, bias=False)
+        fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+        local = model.weight.to_local()
+
+        def gathered_as_doubles(outputs, metadata, dtype, *, out=None):
+            return outputs[0].view(2, 3).double(), ()
+
+        local.fsdp_pre_all_gather = lambda mesh: ((local,), None)
+        local.fsdp_post_all_gather = gathered_as_doubles
+        with patch.object(type(model.weight), "_local_tensor", local):
+            torch_compat.make_fsdp_root(model)
+            [(_, whole)] = torch_compat.make_whole_parameters(model)
+        assert whole.dtype == torch.float64
     finally:
         dist.destroy_process_group()
 

@@ -20,6 +20,7 @@ from torch.utils.data import TensorDataset
 import lockstep
 from lockstep.errors import CheckpointError, RanksDifferError, UsageError
 from lockstep.optim.deferred_init import Recording
+from lockstep.strategies import FSDP, HSDP
 from lockstep.torch_compat import to_local
 
 pytestmark = pytest.mark.ranks
@@ -604,3 +605,89 @@ def test_ranks_with_other_processors_draw_what_the_first_draws() -> None:
         for values, expected_values in zip(found, expected, strict=True):
             for value, expected_value in zip(values, expected_values, strict=True):
                 assert torch.equal(value, expected_value)
+
+
+# How much memory it takes
+
+PEAK_WIDTH = 1024
+PEAK_BLOCKS = 4
+BYTES_OF_UNIT = (8 * PEAK_WIDTH**2 + 5 * PEAK_WIDTH) * 4
+
+
+def cannot_reset_peak() -> str:
+    """Why the peak of the resident memory cannot be measured here; empty if it can."""
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+    except OSError as error:
+        return f"the peak of the resident memory cannot be reset: {error}"
+    return ""
+
+
+def resident_bytes(field: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field}:"))
+
+
+def large_model(width: int, blocks: int) -> nn.Module:
+    def block() -> nn.Module:
+        return nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+
+    return nn.Sequential(*(block() for _ in range(blocks)))
+
+
+def fill(world: Any, folder: str, when: str, width: int, blocks: int) -> Any:
+    """A prepared model whose values are drawn, or loaded `before` or `after` prepare."""
+    with lockstep.deferred_init():
+        model: Any = large_model(width, blocks)
+    if when == "before":
+        lockstep.load_weights(model, folder)
+    model = world.prepare(model)
+    if when == "after":
+        lockstep.load_weights(model, folder)
+    list(model.parameters())
+    return model
+
+
+def units_above_shards(strategy: str, when: str, folder: str, small_folder: str) -> float:
+    """How much more than its shards a rank held at most, in units of the model."""
+    torch.set_num_threads(1)
+    options = {"blocks": nn.Sequential}
+    kind = HSDP(**options, shard_size=2) if strategy == "hsdp" else FSDP(**options)
+    with lockstep.init(kind, seed=0) as world:
+        fill(world, small_folder, when, 8, 2)  # what is imported for a first model is not counted
+        Path("/proc/self/clear_refs").write_text("5")
+        before = resident_bytes("VmRSS")
+        model = fill(world, folder, when, PEAK_WIDTH, PEAK_BLOCKS)
+        peak = resident_bytes("VmHWM") - before
+        shards = sum(to_local(parameter).nbytes for parameter in model.parameters())
+        assert shards > PEAK_BLOCKS * BYTES_OF_UNIT / 2.1
+        return (peak - shards) / BYTES_OF_UNIT
+
+
+def write_models(folder: Path, small_folder: Path) -> None:
+    lockstep.save_weights(large_model(PEAK_WIDTH, PEAK_BLOCKS), folder / "model.safetensors")
+    lockstep.save_weights(large_model(8, 2), small_folder / "model.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("strategy", "when"),
+    [
+        ("fsdp", "drawn"),
+        pytest.param("fsdp", "before", marks=pytest.mark.thorough),
+        ("fsdp", "after"),
+        pytest.param("hsdp", "drawn", marks=pytest.mark.thorough),
+    ],
+)
+def test_a_rank_holds_its_shards_and_one_unit_at_most(
+    strategy: str, when: str, tmp_path: Path
+) -> None:
+    reason = cannot_reset_peak()
+    if reason:
+        pytest.skip(reason)
+    folder, small_folder = tmp_path / "large", tmp_path / "small"
+    if when != "drawn":
+        run_ranks(
+            write_models, 1, folder, small_folder
+        )  # not here: ranks are copies of this process
+    found = run_ranks(units_above_shards, 2, strategy, when, str(folder), str(small_folder))
+    assert max(found) <= 1.0, found

@@ -212,6 +212,7 @@ def on_two() -> dict[str, Any]:
             "fsdp": overflow("fsdp"),
         },
         "groups": process_groups(),
+        "whole parameters": whole_parameters(),
         "gates": gates(),
         "loaded": loaded(),
     }
@@ -508,6 +509,41 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(two):
             assert difference(of_ddp[2], weights) < tolerance
 
 
+def num_gathered(calls: CommDebugMode) -> int:
+    return sum(n for call, n in calls.get_comm_counts().items() if "gather" in str(call))
+
+
+def whole_parameters() -> list[str]:
+    """What is wrong with the parameters that forward passes use, of which prepare gathers none."""
+    wrong = []
+    for precision in ("fp32", "bf16"):
+        with lockstep.init(FSDP(blocks=Block), precision=precision) as world:
+            model = build("transformer")
+            expected = {name: (p.shape, p.requires_grad) for name, p in model.named_parameters()}
+            with CommDebugMode() as calls:
+                model = world.prepare(model)
+            if num_gathered(calls):
+                wrong.append(f"{precision}: prepare has gathered a unit")
+            whole_parameters = world._preparer.wrapped[model].unsharded_parameters
+            for whole in whole_parameters:
+                if whole.untyped_storage().nbytes():
+                    wrong.append(f"{precision}: a parameter of shape {whole.shape} has memory")
+
+            ids = {id(whole) for whole in whole_parameters}
+            units = [*model.blocks, model]
+            with CommDebugMode() as calls:
+                for unit in units:
+                    unit.unshard()
+            assert num_gathered(calls) == len(units)
+            for name, whole in model.named_parameters():
+                is_same = (whole.shape, whole.requires_grad) == expected[name]
+                if whole.dim() and not (id(whole) in ids and is_same):
+                    wrong.append(f"{precision}: torch uses another {name}")
+            for unit in units:
+                unit.reshard()
+    return wrong
+
+
 def process_groups() -> tuple[list[str], list[str]]:
     """What torch keeps of process groups: nothing after closing, though the model is still there.
 
@@ -522,6 +558,10 @@ def process_groups() -> tuple[list[str], list[str]]:
         assert len(wrapped.unsharded_parameters) == len([p for p in model.parameters() if p.dim()])
     after = [k for k, v in vars(group.mesh_info).items() if isinstance(v, dist.ProcessGroup)]
     return before, after
+
+
+def test_prepare_makes_the_whole_parameters_without_gathering_them(two):
+    assert [of_rank["whole parameters"] for of_rank in two] == [[], []]
 
 
 def test_private_parts_of_torch_are_as_expected(two):

@@ -47,6 +47,7 @@ from lockstep.checkpoint.name_matching import Match, match_names
 from lockstep.checkpoint.sharding import in_one_shard, is_meta, reshard, tie_key
 from lockstep.checkpoint.shards import TensorInShards
 from lockstep.distributed.collectives import Collectives, run_on_all_ranks
+from lockstep.distributed.host_memory import note_freed
 from lockstep.distributed.process_group import run_of
 from lockstep.errors import CheckpointError, SettingError
 from lockstep.file_paths import check_path_of_this_system
@@ -60,7 +61,7 @@ from lockstep.optim.deferred_init import (
 from lockstep.torch_compat import is_sharded, storage_key, to_local
 from lockstep.wording import describe_type
 
-MAX_BYTES_IN_MEMORY = 2**26
+MAX_BYTES_IN_MEMORY = 2**24
 """How much `load_weights` reads at a time, besides the model and the mapped file."""
 
 
@@ -323,6 +324,9 @@ def _load_weights(model: nn.Module, path: Path, *, strict: bool, trust: bool) ->
             is_in_shards = isinstance(value, TensorInShards)
             values[name] = value if is_in_shards else read_values(value)
         load_plain(model, values, strict=False)  # each group has only some of the names
+
+        del values
+        note_freed(sum(value.nbytes for value in group.values() if shape_of(value) is not None))
     return plan.report
 
 

@@ -32,6 +32,7 @@ from torch.nn.modules.module import (
 )
 from torch.overrides import TorchFunctionMode
 
+from lockstep.distributed.host_memory import note_freed
 from lockstep.distributed.seeding import mix_seed
 from lockstep.torch_compat import (
     TorchDispatchMode,
@@ -519,6 +520,9 @@ class _Replay:
             content = self._memory.pop(key)
             if key in self._keys:
                 self._deliver(key, content)
+            num_bytes = content.nbytes()
+            del content  # the last reference: only now the memory is free
+            note_freed(num_bytes)
 
     def _call(self, call: _Call, *, result_is_needed: bool) -> None:
         """Runs an operation on real tensors.

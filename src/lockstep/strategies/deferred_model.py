@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lockstep.checkpoint.sharding import copy_part
+from lockstep.distributed.host_memory import note_freed
 from lockstep.distributed.process_group import Run
 from lockstep.errors import RanksDifferError, UsageError
 from lockstep.optim.deferred_init import (
@@ -393,6 +394,7 @@ class DeferredModel(Extension):
                 continue
             if id(target) not in ids_already_read:
                 copy_part(source.value, target)
+                note_freed(to_local(target).nbytes)  # what was read of the file
                 ids_already_read.add(id(target))
             self._loaded.add(name)
 

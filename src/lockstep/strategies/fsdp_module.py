@@ -82,9 +82,9 @@ class ShardedModule(Extension):
         self._units: list[Any] = list(units.values())
         root = self._units[-1]
         self._root = root
+        torch_compat.make_fsdp_root(root)
         self.whole_parameters = _whole_parameters(units)
         """The parameters that forward passes use, by name."""
-        torch_compat.make_fsdp_root(root)
         for unit in self._units:
             torch_compat.set_dtypes_of_frozen_unit(unit)
 
@@ -550,20 +550,20 @@ class ShardedModule(Extension):
 def _whole_parameters(units: Mapping[str, nn.Module]) -> dict[str, nn.Parameter]:
     """Returns the whole parameters, which torch puts into the modules while they run, by name.
 
-    Torch creates them when a unit is gathered (`unshard`) for the first time. Later it keeps the
-    objects and only frees their memory. Usually the first forward pass gathers a unit. But if that
-    were an evaluation under `torch.inference_mode()`, the parameters would be inference tensors,
-    which can never be trained. So each unit is gathered here.
+    Torch would create them when a unit is gathered for the first time, usually in the first forward
+    pass. If that were an evaluation under `torch.inference_mode()`, the parameters would be
+    inference tensors, which can never be trained. So they are created here, without memory.
     """
     whole_parameters: dict[str, nn.Parameter] = {}
     unit: Any
     for unit_name, unit in units.items():
-        unit.unshard()
+        whole_by_id_of_shard = {
+            id(shard): whole for shard, whole in torch_compat.make_whole_parameters(unit)
+        }
         for name, parameter in unit.named_parameters(prefix=unit_name):
-            is_scalar = parameter.dim() == 0  # it is never sharded
-            if not isinstance(parameter, DTensor) and not is_scalar:
-                whole_parameters[name] = parameter
-        unit.reshard()
-        return_free_memory()  # to the operating system, if the unit was gathered on the CPU
+            # The shards of inner units, and scalars, are not among them.
+            whole = whole_by_id_of_shard.get(id(parameter))
+            if whole is not None:
+                whole_parameters[name] = whole
 
     return whole_parameters

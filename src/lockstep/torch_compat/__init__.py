@@ -61,6 +61,7 @@ from lockstep.torch_compat.fsdp import (
     gather_in_backward_of as gather_in_backward_of,
     gathered_dtype as gathered_dtype,
     make_fsdp_root as make_fsdp_root,
+    make_whole_parameters as make_whole_parameters,
     parameters_with_accumulated_gradient as parameters_with_accumulated_gradient,
     set_dtypes_of_frozen_unit as set_dtypes_of_frozen_unit,
     shards_in_reduction_order as shards_in_reduction_order,

@@ -68,6 +68,52 @@ def shards_in_reduction_order(unit: FSDPModule) -> list[nn.Parameter]:
     return shards
 
 
+def make_whole_parameters(unit: FSDPModule) -> list[tuple[nn.Parameter, nn.Parameter]]:
+    """Makes the whole parameters, which torch puts into the modules of a unit while it runs.
+
+    Torch makes them when the unit is gathered for the first time. Here they are made in the same
+    way, but nothing is gathered: they have their shapes, and no memory. Torch then uses them in all
+    forward passes. Only a unit with a tensor class that gathers itself (such as float8 weights) is
+    gathered, because only its class knows the shapes.
+
+    The model must have its root already (`make_fsdp_root`).
+
+    Returns:
+        For each parameter of the unit: its shard, and the whole parameter.
+    """
+    import torch
+
+    pairs: list[tuple[nn.Parameter, nn.Parameter]] = []
+    for parameter_group in _parameter_groups(unit):
+        # Parameters made in inference mode could never be trained.
+        with torch.inference_mode(False):
+            if any(map(_gathers_itself, parameter_group.fsdp_params)):
+                unit.unshard()
+                unit.reshard()
+            else:
+                num_shards = parameter_group._all_gather_process_group.size()
+                for fsdp_parameter in parameter_group.fsdp_params:
+                    _make_whole_parameter(fsdp_parameter, num_shards, parameter_group.device)
+
+        for fsdp_parameter in parameter_group.fsdp_params:
+            pairs.append((fsdp_parameter.sharded_param, fsdp_parameter.unsharded_param))
+    return pairs
+
+
+def _gathers_itself(fsdp_parameter: Any) -> bool:
+    """Returns True if the class of a shard says how the whole parameter is gathered."""
+    return hasattr(fsdp_parameter._sharded_local_tensor, "fsdp_pre_all_gather")
+
+
+def _make_whole_parameter(fsdp_parameter: Any, num_shards: int, device: torch.device) -> None:
+    """Makes the whole parameter of one shard; see `make_whole_parameters`."""
+    num_elements_of_shard = fsdp_parameter.padded_sharded_param_size.numel()
+    dtype = fsdp_parameter.param_dtype or fsdp_parameter.orig_dtype
+    fsdp_parameter.init_all_gather_outputs([num_elements_of_shard], [dtype], num_shards, device)
+    fsdp_parameter.init_unsharded_param()
+    fsdp_parameter.free_unsharded_param()
+
+
 def gathered_dtype(unit: FSDPModule) -> torch.dtype | None:
     """Returns the dtype in which an FSDP unit gathers its parameters; None: in their own."""
     dtype: torch.dtype | None = unit._get_fsdp_state()._mp_policy.param_dtype
