@@ -37,11 +37,22 @@ STRATEGIES: dict[str, tuple[int, Any, str | None]] = {
 NOT_SERVED = re.compile(r"[^\n]*(?:unsupported device|Duplicate GPU|No backend type)[^\n]*")
 
 
+class Scaled(nn.Module):
+    """Multiplies by a parameter without dimensions, which no strategy can shard."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(0.7))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.scale
+
+
 def net() -> nn.Module:
     torch.manual_seed(3)
     return nn.Sequential(
         nn.Linear(FEATURES, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.LayerNorm(16),
-        nn.Linear(16, 16), nn.GELU(), nn.BatchNorm1d(16), nn.Linear(16, CLASSES),
+        nn.Linear(16, 16), nn.GELU(), Scaled(), nn.BatchNorm1d(16), nn.Linear(16, CLASSES),
     ).double()  # fmt: skip
 
 
@@ -63,8 +74,10 @@ def train(device: str, strategy: Any, shares: str | None) -> dict[str, Tensor]:
                 world.clip_grad_norm_(model, 0.5)
                 optimizer.step()
                 optimizer.zero_grad()
-        at_home = "cpu" if getattr(strategy, "cpu_offload", False) else device
-        assert {p.device.type for p in model.parameters()} <= {at_home, "meta"}
+        home_of_shards = "cpu" if getattr(strategy, "cpu_offload", False) else device
+        for parameter in model.parameters():
+            at_home = home_of_shards if parameter.dim() else device  # scalars are not sharded
+            assert parameter.device.type in (at_home, "meta")
         whole = full_state_dict(model.state_dict())
         return {
             name.removeprefix("module."): value.detach().cpu().clone()

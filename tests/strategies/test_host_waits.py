@@ -6,6 +6,7 @@ The GPU is made up (`made_up_gpu`). The stage `syncs` of `benchmarks/gpu` counts
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import lockstep
 from lockstep.errors import UsageError
+from lockstep.strategies import FSDP
+from lockstep.torch_compat import to_local
 
 pytestmark = pytest.mark.ranks
 
@@ -184,6 +187,35 @@ def seen_by_the_made_up_gpu() -> list[str]:
 
 def test_the_made_up_gpu_sees_what_waits():
     assert run_ranks(seen_by_the_made_up_gpu, 1) == [["waits"] * 13 + ["goes on"] * 6]
+
+
+class WithScalar(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8, 4))
+        self.scale = nn.Parameter(torch.tensor(0.5))  # cannot be sharded
+        self.register_buffer("shift", torch.ones(4))
+
+    def forward(self, x: Any) -> Any:
+        return x @ self.weight * self.scale + self.shift
+
+
+def on_gpu_with_offload(build: str) -> dict[str, bool]:
+    """Which tensors of a model with offloaded shards are on the GPU."""
+    gpu = make_up_gpu(setattr)
+    strategy = FSDP(cpu_offload=True)
+    with gpu, lockstep.init(strategy, device="cuda", backend="gloo", seed=0) as world:
+        with lockstep.deferred_init() if build == "deferred" else nullcontext():
+            model: Any = WithScalar()
+        model = world.prepare(model)
+        named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+        return {name: gpu.is_on_gpu(to_local(tensor)) for name, tensor in named.items()}
+
+
+@pytest.mark.parametrize("build", ["on the CPU", "deferred"])
+def test_offloading_leaves_what_is_not_sharded_on_the_gpu(build: str) -> None:
+    expected = {"weight": False, "scale": True, "shift": True}
+    assert run_ranks(on_gpu_with_offload, 2, build) == [expected] * 2
 
 
 def refused_in_a_graph() -> str:

@@ -47,11 +47,11 @@ from lockstep.checkpoint.name_matching import Match, match_names
 from lockstep.checkpoint.sharding import in_one_shard, is_meta, reshard, tie_key
 from lockstep.checkpoint.shards import TensorInShards
 from lockstep.distributed.collectives import Collectives, run_on_all_ranks
-from lockstep.distributed.host_memory import note_freed
 from lockstep.distributed.process_group import run_of
 from lockstep.errors import CheckpointError, SettingError
 from lockstep.file_paths import check_path_of_this_system
 from lockstep.keyword_arguments import check_keywords
+from lockstep.machine.host_memory import note_freed
 from lockstep.optim.deferred_init import (
     FileSource,
     find_source,

@@ -32,8 +32,8 @@ from torch.nn.modules.module import (
 )
 from torch.overrides import TorchFunctionMode
 
-from lockstep.distributed.host_memory import note_freed
 from lockstep.distributed.seeding import mix_seed
+from lockstep.machine.host_memory import note_freed
 from lockstep.torch_compat import (
     TorchDispatchMode,
     copy_operation,

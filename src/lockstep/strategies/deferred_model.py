@@ -29,9 +29,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lockstep.checkpoint.sharding import copy_part
-from lockstep.distributed.host_memory import note_freed
 from lockstep.distributed.process_group import Run
 from lockstep.errors import RanksDifferError, UsageError
+from lockstep.machine.host_memory import note_freed
 from lockstep.optim.deferred_init import (
     FileSource,
     RecordedSource,

@@ -336,13 +336,19 @@ class FSDP(Strategy):
         # Each rank gets the parameters of rank 0, unit by unit, and keeps its shards of them.
         outputs_of_units = self._shard_units(model)
 
-        # The shards of a model that was built on the meta device have no memory yet. They get it
+        # The tensors of a model that was built on the meta device have no memory yet. They get it
         # here, filled with NaN; their values are computed or loaded later (`deferred_model`).
-        device = torch.device("cpu") if self.cpu_offload else model.run.device
         if any(parameter.is_meta for parameter in model.root.parameters()):
-            convert_tensors(model.root, lambda tensor: with_memory(tensor, device))
+            convert_tensors(
+                model.root, lambda tensor: with_memory(tensor, self._home(tensor, model))
+            )
 
         return outputs_of_units
+
+    def _home(self, tensor: Tensor, model: _Model) -> torch.device:
+        """Returns the device of a tensor of a sharded model. Only shards are offloaded."""
+        is_shard = isinstance(tensor, DTensor)
+        return torch.device("cpu") if self.cpu_offload and is_shard else model.run.device
 
     def _make_sharded_module(
         self, model: _Model, virtual_ranks: _VirtualRankExtensions | None

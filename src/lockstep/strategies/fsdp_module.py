@@ -26,7 +26,6 @@ from torch.utils.hooks import RemovableHandle
 from lockstep import torch_compat
 from lockstep.distributed.process_group import Run
 from lockstep.errors import UsageError
-from lockstep.machine.host_memory import return_free_memory
 from lockstep.session.check_schedule import check_due
 from lockstep.session.extension import Extension
 from lockstep.session.micro_batch import MicroBatch
