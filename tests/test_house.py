@@ -203,8 +203,8 @@ def test_joining_a_run_does_not_load_the_compiler():
 def test_the_names_of_strategies_are_known_without_torch():
     """`lockstep run --help` names them, and importing torch takes a second."""
     code = (
-        "import sys, lockstep.strategies as strategies\n"
-        "assert 'ddp' in strategies.CLASS_NAME_OF_STRATEGY\n"
+        "import sys, lockstep.strategies.registry as registry\n"
+        "assert 'ddp' in registry.ENTRY_OF_STRATEGY\n"
         "assert 'torch' not in sys.modules\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

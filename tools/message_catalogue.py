@@ -443,6 +443,8 @@ class Reader:
                 self._read_sentences(name, module.tree)
             if name.startswith("cli."):
                 self._read_help_of_commands(name, module.tree)
+            if name.startswith("strategies"):
+                self._read_reasons(name, module.tree)
             for function, call in self._calls_in[name]:
                 self._read_call(name, function, call)
         for word, module_name in SHORT_MESSAGES.items():
@@ -560,6 +562,18 @@ class Reader:
             if is_command and docstring is not None:
                 for paragraph in re.split(r"\n\s*\n", docstring):
                     self.messages.add(escape(" ".join(paragraph.split())), module)
+
+    def _read_reasons(self, module: str, tree: ast.Module) -> None:
+        """Reads the facts of strategies that are parts of errors: `why_ranks_differ = "..."`."""
+        for node in ast.walk(tree):
+            if isinstance(node, ast.keyword):
+                name = node.arg or ""
+            elif isinstance(node, ast.AnnAssign):
+                name = ast.unparse(node.target)
+            else:
+                continue
+            if name.startswith("why_") and isinstance(node.value, ast.Constant):
+                self._add_if_sentence(str(node.value.value), module)
 
     def _read_noun(self, call: ast.Call, module: str) -> None:
         """Reads the noun of `count_noun`, in both numbers."""

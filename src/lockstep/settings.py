@@ -56,11 +56,6 @@ PRECISION_OF_PART = {
 }
 """Parts of the names that other tools have for a precision, such as "16-mixed". The first part that
 a name has decides which precision is suggested."""
-WHY_ONE_PROCESS = {
-    "single": "the processes would train apart",
-    "dp": "dp is one process for all its devices",
-}
-"""The strategies that take one process, and why."""
 BACKENDS = ("nccl", "gloo", "mpi")
 CUDA_BACKENDS = "cpu:gloo,cuda:nccl"
 """Both backends of a run on GPUs, in torch's notation."""
@@ -843,21 +838,6 @@ def check_virtual_ranks(values: Mapping[str, Any]) -> None:
                 "what is measured differs from run to run, and with it the bits",
                 f"give {name} as a number, or leave it out",
             )
-
-
-def check_number_of_processes(strategy: str, size: int) -> None:
-    """Raises SettingError if a strategy supports only one process and there are several.
-
-    Args:
-        strategy: name of the strategy.
-        size: the world size.
-    """
-    if size > 1 and strategy in WHY_ONE_PROCESS:
-        raise SettingError(
-            f"strategy={strategy!r}",
-            f"world size {size}: {WHY_ONE_PROCESS[strategy]}",
-            "use strategy='ddp', or start one process",
-        )
 
 
 def too_few_virtual_ranks_error(number: int, num_processes: int) -> SettingError:

@@ -444,7 +444,7 @@ class World:
         num_micro_batches = self._run.step.micro_batch.num_micro_batches
         if self._run.settings.virtual_ranks is not None:
             found = "with virtual_ranks a process computes one part of the batch after the other"
-        elif self.strategy in ("pipeline", "diloco"):
+        elif not self._preparer.strategy.computes_batch_side_by_side:
             found = f"under {self.strategy} the ranks do not compute one batch side by side"
         elif num_micro_batches > 1:
             found = (

@@ -4,7 +4,9 @@ import os
 import re
 import signal
 import sys
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import ClassVar
 
 import click
 import pytest
@@ -17,12 +19,14 @@ from lockstep.cli import run as run_command, run_help
 from lockstep.cli.main import main
 from lockstep.cli.run import torchrun_options
 from lockstep.errors import SettingError
+from lockstep.extensions.journal.writer import check_strategy
 from lockstep.familiar_names import ADVICE_FOR_FLAG
 from lockstep.machine.topology import SCHEDULERS
 from lockstep.run.machines.hosts import HostsSpec
 from lockstep.run.start import script
 from lockstep.run.start.plan import LaunchSpec
 from lockstep.run.start.worker import Script
+from lockstep.strategies import registry
 from lockstep.strategies.find import find_strategy
 
 pytestmark = pytest.mark.launcher
@@ -86,10 +90,26 @@ def test_module(asked: list[LaunchSpec]) -> None:
 
 
 def test_every_strategy_can_be_asked_for() -> None:
-    for name, class_name in strategies.CLASS_NAME_OF_STRATEGY.items():
-        strategy, _ = find_strategy(name, 1)
-        assert type(strategy) is getattr(strategies, class_name)
-        assert strategy.name == name
+    for entry in registry.ENTRIES:
+        strategy, _ = find_strategy(entry.name, 1)
+        assert type(strategy) is getattr(strategies, entry.class_name)
+        assert strategy.name == entry.name
+
+
+def test_a_strategy_over_another_one_inherits_what_the_code_asks_it() -> None:
+    @dataclass(frozen=True, kw_only=True)
+    class MyDiLoCo(strategies.DiLoCo):
+        name: ClassVar[str] = "my_diloco"
+
+    assert not MyDiLoCo().computes_batch_side_by_side
+    with pytest.raises(SettingError, match="journal with strategy='my_diloco'"):
+        check_strategy(MyDiLoCo())
+
+
+def test_of_an_unknown_strategy_nothing_is_known() -> None:
+    facts = asdict(registry.entry_of("mine:option=1"))
+    assert facts.pop("name") == "mine"
+    assert not any(facts.values())
 
 
 @pytest.mark.parametrize(

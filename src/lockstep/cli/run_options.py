@@ -20,7 +20,6 @@ from lockstep.run.start.plan import choose_nproc
 from lockstep.settings import (
     DECLARATIONS,
     Declaration,
-    check_number_of_processes,
     check_outside,
     check_value,
     is_auto,
@@ -28,13 +27,10 @@ from lockstep.settings import (
     read_variables,
     too_few_virtual_ranks_error,
 )
-from lockstep.strategies import CLASS_NAME_OF_STRATEGY
+from lockstep.strategies.registry import ENTRY_OF_STRATEGY, check_number_of_processes, entry_of
 
 LAUNCH_FILE = "lockstep.launch_file"
 """The key in click's context under which the launch file is kept that was read."""
-
-ONE_PART_FOR_EACH_PROCESS = ("ddp", "fsdp", "hsdp", "diloco")
-"""The strategies under which every process has a share of its own."""
 
 
 class SettingType(click.ParamType):  # type: ignore[type-arg]
@@ -162,12 +158,12 @@ def check_settings(
     strategy_name = None
     if strategy is not None:
         strategy_name = strategy.partition(":")[0]
-        if strategy_name not in CLASS_NAME_OF_STRATEGY:
+        if strategy_name not in ENTRY_OF_STRATEGY:
             raise unknown_choice_error(
                 texts["strategy"],
                 strategy_name,
                 "strategies",
-                CLASS_NAME_OF_STRATEGY,
+                ENTRY_OF_STRATEGY,
                 STRATEGY_OF_WORD,
             )
 
@@ -183,7 +179,7 @@ def check_settings(
         has_too_many = values["shares"].count(":") + 1 > num_processes
 
         # In a pipeline, several processes have one share, and the script may ask for a pipeline.
-        if has_too_many or strategy_name in ONE_PART_FOR_EACH_PROCESS:
+        if has_too_many or entry_of(strategy_name).has_share_for_each_process:
             _check_as_written(texts["shares"], parse_shares, values["shares"], num_processes)
     elif values.get("virtual_ranks", num_processes) < num_processes:
         error = too_few_virtual_ranks_error(values["virtual_ranks"], num_processes)

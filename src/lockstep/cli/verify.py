@@ -21,6 +21,7 @@ from lockstep.cli.run import misplaced_option_hint, say_if_options_are_not_read
 from lockstep.cli.verify_progress import VerifyProgress
 from lockstep.errors import SettingError, UsageError
 from lockstep.language import translate
+from lockstep.strategies.registry import entry_of
 
 if TYPE_CHECKING:
     from lockstep.verify.comparison_plan import ComparisonPlan
@@ -313,10 +314,8 @@ def _runs_to_compare(several: RunConfig, options: dict[str, Any]) -> list[RunCon
         configs.append(replace(several, name=name, overrides={"shares": shares}))
 
     for strategy in options["strategy"]:
-        strategy_name = strategy.partition(":")[0]  # its own options follow the colon
-
-        # The strategy dp is `torch.nn.DataParallel`: a single process uses all devices.
-        processes = 1 if strategy_name == "dp" else several.nproc
+        # Under dp, which is `torch.nn.DataParallel`, a single process uses all devices.
+        processes = 1 if entry_of(strategy).uses_all_devices else several.nproc
         configs.append(
             replace(
                 several,

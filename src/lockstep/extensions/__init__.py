@@ -47,7 +47,7 @@ def add_extensions(
     for check in CHECKS:
         run.extensions.add(check(run, preparer.precision, preparer.wrapped.values()), Place.CHECK)
     # The link between machines was measured; None on one machine.
-    if run.link is not None and strategy.name == "ddp":
+    if run.link is not None and strategy.averages_whole_gradient:
         from lockstep.extensions.report.network_advice import NetworkAdvice
 
         run.extensions.add(NetworkAdvice(run, run.link), Place.OBSERVER)
@@ -59,7 +59,7 @@ def add_extensions(
     if settings.journal is not None:
         from lockstep.extensions.journal.writer import Journal, check_strategy
 
-        check_strategy(strategy.name)
+        check_strategy(strategy)
         journal = Journal(settings.journal, settings.journal_every, run, strategy.name)
         run.extensions.add(journal, Place.OBSERVER)
     if settings.report is not None:

@@ -336,6 +336,16 @@ class Strategy(ABC):
     """How modules are spread over the ranks."""
 
     name: ClassVar[str]
+    """What the user calls it, and what records say; also that of its `Entry`."""
+    averages_whole_gradient: ClassVar[bool] = False
+    """True if all ranks average the gradient of the whole model in every step, so that its size
+    says what the network has to carry."""
+    computes_batch_side_by_side: ClassVar[bool] = True
+    """True if the ranks compute the parts of one global batch at the same time, so that a loss may
+    gather them."""
+    why_ranks_differ: ClassVar[str] = ""
+    """Why the ranks do not all have the weights of one model, which a journal is of, as a sentence
+    for an error message; empty if they do."""
 
     def plan(self, run: Run) -> StrategyPlan:
         """Decides how a global batch is divided.

@@ -79,6 +79,7 @@ class DDP(base.Strategy):
     """
 
     name: ClassVar[str] = "ddp"
+    averages_whole_gradient: ClassVar[bool] = True
 
     bucket_cap_mb: float | None = None
     """Size of a gradient bucket in MiB; None for torch's default."""

@@ -12,6 +12,7 @@ from lockstep import strategies
 from lockstep.errors import SettingError, unknown_choice_error
 from lockstep.familiar_names import STRATEGY_OF_WORD
 from lockstep.strategies.base import Strategy
+from lockstep.strategies.registry import ENTRY_OF_STRATEGY, entry_of
 
 DESCRIPTION_OF_TYPE = {int: "a whole number", float: "a number", bool: "true or false"}
 """What the value of an option of each type must be, for error messages."""
@@ -47,12 +48,10 @@ def parse_strategy(text: str) -> Strategy:
     """
     was_set = f"strategy={text!r}"
     name, _, options_text = text.partition(":")
-    if name not in strategies.CLASS_NAME_OF_STRATEGY:
-        raise unknown_choice_error(
-            was_set, name, "strategies", strategies.CLASS_NAME_OF_STRATEGY, STRATEGY_OF_WORD
-        )
+    if name not in ENTRY_OF_STRATEGY:
+        raise unknown_choice_error(was_set, name, "strategies", ENTRY_OF_STRATEGY, STRATEGY_OF_WORD)
 
-    options_class = getattr(strategies, strategies.CLASS_NAME_OF_STRATEGY[name])
+    options_class = getattr(strategies, entry_of(name).class_name)
     annotations = typing.get_type_hints(options_class)
     known_options = [option.name for option in fields(options_class)]
 

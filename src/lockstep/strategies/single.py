@@ -11,8 +11,8 @@ from typing import ClassVar
 from torch import nn
 
 from lockstep.distributed.process_group import Run
-from lockstep.settings import check_number_of_processes
 from lockstep.strategies.base import PreparedModule, Strategy, StrategyPlan, move_to_device
+from lockstep.strategies.registry import check_number_of_processes
 from lockstep.strategies.virtual_rank_buffers import VirtualRankBuffers
 from lockstep.strategies.virtual_ranks import VirtualRankGradients, make_virtual_rank_tree
 

@@ -16,6 +16,7 @@ from typing import Any
 
 from lockstep.run.start.worker import Script
 from lockstep.settings import VERIFY_VARIABLE
+from lockstep.strategies.registry import entry_of
 
 # The smallest number of steps that are compared, no matter how long they take.
 MIN_STEPS = 3
@@ -26,10 +27,6 @@ MIN_STEPS = 3
 OMP_WAIT_POLICY = "passive"
 
 _CONFIG_FILE = "run_config.pickle"
-
-# The strategy that trains several copies of the model (replicas), each with other parameters. Its
-# results are not those of a single model.
-_STRATEGY_WITH_REPLICAS = "diloco"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,9 +62,7 @@ class RunConfig:
     @property
     def trains_replicas(self) -> bool:
         """Whether the strategy trains several replicas; then the reference must do so too."""
-        strategy = str(self.overrides.get("strategy"))
-        strategy_name = strategy.partition(":")[0]  # options follow the colon
-        return strategy_name == _STRATEGY_WITH_REPLICAS
+        return entry_of(self.overrides.get("strategy")).trains_copies
 
     def reference_config(self, batch_size_factor: int = 1) -> RunConfig:
         """Returns the configuration of the run on one process that this run is compared with.

@@ -49,23 +49,19 @@ from lockstep.extensions.journal.tensors import (
 from lockstep.extensions.ledger.file_format import record_bytes
 from lockstep.session.extension import Extension
 from lockstep.session.micro_batch import MicroBatch
+from lockstep.strategies.base import Strategy
 
 WRITE_INTERVAL_S = 0.2
 """Records are written to the file at most this often, so a process that is killed loses the steps
 of at most this time."""
-STRATEGIES_WITH_OTHER_WEIGHTS = {
-    "pipeline": "each rank has the parameters of its own stage",
-    "diloco": "replicas train weights of their own",
-}
-"""Strategies whose ranks do not all have the weights of the same model, each with the reason."""
 
 
-def check_strategy(name: str) -> None:
+def check_strategy(strategy: Strategy) -> None:
     """Raises SettingError if a strategy does not support the journal."""
-    if name in STRATEGIES_WITH_OTHER_WEIGHTS:
+    if strategy.why_ranks_differ:
         raise SettingError(
-            f"journal with strategy={name!r}",
-            f"{STRATEGIES_WITH_OTHER_WEIGHTS[name]}, and a journal is of one model on all ranks",
+            f"journal with strategy={strategy.name!r}",
+            f"{strategy.why_ranks_differ}, and a journal is of one model on all ranks",
             "leave the journal out, or use strategy='ddp', 'fsdp' or 'hsdp'",
         )
 

@@ -19,6 +19,7 @@ from lockstep.extensions.report.console import duration
 from lockstep.extensions.report.reading import LauncherLine, LossRow, RankRecord, Record, Start
 from lockstep.extensions.report.record_format import PHASES_WITHOUT_WAITING
 from lockstep.session.extension import PHASES
+from lockstep.strategies.registry import entry_of
 from lockstep.wording import count_noun, format_ranges, format_ranks, join_first
 
 WORK_PHASES = tuple(
@@ -26,10 +27,6 @@ WORK_PHASES = tuple(
 )
 """The phases in which a rank works on its part of a step. Checkpoints and evaluations are left out,
 because often one rank alone has them."""
-STRATEGIES_THAT_COMMUNICATE_WITHIN_PASSES = ("fsdp", "hsdp", "pipeline")
-"""Their forward and backward passes wait for other ranks inside of torch, where that time is not
-measured: it counts as work."""
-
 STRAGGLER_MIN_EXCESS = 0.1
 """A rank is a straggler if it works longer than usual by this fraction of a step."""
 MAX_STRAGGLERS = 5
@@ -218,7 +215,7 @@ def working_fraction(start: Start) -> float | None:
     """
     header = start.main.header
     on_gpu = str(header.get("device", "")).startswith("cuda")
-    waits_within_passes = header.get("strategy") in STRATEGIES_THAT_COMMUNICATE_WITHIN_PASSES
+    waits_within_passes = entry_of(header.get("strategy")).communicates_within_passes
     if on_gpu or waits_within_passes:
         return None
 
@@ -612,7 +609,7 @@ def _findings_on_gaps(start: Start) -> Iterator[Finding]:
     header = start.main.header
     strategy = header.get("strategy")
     on_gpu = str(header.get("device", "")).startswith("cuda")
-    communicates_within_passes = strategy in STRATEGIES_THAT_COMMUNICATE_WITHIN_PASSES
+    communicates_within_passes = entry_of(strategy).communicates_within_passes
     if on_gpu:
         yield Finding(
             "note",

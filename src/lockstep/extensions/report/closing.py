@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from lockstep.communication.traffic import Traffic
-from lockstep.extensions.report.analysis import STRATEGIES_THAT_COMMUNICATE_WITHIN_PASSES
 from lockstep.extensions.report.console import duration, print_labelled_note, rate, thousands
 from lockstep.session.step import Step
+from lockstep.strategies.registry import entry_of
 from lockstep.units import format_bytes
 
 
@@ -41,7 +41,7 @@ def print_closing(
         print_labelled_note("trained", speed)
 
     # With some strategies torch itself sends the data, so Lockstep cannot count the bytes.
-    is_counted = strategy not in STRATEGIES_THAT_COMMUNICATE_WITHIN_PASSES
+    is_counted = not entry_of(strategy).communicates_within_passes
     if traffic.sent and is_counted:
         text = f"{format_bytes(traffic.sent)} by rank 0 to other ranks"
         if traffic.shared:

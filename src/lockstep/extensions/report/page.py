@@ -32,6 +32,7 @@ from lockstep.extensions.report.reading import (
 )
 from lockstep.language import language, translate
 from lockstep.session.extension import PHASES
+from lockstep.strategies.registry import entry_of
 from lockstep.units import format_bytes
 from lockstep.wording import replace_unprintable
 
@@ -379,9 +380,8 @@ def _traces(record: Record) -> list[dict[str, Any]]:
 
 def _sent(start: Start, num_bytes: float) -> str:
     """Says how much rank 0 sent, or that it is not known because torch sends the data itself."""
-    strategy = start.main.header.get("strategy")
-    within_passes = strategy in analysis.STRATEGIES_THAT_COMMUNICATE_WITHIN_PASSES
-    if start.num_ranks > 1 and within_passes:
+    entry = entry_of(start.main.header.get("strategy"))
+    if start.num_ranks > 1 and entry.communicates_within_passes:
         return translate("not known, as torch sends it")
     return format_bytes(int(num_bytes))
 

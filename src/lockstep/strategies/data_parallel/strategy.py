@@ -21,7 +21,7 @@ from lockstep.keyword_arguments import check_keywords_of_constructor
 from lockstep.machine.topology import DataParallelRank
 from lockstep.session.extension import DeliveredBatch, Extension
 from lockstep.session.micro_batch import MicroBatch
-from lockstep.settings import Choice, check_number_of_processes, is_auto
+from lockstep.settings import Choice, is_auto
 from lockstep.strategies.base import (
     PreparedModule,
     Strategy,
@@ -30,6 +30,7 @@ from lockstep.strategies.base import (
     refuse_virtual_ranks,
 )
 from lockstep.strategies.data_parallel.module import DataParallel
+from lockstep.strategies.registry import check_number_of_processes
 from lockstep.strategies.single import on_one_process
 from lockstep.torch_compat import BatchNorm
 from lockstep.wording import describe_type

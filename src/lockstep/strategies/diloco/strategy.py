@@ -66,6 +66,8 @@ class DiLoCo(DiLoCoOptions, Strategy):
     """
 
     name: ClassVar[str] = "diloco"
+    computes_batch_side_by_side: ClassVar[bool] = False
+    why_ranks_differ: ClassVar[str] = "replicas train weights of their own"
 
     def plan(self, run: Run) -> StrategyPlan:
         """Plans a run in which each virtual rank gets an equal part of every global batch.

@@ -70,6 +70,8 @@ class Pipeline(Strategy):
     """
 
     name: ClassVar[str] = "pipeline"
+    computes_batch_side_by_side: ClassVar[bool] = False
+    why_ranks_differ: ClassVar[str] = "each rank has the parameters of its own stage"
 
     stages: int | None = None
     """Number of ranks over which one copy of the model is spread, a divisor of the number of all
