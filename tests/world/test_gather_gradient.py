@@ -14,6 +14,8 @@ from torch.utils.data import DataLoader
 
 import lockstep
 from lockstep.errors import UsageError
+from lockstep.strategies import DiLoCo, Pipeline
+from lockstep.strategies.base import Strategy
 
 pytestmark = pytest.mark.ranks
 
@@ -114,6 +116,13 @@ def test_it_carries_gradients_only_where_they_are_asked_for() -> None:
             with pytest.raises(UsageError, match="one of 2 micro-batches"):
                 world.gather(x, gradient=True)
             break
+
+
+@pytest.mark.parametrize("strategy", [Pipeline(), DiLoCo(replicas=2)])
+def test_it_is_refused_where_no_batch_is_on_all_ranks_at_once(strategy: Strategy) -> None:
+    refusal = pytest.raises(UsageError, match=f"under {strategy.name} the ranks do not compute")
+    with lockstep.init(strategy, device="cpu") as world, refusal:
+        world.gather(torch.ones(3, requires_grad=True), gradient=True)
 
 
 def gathered_from_one() -> tuple[list[float], str]:
