@@ -105,6 +105,35 @@ def test_both_languages_have_the_same_fields() -> None:
         assert fields - translated_fields <= set(GRAMMATICAL_FIELDS), entry
 
 
+NAMES_IN_MESSAGES = re.compile(
+    r"`[^`]*`"  # code
+    r"|(?<![\w-])--?[a-zA-Z][\w-]*"  # an option
+    r"|\b[A-Za-z_]\w*(?:\.[A-Za-z_]\w+)+"  # such as world.prepare
+    r"|\b\w+_\w+\b|\b\w+(?==)"  # such as batch_size, or seed=
+    r"|\b[A-Z][a-z]+[A-Z]\w*|\b[A-Z][A-Z_0-9]{2,}\b"  # such as DataLoader, NCCL
+    r"|(?<![\w{.])\d+(?:\.\d+)?(?![\w}])"  # a number
+)
+"""What both languages write in the same way."""
+OTHER_IN_CHINESE = {
+    "DataLoaders": "DataLoader",
+    "GPU": "显存",  # in "GPU memory"
+    "RUN": "",  # "given OTHER runs, RUN is compared with them" needs no second name
+    "65536": "65535",  # torch's message has the first number that is no port
+    "`lockstep explain --markdown en`": "`lockstep explain --markdown zh`",
+}
+
+
+def test_names_options_and_numbers_are_the_same_in_both_languages() -> None:
+    """A translation that belongs to another message would give wrong advice."""
+    wrong = []
+    for entry in ALL_ENTRIES:
+        for name in NAMES_IN_MESSAGES.findall(entry.message.removeprefix(HEADING)):
+            is_kept = name in entry.translation or name in GRAMMATICAL_FIELDS
+            if not is_kept and OTHER_IN_CHINESE.get(name, name) not in entry.translation:
+                wrong.append((name, entry))
+    assert wrong == []
+
+
 def test_what_is_written_is_read_again() -> None:
     messages_with_quotes = messages.Messages()
     message = 'a "quoted" path C:\\new\nin two lines {name}'
@@ -142,6 +171,15 @@ TYPICAL_VALUES = (
         " (w)",
         "; w",
         "a Linear",
+        "rank 7 (w)",
+        "step-7",
+        "step-7 (w)",
+        "SIGKILL",
+        "cpu",
+        "cpu of w",
+        "is a Linear",
+        "'w'",
+        "[7]",
     ),
 )
 """Values of which one is right for each field that may not be any text."""

@@ -31,17 +31,32 @@ FunctionDef = ast.FunctionDef | ast.AsyncFunctionDef
 CATALOGUE_OF_FINDINGS = house.SOURCE / "verify" / "catalogue.toml"
 
 FILES_OF_SENTENCES = (
+    "batch.digest_matching",
+    "batch.fingerprint",
+    "batch.stream_consistency",
     "checkpoint.bits",
+    "checkpoint.checksums",
+    "checkpoint.differences",
+    "checkpoint.encoding",
     "checkpoint.file_errors",
+    "checkpoint.formats.dcp",
+    "checkpoint.formats.safetensors",
     "checkpoint.health",
+    "checkpoint.kept_reading",
+    "checkpoint.layout",
+    "checkpoint.lazy_tensor",
     "checkpoint.random_states",
     "checkpoint.repair",
+    "checkpoint.shards",
+    "checkpoint.writer",
     "cli.explain_topics",
     "cli.run_help",
+    "communication.shared_memory",
     "distributed.collective_calls",
-    "machine.interface",
+    "distributed.rendezvous",
     "doctor.",
     "extensions.autotune",
+    "extensions.device_check.message",
     "extensions.journal.comparison",
     "extensions.journal.reading",
     "extensions.journal.summary",
@@ -50,8 +65,16 @@ FILES_OF_SENTENCES = (
     "extensions.report.comparison",
     "extensions.report.network_advice",
     "extensions.report.network_forecast",
+    "machine.interface",
+    "run.machines.auth",
+    "run.machines.open_rendezvous",
+    "run.machines.peer_connection",
+    "run.machines.rendezvous",
+    "run.machines.ssh_connection",
     "run.machines.ssh_errors",
     "run.start.plan",
+    "run.start.process",
+    "run.start.zygote",
     "run.watch.activity",
     "run.watch.call_table",
     "run.watch.case",
@@ -59,12 +82,16 @@ FILES_OF_SENTENCES = (
     "run.watch.failure_advice",
     "run.watch.first_failure",
     "run.watch.hang",
+    "run.watch.process_status",
     "run.watch.stacks",
     "run.watch.straggler",
+    "session.step",
+    "settings",
     "verify.accepted_differences",
     "verify.bits",
     "verify.cause",
     "verify.causes",
+    "verify.joined_parts",
     "verify.line_findings",
     "verify.recording.bits",
     "verify.recording.determinism",
@@ -75,6 +102,7 @@ FILES_OF_SENTENCES = (
     "verify.rounding_noise",
     "verify.rules.",
     "verify.run_config",
+    "verify.run_failure",
     "verify.self_checks",
     "verify.verdict",
     "wording",
@@ -106,6 +134,23 @@ NO_MESSAGES = {
     "no such file|not found|does not exist|permission denied|unknown command",
     "With Lockstep",
     "With plain DDP",
+    ', "checksum": "',
+    "rank 0",
+    "its value",
+    "whether it is set",
+    "--rsync-path=mkdir -p {quote} && rsync",
+    "--filter=:- .gitignore",
+    "saving weights to",
+    "looking for checkpoints in",
+    "{op} number {num_begun}",
+    "make all ranks equal in what decides bits, since they may have other bits without being "
+    "wrong; if they still differ: {do}",
+    "{describe_op} in slices",
+    "between machines",
+    "in a tree",
+    "other shape",
+    "import sys; sys.path.insert(0, {packages_folder}); from {name} import zygote_main; "
+    "zygote_main(*sys.argv[1:])",
 }
 """Texts in these modules that are not shown, and templates that would fit texts of others."""
 SHORT_MESSAGES = {
@@ -165,6 +210,8 @@ SHORT_MESSAGES = {
     "all": "verify.verdict",
     "all {compared}": "verify.bits",
     "between the machines": "cli.doctor",
+    "between {size} machines": "communication.quantized_sum",
+    "between {size} ranks": "communication.quantized_sum",
     "bucket": "extensions.report.console",
     "clock": "doctor",
     "clocks": "doctor",
@@ -183,6 +230,52 @@ SHORT_MESSAGES = {
     "gpus": "doctor",
     "gradients": "verify.causes",
     "hostname": "doctor",
+    "{checkpoint_name} ({checkpoint_problem})": "checkpoint.find_latest",
+    "{checkpoint_name} ({checkpoint_problem}), {passed}": "checkpoint.find_latest",
+    "incomplete": "checkpoint.find_latest",
+    "two copies": "checkpoint.kept_steps",
+    "two copies on its machine and two on another one": "checkpoint.kept_steps",
+    "one machine has more than {max_senders_per_rank} times as many ranks as the machine that "
+    "would get its copies, so that no machine has a copy of the shards of another one": (
+        "checkpoint.kept_steps"
+    ),
+    "{percentages} of parameters: no example to measure with": "strategies.pipeline.unit_costs",
+    "{percentages} of parameters: the model has no values yet to measure with": (
+        "strategies.pipeline.unit_costs"
+    ),
+    "{percentages} of time and memory, measured on an example": "strategies.pipeline.unit_costs",
+    "nothing to resume in {folder}": "checkpoint.session",
+    "{get_device_name}, compute capability {major}.{minor}": "distributed.numerics",
+    "float32 matmul precision": "distributed.numerics",
+    "setting of {setting}": "distributed.numerics",
+    "value of {variable}": "distributed.numerics",
+    "{who} {verb} another {label} ({value}, others {usual_value})": "distributed.numerics",
+    "another {label} ({value}, in the checkpoint {saved_value})": "distributed.numerics",
+    "the machine answers, but nothing listens on that port": "machine.network",
+    "no answer": "machine.network",
+    "the connection was accepted and then cut": "machine.network",
+    "{signal_name} ({meaning})": "run.start.process",
+    "{operation_name} number {number}": "communication.shared_memory",
+    "make all ranks equal in what decides bits, since they may have other bits without being "
+    "wrong": "extensions.device_check.message",
+    "if they still differ: {advice_on_devices}": "extensions.device_check.message",
+    "{wrong} and rank {rank} ({torch_device} of {host})": "extensions.device_check.message",
+    "{torch_device} of {host}": "extensions.device_check.message",
+    "{places} and {torch_device} of {host}": "extensions.device_check.message",
+    "{place} {problem_of_value}": "checkpoint.encoding",
+    "is {describe_type}": "checkpoint.encoding",
+    "equal up to step {step}, and losses up to step {last_step}": "extensions.journal.comparison",
+    "the steps between were not written down by both": "extensions.journal.comparison",
+    "weights": "extensions.journal.comparison",
+    "process {pid} on {host}": "distributed.join",
+    "a port of its own": "distributed.join",
+    "a file of its own (if no other run uses this one, it is left over: remove it)": (
+        "distributed.join"
+    ),
+    "{who} on {host}": "distributed.join",
+    "{who} has {quoted_value}": "distributed.join",
+    "{who} have {quoted_value}": "distributed.join",
+    "replica {number} at {place}": "strategies.data_parallel.parallel_apply",
     "in float32": "verify.comparison",
     "in float64": "verify.comparison",
     "in this step{before} another way was gone at {test}: {outcomes}": "verify.line_findings",
@@ -301,6 +394,14 @@ DEPTH_OF_WAS_SET = 1
 HEADINGS_OF_LAUNCH = (
     "launch({name}) on {count_noun}",
     "launch({name}) on {count_noun} of a Ray cluster",
+    "a run of {size} processes that meet at {store_location}",
+    "the host list {value} from Slurm's environment",
+    "the list of tasks per node {value} from Slurm's environment",
+    "resuming a loader whose batch size is {value}",
+    "resuming a loader whose length is {value}",
+    "resuming a loader whose seed is {value}",
+    "resuming a loader whose shuffle is {value}",
+    "resuming a loader whose version of the order is {value}",
 )
 """First lines that are made far from the errors that have them."""
 
@@ -354,9 +455,18 @@ def is_prose(heading: str) -> bool:
 def messages_of(node: ast.expr) -> Iterator[str]:
     """Yields the messages that a text expression stands for, in the form of `str.format`."""
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
-        yield escape(node.value).strip()
+        yield without_semicolon(escape(node.value).strip())
     elif isinstance(node, ast.JoinedStr | ast.BinOp):
-        yield template_of(node)
+        yield without_semicolon(template_of(node))
+
+
+def without_semicolon(text: str) -> str:
+    """Returns a text without the semicolon that joins it to the text before it.
+
+    `lockstep.language` splits a list of messages at its semicolons before it looks for messages,
+    so a message that began with one would never be found.
+    """
+    return text.removeprefix("; ")
 
 
 def template_of(node: ast.expr) -> str:
@@ -473,6 +583,9 @@ class Reader:
                 parts_of_texts |= {id(part) for part in _literal_parts(node)}
             elif isinstance(node, ast.Dict):
                 parts_of_texts |= {id(key) for key in node.keys}
+            elif isinstance(node, ast.Call) and self._has_heading(node):
+                heading = _argument(node, POSITION_OF_WAS_SET, "was_set")
+                parts_of_texts |= {id(part) for part in ast.walk(heading)} if heading else set()
             elif isinstance(node, ast.Call) and _is_of_re(node):
                 parts_of_texts |= {id(part) for each in node.args for part in ast.walk(each)}
             elif isinstance(node, ast.Call) and _called_name(node) == "Cause":
@@ -485,6 +598,10 @@ class Reader:
                 self._add_sentence(whole, module)
             elif isinstance(node, ast.expr) and id(node) not in parts_of_texts:
                 self._add_sentence(node, module)
+
+    def _has_heading(self, call: ast.Call) -> bool:
+        """True for an error or a warning, whose first line is translated apart from other texts."""
+        return _called_name(call) in {*self._error_classes, *FUNCTIONS_THAT_WARN}
 
     def _add_sentence(self, node: ast.expr, module: str) -> None:
         for message in messages_of(node):
@@ -516,7 +633,7 @@ class Reader:
             self._read_choice(call, module, function)
         if module.startswith("cli."):
             self._read_help(call, module, function)
-        if name not in {*self._error_classes, *FUNCTIONS_THAT_WARN, *ERRORS_WITHOUT_SETTING}:
+        if not self._has_heading(call) and name not in ERRORS_WITHOUT_SETTING:
             return
         self._read_heading(call, module, function)
         shift = 1 if name in ERRORS_WITHOUT_SETTING else 0

@@ -53,9 +53,12 @@ RANGES = r"\d+(?:-\d+)?(?:, \d+(?:-\d+)?)*(?:, \.\.\.)?"  # of `format_ranges`
 RANKS = rf"ranks? {RANGES}|\d+ ranks \({RANGES}\)"  # of `format_ranks`
 PERCENT = r"\d[\d.]*%"
 CLASS_WITH_ARTICLE = r"an? \S+"  # of `with_article`
-ANY_TEXT = r"(?:(?!;(?:\s|\Z))[^\n])*"
-"""What a field may be of which nothing else is known: no list with semicolons, and one line."""
+DEVICE_ON_HOST = r"(?:cpu|cuda|mps|npu|xpu)(?::\d+)? of [^\s:,]+"
+ANY_TEXT = r"(?![,:])(?:(?!;(?:\s|\Z))[^\n])*"
+"""What a field may be of which nothing else is known: no list with semicolons, one line, and not
+what begins with a comma or a colon, which stand between parts of a text."""
 FIELDS_OF_LISTS = (
+    "advice_on_devices",
     "descriptions",
     "found",
     "ranks_that_came",
@@ -142,6 +145,8 @@ FIELDS_OF_CATALOGUED_WORDS = (
     "kind",
     "kind_of_tensors",
     "label",
+    "meaning",
+    "checkpoint_problem",
     "subject",
     "text",
     "when",
@@ -155,19 +160,34 @@ PATTERN_OF_FIELD = {
     **dict.fromkeys(("fraction", "share_of_step", "share_of_time"), PERCENT),
     **dict.fromkeys(("dtype", "version", "version_here", "version_there"), r"\S+"),
     "context": r"(?:between|in|while) [^()\n]*",  # of a call: "in backward"
+    **dict.fromkeys(("both", "wrong"), r"rank \d+ \([^()\n]*\)(?: and rank \d+ \([^()\n]*\))*"),
     **dict.fromkeys(("compared", "count_noun"), r"\d+ [\w ]+"),
     "carrier": "shared memory|the backend",
+    "checkpoint_name": r"step-\d+",
     "describe_peers": r"between [^\n]*",
     "describe_type": rf"None|{CLASS_WITH_ARTICLE}",
-    "does": rf"(?!on ){ANY_TEXT}",  # begins with a verb, and not as "on host a: ..."
+    "torch_device": r"(?:cpu|cuda|mps|npu|xpu)(?::\d+)?",
+    # Begins with a verb, and not as "on host a: ..." or "has 'a', rank 1 has 'b'".
+    "does": rf"(?!on |ha(?:s|ve) ['\"]){ANY_TEXT}",
     "element_type": r"[A-Za-z]\w*",
     "facts": r"(?:(?![,;] )[^\n])*",  # of a check of `lockstep doctor`
+    "passed": r"step-\d+ \([^\n]*\)",  # "step-000000020 (incomplete), step-000000010 (...)"
+    "percentages": rf"{PERCENT}(?: \+ {PERCENT})*",
+    "places": rf"{DEVICE_ON_HOST}(?: and {DEVICE_ON_HOST})*",
+    "problem_of_value": (
+        r"(?:contains itself|has a key that is \S+ \S+|is a numpy value of [^\n]*"
+        r"|is a parameter without [^\n]*|is a tensor o[fn] [^\n]*"
+        rf"|is {CLASS_WITH_ARTICLE}(?:, a kind of tensor [^\n]*)?)"
+    ),
+    "quoted_value": r"'[^']*'|\"[^\"]*\"|None|True|False|[\d.]+",
+    "checkpoint_problem": r"(?:(?!\), step-\d)[^\n])*",  # of one checkpoint
     "file": r"\S+",
     "format_physical_gpu": r"(?: \([^()]*\))?",
     "format_unused_accelerator": r"(?:; [^\n]*)?",
     **dict.fromkeys(("format_bytes", "gib"), r"\d[\d.,]* \w+"),
     "kind_of_tensors": r"parameters|optimizer state",
     **dict.fromkeys(("delay_option", "last_batch_text"), r"(?:, [^\n]*)?"),
+    "list": r"\[[^\]\n]*\]",
     "max_steps": r"(?:at most )?\d+",
     **dict.fromkeys(("note", "still_watched"), r"(?:; [^\n]*)?"),
     "thousands": r"\d[\d\s.,]*",
@@ -178,6 +198,7 @@ PATTERN_OF_FIELD = {
     "processes": r"(?:one process|rank \d+)(?: and rank \d+)*",
     "ranges": RANGES,
     "name_call": r"(?:(?![,;] | \(step )[^\n])*",  # of one call
+    "signal_name": r"SIG\w+",
     "single": r"(?:(?![,;] )[^\n])*",  # one entry of a list, and not several
     **dict.fromkeys(("factor", "ratio"), rf"{NUMBER}(?:/{NUMBER})?"),
     "subject": r"(?:(?! on host |;(?:\s|\Z))[^\n])*",  # not a list of several on several hosts
@@ -498,7 +519,10 @@ class Template:
         pattern = self.patterns[field_number]
         if pattern.pattern == ANY_TEXT:  # most are, and this is faster
             value = text[begin:end]
-            return "; " not in value and "\n" not in value and not value.endswith(";")
+            begins_with_separator = value.startswith((",", ":"))
+            ends_with_separator = value.endswith(";")
+            has_separator = "; " in value or "\n" in value
+            return not (begins_with_separator or ends_with_separator or has_separator)
         return pattern.fullmatch(text, begin, end) is not None
 
 

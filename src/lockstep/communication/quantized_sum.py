@@ -68,8 +68,9 @@ def find_peers(device: torch.device) -> Peers:
 def describe_peers(device: torch.device) -> str:
     """Describes which peers compress tensors of a device, e.g. `between 2 machines`."""
     peers = find_peers(device)
-    kind = "ranks" if peers.shared is None else "machines"
-    return f"between {peers.size} {kind}"
+    if peers.shared is None:
+        return f"between {peers.size} ranks"
+    return f"between {peers.size} machines"
 
 
 def have_same_shapes(state: State, other: State) -> bool:

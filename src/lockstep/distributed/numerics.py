@@ -164,8 +164,8 @@ def describe_rank_differences(numerics_of_ranks: Sequence[Mapping[str, str]]) ->
         names.update(dict.fromkeys(numerics))
 
     differences = []
-    for name in names:
-        values = [numerics.get(name, "none") for numerics in numerics_of_ranks]
+    for label in names:
+        values = [numerics.get(label, "none") for numerics in numerics_of_ranks]
 
         # The most frequent value. If two are equally frequent, `most_common` returns the one that
         # comes first, which is that of the lower rank.
@@ -176,10 +176,9 @@ def describe_rank_differences(numerics_of_ranks: Sequence[Mapping[str, str]]) ->
             if value == usual_value:
                 continue
 
+            who = format_ranks(ranks)
             verb = "has" if len(ranks) == 1 else "have"
-            differences.append(
-                f"{format_ranks(ranks)} {verb} another {name} ({value}, others {usual_value})"
-            )
+            differences.append(f"{who} {verb} another {label} ({value}, others {usual_value})")
     return "; ".join(differences)
 
 
@@ -191,9 +190,9 @@ def describe_differences(present: Mapping[str, str], saved: Mapping[str, str]) -
         saved: the numerics of the run that has saved the checkpoint.
     """
     differences = []
-    for name in dict.fromkeys([*present, *saved]):
-        value = present.get(name, "none")
-        saved_value = saved.get(name, "none")
+    for label in dict.fromkeys([*present, *saved]):
+        value = present.get(label, "none")
+        saved_value = saved.get(label, "none")
         if value != saved_value:
-            differences.append(f"another {name} ({value}, in the checkpoint {saved_value})")
+            differences.append(f"another {label} ({value}, in the checkpoint {saved_value})")
     return ", ".join(differences)

@@ -91,7 +91,7 @@ def wrong_device_error(
         found += f"; {other_numerics}"
         do = (
             "make all ranks equal in what decides bits, since they may have other bits without "
-            f"being wrong; if they still differ, {do}"
+            f"being wrong; if they still differ: {do}"
         )
 
     if checkpoint:
@@ -130,10 +130,12 @@ def _describe_computation(
     if verdict.kind is Kind.CHANGING:
         return f"{wrong} got other bits each of two times, and the other rank the same both times"
     if verdict.kind is Kind.ONE_OF_TWO:
-        return f"{both} got different bits, each the same ones both times; one of the two is wrong"
+        return (
+            f"{both} got different bits, each the same ones both times, and one of the two is wrong"
+        )
     if verdict.kind is Kind.NOT_REPEATED:
         return (
-            f"{both} got different bits; one of the two is wrong, and as the training loop gets "
+            f"{both} got different bits, of which one is wrong, and as the training loop gets "
             "batches ahead they could not be computed again"
         )
     if verdict.kind is Kind.ALL_CHANGING:
@@ -152,7 +154,7 @@ def _describe_holding(verdict: Verdict, difference: Holding, devices: Sequence[D
         return f"{wrong} {verb} other bits than {count_noun(others, 'rank')} that agree"
 
     if verdict.kind is Kind.ONE_OF_TWO:  # the verdict names both
-        return f"{wrong} have different bits; one of the two is wrong"
+        return f"{wrong} have different bits, and one of the two is wrong"
 
     # There are more ranks, and no majority, so no rank is named as the wrong one.
     return f"{format_ranks(difference.ranks)} have different bits, of which none have a majority"
@@ -198,7 +200,8 @@ def name_devices(ranks: Collection[int], devices: Sequence[Device]) -> str:
     texts = []
     for rank in sorted(ranks):
         device = devices[rank]
-        texts.append(f"rank {rank} ({device.name} of {device.host})")
+        torch_device, host = device.name, device.host
+        texts.append(f"rank {rank} ({torch_device} of {host})")
     return " and ".join(texts)
 
 

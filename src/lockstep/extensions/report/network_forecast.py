@@ -278,10 +278,14 @@ def describe_network(
         if forecast.speedup < MIN_NAMED_SPEEDUP:
             continue
 
-        numbers = "same" if forecast.same_results else "other"
-        parts.append(
-            f"{forecast.method}: {numbers} numbers, about {forecast.speedup:.1f} times as fast"
-        )
+        if forecast.same_results:
+            parts.append(
+                f"{forecast.method}: same numbers, about {forecast.speedup:.1f} times as fast"
+            )
+        else:
+            parts.append(
+                f"{forecast.method}: other numbers, about {forecast.speedup:.1f} times as fast"
+            )
     return "; ".join(parts)
 
 

@@ -194,7 +194,8 @@ def _describe_signal(number: int) -> str:
     except ValueError:  # a real-time signal without a name
         return f"signal {number}"
     meaning = _SIGNAL_MEANINGS.get(known_signal)
-    return f"{known_signal.name} ({meaning})" if meaning else known_signal.name
+    signal_name = known_signal.name
+    return f"{signal_name} ({meaning})" if meaning else signal_name
 
 
 def exit_status_of(process: Process, before: OomCounts, root: Path = Path("/")) -> ExitStatus:

@@ -1,0 +1,163 @@
+"""Whole lines as Lockstep prints them: nothing of them may stay English but names.
+
+A line is often joined from several messages. Each of them may be in the catalogue, and the line is
+shown half English all the same, where a template takes a part of it for the value of a field.
+"""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from lockstep import language
+
+pytestmark = pytest.mark.unit
+
+SAME_IN_BOTH_LANGUAGES = {
+    *("rank", "ranks", "loss", "epoch", "batch", "hook", "hooks", "stage", "token", "dtype"),
+    *("ddp", "fsdp", "cuda", "cpu", "torch", "numpy", "lockstep", "run", "prepare", "loader"),
+    *("shares", "auto", "store", "seed", "worker", "dropout", "hsdp", "ms", "slurm"),
+}
+"""Words that a Chinese practitioner uses as they are, and names of settings and strategies."""
+
+QUOTED = re.compile(r"'[^']*'|\"[^\"]*\"|`[^`]*`|\[Errno[^\]]*\] [^)）]*")
+CODE = re.compile(r"\S*[/\\_=\[\]()@.:]\S*|--?[A-Za-z]\S*|\b[A-Z]\w*[A-Z]\w*|[\w-]*\d[\w-]*")
+
+
+def english_words(text: str) -> list[str]:
+    """Returns the words of a text that should have been translated."""
+    without_names = CODE.sub(" ", QUOTED.sub(" ", text))
+    words = re.findall(r"[A-Za-z][a-z]+", without_names)
+    return [word for word in words if word.lower() not in SAME_IN_BOTH_LANGUAGES]
+
+
+RESUMED = "resumed c/step-7 (epoch 1, step 7, strategy ddp, 2 ranks)"
+RESUMED_IN_CHINESE = "已从 c/step-7 续训（epoch 1，第 7 步，策略 ddp，2 个 rank）"
+DEVICE_0 = "rank 0 (cuda:0 of node0)"
+DEVICE_1 = "rank 1 (cuda:1 of node7)"
+DEVICE_0_IN_CHINESE = "rank 0（node0 的 cuda:0）"
+DEVICE_1_IN_CHINESE = "rank 1（node7 的 cuda:1）"
+DEVICES = f"{DEVICE_0} and {DEVICE_1}"
+
+LINES = {
+    # What is noted after "resumed ...".
+    f"{RESUMED}; saved by 1 process, resumed on 2: dropout's random state restarts from the seed": (
+        f"{RESUMED_IN_CHINESE}；由 1 个进程保存，现在用 2 个进程续训："
+        "dropout 的随机状态从种子重新开始"
+    ),
+    f"{RESUMED}; saved with virtual ranks: dropout's random state restarts from the seed": (
+        f"{RESUMED_IN_CHINESE}；保存时使用了虚拟 rank：dropout 的随机状态从种子重新开始"
+    ),
+    f"{RESUMED}; dropout's random state restarts from the seed": (
+        f"{RESUMED_IN_CHINESE}；dropout 的随机状态从种子重新开始"
+    ),
+    f"{RESUMED}; passed over: step-000000600 (net.pt is damaged: its checksum differs; a is "
+    "missing), step-000000300 (incomplete); process 3 on host a writes into this folder": (
+        f"{RESUMED_IN_CHINESE}；跳过了：step-000000600（net.pt 已损坏：校验和不同；缺少 a），"
+        "step-000000300（不完整）；进程 3（主机 a）正在写入这个文件夹"
+    ),
+    "nothing to resume in runs/a; step 812 in memory is incomplete: what ranks 2-3 kept is "
+    "missing": "runs/a 中没有可续训的检查点；内存中的第 812 步不完整：缺少 rank 2-3 保存的部分",
+    "nothing to resume in runs/a; no step of it is in memory": (
+        "runs/a 中没有可续训的检查点；内存里没有这个检查点的任何一步"
+    ),
+    # The startup summary and the report.
+    "48% + 52% of time and memory, measured on an example": (
+        "时间和显存的占比 48% + 52%，用一个样例批次测得"
+    ),
+    "gradients between 2 machines; not the numbers of one device": (
+        "梯度在 2 台机器之间；结果与单设备不同"
+    ),
+    "bf16: other numbers, about 1.7 times as fast; hsdp: same numbers, about 2.0 times as fast": (
+        "bf16：结果会不同，速度约为 1.7 倍；hsdp：结果不变，速度约为 2.0 倍"
+    ),
+    "every 6 steps, one is kept in memory from now on: that takes 13 ms, and a step takes "
+    "5 ms": None,
+    # Devices that compute wrongly.
+    f"step 1500, virtual rank 2: all ranks computed it again, and {DEVICE_1} got other bits than "
+    "3 ranks that agree; the gradients that differ: fc.weight": (
+        "第 1500 步，虚拟 rank 2：所有 rank 都重新计算了一次，另外 3 个 rank 的结果一致，"
+        f"{DEVICE_1_IN_CHINESE}的不同；不同的梯度：fc.weight"
+    ),
+    f"step 9, virtual rank 0: {DEVICES} got different bits, each the same ones both times, and "
+    "one of the two is wrong; the gradients that differ: fc.weight": (
+        f"第 9 步，虚拟 rank 0：{DEVICE_0_IN_CHINESE}和 {DEVICE_1_IN_CHINESE}的结果不同，"
+        "但各自两次都一样；其中之一出错；不同的梯度：fc.weight"
+    ),
+    f"before step 9, in the parameters fc.weight: {DEVICES} have different bits, and one of the "
+    "two is wrong": None,
+    "the check in step 101 found no difference: resume from a checkpoint that is older, "
+    "runs/a/step-100": "第 101 步的检查没有发现差异：请从更早的检查点 runs/a/step-100 续训",
+    "make all ranks equal in what decides bits, since they may have other bits without being "
+    "wrong; if they still differ: look first whether the script does something else on rank 2 "
+    "(world.rank, world.is_main); if not, take cuda:2 of node2 out of the run and test it": None,
+    "rank 3 has another CPU (AVX2, others AVX512)": (
+        "rank 3 的 CPU 不同（AVX2，其他 rank 是 AVX512）"
+    ),
+    # Checkpoints and files of weights that are damaged.
+    "its manifest is damaged: it names files outside of its folder": None,
+    "w is at byte 8, where 4 is next": "w 位于第 8 字节，而下一个位置应是 4",
+    "fc.weight: [2, 8] in the file, [5, 8] in the model": (
+        "fc.weight：文件中是 [2, 8]，模型中是 [5, 8]"
+    ),
+    "optimizer.x is a numpy value of dtype <U1": "optimizer.x 是 dtype 为 <U1 的 numpy 值",
+    "a[0] contains itself": "a[0] 包含它自己",
+    # Ranks that do not come together.
+    "two processes claim rank 0: process 2442 on host0 and process 2443 on host1": None,
+    "ranks 3, 5 did not come within 1 s; came: ranks 0-1 on host0; rank 2 on host1": None,
+    "start each rank once, and give a second run a port of its own": None,
+    "seed: ranks 0-1 have '0', rank 2 has '7'": "seed：rank 0-1 是 '0'，rank 2 是 '7'",
+    "shared memory: rank 3 did not come within 5 s to all_reduce number 7": None,
+    "it is not a whole number of at least 1": "它不是不小于 1 的整数",
+    "killed by SIGSEGV (segmentation fault)": "被 SIGSEGV（段错误）杀死",
+    "exit code 139 (128 + 11: SIGSEGV (segmentation fault))": (
+        "退出码 139（128 + 11：SIGSEGV（段错误））"
+    ),
+    # Verdicts of verify, which are joined from parts.
+    ", on rank 1": "，在 rank 1 上",
+    ", on ranks 1-2": "，在 rank 1-2 上",
+    "they take different ways through the model: replica 0 at 'norms.0', replica 1 at 'norms.1'": (
+        "它们在模型中走了不同的路径：副本 0 在 'norms.0'，副本 1 在 'norms.1'"
+    ),
+}  # fmt: skip
+"""English lines with their Chinese, or None where only English words must not be left."""
+
+
+@pytest.fixture(autouse=True)
+def chinese(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(language, "language", lambda: "zh")
+
+
+@pytest.mark.parametrize(("line", "expected"), LINES.items(), ids=range(len(LINES)))
+def test_a_whole_line_is_chinese(line: str, expected: str | None) -> None:
+    translated = language.translate(line)
+    assert english_words(translated) == [], translated
+    if expected is not None:
+        assert translated == expected
+
+
+@pytest.mark.parametrize(
+    ("heading", "expected"),
+    [
+        (
+            "a run of 6 processes that meet at tcp://10.0.0.1:29500",
+            "6 个进程在 tcp://10.0.0.1:29500 会合的运行",
+        ),
+        (
+            "the list of tasks per node '2(x)' from Slurm's environment",
+            "Slurm 环境变量中的每节点任务数列表 '2(x)'",
+        ),
+        ("resuming a loader whose length is 24", "续训长度为 24 的 loader"),
+    ],
+)
+def test_a_first_line_is_chinese(heading: str, expected: str) -> None:
+    assert language.translate_heading(heading) == expected
+    assert english_words(expected) == []
+
+
+def test_english_that_is_left_over_is_found() -> None:
+    assert english_words("缺少 step 812 in memory is incomplete") == [
+        *("step", "in", "memory", "is", "incomplete")
+    ]
+    assert english_words("rank 1（node7 的 cuda:1）：见 `lockstep explain LS303`，a.b") == []
