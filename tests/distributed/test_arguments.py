@@ -81,6 +81,7 @@ ACCEPTED = [
             *("--rank {}", "--rank={}", "--local_rank {}", "--node-rank={}", "--machine-rank {}"),
             *(
                 "-rn {}",
+                "-rn{}",
                 "-nr {}",
                 "--rank-number {}",
                 "--node {}",
@@ -221,3 +222,37 @@ def test_the_rank_may_stand_anywhere_and_be_left_out_for_the_first_process(
     assert (
         describe_mismatches(without_harmless_differences(manifests, topologies)) != []
     ) == is_told
+
+
+@pytest.mark.parametrize(
+    ("commands", "is_told"),
+    [
+        (("-ws 2", "-rn 1 -ws 2"), False),
+        (("-ws 2", "-ws 2 -rn 1"), False),
+        (("-ws 2", "-rn=1 -ws 2"), False),
+        (("-ws 2", "-rn1 -ws 2"), False),
+        (("-ws 3", "-rn 1 -ws 3", "-ws 3 --rn 2"), True),  # it is one flag
+        (("-ws 3", "-rn 1 -ws 3", "-ws 3 -rn 2"), False),
+        (("--lr 1", "--lr 1 --me 1"), False),
+        (("--lr 1", "--me=1 --lr 1"), False),
+        (("-ws 2", "-rn 2 -ws 2"), True),
+        (("-rn 1 -ws 2", "-ws 2"), True),  # rank 0 says that it is rank 1
+        (("-ws 2", "-rn 1 -ws 2 -v"), True),  # -v is given on one rank only
+        (("--lr 1", "--lr 2 -rn 1"), True),
+        (("", "-rn 1 --me 1"), True),  # two flags
+        (("-v", "-v 1"), True),  # a value without a flag
+    ],
+)
+def test_where_the_script_sets_the_rank_its_flag_may_be_left_out_under_any_name(
+    commands: tuple[str, ...], is_told: bool
+) -> None:
+    manifests = [{"arguments": f"train.py {command}".strip()} for command in commands]
+    size = len(commands)
+    for source, is_told_there in ((SET_BY_SCRIPT, is_told), ("Slurm", True)):
+        topologies = []
+        for rank in range(size):
+            topologies.append(
+                Topology(rank=rank, size=size, local_rank=rank, local_size=size, source=source)
+            )
+        told = describe_mismatches(without_harmless_differences(manifests, topologies)) != []
+        assert told == is_told_there, source

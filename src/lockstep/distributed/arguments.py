@@ -11,7 +11,8 @@ kinds of arguments may differ:
 - the number of the process under any name, where nothing else can be its number. Without a launcher
   the script is started once for each process, and `train.py -x 0` and `train.py -x 1` may be how
   each one gets its rank. So one argument may differ, if the script itself has numbered the
-  processes and no other argument differs. A launcher that replaces `${local_rank}` starts one
+  processes and no other argument differs. The first one may then leave it out, as its number is
+  the default. A launcher that replaces `${local_rank}` starts one
   command for all processes of a machine, so what differs among them is the local rank.
 
 A name says what an argument is only if each of its words belongs to that kind: `--lora-rank`,
@@ -46,8 +47,11 @@ WORDS_BESIDE_COUNTS = frozenset({"num", "n", "number", "of", "per", "node", "mac
 SECTIONS = frozenset({"dist", "distributed", "ddp", "env", "runtime", "trainer"})
 """Sections of a configuration in which such arguments are: `+dist.rank=1`, `trainer.devices=0`."""
 
-# `--rank=1`, `rank=1` and `+dist.rank=1`, or `-r1`, or a value whose name stands before it.
-NAME_AND_VALUE = re.compile(r"(?P<name>[-+]*[A-Za-z][\w.-]*=|-[A-Za-z](?=[0-9])|)(?P<value>.+)")
+# `--rank=1`, `rank=1` and `+dist.rank=1`, or `-r1` and `-rn1`, or a value whose name stands before
+# it.
+NAME_AND_VALUE = re.compile(
+    r"(?P<name>[-+]*[A-Za-z][\w.-]*=|-[A-Za-z]{1,2}(?=[0-9])|)(?P<value>.+)"
+)
 # A number, as `int` reads it, that no other text stands for: not `01`.
 NUMBER = re.compile(r"0|[1-9][0-9]{0,8}")
 # `0`, `cuda:1`, `0,1`, `[0,1]`. No machine has a hundred devices.
@@ -115,6 +119,8 @@ def blank_out_harmless_differences(
     for flag in PLACE_FLAGS:
         if any(_values_of_flag(command, flag) for command in aligned):
             aligned = [_with_flag_last(command, flag) for command in aligned]
+    if launch.rank_set_by_script:
+        aligned = _with_missing_flag_last(aligned)
 
     lengths = {len(command) for command in aligned}
     if len(lengths) != 1:
@@ -173,6 +179,35 @@ def _with_flag_last(command: Sequence[str], flag: str) -> list[str]:
     return [*others, flag, value]
 
 
+def _with_missing_flag_last(commands: Sequence[list[str]]) -> list[list[str]]:
+    """Returns the arguments of each rank with the one flag at the end that some ranks leave out.
+
+    `[["train.py"], ["train.py", "-rn", "1"]]` gives `[["train.py", "-rn", "0"], ["train.py", "-rn",
+    "1"]]`. Nothing changes if all ranks have as many arguments, or another flag is missing, too.
+    """
+    if len({len(command) for command in commands}) == 1:
+        return list(commands)
+
+    for flag in _flags_in(max(commands, key=len)):
+        without_value = [command for command in commands if not _values_of_flag(command, flag)]
+        is_switch = any(flag in command for command in without_value)
+        aligned = [_with_flag_last(command, flag) for command in commands]
+        no_other_is_missing = len({len(command) for command in aligned}) == 1
+        if without_value and no_other_is_missing and not is_switch:
+            return aligned
+    return list(commands)
+
+
+def _flags_in(command: Sequence[str]) -> list[str]:
+    """Returns the flags of a command: `-rn` and `--lr` of `train.py -rn 1 --lr=0.1 7`."""
+    flags = []
+    for argument in command:
+        if argument.startswith("-"):
+            match = NAME_AND_VALUE.fullmatch(argument)
+            flags.append(match["name"].removesuffix("=") if match and match["name"] else argument)
+    return flags
+
+
 def _split_off(command: Sequence[str], flag: str) -> tuple[list[str], list[str]]:
     """Returns the arguments without a flag, and the values that it has."""
     others = []
@@ -184,13 +219,13 @@ def _split_off(command: Sequence[str], flag: str) -> tuple[list[str], list[str]]
             value_follows = False
             continue
 
-        name, equals_sign, value = argument.partition("=")
-        if name != flag:
-            others.append(argument)
-        elif equals_sign:
-            values.append(value)
-        else:
+        match = NAME_AND_VALUE.fullmatch(argument)
+        if argument == flag:
             value_follows = True
+        elif match is not None and match["name"].removesuffix("=") == flag:
+            values.append(match["value"])
+        else:
+            others.append(argument)
     return others, values
 
 
