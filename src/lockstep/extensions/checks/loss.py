@@ -10,35 +10,30 @@ that count. Its mean is NaN then, which is right, as long as no gradient becomes
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any, NamedTuple, NoReturn
+from collections.abc import Collection, Iterator
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
-from lockstep.distributed.streams import start_copy_to_host
+from lockstep.distributed.process_group import Run
 from lockstep.errors import UsageError
-from lockstep.extensions.checks.base import Check
+from lockstep.extensions.checks.base import Check, LateValue
+from lockstep.optim.precision import Precision
 from lockstep.session.micro_batch import MicroBatch
+from lockstep.strategies.base import PreparedModule
 from lockstep.torch_compat import to_local
 from lockstep.wording import describe_type
-
-
-class PendingLoss(NamedTuple):
-    """A loss on a GPU that was not looked at yet."""
-
-    is_nan: Tensor
-    """A bool of shape `()` on the host. Valid once it has been copied from the GPU."""
-    copy_event: torch.cuda.Event
-    """Is reached when `is_nan` has been copied."""
-    step_number: int
-    """The optimizer step that the loss belongs to, from 1."""
 
 
 class LossCheck(Check):
     """Checks losses; on CUDA a NaN is reported one step late."""
 
-    _pending: PendingLoss | None = None
+    def __init__(
+        self, run: Run, precision: Precision, wrapped: Collection[PreparedModule] = ()
+    ) -> None:
+        super().__init__(run, precision, wrapped)
+        self._is_nan = LateValue()
 
     def before_backward(self, loss: Any, micro_batch: MicroBatch) -> None:
         """Raises UsageError unless `loss` is a scalar tensor with a gradient and not NaN."""
@@ -139,35 +134,36 @@ class LossCheck(Check):
 
     def settle(self) -> None:
         """Waits until the pending loss has arrived, and raises UsageError if it is NaN."""
-        pending = self._pending
-        self._pending = None
-        if pending is None:
-            return
-
-        is_nan, copy_event, step_number = pending
-        copy_event.synchronize()
-        if is_nan.item():
-            self._raise_nan(step_number)
+        self._look_at_earlier_loss(wait=True)
 
     def _look_later(self, loss: Tensor) -> None:
-        """Looks at the pending loss and makes this one pending.
+        """Looks at an earlier loss and makes this one pending.
 
-        If the pending one has not arrived yet, this loss is skipped, so that the host does not wait
-        for the GPU. Its NaN would still be found: it makes the parameters NaN, and with them all
-        later losses.
+        If the earlier one has not arrived yet, this loss is skipped. Its NaN would still be found:
+        it makes the parameters NaN, and with them all later losses.
 
         Raises:
-            UsageError: the pending loss is NaN.
+            UsageError: the earlier loss is NaN.
         """
-        pending = self._pending
-        has_arrived = pending is None or pending.copy_event.query()  # type: ignore[no-untyped-call]
-        if not has_arrived:
+        self._look_at_earlier_loss()
+        if self._is_nan.is_pending:
+            return
+        step_of_loss = self.run.step.number + 1  # `number` counts the steps that are finished
+        self._is_nan.put(loss.detach().isnan(), step_of_loss)
+
+    def _look_at_earlier_loss(self, *, wait: bool = False) -> None:
+        """Raises UsageError if an earlier loss has arrived and is NaN.
+
+        Args:
+            wait: True to wait until it has arrived.
+        """
+        late = self._is_nan.take(wait=wait)
+        if late is None:
             return
 
-        self.settle()  # raises if the pending loss is NaN
-        is_nan, copy_event = start_copy_to_host(loss.detach().isnan().reshape(()))
-        step_of_loss = self.run.step.number + 1  # `number` counts the steps that are finished
-        self._pending = PendingLoss(is_nan, copy_event, step_of_loss)
+        is_nan, step_number = late
+        if is_nan:
+            self._raise_nan(step_number)
 
     def _raise_nan(self, step_number: int) -> NoReturn:
         raise UsageError(
