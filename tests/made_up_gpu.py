@@ -237,6 +237,11 @@ class Stream:
     def wait_event(self, event: Any) -> None:
         pass
 
+    def record_event(self) -> Event:
+        event = Event(self._gpu)
+        event.record()
+        return event
+
     def synchronize(self) -> None:
         self._gpu.note(sys._getframe(1))
 

@@ -57,6 +57,9 @@ communicate over its socket transport. Several ranks on one GPU then run real ke
 communicator splits, point-to-point transfers, the watchdog and the Flight Recorder, but their speed is
 meaningless. One GPU cannot show NVLink, InfiniBand, several GPUs in one machine, several machines with
 GPUs, or the speed of anything on several GPUs.
+
+Some checks have aims: the most that a figure should be. They are asserted on a GPU only. A check that
+misses its aim is listed as `missed`, with the figure that was found.
 """,
     on_a_gpu="On a GPU",
     not_run=(
@@ -74,7 +77,7 @@ hang, crash and fill a disk on purpose.
     other_results="{number} {result}",
     begun="Started at {when}, at commit {commits}. Later changes have not been run.",
     machine="machine",
-    columns="check | result | s | found",
+    columns="check | result | aim | s | found",
     results={},
     as_it_should=", as expected",
     whole_stage="the whole stage",
@@ -107,6 +110,8 @@ make gpu-table                            # 根据结果写出本页
 ```
 
 如果两个 rank 的主机哈希和 GPU 的 PCI 总线编号都相同，NCCL 会拒绝它们使用同一张 GPU。给每个 rank 设置不同的 `NCCL_HOSTID` 之后，NCCL 把它们当作不同的主机，通过 socket 通信。这样，一张 GPU 上的多个 rank 就能运行真实的 kernel、CUDA 流、通信子的拆分、点对点传输、看门狗和 Flight Recorder，但速度没有意义。单卡不能说明 NVLink、InfiniBand、单机多卡、多机多卡，也不能说明任何多卡场景的速度。
+
+有的检查项有目标，即数值的上限，只在 GPU 上断言。没有达到目标的检查项标为“未达目标”，并记录测得的数值。
 """,
     on_a_gpu="在 GPU 上",
     not_run="还没有运行过。在此之前，本文档关于 GPU 的任何说法都没有实测依据。",
@@ -118,9 +123,10 @@ make gpu-table                            # 根据结果写出本页
     other_results="{number} 项{result}",
     begun="开始于 {when}，提交 {commits}。之后的改动尚未运行过。",
     machine="机器",
-    columns="检查项 | 结果 | 秒 | 内容",
+    columns="检查项 | 结果 | 目标 | 秒 | 内容",
     results={
         "passed": "通过",
+        "missed": "未达目标",
         "failed": "失败",
         "not run": "未运行",
         "timed out": "超时",

@@ -6,7 +6,7 @@ So nothing is lost when a later stage hangs, dies or fills the disk. Every line 
     run      when the run began, which also tells the lines of two runs apart
     stage    the part of the run, such as `nccl`
     check    what was looked at; `(stage)` for how the stage as a whole ended
-    result   passed, failed, not run, timed out, or crashed
+    result   passed, missed (a figure is beyond its aim), failed, not run, timed out, or crashed
     seconds  how long it took
     values   what was measured, by name
     reason   why it did not pass; the end of the traceback or of the output
@@ -26,6 +26,8 @@ import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+from benchmarks.gpu.aims import missed_aims
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 DEFAULT_FOLDER = ROOT / "benchmarks" / "results" / "gpu"
@@ -50,7 +52,7 @@ BEGIN_MARK = "begin: "
 END_MARK = "end: "
 """Printed in front of each check's name, so that the runner knows where a stage stood."""
 
-RESULTS = ("passed", "failed", "not run", "timed out", "crashed")
+RESULTS = ("passed", "missed", "failed", "not run", "timed out", "crashed")
 
 
 MIN_SECONDS_FOR_A_PROGRAM = 5.0
@@ -198,6 +200,8 @@ class Stage:
     def check(self, name: str) -> Iterator[dict[str, Any]]:
         """Runs one check and writes its line; an error in it ends the check, not the stage.
 
+        On a GPU, a check whose figures miss their aims (see `aims`) is told as `missed`.
+
         Yields:
             A dictionary for what was measured; what it holds at the end is written.
         """
@@ -214,6 +218,11 @@ class Stage:
         except Exception:
             result = "failed"
             reason = traceback.format_exc()
+        else:
+            missed = missed_aims(self.name, name, values) if self.on_gpu else []
+            if missed:
+                result = "missed"
+                reason = "; ".join(missed)
         self.write(name, result, time.monotonic() - began, values, reason)
 
     def write(

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.gpu.aims import aims_of
 from benchmarks.gpu.page_texts import CHINESE, ENGLISH, PageTexts
 from benchmarks.gpu.results import DEFAULT_FOLDER, RESULTS, ROOT, read_lines
 from benchmarks.gpu.stages import STAGES, is_as_expected
@@ -151,7 +152,7 @@ def described(title: str, runs: Sequence[Run], texts: PageTexts) -> str:
         if not of_stage:
             continue
         parts.append(f"\n### {stage.name}{texts.colon}{texts.about[stage.name]}\n")
-        parts.append(f"| {texts.columns} |\n|---|---|---|---|")
+        parts.append(f"| {texts.columns} |\n|---|---|---|---|---|")
         parts += [row(line, texts) for _, line in of_stage]
     return "\n".join(parts) + "\n"
 
@@ -168,7 +169,13 @@ def row(line: Line, texts: PageTexts = ENGLISH) -> str:
         told = reason[-1] if line["result"] == "failed" else reason[0]
         separator = ". " if found else ""
         found += separator + cut(told, MAX_REASON_CHARACTERS)
-    return f"| {escaped(check)} | {result} | {line['seconds']:.1f} | {escaped(found)} |"
+    aim = "; ".join(f"{name} ≤ {most:g}" for name, most in aims_of_line(line).items())
+    return f"| {escaped(check)} | {result} | {aim} | {line['seconds']:.1f} | {escaped(found)} |"
+
+
+def aims_of_line(line: Line) -> dict[str, float]:
+    """The most that each value of a check may be; empty for a stage as a whole."""
+    return {} if line["check"] == "(stage)" else aims_of(line["stage"], line["check"])
 
 
 def shown(value: Any) -> str:

@@ -13,11 +13,12 @@ from unittest import mock
 import pytest
 import torch
 
-from benchmarks.gpu import results, table
+from benchmarks.gpu import results, synchronizations, table
+from benchmarks.gpu.aims import AIMS, ALL_CHECKS
 from benchmarks.gpu.one_gpu import SEPARATE_HOSTS, init_options
 from benchmarks.gpu.page_texts import CHINESE, ENGLISH
 from benchmarks.gpu.results import read_lines, write_line
-from benchmarks.gpu.stages import STAGES, TOTAL_SECONDS, UnknownStage, choose
+from benchmarks.gpu.stages import STAGES, TOTAL_SECONDS, UnknownStage, choose, is_as_expected
 from lockstep.distributed.device import choose_device
 from lockstep.machine.topology import Topology
 
@@ -115,6 +116,37 @@ def test_a_check_that_fails_does_not_end_its_stage(
     assert found["cannot be made"]["result"] == "not run"
 
 
+@pytest.mark.parametrize(("device", "result"), [("cuda", "missed"), ("cpu", "passed")])
+def test_a_figure_beyond_its_aim_is_told_and_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str, result: str
+) -> None:
+    monkeypatch.setenv(results.FOLDER_VARIABLE, str(tmp_path))
+    monkeypatch.setenv(results.DEVICE_VARIABLE, device)
+    stage = results.Stage("speed")
+    with stage.check("a step of a small MLP") as values:
+        values["overhead_of_a_step_us"] = 30.5
+    with stage.check("a step of a GPT in bf16") as values:
+        values["ratio"] = 1.01
+    found = by_check(tmp_path, "speed")
+    line = found["a step of a small MLP"]
+    assert (line["result"], line["values"]) == (result, {"overhead_of_a_step_us": 30.5})
+    if device == "cuda":
+        assert line["reason"] == "the aim is overhead_of_a_step_us 30 at most, found 30.5"
+        assert not is_as_expected(line)
+    row = f"| a step of a small MLP | {result} | overhead_of_a_step_us ≤ 30 |"
+    assert table.row(line).startswith(row)
+    assert found["a step of a GPT in bf16"]["result"] == "passed"
+
+
+def test_aims_are_of_checks_that_are_made() -> None:
+    made = {("syncs", name) for name in synchronizations.CASES}
+    for path in results.DEFAULT_FOLDER.glob("*.jsonl"):
+        made |= {(line["stage"], line["check"]) for line in read_lines(path)}
+    for stage, checks in AIMS.items():
+        for check in checks.keys() - {ALL_CHECKS}:
+            assert (stage, check) in made
+
+
 def test_a_check_without_time_is_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Programs were started with a limit below zero, and the check counted as failed."""
     monkeypatch.setenv(results.FOLDER_VARIABLE, str(tmp_path))
@@ -175,15 +207,15 @@ def test_the_page_has_the_newest_line_of_each_check() -> None:
     )  # fmt: skip
     second = lines_of_a_run("cuda", "2026-01-02T", ("nccl", "ddp", "passed"))
     text = table.page([*second, *first])
-    assert "| ddp | passed | 1.0 | a 1.5 |" in text
-    assert "| the whole stage | timed out | 1.0 | a 1.5. first line |" in text
+    assert "| ddp | passed |  | 1.0 | a 1.5 |" in text
+    assert "| the whole stage | timed out |  | 1.0 | a 1.5. first line |" in text
     assert "| gpu | H100 |" in text
     assert "at commit abc. Later changes have not been run." in text
     sentence = table.readme_sentence([*first, *second])
     assert "run on one H100 (2026-01-02): 2 checks passed. Over NCCL" in sentence
     chinese = table.page([*second, *first], texts=CHINESE)
-    assert "| ddp | 通过 | 1.0 | a 1.5 |" in chinese
-    assert "| 整个阶段 | 超时 | 1.0 | a 1.5. first line |" in chinese
+    assert "| ddp | 通过 |  | 1.0 | a 1.5 |" in chinese
+    assert "| 整个阶段 | 超时 |  | 1.0 | a 1.5. first line |" in chinese
     assert (
         "2 项通过。\n\n开始于 2026-01-01T, 2026-01-02T，提交 abc。之后的改动尚未运行过。" in chinese
     )
@@ -199,7 +231,7 @@ def test_without_a_gpu_the_page_says_so() -> None:
     rehearsal = lines_of_a_run("cpu", "2026-01-01T", ("nccl", "ddp", "failed"))
     text = table.page(rehearsal)
     assert "## On a GPU\n\nNot run yet." in text
-    assert "| ddp | failed | 1.0 | a 1.5. last line |" in text
+    assert "| ddp | failed |  | 1.0 | a 1.5. last line |" in text
 
 
 def test_the_readme_and_the_page_say_what_the_results_say() -> None:

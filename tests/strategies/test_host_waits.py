@@ -5,6 +5,7 @@ The GPU is made up (`made_up_gpu`). The stage `syncs` of `benchmarks/gpu` counts
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -21,7 +22,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import lockstep
 from lockstep.errors import UsageError
-from lockstep.strategies import FSDP
+from lockstep.run.start.step_memory import StepMemory
+from lockstep.strategies import DDP, FSDP
 from lockstep.torch_compat import to_local
 
 pytestmark = pytest.mark.ranks
@@ -51,7 +53,7 @@ has to be known before the optimizer steps."""
 class Case:
     """A training, and what it may wait for."""
 
-    strategy: str
+    strategy: Any
     loop: str = "plain"
     options: dict[str, Any] = field(default_factory=dict)
     files: Sequence[str] = ()
@@ -60,12 +62,16 @@ class Case:
     """How often each place may wait in the counted steps."""
 
 
+KEPT_STEP = {"checkpoint/background_copy.py _copy_and_finish": COUNTED_STEPS}
+"""The thread that copies a step to host memory waits for its copies. The training thread computes
+the next gradients meanwhile."""
 ON_ONE_PROCESS = [
     Case("single"),
     Case("single", "log", {"precision": "bf16"}, files=["report", "journal"]),
     Case("single", "clip", {"precision": "fp16"}, allowed=SCALER),
     Case("single", "batchnorm", {"micro_batch_size": 3}),
     Case("dp", "batchnorm"),
+    Case("single", "kept", allowed=KEPT_STEP),
 ]
 ON_SEVERAL = [
     Case("ddp", "log", files=["report", "journal"]),
@@ -73,6 +79,10 @@ ON_SEVERAL = [
     Case("ddp", "clip", {"precision": "fp16", "micro_batch_size": 4}, allowed=SCALER),
     Case("ddp", "last of one", allowed=NO_SAMPLES),
     Case("fsdp", "clip", {"precision": "bf16", "micro_batch_size": 4}),
+    Case("fsdp", "scalar"),
+    Case(DDP(find_unused_parameters=True), "unused"),
+    Case(FSDP(find_unused_parameters=True), "unused"),
+    Case(DDP(compress="powersgd", powersgd_start=1)),
 ]
 MORE_ON_SEVERAL = [
     Case("ddp", "clip", {"virtual_ranks": 6}, files=["journal"]),
@@ -81,8 +91,33 @@ MORE_ON_SEVERAL = [
     Case("fsdp", "clip", {"precision": "fp16"}, allowed=SCALER),
     Case("fsdp", "clip", {"virtual_ranks": 6}, files=["journal"]),
     Case("pipeline", "clip"),
+    Case(DDP(compress="bf16"), options={"micro_batch_size": 4}),
+    Case("fsdp", "scalar", {"precision": "fp16", "micro_batch_size": 4}, allowed=SCALER),
 ]
 ON_TWO = [Case("hsdp", "clip", {"precision": "bf16"}), Case("diloco")]
+
+
+class Scaled(nn.Module):
+    """Multiplies by a parameter without dimensions, which is not sharded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(0.7))
+
+    def forward(self, x: Any) -> Any:
+        return x * self.scale
+
+
+class UsesHalf(nn.Module):
+    """Has two layers, of which no forward pass uses the second."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used = nn.Linear(16, 16)
+        self.unused = nn.Linear(16, 16)
+
+    def forward(self, x: Any) -> Any:
+        return self.used(x)
 
 
 def train(case: Case, gpu: MadeUpGpu, folder: Path) -> dict[str, int]:
@@ -90,13 +125,18 @@ def train(case: Case, gpu: MadeUpGpu, folder: Path) -> dict[str, int]:
     options: dict[str, Any] = {**case.options, "strategy": case.strategy}
     for name in case.files:
         options[name] = str(folder / name)
+    memory = StepMemory(1, keeps_every_step=True)
+    if case.loop == "kept":
+        os.environ.update(memory.variables)
     gpu.begin()
     with lockstep.init(device="cuda", backend="gloo", seed=0, **options) as world:
         torch.manual_seed(0)
-        middle = []
+        middle: list[nn.Module] = []
         if case.loop == "batchnorm":
             momentum = None if world.size > 1 else 0.1  # with None torch's own BatchNorm waits
             middle = [nn.BatchNorm1d(16, momentum=momentum)]
+        elif case.loop in ("scalar", "unused"):
+            middle = [Scaled() if case.loop == "scalar" else UsesHalf()]
         layers = [nn.Linear(8, 16), *middle, nn.GELU(), nn.Linear(16, 16), nn.Linear(16, 4)]
         model: Any = nn.Sequential(*layers)
         optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -106,6 +146,9 @@ def train(case: Case, gpu: MadeUpGpu, folder: Path) -> dict[str, int]:
         data = TensorDataset(torch.randn(samples, 8), torch.randint(0, 4, (samples,)))
         loader: Any = DataLoader(data, batch_size=BATCH)
         model, optimizer, loader = world.prepare(model, optimizer, loader)
+        if case.loop == "kept":
+            kept = world.checkpoint(folder / "kept", model=model, optimizer=optimizer, memory=True)
+            kept.resume()
         found: dict[str, int] = {}
         for x, y in world.progress(loader) if case.loop == "log" else loader:
             if world.step == WARM_UP_STEPS and gpu.num_steps < WARM_UP_STEPS:
@@ -113,7 +156,7 @@ def train(case: Case, gpu: MadeUpGpu, folder: Path) -> dict[str, int]:
             gpu.num_steps = world.step
             loss = F.cross_entropy(model(x), y)
             world.backward(loss)
-            if case.loop == "clip":
+            if case.loop in ("clip", "scalar"):
                 world.clip_grad_norm_(model, 1.0)
             optimizer.step()
             optimizer.zero_grad()
