@@ -1,4 +1,4 @@
-"""Optimizers and schedulers that step once per global batch.
+"""Optimizers that step once per global batch.
 
 The training loop runs once per micro-batch. In all but the last micro-batch of a global batch,
 `step()` and `zero_grad()` do nothing, so the same loop is right with and without gradient
@@ -11,8 +11,6 @@ separate state for each. The user's optimizer, called *inner*, holds one of thes
 
 from __future__ import annotations
 
-import copy
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import chain
@@ -33,10 +31,8 @@ from lockstep.session.step import Step, StepKey
 from lockstep.strategies.base import parameters_of
 from lockstep.torch_compat import answer_grad_scaler, unscales_gradients
 from lockstep.training.optimizer_kinds import explain_shard_error
+from lockstep.training.optimizer_versions import OptimizerVersions
 from lockstep.training.step_calls import StepCalls
-
-_COMMON_STATE = None
-"""The key of the optimizer state with which all virtual ranks begin."""
 
 
 class DelegatesToInner:
@@ -95,6 +91,8 @@ class PreparedOptimizer(DelegatesToInner, Optimizer):
         """If other ranks have some of the parameters: the number of parameters in each group, over
         all ranks."""
 
+        self.versions = OptimizerVersions(inner)
+        """The states of virtual ranks that train copies of the model."""
         self._step_with_postponed_clearing: StepKey | None = None
         """The optimizer step in which a call of `zero_grad()` was postponed last."""
         self._learning_rates: list[Any] = []
@@ -102,13 +100,6 @@ class PreparedOptimizer(DelegatesToInner, Optimizer):
         self._error_of_closure: Exception | None = None
         """The error that the user's closure raised last."""
         self._has_plain_zero_grad = type(inner).zero_grad is Optimizer.zero_grad
-
-        self._active_virtual_rank: int | None = _COMMON_STATE
-        """The virtual rank whose state the inner optimizer holds; `_COMMON_STATE` before the first
-        step, and without virtual ranks."""
-        self._states: dict[int | None, Any] = {}
-        """The states that the inner optimizer does not hold at present, by virtual rank. The key
-        `_COMMON_STATE` has the state with which all virtual ranks begin."""
 
     def __repr__(self) -> str:
         return f"Prepared{self.inner!r}"
@@ -134,8 +125,8 @@ class PreparedOptimizer(DelegatesToInner, Optimizer):
 
         # A virtual rank that trains its own copy of the model steps with its own state.
         if micro_batch.virtual_rank is not None and micro_batch.has_own_step:
-            self._activate_state_of(micro_batch.virtual_rank.number)
-            self._drop_common_state_if_unused(micro_batch.virtual_rank.num_on_process)
+            self.versions.put_in_optimizer(micro_batch.virtual_rank.number)
+            self.versions.drop_common_if_unused(micro_batch.virtual_rank.num_on_process)
 
         return self._take_step(closure, micro_batch)
 
@@ -288,7 +279,7 @@ class PreparedOptimizer(DelegatesToInner, Optimizer):
         this rank have entries. With virtual ranks it is the state of the first virtual rank on this
         process.
         """
-        self._activate_first_virtual_rank()
+        self.versions.put_first_in_optimizer()
         state: dict[str, Any] = self.inner.state_dict()
         if self.numbers_on_one_device is None:  # this rank has all parameters
             return state
@@ -302,23 +293,12 @@ class PreparedOptimizer(DelegatesToInner, Optimizer):
 
         return _replace_entries(state, entries, self.num_parameters_of_groups)
 
-    def _activate_first_virtual_rank(self) -> None:
-        """Gives the inner optimizer the state of the first virtual rank on this process.
-
-        Before the first step, and without virtual ranks, it holds the only state that there is.
-        """
-        if self._active_virtual_rank is _COMMON_STATE:
-            return
-        others = [number for number in self._states if number is not _COMMON_STATE]
-        first_virtual_rank = min([self._active_virtual_rank, *others])
-        self._activate_state_of(first_virtual_rank)
-
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads a state that `state_dict` returned, on this rank or on one device.
 
         As in torch, the state is converted to the dtypes of the parameters.
         """
-        self._forget_virtual_ranks()
+        self.versions.forget_virtual_ranks()
         self.inner.load_state_dict(self._select_parameters_here(state_dict))
 
     def load_saved_state(
@@ -330,15 +310,10 @@ class PreparedOptimizer(DelegatesToInner, Optimizer):
             state_dict: what `state_dict` returned, on this rank or on one device.
             saved_dtypes: the dtypes of the parameters when it was saved, if they are known.
         """
-        self._forget_virtual_ranks()
+        self.versions.forget_virtual_ranks()
         load_into_torch_optimizer(
             self.inner, self._select_parameters_here(state_dict), saved_dtypes
         )
-
-    def _forget_virtual_ranks(self) -> None:
-        """Drops the states of virtual ranks: all begin with the state that is loaded next."""
-        self._active_virtual_rank = _COMMON_STATE
-        self._states.clear()
 
     def _select_parameters_here(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Returns a state for the parameters on this rank only, numbered from 0.
@@ -362,55 +337,6 @@ class PreparedOptimizer(DelegatesToInner, Optimizer):
 
         num_parameters_here = [len(numbers) for numbers in self.numbers_on_one_device]
         return _replace_entries(state_dict, entries, num_parameters_here)
-
-    def virtual_rank_state(self, number: int) -> Any:
-        """Returns the state of a virtual rank, as in `state_dict`; None if it has none."""
-        if self._active_virtual_rank is _COMMON_STATE:
-            return None
-        self._activate_state_of(number)
-        return self.inner.state_dict()["state"]
-
-    def load_virtual_rank_state(self, number: int, state: Any) -> None:
-        """Loads what `virtual_rank_state` returned for a virtual rank."""
-        if state is not None:
-            self._activate_state_of(number)
-            # All virtual ranks are loaded, one after the other, so none begins with this state.
-            self._states.pop(_COMMON_STATE, None)
-            load_into_torch_optimizer(self.inner, {**self.inner.state_dict(), "state": state}, {})
-
-    def _activate_state_of(self, virtual_rank: int) -> None:
-        """Gives the inner optimizer the state of a virtual rank.
-
-        The first time, this is a copy of the state with which all virtual ranks begin.
-        """
-        if virtual_rank == self._active_virtual_rank:
-            return
-
-        # Put the present state of the inner optimizer away: that of another virtual rank or, the
-        # first time, the one with which all begin, under the key `_COMMON_STATE`.
-        self._states[self._active_virtual_rank] = self.inner.state
-
-        is_first_time = virtual_rank not in self._states
-        if is_first_time:
-            common_state = self._states.get(_COMMON_STATE, {})
-            state: dict[Any, Any] = defaultdict(dict)
-            for parameter, entry in common_state.items():
-                state[parameter] = copy.deepcopy(entry)
-            self._states[virtual_rank] = state
-
-        self.inner.state = self._states.pop(virtual_rank)
-        self._active_virtual_rank = virtual_rank
-
-    def _drop_common_state_if_unused(self, num_virtual_ranks: int) -> None:
-        """Drops the common state once all virtual ranks of this process have their own state.
-
-        Args:
-            num_virtual_ranks: number of virtual ranks that this process computes.
-        """
-        # One state is in the inner optimizer, the others are in `_states`.
-        others = [number for number in self._states if number is not _COMMON_STATE]
-        if 1 + len(others) == num_virtual_ranks:
-            self._states.pop(_COMMON_STATE, None)
 
     @property
     def partial(self) -> bool:

@@ -77,7 +77,7 @@ class VirtualRankStates:
             module_states = [module.virtual_rank_state(number) for module in modules]
             optimizer_states = []
             for optimizer in self.optimizers:
-                optimizer_states.append(optimizer.virtual_rank_state(number))
+                optimizer_states.append(optimizer.versions.state_of(number))
             state_by_virtual_rank[number] = {
                 "modules": module_states,
                 "optimizers": optimizer_states,
@@ -132,7 +132,7 @@ class VirtualRankStates:
 
         for index, optimizer in enumerate(self.optimizers):
             for number, own_state in own_states.items():
-                optimizer.load_virtual_rank_state(number, own_state["optimizers"][index])
+                optimizer.versions.load(number, own_state["optimizers"][index])
 
     def _modules(self) -> list[VirtualRankState]:
         """Returns the object that holds virtual ranks' states, for each prepared module."""
