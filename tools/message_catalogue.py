@@ -293,8 +293,6 @@ SHORT_MESSAGES = {
         "checkpoint.session"
     ),
     "no steps are kept in memory": "checkpoint.session",
-    "two copies": "checkpoint.kept_steps",
-    "two copies on its machine and two on another one": "checkpoint.kept_steps",
     "; one machine has more than {max_senders_per_rank} times as many ranks as the machine that "
     "would get its copies, so that no machine has a copy of the shards of another one": (
         "checkpoint.kept_steps"
