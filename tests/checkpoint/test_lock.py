@@ -27,8 +27,9 @@ from lockstep.errors import CheckpointError
 pytestmark = pytest.mark.launcher
 
 
-def hold(folder: str, pipe: Any) -> None:
+def hold(folder: str, pipe: Any, run_id: str = "") -> None:
     """Another run: holds the folder until it is told to go on, or killed."""
+    os.environ["TORCHELASTIC_RUN_ID"] = run_id
     lock = Lock(Path(folder))
     lock.acquire()
     pipe.send(os.getpid())
@@ -61,6 +62,41 @@ def test_a_second_run_in_a_folder_is_refused(tmp_path: Path, other: tuple[Any, A
     assert run.checkpoint.resume(), "its own lock is not in its way"
     assert "writes into" not in run.checkpoint.last_resume_note
     run.end()
+
+
+@pytest.mark.parametrize(
+    ("run_id", "attempt", "waits"),
+    [("run17", "1", True), ("run18", "1", False), ("run17", "0", False)],
+)
+def test_a_restarted_run_waits_for_its_earlier_attempt_on_a_machine_that_was_cut_off(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_id: str, attempt: str, waits: bool
+) -> None:
+    ours, theirs = context.Pipe()
+    process = context.Process(target=hold, args=(str(tmp_path), theirs, "run17"))
+    process.start()
+    assert ours.recv() == process.pid
+    num_waits = 0
+
+    def sleep(seconds: float) -> None:
+        nonlocal num_waits
+        num_waits += 1
+        if num_waits == 2 * locks.MAX_ATTEMPTS:  # the earlier attempt ends now
+            ours.send("go on")
+            assert ours.recv() == "released"
+
+    monkeypatch.setattr(locks.time, "sleep", sleep)
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", run_id)
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", attempt)
+    lock = Lock(tmp_path)
+    if waits:
+        lock.acquire()
+        lock.release()
+    else:
+        with pytest.raises(CheckpointError, match=f"process {process.pid} on"):
+            lock.acquire()
+        assert num_waits < locks.MAX_ATTEMPTS
+        ours.send("go on")
+    process.join()
 
 
 def test_a_run_may_resume_from_a_folder_that_another_writes(tmp_path: Path) -> None:

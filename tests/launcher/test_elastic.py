@@ -374,7 +374,7 @@ def test_one_of_three_machines_is_cut_off_for_a_while(
     report = judge(tmp_path / "ledger")
     assert [finding.code for finding in report.findings] == []
     ranks = [3] if seconds == 5 else [3, 2, 3]
-    assert [each["ranks"] for each in report.attempts] == ranks
+    assert [each["ranks"] for each in report.attempts] == ranks, server.said
 
     alone = ["run", "--nproc=1", str(tmp_path / "script.py"), str(tmp_path / "undisturbed")]
     whole = launch(alone, tmp_path)

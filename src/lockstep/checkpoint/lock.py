@@ -32,6 +32,10 @@ MAX_SAVE_AGE_S = 900.0
 MAX_TEXT_BYTES = 10_000
 MAX_ATTEMPTS = 6
 ATTEMPT_INTERVAL_S = 0.02
+MAX_WAIT_FOR_EARLIER_ATTEMPT_S = 120.0
+"""How long a run that was restarted waits for the lock of its earlier attempt. A machine that was
+cut off from the others ends its ranks some seconds after the others have restarted theirs. If it
+was lost, a file server may keep its locks for 90 s."""
 MAX_CLOCK_CHANGE_S = 3.0
 """The start time of a process differs by less than this if the clock was adjusted meanwhile."""
 
@@ -154,11 +158,14 @@ def _make_lock(path: Path) -> _FileLock:
     # `find_other_writer` of another process takes the lock for an instant, only to see whether it
     # is free. So a few attempts are made.
     num_refused = 0
+    waits_until = time.monotonic() + MAX_WAIT_FOR_EARLIER_ATTEMPT_S
     while True:
         try:
             return _acquire(path)
         except _OtherRunHasLock as other_run:
-            num_refused += 1
+            is_worth_waiting = time.monotonic() < waits_until
+            if not (is_worth_waiting and _is_of_earlier_attempt(_read_text(path))):
+                num_refused += 1
             if num_refused == MAX_ATTEMPTS:
                 raise CheckpointError(
                     f"saving a checkpoint in {path.parent}",
@@ -257,6 +264,20 @@ def _seems_alive(text: bytes, path: Path) -> bool:
         return False
 
 
+def _is_of_earlier_attempt(text: bytes) -> bool:
+    """Returns True if a lock file is that of this run before it was restarted.
+
+    Args:
+        text: the text of the lock file, see `_describe_this_process`.
+    """
+    own = _describe_this_process()
+    try:
+        run = layout.parse_object(text)
+        return bool(run["run id"] == own["run id"] and run["attempt"] < own["attempt"])
+    except (KeyError, ValueError, TypeError):  # the text is not that of a lock file
+        return False
+
+
 def _describe_this_process() -> dict[str, Any]:
     """Returns the content of the lock file of this run, as JSON."""
     return {
@@ -266,6 +287,9 @@ def _describe_this_process() -> dict[str, Any]:
         "started": int(psutil.Process().create_time()),
         # For users: when the lock was taken.
         "since": time.strftime("%Y-%m-%d %H:%M:%S"),
+        # The id that the launchers of the run share, and how often its ranks were restarted.
+        "run id": os.environ.get("TORCHELASTIC_RUN_ID", ""),
+        "attempt": int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
         # No other lock has this text, so that each process recognises its own lock file.
         "run": secrets.token_hex(8),
     }
