@@ -72,7 +72,7 @@ LINES = {
     "bf16: other numbers, about 1.7 times as fast; hsdp: same numbers, about 2.0 times as fast": (
         "bf16：结果会不同，速度约为 1.7 倍；hsdp：结果不变，速度约为 2.0 倍"
     ),
-    "every 6 steps, one is kept in memory from now on: that takes 13 ms, and a step takes "
+    "every 6 steps, one is kept in memory from now on: keeping it takes 13 ms, and a step takes "
     "5 ms": None,
     # Devices that compute wrongly.
     f"step 1500, virtual rank 2: all ranks computed it again, and {DEVICE_1} got other bits than "

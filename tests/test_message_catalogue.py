@@ -476,12 +476,12 @@ def test_lines_of_verify_of_launchers_and_of_kept_steps_are_translated(chinese: 
             "每一步都保存在内存中：两份，每个 rank 最多 1.2 MiB，每台机器最多 4.8 MiB",
         ),
         (
-            "every 6 steps, one is kept in memory from now on: that takes 13 ms, and a step takes "
-            "0.05 ms",
+            "every 6 steps, one is kept in memory from now on: keeping it takes 13 ms, and a step "
+            "takes 0.05 ms",
             "从现在起，每 6 步在内存中保存一步：保存需要 13 ms，而一步需要 0.05 ms",
         ),
         (
-            "node 1 of 2 has not come; here: node 0 on host a (waiting for 5 s)",
+            "node 1 of 2 has not joined; here: node 0 on host a (waiting for 5 s)",
             "节点 1（共 2 个）还没有加入；已加入：节点 0（主机 a）（已等待 5 s）",
         ),
         ("lockstep 0.1.0 · 1 process on 1 host", "lockstep 0.1.0 · 1 个进程（1 台主机）"),

@@ -278,13 +278,15 @@ SHORT_MESSAGES = {
     "replica {number} at {place}": "strategies.data_parallel.parallel_apply",
     "in float32": "verify.comparison",
     "in float64": "verify.comparison",
-    "in this step{before} another way was gone at {test}: {outcomes}": "verify.line_findings",
+    "in this step{before} the test took another branch at {test}: {outcomes}": (
+        "verify.line_findings"
+    ),
     "killed": "run.watch.first_failure",
     "killed by {name}": "run.watch.exit_status",
     "last": "run.watch.straggler",
     "node {rank} on host {host}": "run.machines.nodes",
     "process {pid} on host {host}": "run.machines.nodes",
-    "node {rank} of {num_nodes} has not come": "run.machines.nodes",
+    "node {rank} of {num_nodes} has not joined": "run.machines.nodes",
     "{name} is still ending its previous start": "run.machines.nodes",
     "resumed {where} (epoch {epoch}, step {step}, strategy {strategy}, {count_noun})": (
         "checkpoint.session"
@@ -293,15 +295,11 @@ SHORT_MESSAGES = {
         "checkpoint.session"
     ),
     "no steps are kept in memory": "checkpoint.session",
-    "; one machine has more than {max_senders_per_rank} times as many ranks as the machine that "
-    "would get its copies, so that no machine has a copy of the shards of another one": (
-        "checkpoint.kept_steps"
-    ),
     "from step {step} in memory": "checkpoint.session",
     "there is no checkpoint on disk": "checkpoint.session",
     "the last checkpoint on disk is of step {step}": "checkpoint.session",
     "it is newer than step {step} in memory": "checkpoint.session",
-    "that takes {milliseconds}": "checkpoint.copy_interval",
+    "keeping it takes {milliseconds}": "checkpoint.copy_interval",
     "the copy on another machine takes {milliseconds}": "checkpoint.copy_interval",
     "{number} micro-batches": "cli.verify",
     "{name} has left ({why})": "run.machines.nodes",

@@ -904,11 +904,13 @@ def test_how_often_steps_are_kept(memory: dict[str, str], tmp_path: Path) -> Non
         assert changing.kept[7:] == [8, *range(12, 41, 4), *range(42, 132, 6), *range(132, 201)]
     short, _, seldom, insists, *_, changing = by_rank[0]
     assert "steps are not kept in memory: it takes" in short.said
-    assert "every 5 steps, one is kept in memory from now on: that takes" in seldom.said
+    assert "every 5 steps, one is kept in memory from now on: keeping it takes" in seldom.said
     foretold = f"{format_bytes(insists.held)} for a rank at most"
     assert f"every step is kept in memory: two copies, {foretold}" in insists.said
-    assert "every 6 steps, one is kept in memory from now on: that takes 1 ms" in changing.said
-    assert "every step is kept in memory from now on: that takes 0.05 ms" in changing.said
+    assert (
+        "every 6 steps, one is kept in memory from now on: keeping it takes 1 ms" in changing.said
+    )
+    assert "every step is kept in memory from now on: keeping it takes 0.05 ms" in changing.said
     assert changing.said.count("from now on") == 2
     gave_up = by_rank[1][-2]
     assert gave_up.kept == [1, 2, 3]

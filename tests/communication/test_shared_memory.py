@@ -251,7 +251,7 @@ def differing(calls: Sequence[Callable[[SharedMemory, Tensor], object]]) -> str:
         assert shared is not None
         with pytest.raises(RanksDifferError) as raised:
             calls[world.rank](shared, torch.zeros(3))
-        with pytest.raises(dist.DistNetworkError, match="number 1 did not come to its end"):
+        with pytest.raises(dist.DistNetworkError, match="number 1 did not finish"):
             shared.all_reduce(torch.zeros(3))
         return raised.value.found
 

@@ -290,7 +290,7 @@ def test_a_token_that_others_may_read(tmp_path: Path, monkeypatch: Any) -> None:
     facts = token.gather(tmp_path)
     assert token.judge(facts).level == ERROR
     assert "0644" in token.judge(facts).found
-    assert doctor.fix({"token": facts}) == [f"took {file} from other users' eyes (mode 0600)"]
+    assert doctor.fix({"token": facts}) == [f"made {file} unreadable for other users (mode 0600)"]
     facts = token.gather(tmp_path)
     assert token.judge(facts).level == OK
     assert len(facts["digest"]) == 4

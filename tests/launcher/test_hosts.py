@@ -361,7 +361,7 @@ def test_the_shutdown_timeout_comes_from_the_flag_or_the_variable(
         ("Unknown option: -P", "has no Lockstep", "same environment"),
         ("bash: rsync: command not found", "no rsync", "install rsync"),
         ("first\nsomething else\n\n", "exit code 255: something else", f"ssh me@node1 {PYTHON}"),
-        ("", "exit code 255: no word", f"ssh me@node1 {PYTHON}"),
+        ("", "exit code 255: no output", f"ssh me@node1 {PYTHON}"),
     ],
 )
 def test_what_ssh_says_is_explained(said: str, found: str, do: str) -> None:
@@ -389,7 +389,7 @@ def test_advice_about_ssh_uses_the_users_ssh_command() -> None:
 
 def test_an_ssh_without_an_answer_gets_advice_about_packet_sizes() -> None:
     found, do = ssh_failure(Host("node1"), None, "").args
-    assert found == "no answer in time: no word"
+    assert found == "no answer in time: no output"
     assert "`ping -M do -s 1472 node1`" in do
 
 

@@ -202,7 +202,7 @@ def test_a_node_that_never_comes_is_named(port: int, monkeypatch: pytest.MonkeyP
         with pytest.raises(MissingRankError) as error:
             rendezvous.next_rendezvous()
         rendezvous.close("node 1 has not come")
-    missing = f"node 1 of 2 has not come; here: node 0 on host {socket.gethostname()}"
+    missing = f"node 1 of 2 has not joined; here: node 0 on host {socket.gethostname()}"
     assert error.value.found == f"{missing} (waited 1 s)"
     assert said == [f"{missing} (waiting for 0 s)"]
 

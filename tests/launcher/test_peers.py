@@ -92,7 +92,7 @@ def test_of_two_nodes_of_a_rank_the_one_that_has_started_last_counts(
     ("nodes", "text"),
     [
         ([node(0, round=1), node(1, 1, round=1)], ""),
-        ([node(0, round=1)], "node 1 of 2 has not come; here: node 0 on host host0"),
+        ([node(0, round=1)], "node 1 of 2 has not joined; here: node 0 on host host0"),
         (
             [node(0, round=2), node(1, 1, round=1)],
             "node 1 on host host1 is still ending its previous start; here: node 0 on host host0, "
@@ -114,7 +114,7 @@ def test_missing_nodes_are_described(nodes: list[Node], text: str) -> None:
 
 def test_many_missing_nodes_are_each_named() -> None:
     text = describe_missing([node(0, round=1)], 4, 1)
-    assert all(f"node {rank} of 4 has not come" in text for rank in (1, 2, 3))
+    assert all(f"node {rank} of 4 has not joined" in text for rank in (1, 2, 3))
 
 
 def test_published_values_are_added_and_a_node_survives_json() -> None:

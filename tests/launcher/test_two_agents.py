@@ -458,7 +458,7 @@ def test_a_node_that_never_comes_is_named(
     flags = [*static(machines, 0), "--rdzv-conf=timeout=1"]
     command = make(machines[0], "alpha", tmp_path, *flags, "script.py")
     assert command.wait() == 3
-    assert "node 1 of 2 has not come; here: node 0 on host alpha (waited 1 s)" in command.said
+    assert "node 1 of 2 has not joined; here: node 0 on host alpha (waited 1 s)" in command.said
 
 
 def test_ranks_that_cannot_be_started_are_not_waited_for(make: Make, tmp_path: Path) -> None:

@@ -118,7 +118,9 @@ def test_another_way_is_told_where_it_is_new(
 
 def test_another_way_of_the_first_step_is_told_where_nothing_else_is_known() -> None:
     (words,) = new_branches(steps((1, 2, 2)), Cause("LS210", ("nothing",)))
-    assert words.startswith("in this step another way was gone at train.py:7: true on one process")
+    assert words.startswith(
+        "in this step the test took another branch at train.py:7: true on one process"
+    )
     assert new_branches(steps((1, 2, 2)), Cause("LS210", (words,))) == []
 
 

@@ -770,8 +770,8 @@ def test_of_a_second_pass_with_the_same_order_is_spoken_only_where_there_may_be_
     (finding,) = findings_without_reference(untold, FLOAT64, was_stopped=True)
     assert finding.lines("also")[:2] == [
         "  also    LS103: without set_epoch a second pass would have the same order",
-        "  seen    DistributedSampler was told no epoch before its first pass, and no second was "
-        "begun",
+        "  seen    set_epoch was not called before the DistributedSampler's first pass, and no "
+        "second was begun",
     ]
 
 

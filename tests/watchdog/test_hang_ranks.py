@@ -143,7 +143,7 @@ def barrier_in_finally_after_an_error(rank: int, size: int) -> None:
         (uneven_steps_with_buffers, 2, (0,), "same number of batches"),
         (evaluation_on_rank_0, 2, (0,), "model.module"),
         (other_groups, 2, (0, 1), "process groups"),
-        (one_rank_never_comes, 4, (0,), "has not come to it"),
+        (one_rank_never_comes, 4, (0,), "has not reached it"),
         (mismatched_asynchronous_call, 2, (0, 1), "all_reduce of 5 float"),
     ],
 )

@@ -55,7 +55,7 @@ def test_a_deadlock_is_rendered_with_its_mismatch() -> None:
             "      train.py:95: evaluate(model, " + "a_long_argument, " * 3 + "a_long_argu" + "...",
             "    rank 1: all_reduce of 25 float",
             "      train.py:20: loss.backward()",
-            "    rank 2: has not come to it",
+            "    rank 2: has not reached it",
             "    (already from call 4 on they called from different lines)",
             "  do: think",
         ]

@@ -113,7 +113,7 @@ class CopyInterval:
         has_doubled = self.every >= 2 * self._announced_every
         has_halved = 2 * self.every <= self._announced_every
         if is_long_enough and (has_doubled or has_halved):
-            reason = f"that takes {_milliseconds(cost_s)}"
+            reason = f"keeping it takes {_milliseconds(cost_s)}"
             if min_every_for_link > min_every_for_cost:
                 reason = f"the copy on another machine takes {_milliseconds(link_s)}"
             self._announce(reason, step_time_s)
@@ -121,11 +121,11 @@ class CopyInterval:
     def _announce(self, reason: str, step_time_s: float) -> None:
         """Tells the user how often a step is kept.
 
-        For example "every 3 steps, one is kept in memory from now on: that takes 13 ms, and a step
-        takes 20 ms".
+        For example "every 3 steps, one is kept in memory from now on: keeping it takes 13 ms, and a
+        step takes 20 ms".
 
         Args:
-            reason: the reason for the interval, for example "that takes 13 ms".
+            reason: the reason for the interval, for example "keeping it takes 13 ms".
             step_time_s: the time of a step.
         """
         self._announced_every = self.every

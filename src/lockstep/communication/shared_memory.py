@@ -865,7 +865,7 @@ class SharedMemory:
         number = self._num_begun
 
         # The message of the error that later calls raise if this one does not complete.
-        self._error_if_incomplete = f"shared memory: {op} number {number} did not come to its end"
+        self._error_if_incomplete = f"shared memory: {op} number {number} did not finish"
         shape = tuple(tensor.shape)
         thread = threading.get_ident()
         self.calls.append(Call(number, op, shape, tensor.dtype, time.time(), thread))

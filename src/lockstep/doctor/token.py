@@ -86,4 +86,4 @@ def fix(facts: Facts) -> list[str]:
         return []
 
     path.chmod(0o600)
-    return [f"took {path} from other users' eyes (mode 0600)"]
+    return [f"made {path} unreadable for other users (mode 0600)"]

@@ -62,9 +62,10 @@ def new_branches(case: Divergence, cause: Cause) -> list[str]:
     descriptions = []
     for place in _places_of_new_branches(case, cause)[:MAX_SHOWN_TESTS]:
         # The test `if` in line 7 took another branch than on one process: "in this step, and in
-        # none before, another way was gone at train.py:7: true on one process, false on rank 0".
+        # none before, the test took another branch at train.py:7: true on one process, false on
+        # rank 0".
         test = _describe_test(place, outcomes_of_processes, names_of_processes)
-        descriptions.append(f"in this step{before} another way was gone at {test}")
+        descriptions.append(f"in this step{before} the test took another branch at {test}")
 
     return descriptions
 

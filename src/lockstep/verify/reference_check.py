@@ -74,7 +74,7 @@ def _find_problem(
     options_have_no_effect = bool(lockstep_options) and not reference.uses_lockstep
     if options_have_no_effect:
         options = ", ".join(lockstep_options)
-        found = f"it does not train by Lockstep, so nothing would come of {options}"
+        found = f"it does not train by Lockstep, so {options} would have no effect"
         advice = f"leave it out, or let the {subject} use lockstep.init and world.prepare"
         return found, advice
 

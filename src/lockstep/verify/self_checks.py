@@ -81,7 +81,10 @@ def _find_repeated_order(updates: Sequence[Update], *, was_stopped: bool) -> lis
         return [Finding(Cause("LS103", (repeated_order,)))]
 
     if was_stopped and _latest_pass_has_fixed_order(updates):
-        text = "DistributedSampler was told no epoch before its first pass, and no second was begun"
+        text = (
+            "set_epoch was not called before the DistributedSampler's first pass, and no second "
+            "was begun"
+        )
         # The script may still set the epoch before a second pass, so this title is more careful
         # than that of the catalogue.
         title = "without set_epoch a second pass would have the same order"

@@ -273,7 +273,7 @@ def _badge(start: Start) -> Badge:
     longest_silence_of_running_s = MIN_SILENCE_S + 4 * longest_row_s
     if silent_s < longest_silence_of_running_s:
         return Badge(translate("Running"), level="running")
-    return Badge(translate(f"Without a word for {clock(silent_s)}"), level="")
+    return Badge(translate(f"No sign of life for {clock(silent_s)}"), level="")
 
 
 def _badge_of_end(start: Start) -> Badge:

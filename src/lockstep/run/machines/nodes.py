@@ -272,7 +272,7 @@ def describe_missing(nodes: Sequence[Node], num_nodes: int, round_number: int) -
     for rank in range(num_nodes):
         node = node_of_rank.get(rank)
         if node is None:
-            reasons.append(f"node {rank} of {num_nodes} has not come")
+            reasons.append(f"node {rank} of {num_nodes} has not joined")
         elif node.state != HERE:
             reasons.append(describe_departure(node))
         elif node.round < round_number:

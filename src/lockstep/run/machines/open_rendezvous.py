@@ -90,7 +90,7 @@ def open_rendezvous(
         say(
             f"--rdzv-backend {parameters.backend}: torch's own rendezvous; its store asks for no "
             "token and listens on all interfaces of the node of rank 0, and ranks that hang on "
-            "several machines are not told"
+            "several machines are not reported"
         )
         return TorchRendezvous(parameters, Peers(own), say)
 

@@ -292,4 +292,4 @@ def _last_informative_line(error_output: str) -> str:
         line = line.strip()
         if line and not RSYNC_END_PATTERN.match(line):
             return line
-    return "no word"
+    return "no output"

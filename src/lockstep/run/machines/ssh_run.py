@@ -386,7 +386,8 @@ class HostsRun:
                 else:
                     offset = f"{abs(offset_s):.0f} s behind"
                 self._say(
-                    f"the clock of {name} is {offset}: which rank failed first may be told wrong; "
+                    f"the clock of {name} is {offset}: the report may name the wrong rank as the "
+                    "first to fail; "
                     "`timedatectl set-ntp true` there, as root"
                 )
 

@@ -381,7 +381,7 @@ def _sides_of_mismatch(mismatch: Mismatch | None) -> list[list[int]]:
 
 _ADVICE_ON_ERROR_IN_FLIGHT = (
     "look at the exception first; and after an exception let a rank call no collective in "
-    "`finally`, `except` or `__exit__`, as the others are at another call and do not come to it"
+    "`finally`, `except` or `__exit__`, as the others are at another call and do not reach it"
 )
 _ADVICE_ON_EVALUATION = (
     "where one rank alone evaluates, call `model.module(...)` there, or let all ranks evaluate"

@@ -136,7 +136,7 @@ def _mismatch_lines(mismatch: Mismatch, in_language: InLanguage) -> list[str]:
     ranks_by_call: dict[tuple[str, Frame | None], list[int]] = defaultdict(list)
     for rank, call in mismatch.calls:
         if call is None:
-            text = "has not come to it"
+            text = "has not reached it"
             frame = None
         else:
             text = describe(call)
