@@ -12,7 +12,7 @@ from ranks import as_on_machines, in_gloo_group, run_ranks
 from torch import Tensor, nn
 
 import lockstep
-from lockstep.communication import compressed_means, quantize
+from lockstep.communication import compressed_means, low_rank_sum, quantize
 from lockstep.communication.low_rank_sum import LowRankSum
 from lockstep.communication.quantize import BLOCK, decode, encode
 from lockstep.communication.quantized_sum import QuantizedSum
@@ -260,6 +260,26 @@ def low_rank(sizes: tuple[int, ...], rank: int) -> list[Tensor]:
                 step()
             found.append(own.values.clone())
         return found
+
+
+def test_matrices_of_one_shape_are_decomposed_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    shapes = [(9, 2), (5, 2), (9, 2), (9, 1), (9, 2)]
+    matrices = [torch.randn(shape) for shape in shapes]
+    matrices[2][3, 1] = torch.nan
+    decompose = torch.linalg.qr
+    expected = [decompose(matrix).Q for matrix in matrices]
+    stacked: list[tuple[int, ...]] = []
+
+    def noted(matrix: Tensor) -> Any:
+        stacked.append(tuple(matrix.shape))
+        return decompose(matrix)
+
+    monkeypatch.setattr(torch.linalg, "qr", noted)
+    found = low_rank_sum._orthonormal_bases(matrices)
+    assert stacked == [(3, 9, 2), (1, 5, 2), (1, 9, 1)]
+    for one, other in zip(expected, found, strict=True):
+        assert torch.equal(one.view(torch.int32), other.view(torch.int32))
 
 
 def test_low_rank_sums_do_not_depend_on_who_gives_what() -> None:

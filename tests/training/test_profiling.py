@@ -68,6 +68,49 @@ def profiled(world: lockstep.World, *calls: ForwardCall, local: int = 2) -> Prof
     return ProfilingRun(world._run, calls, local)
 
 
+def trained_by(optimizer_class: Any, steps: int = 0, **options: Any) -> tuple[nn.Module, Any]:
+    """A model of 16 trained weights, with its optimizer after some steps."""
+    model = nn.Linear(3, 4)
+    optimizer = optimizer_class(model.parameters(), lr=0.1, **options)
+    for _ in range(steps):
+        model(torch.ones(2, 3)).sum().backward()
+        optimizer.step()
+    return model, optimizer
+
+
+@pytest.mark.parametrize(
+    ("optimizer_class", "options", "steps", "values_per_weight"),
+    [
+        (torch.optim.AdamW, {}, 0, 2),
+        (torch.optim.AdamW, {}, 1, 0),  # its state is there already
+        (torch.optim.SGD, {}, 0, 0),
+        (torch.optim.SGD, {"momentum": 0.9}, 0, 1),
+        (torch.optim.SGD, {"momentum": 0.9}, 1, 0),
+        (torch.optim.Adadelta, {}, 0, 2),
+    ],
+)
+def test_only_state_that_is_not_there_yet_is_reserved(
+    world, optimizer_class: Any, options: dict[str, Any], steps: int, values_per_weight: int
+) -> None:
+    model, optimizer = trained_by(optimizer_class, steps, **options)
+    profiling = ProfilingRun(world._run, [ForwardCall(model, (), {})], 2, [optimizer])
+    assert profiling._missing_state_bytes(torch.device("cpu")) == 16 * 4 * values_per_weight
+    assert profiling._missing_state_bytes(torch.device("cuda", 1)) == 0
+
+
+def test_memory_is_reserved_on_every_gpu(world, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, optimizer = trained_by(torch.optim.AdamW)
+    profiling = ProfilingRun(world._run, [ForwardCall(model, (), {})], 2, [optimizer])
+    totals = {torch.device("cuda", 0): 1000, torch.device("cuda", 1): 2000}
+    profiling._gpus = list(totals)
+    reserved: list[tuple[int, torch.device]] = []
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda gpu: (0, totals[gpu]))
+    monkeypatch.setattr(profiling, "_missing_state_bytes", lambda gpu: 7 if gpu.index == 0 else 0)
+    monkeypatch.setattr(torch, "empty", lambda size, dtype, device: reserved.append((size, device)))
+    with profiling._reserve_memory():
+        assert reserved == [(57, torch.device("cuda", 0)), (100, torch.device("cuda", 1))]
+
+
 def state(model: nn.Module) -> list[Any]:
     return [
         *(value.clone() for value in model.state_dict().values()),

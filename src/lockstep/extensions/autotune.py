@@ -140,7 +140,8 @@ class Autotune(Extension):
 
         plan_of_loader, num_samples, calls = self._recorded_micro_batch
         self._stop_recording()  # the search calls the modules again
-        search = AutotuneSearch(self.run, self.plan, plan_of_loader, num_samples, calls)
+        optimizers = [optimizer.inner for optimizer in self.optimizers]
+        search = AutotuneSearch(self.run, self.plan, plan_of_loader, num_samples, calls, optimizers)
 
         # A value is open if this loader is to find it, and no other loader has found it before.
         request = plan_of_loader.request

@@ -15,6 +15,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+from torch.optim import Optimizer
+
 from lockstep.batch.micro_batches import MicroBatchPlan
 from lockstep.batch.plan import part_sizes
 from lockstep.batch.shares import (
@@ -60,6 +62,7 @@ class AutotuneSearch:
         division: how the loader divides global batches now.
         num_samples: number of samples of this rank in the recorded micro-batch.
         calls: forward calls of the recorded micro-batch.
+        optimizers: those of the user.
     """
 
     def __init__(
@@ -69,13 +72,14 @@ class AutotuneSearch:
         division: MicroBatchPlan,
         num_samples: int,
         calls: Sequence[ForwardCall],
+        optimizers: Sequence[Optimizer],
     ) -> None:
         self._run = run
         self._division = division
         self._num_samples = num_samples
         self._num_devices = plan.num_devices
         self._local_devices = plan.local_devices
-        self._profiling = ProfilingRun(run, calls, num_samples)
+        self._profiling = ProfilingRun(run, calls, num_samples, optimizers)
         self._known_to_fit: dict[int | None, int] = {}
         """The largest number of samples that has fitted into the memory of each device so far."""
         self._known_limits: dict[int | None, int] = {}

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from lockstep.batch.pytree import map_tensors, tensors
 from lockstep.distributed.device import is_out_of_memory
@@ -85,13 +86,21 @@ class ProfilingRun:
         run: the run of this process.
         calls: all forward calls before one backward pass.
         num_samples: how many samples they were made with.
+        optimizers: those of the user, whose state takes memory, too.
 
     Raises:
         UsageError: when it computes, if it cannot see which tensors hold the samples.
     """
 
-    def __init__(self, run: Run, calls: Sequence[ForwardCall], num_samples: int) -> None:
+    def __init__(
+        self,
+        run: Run,
+        calls: Sequence[ForwardCall],
+        num_samples: int,
+        optimizers: Sequence[Optimizer] = (),
+    ) -> None:
         self._run = run
+        self._optimizers = optimizers
         self._calls = calls
         self._num_samples = num_samples
         self._modules = list(dict.fromkeys(call.module for call in calls))
@@ -238,28 +247,40 @@ class ProfilingRun:
 
     @contextmanager
     def _reserve_memory(self) -> Iterator[None]:
-        """Holds as much memory of a GPU as the optimizer's state will need, and a margin.
+        """Holds as much memory of each GPU as the optimizers' state will still take, and a margin.
 
         In training the state takes memory, too, but it may not exist yet.
         """
-        if self._run.device.type != "cuda":
-            yield
-            return
-
-        trained: dict[int, nn.Parameter] = {}  # by id: modules may share parameters
-        for module in self._modules:
-            for parameter in module.parameters():
-                if parameter.requires_grad:
-                    trained[id(parameter)] = parameter
-        num_bytes = sum(p.numel() * p.element_size() for p in trained.values())
-        state_bytes = STATE_VALUES_PER_WEIGHT * num_bytes
-        _, total_memory = torch.cuda.mem_get_info(self._run.device)
-        margin = int(FREE_MEMORY_SHARE * total_memory)
-        memory = torch.empty(state_bytes + margin, dtype=torch.uint8, device=self._run.device)
+        reserved: list[Tensor] = []
         try:
+            for gpu in self._gpus:
+                _, total_memory = torch.cuda.mem_get_info(gpu)
+                margin = int(FREE_MEMORY_SHARE * total_memory)
+                num_bytes = self._missing_state_bytes(gpu) + margin
+                reserved.append(torch.empty(num_bytes, dtype=torch.uint8, device=gpu))
             yield
         finally:
-            del memory  # frees it
+            reserved.clear()  # frees them
+
+    def _missing_state_bytes(self, device: torch.device) -> int:
+        """Returns how many bytes of the optimizers' state on a device do not exist yet.
+
+        State is made by the first step, or by a checkpoint that is resumed. It is kept where the
+        parameters are. A parameter without an optimizer may get one later.
+        """
+        parameters: dict[int, nn.Parameter] = {}  # by id: modules may share parameters
+        for module in self._modules:
+            for parameter in module.parameters():
+                if parameter.requires_grad and parameter.device == device:
+                    parameters[id(parameter)] = parameter
+
+        missing = 0
+        states = _states_by_parameter(self._optimizers)
+        for key, parameter in parameters.items():
+            values_per_weight, existing_bytes = states.get(key, (STATE_VALUES_PER_WEIGHT, 0))
+            needed_bytes = values_per_weight * to_local(parameter).nbytes
+            missing += max(needed_bytes - existing_bytes, 0)
+        return missing
 
     @contextmanager
     def _restore_everything(self) -> Iterator[None]:
@@ -309,6 +330,25 @@ class ProfilingRun:
                 yield
             finally:
                 collectives.blocked_reason = blocked_before
+
+
+def _states_by_parameter(optimizers: Iterable[Optimizer]) -> dict[int, tuple[int, int]]:
+    """Returns, by the id of each parameter, what its optimizer keeps for it.
+
+    These are two numbers: how many values for each weight, and how many bytes exist already.
+    """
+    states: dict[int, tuple[int, int]] = {}
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            values_per_weight = STATE_VALUES_PER_WEIGHT
+            if type(optimizer) is torch.optim.SGD:
+                values_per_weight = 1 if group["momentum"] else 0
+
+            for parameter in group["params"]:
+                state = optimizer.state.get(parameter, {})
+                existing_bytes = sum(to_local(tensor).nbytes for tensor in tensors(state))
+                states[id(parameter)] = (values_per_weight, existing_bytes)
+    return states
 
 
 def _communicates(layer: nn.Module) -> bool:
