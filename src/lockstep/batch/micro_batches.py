@@ -28,10 +28,10 @@ from lockstep.batch.plan import (
     Plan,
     VirtualRankPiece,
     micro_batches_needed,
-    replicas_of_rank,
     split_batch,
     split_over_virtual_ranks,
     split_sizes,
+    virtual_ranks_of_rank,
 )
 from lockstep.batch.repeats import CheckedPiece, add_repeats, pieces_of_virtual_rank
 from lockstep.batch.shares import first_micro_batch
@@ -810,7 +810,7 @@ def _micro_batches_of_copies(
         num_virtual_ranks: number of virtual ranks, and so of replicas, in the run.
     """
     max_micro_batches, num_ranks = sizes.shape
-    replicas = replicas_of_rank(rank, num_ranks, num_virtual_ranks)
+    replicas = virtual_ranks_of_rank(rank, num_ranks, num_virtual_ranks)
     max_replicas_per_rank = ceil_div(num_virtual_ranks, num_ranks)
     pieces_per_replica = max(1, max_micro_batches // max_replicas_per_rank)
     num_micro_batches = len(replicas) * pieces_per_replica

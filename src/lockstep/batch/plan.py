@@ -407,6 +407,24 @@ def virtual_rank_bounds(shares: tuple[int, ...], num_virtual_ranks: int) -> tupl
     return (0, *itertools.accumulate(virtual_ranks_per_rank))
 
 
+def virtual_ranks_of_rank(rank: int, num_ranks: int, num_virtual_ranks: int) -> range:
+    """Returns the virtual ranks that a rank processes under DiLoCo, where ranks have equal shares.
+
+    With more ranks than virtual ranks, neighbouring ranks process one together. Otherwise each rank
+    processes one or more:
+
+    - 4 ranks, 2 virtual ranks: ranks 0 and 1 process virtual rank 0, ranks 2 and 3 virtual rank 1.
+    - 2 ranks, 5 virtual ranks: rank 0 processes 0, 1 and 2, rank 1 processes 3 and 4.
+    """
+    if num_ranks > num_virtual_ranks:  # a multiple of it
+        ranks_of_each = num_ranks // num_virtual_ranks
+        virtual_rank = rank // ranks_of_each
+        return range(virtual_rank, virtual_rank + 1)
+
+    bounds = virtual_rank_bounds((1,) * num_ranks, num_virtual_ranks)
+    return range(bounds[rank], bounds[rank + 1])
+
+
 def _as_array(pieces_of_ranks: list[list[VirtualRankPiece]]) -> Indices:
     """Returns the begin and end of each piece, as an array of shape `(pieces, ranks, 2)`.
 
@@ -474,7 +492,7 @@ def _split_over_replicas(
     # groups are (0) and (1); on 6 ranks they are (0, 1), (2, 3) and (4, 5).
     for first_rank in range(0, num_ranks, ranks_per_replica):
         ranks_of_group = slice(first_rank, first_rank + ranks_per_replica)
-        replicas_of_group = replicas_of_rank(first_rank, num_ranks, num_virtual_ranks)
+        replicas_of_group = virtual_ranks_of_rank(first_rank, num_ranks, num_virtual_ranks)
 
         # The group's first replica has the first `num_pieces` rows, the second has the next ones.
         for index, replica in enumerate(replicas_of_group):
@@ -489,26 +507,6 @@ def _split_over_replicas(
 
     split.setflags(write=False)  # the result is cached, and callers share it
     return split
-
-
-def replicas_of_rank(rank: int, num_ranks: int, num_replicas: int) -> range:
-    """Returns the numbers of the replicas that a rank trains under DiLoCo.
-
-    With more ranks than replicas, neighbouring ranks train one replica together. Otherwise each
-    rank trains one or more replicas:
-
-    - 4 ranks, 2 replicas: the ranks 0 and 1 train replica 0, the ranks 2 and 3 train replica 1.
-    - 2 ranks, 5 replicas: rank 0 trains the replicas 0, 1 and 2, rank 1 trains 3 and 4.
-    """
-    if num_ranks > num_replicas:  # a multiple of it
-        ranks_per_replica = num_ranks // num_replicas
-        replica = rank // ranks_per_replica
-        return range(replica, replica + 1)
-
-    # In the example rank 0 has range(0, 3), because 5 / 2 is rounded up, and rank 1 range(3, 5).
-    first = ceil_div(num_replicas * rank, num_ranks)
-    end = ceil_div(num_replicas * (rank + 1), num_ranks)
-    return range(first, end)
 
 
 def part_sizes(count: int, shares: tuple[int, ...]) -> list[int]:

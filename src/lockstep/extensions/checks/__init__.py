@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from lockstep.extensions.checks.base import Check
 from lockstep.extensions.checks.coverage import CoverageCheck
+from lockstep.extensions.checks.equal_models import EqualModelsCheck
 from lockstep.extensions.checks.evaluation_passes import EvaluationPassesCheck
 from lockstep.extensions.checks.gradients import GradientVersionCheck
 from lockstep.extensions.checks.loss import LossCheck
@@ -11,7 +12,6 @@ from lockstep.extensions.checks.loss_scale import LossScaleCheck
 from lockstep.extensions.checks.nothing_prepared import NothingPreparedCheck
 from lockstep.extensions.checks.parameters import ParameterCheck
 from lockstep.extensions.checks.preparation import PreparationCheck
-from lockstep.extensions.checks.replicas import ReplicaCheck
 from lockstep.extensions.checks.sum_of_means import SumOfMeansCheck
 from lockstep.extensions.checks.unit_order import UnitOrderCheck
 from lockstep.extensions.checks.unprepared_sum import UnpreparedSumCheck
@@ -23,7 +23,7 @@ CHECKS: tuple[type[Check], ...] = (
     GradientVersionCheck,
     UnitOrderCheck,
     ParameterCheck,
-    ReplicaCheck,
+    EqualModelsCheck,
     CoverageCheck,
     EvaluationPassesCheck,
     UnpreparedSumCheck,

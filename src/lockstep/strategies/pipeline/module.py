@@ -33,7 +33,7 @@ from lockstep.strategies.moving_buffers import MovingBuffers
 from lockstep.strategies.pipeline.global_batch import BoundaryTensors, GlobalBatch, ModelCall
 from lockstep.strategies.pipeline.gradient_message import gradient_message, gradient_message_spec
 from lockstep.strategies.pipeline.input_kind import Arguments, InputKind, signature
-from lockstep.strategies.pipeline.place import PipelinePlace
+from lockstep.strategies.pipeline.place import ACROSS_PIPELINES, PipelinePlace
 from lockstep.strategies.pipeline.schedule import Action, order
 from lockstep.strategies.pipeline.shapes import map_tensors
 from lockstep.strategies.pipeline.stage import SAVE_WHOLE_MODEL_ADVICE, StagedModel
@@ -87,11 +87,11 @@ class PipelinedModule(ModuleWrapper):
         self.module = model.module
         self.place = place
         self.run = run
-        self.replica_group = run.groups.get("replicas")
+        self.across_pipelines = run.groups.get(ACROSS_PIPELINES)
         """The ranks of other pipelines with the same stages as this one; None with one pipeline."""
         self._moving_buffers = None
-        if self.replica_group is not None:
-            self._moving_buffers = MovingBuffers(self.module, run.step, self.replica_group)
+        if self.across_pipelines is not None:
+            self._moving_buffers = MovingBuffers(self.module, run.step, self.across_pipelines)
 
         self._model = model
         self._schedule = schedule
@@ -331,8 +331,8 @@ class PipelinedModule(ModuleWrapper):
 
         # From the last micro-batch on, backward passes send complete gradients to other pipelines.
         is_last = self.run.step.micro_batch.last
-        if is_last and self.replica_group is not None:
-            batch.gradient_averaging = GradientAverage(self.replica_group)
+        if is_last and self.across_pipelines is not None:
+            batch.gradient_averaging = GradientAverage(self.across_pipelines)
 
         self._do_possible_actions(batch)
 
@@ -370,9 +370,9 @@ class PipelinedModule(ModuleWrapper):
 
     def equal_tensors(self) -> list[EqualTensors]:
         """Returns the tensors that must be equal in the same stages of all pipelines."""
-        if self.replica_group is None:
+        if self.across_pipelines is None:
             return []
-        return [EqualTensors.of(self.module, self.replica_group)]
+        return [EqualTensors.of(self.module, self.across_pipelines)]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PipelinedModule:
         """Copies the weights of this rank, for example to average them. The copy can only evaluate.
@@ -395,7 +395,7 @@ class PipelinedModule(ModuleWrapper):
         new_module = PipelinedModule.__new__(PipelinedModule)
         memo[id(self)] = new_module
         attributes = dict(vars(self))
-        for not_copied in ("_global_batch", "_moving_buffers", "replica_group"):
+        for not_copied in ("_global_batch", "_moving_buffers", "across_pipelines"):
             attributes[not_copied] = None
 
         vars(new_module).update(copy.deepcopy(attributes, memo))
@@ -419,7 +419,7 @@ class PipelinedModule(ModuleWrapper):
         BatchNorm layers are copies, from which the groups must be removed too.
         """
         self._global_batch = None
-        self.replica_group = None
+        self.across_pipelines = None
         self._moving_buffers = None  # this object also refers to the replica group
 
         for pipelined in self._self_and_copies:

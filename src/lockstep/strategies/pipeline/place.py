@@ -11,6 +11,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
+ACROSS_PIPELINES = "pipelines"
+"""The name in `run.groups` of the ranks that have the same stages in different pipelines."""
+
 
 @dataclass(frozen=True)
 class PipelinePlace:

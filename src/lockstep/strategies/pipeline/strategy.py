@@ -39,7 +39,7 @@ from lockstep.strategies.base import (
     refuse_virtual_ranks,
 )
 from lockstep.strategies.pipeline.module import PipelinedModule, Wires
-from lockstep.strategies.pipeline.place import PipelinePlace
+from lockstep.strategies.pipeline.place import ACROSS_PIPELINES, PipelinePlace
 from lockstep.strategies.pipeline.split import Split, balanced_cuts, split, units
 from lockstep.strategies.pipeline.stage import StagedModel
 from lockstep.strategies.pipeline.training import PipelineSteps
@@ -151,12 +151,12 @@ class Pipeline(Strategy):
         place = self._place(run.topology)
         if place.num_positions > 1 and place.num_pipelines > 1:
             # The group is opened before modules are wrapped, because BatchNorm layers may use it.
-            open_group(run, "replicas", _table_of_ranks(run, place))
+            open_group(run, ACROSS_PIPELINES, _table_of_ranks(run, place))
 
         return replace(
             plan_for(run, DataParallelRank(place.pipeline, place.num_pipelines)),
             num_micro_batches=self._num_micro_batches(run),
-            statistics_group="replicas",
+            statistics_group=ACROSS_PIPELINES,
             evaluation_is_collective=True,
         )
 
@@ -370,7 +370,7 @@ class Pipeline(Strategy):
 
         # With several pipelines, which hold replicas of the model, this is the group of the ranks
         # with the same stages.
-        group = run.groups.get("replicas")
+        group = run.groups.get(ACROSS_PIPELINES)
 
         # With one pipeline, each rank gets a group of its own. `open_group` opens a group for each
         # row of a table of ranks; here the table is [[0], [1], [2], ...].

@@ -1,7 +1,7 @@
 """Checks that tensors that must be equal on several ranks have the same bits there.
 
-Gradients are averaged to the same bits on all ranks, so replicas of a model stay equal to the bit,
-and any difference is a fault. The bits of every tensor are summed as integers on each rank
+Gradients are averaged to the same bits on all ranks, so the models of the ranks stay equal to the
+bit, and any difference is a fault. The bits of every tensor are summed as integers on each rank
 (`strategies.bit_sums`), and one small all-reduce finds the largest and the smallest sum over the
 ranks: if these are equal, the tensors are.
 """
@@ -21,13 +21,13 @@ from lockstep.strategies.bit_sums import bit_sums
 from lockstep.wording import join_first
 
 
-class ReplicaCheck(Check):
-    """Compares replicas after some of the first global batches and then at regular intervals."""
+class EqualModelsCheck(Check):
+    """Compares models after some of the first global batches and then at regular intervals."""
 
     def global_batch_trained(self) -> None:
-        """Raises RanksDifferError if replicas differ and a comparison is due.
+        """Raises RanksDifferError if models differ and a comparison is due.
 
-        It is raised on all ranks that have these replicas.
+        It is raised on all ranks that have these models.
         """
         number = self.run.step.number
         for wrapped in self.wrapped:
