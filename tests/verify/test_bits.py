@@ -21,7 +21,7 @@ from launched import launch
 from lockstep.batch.plan import part_sizes
 from lockstep.errors import SettingError
 from lockstep.run.start.worker import Script
-from lockstep.verify.bits import (
+from lockstep.verify.bit_verdict import (
     KINDS,
     BitDifference,
     BitVerdict,

@@ -13,7 +13,7 @@ import torch
 import warm
 
 from lockstep.verify.cause import Cause
-from lockstep.verify.compare import Divergence
+from lockstep.verify.divergence import Divergence
 from lockstep.verify.line_findings import describe_writes, new_branches, splitting_branches
 from lockstep.verify.recording import writes
 from lockstep.verify.recording.branches import NOTE_OUTCOME, Branches, add_notes

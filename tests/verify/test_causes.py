@@ -11,7 +11,7 @@ from lockstep.run.start.worker import Script
 from lockstep.verify.catalogue import ENTRIES
 from lockstep.verify.cause import Cause
 from lockstep.verify.causes import cause_of
-from lockstep.verify.compare import Divergence, find_divergences
+from lockstep.verify.divergence import Divergence, find_divergences
 from lockstep.verify.rules.gradient_values import unused_parameters
 from lockstep.verify.run_config import RunConfig
 from lockstep.verify.run_record import RunRecord

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from lockstep.strategies.base import parameters_of
-from lockstep.verify.compare import Divergence
+from lockstep.verify.divergence import Divergence
 from lockstep.verify.names import align_names, rename_tensors
 from lockstep.verify.recording.models import Models
 from lockstep.verify.rules.local_gradients import LocalGradients, exchanged_inside_step

@@ -26,7 +26,7 @@ from test_causes import (
 )
 
 from lockstep.verify.causes import cause_of
-from lockstep.verify.compare import find_divergences
+from lockstep.verify.divergence import find_divergences
 from lockstep.verify.names import align_names
 from lockstep.verify.tolerance import FLOAT64
 from lockstep.verify.training_record import Forward, RankUpdate, ScriptCall, Update

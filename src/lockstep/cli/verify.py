@@ -121,7 +121,7 @@ def command(
         text = f"{num_runs} runs of {script}: {descriptions}"
     click.echo(translate(text), err=True)
 
-    from lockstep.verify.bits import BitVerdict
+    from lockstep.verify.bit_verdict import BitVerdict
     from lockstep.verify.comparison import Comparison
     from lockstep.verify.verdict import Verdict
 

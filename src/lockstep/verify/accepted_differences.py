@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from lockstep.verify.compare import learning_rates_differ, tensor_differences
+from lockstep.verify.divergence import learning_rates_differ, tensor_differences
 from lockstep.verify.joined_parts import belongs_only_to_optimizer
 from lockstep.verify.tolerance import FLOAT64, Array, Tolerance, largest_of_all
 from lockstep.verify.training_record import LARGEST, SIZE, RankUpdate, Update

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from lockstep.verify.cause import Cause
-from lockstep.verify.compare import Divergence
+from lockstep.verify.divergence import Divergence
 from lockstep.verify.line_findings import new_branches
 from lockstep.verify.rules import (
     gradient_values,

@@ -19,7 +19,7 @@ from lockstep.batch.shares import initial_shares
 from lockstep.errors import LockstepError, SettingError, UsageError
 from lockstep.language import translate
 from lockstep.verify import run_record
-from lockstep.verify.bits import BitVerdict, judge_bits, reason_bits_not_comparable
+from lockstep.verify.bit_verdict import BitVerdict, judge_bits, reason_bits_not_comparable
 from lockstep.verify.comparison_plan import ComparisonPlan
 from lockstep.verify.finding import Finding, labelled
 from lockstep.verify.rounding_noise import find_rounding_noise, may_have_noise

@@ -15,7 +15,7 @@ from lockstep.language import translate, translate_names
 from lockstep.verify.catalogue import ENTRIES, Entry, cure_lines
 from lockstep.verify.cause import Cause, format_items, script_names
 from lockstep.verify.causes import KINDS
-from lockstep.verify.compare import Divergence
+from lockstep.verify.divergence import Divergence
 from lockstep.verify.training_record import RankUpdate
 
 MAX_MODELS_OF_OPTIMIZER = 2

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 
 from lockstep.user_code import format_source_line
 from lockstep.verify.cause import Cause, format_by_process, name_ranks, name_reference
-from lockstep.verify.compare import Divergence
+from lockstep.verify.divergence import Divergence
 from lockstep.verify.training_record import WAS_FALSE, WAS_TRUE, Place
 from lockstep.wording import format_ranks
 

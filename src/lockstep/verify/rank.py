@@ -17,7 +17,7 @@ from lockstep.distributed.seeding import seed_everything
 from lockstep.run.start.worker import run_as_main
 from lockstep.verify.feed import BatchReader, BatchWriter
 from lockstep.verify.rank_files import UpdateWriter
-from lockstep.verify.recording.bits import BitRecorder
+from lockstep.verify.recording.bit_recorder import BitRecorder
 from lockstep.verify.recording.determinism import Determinism
 from lockstep.verify.recording.function_mode import FunctionMode
 from lockstep.verify.recording.patches import install, install_for_bits

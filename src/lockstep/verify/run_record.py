@@ -15,9 +15,9 @@ from pathlib import Path
 import numpy as np
 
 from lockstep.language import translate
-from lockstep.verify.files import restore
 from lockstep.verify.lines_up import group_by_step, line_up, with_idle_ranks
 from lockstep.verify.rank_files import RankEnd, read_end, read_updates
+from lockstep.verify.restored_files import restore
 from lockstep.verify.run_config import RunConfig
 from lockstep.verify.run_failure import find_idle_ranks, first_failure, most_steps
 from lockstep.verify.tolerance import Array

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 from lockstep.verify.cause import Cause
 from lockstep.verify.causes import cause_of
-from lockstep.verify.compare import Divergence
+from lockstep.verify.divergence import Divergence
 from lockstep.verify.finding import Finding
 from lockstep.verify.rules.model_inputs import all_ranks_had_the_same
 from lockstep.verify.tolerance import Tolerance

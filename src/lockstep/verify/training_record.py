@@ -304,8 +304,8 @@ class LineRecord:
 class BitRecord:
     """Hashes, recorded in a run that is compared bit by bit. Most other fields are then empty."""
 
-    # Hashes by kind (`lockstep.verify.bits.KINDS`), and then by the name of a parameter, or by that
-    # of a virtual rank ("virtual rank 3").
+    # Hashes by kind (`lockstep.verify.bit_verdict.KINDS`), and then by the name of a parameter, or
+    # by that of a virtual rank ("virtual rank 3").
     bits: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     # The optimizer's parameters before the update, recorded for the first updates on one process.
     parameters_before: Mapping[str, Array] = field(default_factory=dict)

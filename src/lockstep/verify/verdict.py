@@ -18,7 +18,7 @@ from lockstep.errors import LockstepError
 from lockstep.language import translate
 from lockstep.verify.accepted_differences import accept_differences
 from lockstep.verify.cause import Cause, format_items, script_names
-from lockstep.verify.compare import (
+from lockstep.verify.divergence import (
     Divergence,
     find_divergences,
     tolerance_of,

@@ -60,8 +60,7 @@ from lockstep.torch_compat import (
 from lockstep.training.optimizer import PreparedOptimizer
 from lockstep.user_code import is_user_file, user_line
 from lockstep.verify.feed import BatchReader, BatchWriter, LoadedBatch
-from lockstep.verify.files import FilesBefore
-from lockstep.verify.recording.bits import BitRecorder
+from lockstep.verify.recording.bit_recorder import BitRecorder
 from lockstep.verify.recording.determinism import Determinism
 from lockstep.verify.recording.draws import moved_streams, stream_digests
 from lockstep.verify.recording.function_mode import FunctionMode
@@ -70,6 +69,7 @@ from lockstep.verify.recording.optimizers import ParameterGroup
 from lockstep.verify.recording.recorder import Recorder
 from lockstep.verify.recording.saved_files import SavedFiles
 from lockstep.verify.recording.state import RecorderState
+from lockstep.verify.restored_files import FilesBefore
 from lockstep.verify.run_config import RunConfig
 from lockstep.verify.unsupported import (
     forbid_larger_groups,

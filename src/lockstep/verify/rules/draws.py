@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import Counter
 
 from lockstep.verify.cause import Cause
-from lockstep.verify.compare import Divergence
+from lockstep.verify.divergence import Divergence
 from lockstep.verify.rules.evidence import describe_random_numbers_of_one_run
 
 

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 
 from lockstep.verify.algebra import constant_ratio, near
 from lockstep.verify.cause import format_items, script_names
-from lockstep.verify.compare import Divergence
+from lockstep.verify.divergence import Divergence
 from lockstep.verify.training_record import Update
 from lockstep.wording import format_ranks
 

@@ -25,7 +25,7 @@ from lockstep.verify.algebra import (
     sum_of_passes,
 )
 from lockstep.verify.cause import Cause, format_items
-from lockstep.verify.compare import Divergence, same_samples
+from lockstep.verify.divergence import Divergence, same_samples
 from lockstep.verify.rules.evidence import (
     describe_local_comparison,
     describe_local_statistics,

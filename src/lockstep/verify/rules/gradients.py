@@ -16,7 +16,7 @@ from dataclasses import replace
 
 from lockstep.verify.algebra import constant_ratio, mean_of, near
 from lockstep.verify.cause import Cause, format_items, script_names
-from lockstep.verify.compare import Divergence
+from lockstep.verify.divergence import Divergence
 from lockstep.verify.rules.evidence import format_ratio, gradient_patterns
 from lockstep.verify.rules.gradient_values import explain_gradients
 from lockstep.verify.tolerance import Array

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from lockstep.verify.cause import Cause, format_by_process, name_ranks, name_reference
-from lockstep.verify.compare import Divergence
+from lockstep.verify.divergence import Divergence
 from lockstep.verify.joined_parts import belongs_only_to_optimizer
 from lockstep.verify.line_findings import describe_writes
 from lockstep.verify.rules.evidence import format_ranks_that_differ

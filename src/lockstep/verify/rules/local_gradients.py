@@ -20,7 +20,7 @@ import numpy as np
 
 from lockstep.verify.algebra import constant_ratio, flat, mean_of, near, norm, sum_of_passes
 from lockstep.verify.cause import Cause, format_items, script_names
-from lockstep.verify.compare import Divergence
+from lockstep.verify.divergence import Divergence
 from lockstep.verify.rules.evidence import describe_random_numbers_of_one_run
 from lockstep.verify.tolerance import Array
 from lockstep.verify.training_record import LARGEST, RankUpdate, ScriptCall, Update

@@ -14,7 +14,7 @@ import numpy as np
 
 from lockstep.verify.algebra import near
 from lockstep.verify.cause import Cause, format_items
-from lockstep.verify.compare import Divergence
+from lockstep.verify.divergence import Divergence
 from lockstep.verify.rules.draws import random_loss
 from lockstep.verify.rules.evidence import (
     describe_local_comparison,

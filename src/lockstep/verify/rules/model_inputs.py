@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from lockstep.verify.cause import Cause
-from lockstep.verify.compare import Divergence
+from lockstep.verify.divergence import Divergence
 from lockstep.verify.rules.draws import random_loss
 from lockstep.verify.rules.evidence import (
     describe_local_statistics,

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from lockstep.verify.cause import Cause, format_items, script_names
-from lockstep.verify.compare import Divergence
+from lockstep.verify.divergence import Divergence
 from lockstep.verify.line_findings import describe_writes
 from lockstep.verify.rules.draws import other_random_stream, random_loss
 from lockstep.verify.rules.evidence import format_backward_passes, gradient_patterns

@@ -20,7 +20,7 @@ from lockstep.verify.cause import (
     name_reference,
     script_names,
 )
-from lockstep.verify.compare import Divergence
+from lockstep.verify.divergence import Divergence
 from lockstep.verify.line_findings import describe_writes
 from lockstep.verify.rules.evidence import format_ranks_that_differ
 from lockstep.verify.tolerance import largest_of_all

@@ -23,7 +23,7 @@ from lockstep.verify.cause import (
     name_ranks,
     script_names,
 )
-from lockstep.verify.compare import Divergence
+from lockstep.verify.divergence import Divergence
 from lockstep.verify.line_findings import describe_writes
 from lockstep.verify.rules.evidence import first_clip_line, format_ranks_that_differ
 from lockstep.verify.training_record import Update

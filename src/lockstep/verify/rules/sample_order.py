@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any
 
 from lockstep.verify.cause import Cause, format_items
-from lockstep.verify.compare import Divergence, indices_with_other_contents, same_samples
+from lockstep.verify.divergence import Divergence, indices_with_other_contents, same_samples
 from lockstep.verify.training_record import RankUpdate, Sample, Update
 
 # For each rank, or each replica on one process, the samples that it trained in one step.

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import warm
 
-from lockstep.verify.files import FilesBefore, restore
+from lockstep.verify.restored_files import FilesBefore, restore
 
 pytestmark = pytest.mark.unit
 

@@ -3,8 +3,8 @@
 The *reference* is the run on one process, and the *parallel* run is the one that is judged. Both
 use the same *virtual ranks*: parts of every global batch that are computed by themselves. So not a
 single bit may differ, because neither dropout nor the order of sums depends on the number of
-processes. Both runs have recorded hashes (`lockstep.verify.recording.bits`), which are compared in
-the order in which values follow from each other.
+processes. Both runs have recorded hashes (`lockstep.verify.recording.bit_recorder`), which are
+compared in the order in which values follow from each other.
 """
 
 from __future__ import annotations
