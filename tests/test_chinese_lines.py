@@ -21,7 +21,7 @@ SAME_IN_BOTH_LANGUAGES = {
 }
 """Words that a Chinese practitioner uses as they are, and names of settings and strategies."""
 
-QUOTED = re.compile(r"'[^']*'|\"[^\"]*\"|`[^`]*`|\[Errno[^\]]*\] [^)）]*")
+QUOTED = re.compile(r"\w+Error: .*|'[^']*'|\"[^\"]*\"|`[^`]*`|\[Errno[^\]]*\] [^)）]*")
 CODE = re.compile(r"\S*[/\\_=\[\]()@.:]\S*|--?[A-Za-z]\S*|\b[A-Z]\w*[A-Z]\w*|[\w-]*\d[\w-]*")
 
 
@@ -115,6 +115,9 @@ LINES = {
         "退出码 139（128 + 11：SIGSEGV（段错误））"
     ),
     # Verdicts of verify, which are joined from parts.
+    "on one process it ended with TypeError: unsupported operand": (
+        "在单进程上，它结束于 TypeError: unsupported operand"
+    ),
     ", on rank 1": "，在 rank 1 上",
     ", on ranks 1-2": "，在 rank 1-2 上",
     "they take different ways through the model: replica 0 at 'norms.0', replica 1 at 'norms.1'": (
@@ -149,6 +152,9 @@ def test_a_whole_line_is_chinese(line: str, expected: str | None) -> None:
             "Slurm 环境变量中的每节点任务数列表 '2(x)'",
         ),
         ("resuming a loader whose length is 24", "续训长度为 24 的 loader"),
+        ("world.broadcast of a nest", "对嵌套结构调用 world.broadcast"),
+        ("world.sum of a tensor of torch.bool", "对 torch.bool 张量调用 world.sum"),
+        ("a shard size of '5 XB'", "分片大小 '5 XB'"),
     ],
 )
 def test_a_first_line_is_chinese(heading: str, expected: str) -> None:

@@ -387,10 +387,13 @@ DEPTH_OF_FOUND = 3
 """How many for what an error has found, which often quotes names and numbers of the script."""
 DEPTH_OF_WAS_SET = 1
 """How many for the first line of an error, which often quotes what the user has written."""
-HEADINGS_OF_LAUNCH = (
+HEADINGS_MADE_ELSEWHERE = (
     "launch({name}) on {count_noun}",
     "launch({name}) on {count_noun} of a Ray cluster",
     "a run of {size} processes that meet at {store_location}",
+    "a shard size of {size_text}",
+    "world.broadcast of a nest",
+    "world.{name} of a tensor of {dtype}",
     "the host list {value} from Slurm's environment",
     "the list of tasks per node {value} from Slurm's environment",
     "resuming a loader whose batch size is {value}",
@@ -561,7 +564,7 @@ class Reader:
                 self._read_call(name, function, call)
         for word, module_name in SHORT_MESSAGES.items():
             self.messages.places.setdefault(word, set()).add(module_name)
-        for heading in HEADINGS_OF_LAUNCH:
+        for heading in HEADINGS_MADE_ELSEWHERE:
             self.messages.places.setdefault(HEADING + heading, set()).add("run")
         for message in messages_of_page():
             self.messages.add(message, "extensions.report.web.page")

@@ -350,18 +350,28 @@ class World:
         """
         self._preparer.training_step.backward(loss, **options)
 
-    def loss(self) -> float | None:
+    def loss(self, *losses: object) -> float | None:
         """Returns the loss of the global batch, from all losses that `backward` got on all ranks.
 
         After the training loop it is the loss of the last global batch that was trained. All ranks
         call it together; it waits for the device.
 
+        Args:
+            losses: nothing may be given. `world.loss(loss)` is an error that says what to call.
+
         Returns:
             The loss; None for a micro-batch that is not the last of its global batch.
 
         Raises:
-            UsageError: called before the first `backward` of a loop.
+            UsageError: called before the first `backward` of a loop, or with a loss.
         """
+        if losses:
+            raise UsageError(
+                "world.loss(loss)",
+                "it takes no argument: it returns the loss of the global batch, which it knows "
+                "from world.backward",
+                "call world.backward(loss), and then world.loss()",
+            )
         if not self.is_last_micro_batch:
             return None
         return self._preparer.training_step.loss()

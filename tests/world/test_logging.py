@@ -113,6 +113,9 @@ def leave_early() -> dict[str, float]:
         loader = world.loader(tensors(SAMPLES), BATCH)
         with pytest.raises(UsageError, match="backward was not given"):
             world.loss()
+        with pytest.raises(UsageError, match=r"call world\.backward\(loss\), and then") as raised:
+            world.loss(model(tensors(SAMPLES)[0][0]).sum())
+        assert Path(str(raised.value.line).split(":")[0]).name == Path(__file__).name
         for number, (x, y) in enumerate(loader):
             world.backward(F.cross_entropy(model(x), y))
             optimizer.step()

@@ -120,4 +120,6 @@ def _describe_failure(reference: RunRecord) -> str:
     error = "\n".join(error_lines)
     output = "\n".join(output_lines)
 
+    if not output:
+        return f"on one process it ended with {error}"
     return f"on one process it ended with {error}\n{output}"
