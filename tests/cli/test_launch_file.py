@@ -10,9 +10,10 @@ import pytest
 from click.testing import CliRunner, Result
 from launched import launch
 
-from lockstep.cli import launch_file, run as run_command
+from lockstep.cli import launch_file
 from lockstep.cli.launch_file import find_launch_file
 from lockstep.cli.main import main
+from lockstep.cli.places import hosts as hosts_place
 from lockstep.errors import SettingError
 from lockstep.run.machines.hosts import HostsSpec
 from lockstep.run.start import script
@@ -100,7 +101,7 @@ def test_options_that_may_be_repeated(folder: Path, monkeypatch: pytest.MonkeyPa
     for name in ("A_1", "A_2", "A_3"):
         monkeypatch.setenv(name, "1")
     specs: list[HostsSpec] = []
-    monkeypatch.setattr(run_command, "run_on_hosts", lambda spec, say: specs.append(spec) or 0)
+    monkeypatch.setattr(hosts_place, "run_on_hosts", lambda spec, say: specs.append(spec) or 0)
     monkeypatch.setattr(signal, "signal", lambda *_: None)
     assert run("t.py").exit_code == 0
     assert {"A_1", "A_2"} <= specs[0].environment.keys()
@@ -115,7 +116,7 @@ def test_the_launchers_of_other_machines_do_not_read_a_file(
 ) -> None:
     (folder / "lockstep.toml").write_text('precision = "bf16"\nnproc = 2\nmax-restarts = 1\n')
     hosts: list[HostsSpec] = []
-    monkeypatch.setattr(run_command, "run_on_hosts", lambda spec, say: hosts.append(spec) or 0)
+    monkeypatch.setattr(hosts_place, "run_on_hosts", lambda spec, say: hosts.append(spec) or 0)
     run("--hosts", "localhost", "t.py")
     slurm = run("--slurm", "--dry-run", "t.py").output
     # On the other machine the file says something else, or there is none.

@@ -17,11 +17,13 @@ from older_torch import needs_torchrun_flag
 from lockstep import strategies
 from lockstep.cli import run as run_command, run_help
 from lockstep.cli.main import main
-from lockstep.cli.run import torchrun_options
+from lockstep.cli.places import hosts as hosts_place
+from lockstep.cli.torchrun_options import torchrun_options
 from lockstep.errors import SettingError
 from lockstep.extensions.journal.writer import check_strategy
 from lockstep.familiar_names import ADVICE_FOR_FLAG
 from lockstep.machine.topology import SCHEDULERS
+from lockstep.run.machines import slurm
 from lockstep.run.machines.hosts import HostsSpec
 from lockstep.run.start import script
 from lockstep.run.start.plan import LaunchSpec
@@ -399,7 +401,7 @@ def test_quiet_prints_the_scripts_output_and_failures_alone(tmp_path: Path) -> N
 @pytest.mark.usefixtures("folder")
 def test_quiet_on_several_machines(monkeypatch: pytest.MonkeyPatch) -> None:
     specs: list[HostsSpec] = []
-    monkeypatch.setattr(run_command, "run_on_hosts", lambda spec, say: specs.append(spec) or 0)
+    monkeypatch.setattr(hosts_place, "run_on_hosts", lambda spec, say: specs.append(spec) or 0)
     monkeypatch.setattr(signal, "signal", lambda *_: None)
     run("--hosts", "a,b", "t.py")
     run("--hosts", "a,b", "-q", "t.py")
@@ -502,9 +504,9 @@ def test_a_single_host_is_taken_as_written_within_a_job(
 ) -> None:
     for name, value in {"JOB_ID": "7", "JOB_NUM_NODES": "2", "NTASKS_PER_NODE": "1"}.items():
         monkeypatch.setenv(f"SLURM_{name}", value)
-    monkeypatch.setattr(run_command.slurm, "exec_srun", lambda line: None)
+    monkeypatch.setattr(slurm, "exec_srun", lambda line: None)
     hosts: list[HostsSpec] = []
-    monkeypatch.setattr(run_command, "run_on_hosts", lambda spec, say: hosts.append(spec) or 0)
+    monkeypatch.setattr(hosts_place, "run_on_hosts", lambda spec, say: hosts.append(spec) or 0)
     run("--hosts", "localhost:3", "t.py")
     CliRunner().invoke(main, hosts[0].launcher_arguments(0, "", 0))  # which is what it starts here
     assert [spec.nproc for spec in asked] == ["3"]

@@ -1,5 +1,5 @@
-"""Prints and writes the results of commands with `--json FILE`, where `-` stands for standard
-output.
+"""Prints lines of Lockstep's own, and prints and writes the results of commands with `--json FILE`,
+where `-` stands for standard output.
 """
 
 from __future__ import annotations
@@ -12,6 +12,19 @@ from typing import Any
 import click
 
 from lockstep.errors import SettingError
+from lockstep.language import translate
+
+
+def say(line: str) -> None:
+    """Shows an English line in the language of this process."""
+    print_line(translate(line))
+
+
+def print_line(line: str) -> None:
+    """Prints a line of Lockstep itself on standard error, as standard output belongs to the
+    script.
+    """
+    click.echo(f"lockstep: {line}", err=True)
 
 
 def print_for_people(lines: Sequence[str], json_file: str | None) -> None:

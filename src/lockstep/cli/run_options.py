@@ -186,7 +186,7 @@ def check_settings(
         raise SettingError(texts["virtual_ranks"], error.found, error.do)
 
 
-SETTING_NAMES = {each.name for each in DECLARATIONS.values() if each.help}
+SETTING_NAMES = [each.name for each in DECLARATIONS.values() if each.help]
 
 
 def _check_as_written(was_set: str, check: Callable[..., object], *arguments: object) -> None:

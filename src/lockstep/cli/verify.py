@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from lockstep.cli.output import print_for_people, write_json
-from lockstep.cli.run import misplaced_option_hint, say_if_options_are_not_read
+from lockstep.cli.misplaced_options import misplaced_option_hint, say_if_options_are_not_read
+from lockstep.cli.output import print_for_people, say, write_json
 from lockstep.cli.verify_progress import VerifyProgress
 from lockstep.errors import SettingError, UsageError
 from lockstep.language import translate
@@ -106,7 +106,7 @@ def command(
     bit first, with virtual ranks, in their own precision and with dropout.
     """
     plan = _plan_comparison(script, args, options)
-    say_if_options_are_not_read(ctx, script, args, _say)
+    say_if_options_are_not_read(ctx, script, args, say)
 
     # A run whose strategy trains several replicas needs a reference of its own.
     num_runs = 1 + len(plan.ways) + len([way for way in plan.ways if way.trains_replicas])
@@ -161,11 +161,6 @@ def command(
     values["bits_not_compared"] = comparison.reason_without_bits or plan.reason_without_bits
     write_json(json_file, values)
     ctx.exit(EXIT_CODES[worst.word])
-
-
-def _say(line: str) -> None:
-    """Prints an English line in the language of this process, to standard error."""
-    click.echo(f"lockstep: {translate(line)}", err=True)
 
 
 def _check_arguments(

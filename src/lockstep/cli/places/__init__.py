@@ -1,0 +1,1 @@
+"""The places where `lockstep run` starts a run: a file for each."""

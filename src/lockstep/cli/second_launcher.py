@@ -1,0 +1,94 @@
+"""Checks that `lockstep run` neither starts another launcher nor was started by one."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from lockstep.errors import SettingError
+from lockstep.machine.topology import LAUNCHER_VARIABLE, scheduler_of_several_tasks_here
+
+MODULES_OF_LAUNCHERS = (
+    "torch.distributed.run",
+    "torch.distributed.launch",
+    "accelerate.commands.launch",
+    "deepspeed.launcher.runner",
+    "lockstep",
+)
+"""Modules that start a script on several processes, as `lockstep run` does."""
+PROGRAMS_OF_LAUNCHERS = (
+    *("accelerate", "deepspeed", "fabric", "horovodrun", "lockstep", "mpiexec", "mpirun"),
+    *("srun", "torchrun"),
+)
+"""Programs that do the same."""
+TORCHELASTIC_VARIABLE = "TORCHELASTIC_RUN_ID"
+"""The variable that the ranks of torchrun have."""
+
+
+def check_no_second_launcher(
+    nproc: str | None, script: str, args: Sequence[str], module: bool
+) -> None:
+    """Checks that this command neither starts another launcher nor was started by one.
+
+    In `lockstep run --nproc 2 -m torch.distributed.run train.py`, and in `torchrun
+    --nproc-per-node 2 -m lockstep run train.py`, each process would start a training of its own.
+
+    Raises:
+        SettingError: the script is a launcher, or several of this command were started by one.
+    """
+    if module and script in MODULES_OF_LAUNCHERS and nproc not in (None, "1"):
+        raise SettingError(
+            f"lockstep run --nproc {nproc} -m {script}",
+            "it is a launcher too, so each process would start the whole training",
+            f"leave out -m {script} and its options: lockstep run --nproc N SCRIPT",
+        )
+
+    program = Path(script).name
+    if not module and program in PROGRAMS_OF_LAUNCHERS:
+        if program == "torchrun":
+            command = shlex.join(["lockstep", "run", *args])
+            do = f"leave it out, as lockstep run has the same options: {command}"
+        else:
+            do = "leave it and its options out: lockstep run --nproc N SCRIPT"
+        raise SettingError(f"lockstep run {script}", "it is a launcher too", do)
+
+    _check_started_once(os.environ, script, args, module)
+
+
+def _check_started_once(
+    environ: Mapping[str, str], script: str, args: Sequence[str], module: bool
+) -> None:
+    """Checks that no other launcher has started this command in several processes.
+
+    The ranks of a run of Lockstep's own are left out: their script may start another run.
+
+    Raises:
+        SettingError: torchrun or a scheduler has started this command in several processes.
+    """
+    if LAUNCHER_VARIABLE in environ:
+        return
+
+    launcher = ""
+    scheduler = scheduler_of_several_tasks_here(environ)
+    if TORCHELASTIC_VARIABLE in environ:
+        launcher = "torchrun"
+        num_processes = environ.get("WORLD_SIZE", "1")
+        num_here = environ.get("LOCAL_WORLD_SIZE", num_processes)
+        variables = ", ".join(("RANK", "WORLD_SIZE", TORCHELASTIC_VARIABLE))
+    elif scheduler is not None:
+        launcher = scheduler.command
+        num_processes = num_here = environ[scheduler.local_size]
+        variables = scheduler.local_size
+    if not launcher or num_processes == "1":
+        return
+
+    program = [*(["-m"] if module else []), script, *args]
+    raise SettingError(
+        f"lockstep run in each of the {num_processes} processes of {launcher}",
+        "both are launchers, so each process would start the whole training",
+        f"leave {launcher} and its options out: "
+        f"{shlex.join(['lockstep', 'run', '--nproc', num_here, *program])}. If a process of a "
+        f"training starts another one on purpose, remove {variables} from its environment",
+    )
