@@ -113,8 +113,8 @@ def test_sums_have_the_bits_of_the_naive_tree(
     assert min(numbers) > 8
 
 
-def bytes_between_machines() -> tuple[int, int]:
-    """Returns what this rank sends for an all-reduce, and for a sum over 4 virtual ranks."""
+def bytes_between_machines() -> tuple[int, int, int]:
+    """Returns what this rank sends for an all-reduce, a sum and a reduce-scatter of 4 leaves."""
     as_on_machines((2, 2))
     with lockstep.init(measure_link=False) as world:
         tensor = torch.ones(40_000)
@@ -124,9 +124,13 @@ def bytes_between_machines() -> tuple[int, int]:
         sums = TreeSums((True,) * 4, (0, 1, 2, 3, 4), world.rank)
         before = traffic.sent
         sums.start([tensor], tensor, scale=1.0)()
-        return of_all_reduce, traffic.sent - before
+        of_sum = traffic.sent - before
+        before = traffic.sent
+        sums.start_reduce_scatter([tensor.chunk(4)], torch.empty(10_000), scale=1.0)()
+        return of_all_reduce, of_sum, traffic.sent - before
 
 
 def test_two_machines_send_no_more_than_for_an_all_reduce() -> None:
-    for of_all_reduce, of_sum in run_ranks(bytes_between_machines, 4):
+    for of_all_reduce, of_sum, of_reduce_scatter in run_ranks(bytes_between_machines, 4):
         assert of_sum == of_all_reduce
+        assert of_reduce_scatter == of_all_reduce // 2

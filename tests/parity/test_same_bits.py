@@ -446,3 +446,5 @@ def test_signs_of_zeros_do_not_depend_on_the_processes(refuses: bool) -> None:
         for size in (2, 3):
             env = {"LOCKSTEP_STRATEGY": strategy}
             assert run_ranks(signs_of_gradients, size, refuses, env=env) == [alone] * size
+    env = {"LOCKSTEP_STRATEGY": "hsdp:shard_size=2"}
+    assert run_ranks(signs_of_gradients, 4, refuses, env=env) == [alone] * 4

@@ -126,6 +126,12 @@ class TreeSums:
             total.mul_(scale)
             return _do_nothing
 
+        # As in `start`, machines with consecutive processes first sum their own nodes.
+        if shared is not None and shared.machine_number is not None and shared.supports(total):
+            return self._start_reduce_scatter_between_machines(
+                shared, shared.machine_number, slices_of_nodes, total, scale
+            )
+
         return _start_sum_of_own_slice(slices_of_nodes, total, self._order, scale, group=None)
 
     def _start_on(
@@ -208,6 +214,60 @@ class TreeSums:
             shared.gather_slices(slices, total)
 
         return finish
+
+    def _start_reduce_scatter_between_machines(
+        self,
+        shared: SharedMemory,
+        machine: int,
+        slices_of_nodes: Sequence[Sequence[Tensor]],
+        total: Tensor,
+        scale: float,
+    ) -> Callable[[], None]:
+        """Does `start_reduce_scatter` on several machines, each of which sums its own nodes first.
+
+        With 2 machines of 2 processes, the process with local rank 0 sums the slices 0 and 2 over
+        its machine, because the processes 0 and 2 have local rank 0, and local rank 1 sums the
+        slices 1 and 3. Then the processes with the same local rank exchange these sums.
+
+        Args:
+            shared: the shared memory of this machine.
+            machine: number of this machine.
+            slices_of_nodes: see `start_reduce_scatter`.
+            total: see `start_reduce_scatter`.
+            scale: see `start_reduce_scatter`.
+        """
+        local_size = len(shared.ranks)
+        num_machines = self._num_processes // local_size
+        order = plan_sums_of_machines(self.present, self._bounds, local_size, machine)
+
+        # For each node and local rank, the slices of the processes with this local rank.
+        slices_of_local_ranks = []
+        for slices in slices_of_nodes:
+            slices_of_local_ranks.append(
+                [
+                    torch.cat(list(slices[local_rank::local_size]))
+                    for local_rank in range(local_size)
+                ]
+            )
+
+        sums_of_machine = []
+        for _ in range(order.num_nodes):
+            sums_of_machine.append(total.new_empty(num_machines, len(total)))
+
+        shared.reduce_scatter_in_tree(
+            slices_of_local_ranks,
+            totals=[sum_of_machine.view(-1) for sum_of_machine in sums_of_machine],
+            num_nodes_of_rank=order.num_nodes_of_rank,
+            merges=order.merges,
+            like=total.expand(self._num_processes, -1),
+        )
+        return _start_sum_of_own_slice(
+            [list(sum_of_machine) for sum_of_machine in sums_of_machine],
+            total,
+            order.between_machines,
+            scale,
+            group=shared.group_across_machines,
+        )
 
 
 def add_rows_in_tree(rows: Tensor) -> Tensor:

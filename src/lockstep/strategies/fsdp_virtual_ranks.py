@@ -8,8 +8,9 @@ the gradient is added to the previous partial sums as far as the tree allows. So
 computes several virtual ranks keeps whole gradients between them, as FSDP does between
 micro-batches.
 
-Under `hsdp` several processes hold the same shard. All of them get its sum, and then torch adds up
-their results once more. So all but the first of them return zeros.
+Under `hsdp` several processes hold the same shard. Each of them gets the sum of another piece of
+it, and has negative zeros elsewhere. Then torch adds up their results, which puts the pieces
+together.
 """
 
 from __future__ import annotations
@@ -69,7 +70,9 @@ class TreeReduceScatter:
         self._step = step
         self._num_processes = mesh.size()
         self._num_shards = mesh.size(mesh.ndim - 1)
-        self._is_first_copy = mesh.ndim == 1 or mesh.get_local_rank(0) == 0
+        self._num_copies = self._num_processes // self._num_shards
+        self._copy = 0 if mesh.ndim == 1 else mesh.get_local_rank(0)
+        """Under `hsdp`, which of the processes with the same shard this one is."""
         self._partial_sums: list[Tensor] = []
         """A stack of partial sums over the virtual ranks that this process has computed so far."""
         self._num_pushed = 0
@@ -111,21 +114,40 @@ class TreeReduceScatter:
             output_tensor.zero_()
             return
 
-        # Each process gets a chunk of each partial sum. Processes with the same shard get the same
-        # chunk.
-        copies = self._num_processes // self._num_shards
-
-        chunks_of_partial_sums = []
-        for partial_sum in self._partial_sums:
-            chunks = partial_sum.chunk(self._num_shards)
-            chunks_of_partial_sums.append(list(chunks) * copies)
-
+        slices_of_partial_sums = [self._slice(partial_sum) for partial_sum in self._partial_sums]
         self.forget()
         scale = 1.0 / self._tree.num_virtual_ranks
-        wait = sums.start_reduce_scatter(chunks_of_partial_sums, output_tensor, scale=scale)
-        wait()
-        if not self._is_first_copy:
-            output_tensor.zero_()
+        if self._num_copies == 1:
+            sums.start_reduce_scatter(slices_of_partial_sums, output_tensor, scale=scale)()
+            return
+
+        length_of_slice = ceil_div(len(output_tensor), self._num_copies)
+        own_slice = output_tensor.new_empty(length_of_slice)
+        sums.start_reduce_scatter(slices_of_partial_sums, own_slice, scale=scale)()
+
+        # Adding -0.0 changes no value. Adding 0.0 would turn -0.0 into 0.0.
+        output_tensor.fill_(-0.0)
+        begin = self._copy * length_of_slice
+        own_piece = output_tensor[begin : begin + length_of_slice]
+        own_piece.copy_(own_slice[: len(own_piece)])
+
+    def _slice(self, partial_sum: Tensor) -> list[Tensor]:
+        """Cuts a partial sum into the slices of all processes, in the order of the processes.
+
+        Of 2 copies of 2 shards, process 0 gets the first half of the first shard, process 1 the
+        first half of the second shard, process 2 the second half of the first, and process 3 the
+        second half of the second. Slices have the same length, so the last ones may be padded.
+        """
+        shards = partial_sum.view(self._num_shards, -1)
+        length_of_slice = ceil_div(shards.shape[1], self._num_copies)
+        padding = length_of_slice * self._num_copies - shards.shape[1]
+        if padding:
+            shards = torch.nn.functional.pad(shards, (0, padding))
+
+        slices: list[Tensor] = []
+        for pieces_of_copy in torch.split(shards, length_of_slice, dim=1):
+            slices += pieces_of_copy
+        return slices
 
     def forget(self) -> None:
         """Drops the partial sums of a global batch."""

@@ -28,6 +28,10 @@ OPTIMIZERS_WITH_SAME_BITS = (
 FOREACH_MIN_TENSORS = 8
 FOREACH_MAX_MEAN_ELEMENTS = 2**14
 
+# On the CPU, torch's unfused updates of float32 and float64 give the same bits wherever a tensor is
+# cut, which those of smaller types do not.
+MIN_BYTES_WITH_SAME_BITS = 4
+
 # Every error of torch about operations on shards contains one of these words, for example
 # "aten.add.Tensor: got mixed torch.Tensor and DTensor".
 WORDS_OF_SHARD_ERRORS = ("DTensor", "Sharding propagation")
@@ -53,6 +57,37 @@ def refuse_optimizer_wrong_on_shards(optimizer: Optimizer) -> None:
             "an error; so it is refused before torch 2.11",
             f"use strategy='ddp' with {kind}, or another optimizer",
         )
+
+
+def refuse_optimizer_with_bits_of_shards(optimizer: Optimizer) -> None:
+    """Raises UsageError for an optimizer whose bits depend on how parameters are cut into shards.
+
+    On the CPU, torch computes the elements of a tensor in full vectors, and the rest one by one. If
+    an operation consists of several that round, such as a fused update or one in bf16, the two ways
+    round differently. So where a shard ends decides some bits.
+    """
+    shards = [parameter for parameter in parameters_of(optimizer) if is_sharded(parameter)]
+    if not any(shard.device.type == "cpu" for shard in shards):
+        return
+
+    kind = type(optimizer).__name__
+    if any(group.get("fused") for group in optimizer.param_groups):
+        raise UsageError(
+            f"{kind}(fused=True) on the shards of a model, with virtual_ranks",
+            "on the CPU torch's fused kernel rounds the last elements of each shard differently, "
+            "so bits depend on the number of processes",
+            "leave fused=True out, or use strategy='ddp'",
+        )
+
+    for shard in shards:
+        if shard.dtype.itemsize < MIN_BYTES_WITH_SAME_BITS:
+            raise UsageError(
+                f"{kind} on shards of the type {shard.dtype}, with virtual_ranks",
+                "on the CPU torch rounds the last elements of each shard differently in half "
+                "precision, so bits depend on the number of processes",
+                "keep the weights in float32 (precision='bf16' computes in bf16 all the same), or "
+                "use strategy='ddp'",
+            )
 
 
 def explain_shard_error(optimizer: Optimizer, error: Exception) -> UsageError | None:

@@ -54,7 +54,11 @@ from lockstep.training.agreement import check_equal_on_ranks
 from lockstep.training.batchnorm_notes import BatchNormNotes
 from lockstep.training.forward_watch import ForwardWatch
 from lockstep.training.optimizer import PreparedOptimizer
-from lockstep.training.optimizer_kinds import choose_foreach, refuse_optimizer_wrong_on_shards
+from lockstep.training.optimizer_kinds import (
+    choose_foreach,
+    refuse_optimizer_with_bits_of_shards,
+    refuse_optimizer_wrong_on_shards,
+)
 from lockstep.training.schedule_length import ScheduleLengths
 from lockstep.training.scheduler import PreparedScheduler
 from lockstep.training.training_step import TrainingStep
@@ -529,6 +533,8 @@ class Preparer:
 
         parameter_numbers_here = self._replace_parameters(optimizer)
         refuse_optimizer_wrong_on_shards(optimizer)
+        if self.run.settings.virtual_ranks is not None:
+            refuse_optimizer_with_bits_of_shards(optimizer)
 
         reason = choose_foreach(optimizer, self.run.device)  # None if it stays as it is
         if reason:

@@ -56,7 +56,7 @@ class StepCalls(Extension):
         """How often `step()` was called in the present global batch before its last micro-batch."""
         self._line_of_early_call: Location | None = None
         """The line of the user's script with the first of these calls."""
-        self._is_clipped = False
+        self.is_clipped = False
         """True if the gradient of the present global batch was clipped."""
 
         self._num_batches_seen = 0
@@ -124,7 +124,7 @@ class StepCalls(Extension):
 
     def note_clipping(self) -> None:
         """Records that the gradient of the present global batch was clipped, so it is complete."""
-        self._is_clipped = True
+        self.is_clipped = True
 
     def gradients_are_kept(self) -> bool:
         """Returns True if the gradients of earlier micro-batches wait for an optimizer step.
@@ -168,7 +168,7 @@ class StepCalls(Extension):
         self._num_backwards = 0
         self._num_early_calls = 0
         self._line_of_early_call = None
-        self._is_clipped = False
+        self.is_clipped = False
 
     # Steps that were made with a part of the gradients
 
@@ -235,7 +235,7 @@ class StepCalls(Extension):
 
         num_early_calls = self._num_early_calls
         no_step_is_due = num_early_calls == 0
-        if no_step_is_due or self._is_clipped:
+        if no_step_is_due or self.is_clipped:
             return
 
         self._steps_missed_in_a_row += 1

@@ -80,12 +80,21 @@ class VirtualRankStreams(Extension):
             self._common = seeding.rng_state(self._device)
         self._seed_generators(virtual_rank.number, virtual_rank.piece, VIRTUAL_RANK_CONSTANT)
 
-    def before_step(self, optimizer: Optimizer, modules: Sequence[nn.Module]) -> None:
-        """Seeds the generators for what follows the last virtual rank of a step.
+    def backward_ended(self, micro_batch: MicroBatch) -> None:
+        """Seeds the generators for what the script draws after the last virtual rank of a step.
 
         Otherwise each process would continue with the stream of its last virtual rank, and noise
-        that is added to the weights would differ between processes.
+        that is added to gradients or weights would differ between processes.
         """
+        if self._step.micro_batch.last:
+            self._seed_for_step()
+
+    def before_step(self, optimizer: Optimizer, modules: Sequence[nn.Module]) -> None:
+        """Seeds the generators if `World.backward` was not called for the last micro-batch."""
+        self._seed_for_step()
+
+    def _seed_for_step(self) -> None:
+        """Seeds the generators with the stream of the present step, once."""
         if self._common is None or self._seeded_for_step == self._step.key:
             return
         self._seeded_for_step = self._step.key

@@ -4,21 +4,26 @@ Between the micro-batches of a global batch the gradients are only partial sums,
 scaler (fp16) they are multiplied by its scale until the optimizer steps. Clipping them there gives
 other numbers than clipping the gradient of the whole batch, and nothing shows it. So the check
 remembers which gradients a backward pass has left, and how often each was written to.
+
+With virtual ranks, a norm that the script takes over shards of gradients (FSDP) has bits that
+depend on the number of processes. If the script writes to shards, the check warns of it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lockstep.errors import UsageError
+from lockstep.errors import UsageError, warn
 from lockstep.extensions.checks.base import Check
 from lockstep.session.micro_batch import MicroBatch
 from lockstep.strategies.base import parameters_of
-from lockstep.torch_compat import write_count, write_counts
+from lockstep.torch_compat import is_sharded, to_local, write_count, write_counts
 
 
 class GradientRecord(NamedTuple):
@@ -30,6 +35,17 @@ class GradientRecord(NamedTuple):
     """How often the gradient had been written to in place."""
 
 
+class ShardRecord(NamedTuple):
+    """The values of one shard of a gradient, as a backward pass has left it.
+
+    Torch counts no writes of operations on lists of shards, as in its `clip_grad_norm_`. Those
+    change all gradients alike, so one small shard shows it.
+    """
+
+    parameter: nn.Parameter
+    values: Tensor
+
+
 class GradientVersionCheck(Check):
     """Compares gradients with what the latest backward pass has left in them."""
 
@@ -37,13 +53,27 @@ class GradientVersionCheck(Check):
     """How many backward passes the current micro-batch has had."""
     _records: Sequence[GradientRecord] = ()
     """The gradients as the latest backward pass has left them."""
+    _shard: ShardRecord | None = None
+    """One shard of a gradient, as the latest backward pass has left it; None if there are none."""
     _parameters: Sequence[nn.Parameter] | None = None
     """The parameters of the prepared modules. To find them takes longer than the check itself, so
     they are found once in a pass."""
 
+    _has_shards = False
+    """True if some module is sharded and the run has virtual ranks."""
+    _warned_of_shards = False
+    _prepared: Mapping[int, Any] = MappingProxyType({})
+    """The prepared optimizers, by the ids of the user's optimizers."""
+
     def module_prepared(self, wrapped: Any) -> None:
         """Forgets the parameters, to which those of this module belong."""
         self._parameters = None
+        if self.run.settings.virtual_ranks is not None:
+            self._has_shards |= any(map(is_sharded, wrapped.module.parameters()))
+
+    def optimizer_prepared(self, optimizer: Any, modules: Sequence[nn.Module]) -> None:
+        """Remembers the prepared optimizer, which knows whether gradients were clipped."""
+        self._prepared = {**self._prepared, id(optimizer.inner): optimizer}
 
     def pass_ended(self) -> None:
         """Forgets the parameters: between two passes the script may replace some."""
@@ -54,9 +84,10 @@ class GradientVersionCheck(Check):
         self._num_backwards_of_micro_batch = 0
 
     def after_backward(self, loss: Any, micro_batch: MicroBatch) -> None:
-        """Records the gradients, if they are not yet those that the optimizer will use.
+        """Records the gradients, if the script must not write to them now.
 
-        They are not if later micro-batches will add to them, or if they are still scaled (fp16).
+        They are not yet those that the optimizer will use if later micro-batches will add to them,
+        or if they are still scaled (fp16). With virtual ranks, shards are always recorded.
 
         Args:
             loss: not used.
@@ -69,7 +100,7 @@ class GradientVersionCheck(Check):
         micro_batch_of_step = self.run.step.micro_batch
         are_complete = micro_batch_of_step.closes_step
         are_scaled = self.precision.scaler is not None
-        if are_complete and not are_scaled:
+        if are_complete and not are_scaled and not self._has_shards:
             return
 
         if self._parameters is None:
@@ -84,6 +115,7 @@ class GradientVersionCheck(Check):
 
         gradient_ids = [id(gradient) for gradient in gradients]
         self._records = list(map(GradientRecord, parameters, gradient_ids, write_counts(gradients)))
+        self._shard = _record_smallest_shard(parameters)
 
     def _find_parameters(self) -> list[nn.Parameter]:
         """Returns the parameters whose gradients can be checked for writes of the script."""
@@ -112,7 +144,7 @@ class GradientVersionCheck(Check):
         if not (has_earlier_micro_batch and is_first_backward_of_micro_batch):
             return
 
-        if any(_was_written_to(record) for record in self._records):
+        if self._finds_write(self._parameters or ()):
             raise UsageError(
                 "gradients that are written to between the micro-batches of a global batch",
                 "they are those of a part of it; clipped there, by torch's clip_grad_norm_ say, "
@@ -130,21 +162,86 @@ class GradientVersionCheck(Check):
         """
         are_scaled = self.precision.scales(optimizer)
         if not are_scaled:
+            if self._has_shards:
+                self._warn_if_shards_were_written_to(optimizer)
             return
 
-        # The records describe the gradients as the latest backward pass has left them.
-        stepped_ids = {id(parameter) for parameter in parameters_of(optimizer)}
+        if self._finds_write(parameters_of(optimizer)):
+            raise UsageError(
+                "gradients that are written to before optimizer.step() under precision='fp16'",
+                "they are still multiplied by the scale of the loss, so that clip_grad_norm_ "
+                "of torch clips nearly all of them away",
+                "use world.clip_grad_norm_(model, max_norm); after it (max_norm=math.inf clips "
+                "nothing) they have their true size and may be changed",
+                code="LS406",
+            )
+
+    def _finds_write(self, parameters: Iterable[Tensor]) -> bool:
+        """Returns True if the script has written to gradients since the latest backward pass.
+
+        Args:
+            parameters: the parameters whose gradients are looked at.
+        """
+        ids = {id(parameter) for parameter in parameters}
         for record in self._records:
-            is_stepped = id(record.parameter) in stepped_ids
-            if is_stepped and _was_written_to(record):
-                raise UsageError(
-                    "gradients that are written to before optimizer.step() under precision='fp16'",
-                    "they are still multiplied by the scale of the loss, so that clip_grad_norm_ "
-                    "of torch clips nearly all of them away",
-                    "use world.clip_grad_norm_(model, max_norm); after it (max_norm=math.inf clips "
-                    "nothing) they have their true size and may be changed",
-                    code="LS406",
-                )
+            if id(record.parameter) in ids and _was_written_to(record):
+                return True
+
+        shard = self._shard
+        if shard is None or id(shard.parameter) not in ids or shard.parameter.grad is None:
+            return False
+        return not torch.equal(_bytes_of(to_local(shard.parameter.grad)), _bytes_of(shard.values))
+
+    def _warn_if_shards_were_written_to(self, optimizer: Optimizer) -> None:
+        """Warns, once, if the script has changed shards of gradients without `world`'s clipping.
+
+        What it did is not known. To multiply each element by a fixed number is harmless; a norm
+        over shards, as torch's `clip_grad_norm_` takes it, is not.
+        """
+        prepared = self._prepared.get(id(optimizer))
+        if self._warned_of_shards or prepared is None or prepared.step_calls.is_clipped:
+            return
+
+        shards = [parameter for parameter in parameters_of(optimizer) if is_sharded(parameter)]
+        if self._finds_write(shards):
+            self._warned_of_shards = True
+            warn(
+                "shards of gradients that the script changes before optimizer.step(), with "
+                "virtual_ranks",
+                "a norm over shards, as torch's clip_grad_norm_ takes it, and noise have bits that "
+                "depend on the number of processes",
+                "to clip, use world.clip_grad_norm_(model, max_norm); ignore this if each element "
+                "is changed by itself, for example multiplied by a number",
+            )
+
+
+def _record_smallest_shard(parameters: Sequence[nn.Parameter]) -> ShardRecord | None:
+    """Copies the smallest shard of a gradient on this rank that is not empty.
+
+    On a GPU nothing is copied: to compare it later would wait for the GPU.
+
+    Returns:
+        None if gradients are not sharded, or are on a GPU.
+    """
+    smallest: nn.Parameter | None = None
+    smallest_size = 0
+    for parameter in parameters:
+        gradient = parameter.grad
+        if gradient is None or gradient.device.type != "cpu" or not is_sharded(gradient):
+            continue
+        size = to_local(gradient).numel()
+        if size and (smallest is None or size < smallest_size):
+            smallest = parameter
+            smallest_size = size
+
+    if smallest is None or smallest.grad is None:
+        return None
+    return ShardRecord(smallest, to_local(smallest.grad).clone())
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    """Returns the bytes of a tensor. Unlike values, bytes of NaN are equal to themselves."""
+    return tensor.reshape(-1).view(torch.uint8)
 
 
 def _was_written_to(record: GradientRecord) -> bool:
