@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import platform
+
 import pytest
 import torch
 
@@ -19,6 +21,7 @@ def test_the_numerics_of_this_machine_are_read() -> None:
     numerics = read_numerics(torch.device("cpu"))
     assert numerics["CPU"] == torch.backends.cpu.get_cpu_capability()
     assert numerics["torch"] == torch.__version__
+    assert platform.python_version().startswith(f"{numerics['Python']}.")
     build = torch.__config__.show()
     assert (numerics["MKL"] == "none") == ("Math Kernel Library" not in build)
     assert numerics["MKL"].split()[0] in (*build.split(), *build.split("-"), "none")

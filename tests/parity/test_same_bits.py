@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import builtins
+import functools
+import math
+import operator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import pytest
@@ -72,6 +76,33 @@ def train(virtual_ranks: int = 5, **options: Any) -> tuple[str, list[float]]:
                 if mean is not None:
                     losses.append(mean)
         return digest_of(model), losses
+
+
+def compensated_sum(values: Iterable[Any], start: Any = 0) -> Any:
+    """Adds up as `sum` does from Python 3.12 on, which compensates for the rounding of floats."""
+    summands = list(values)
+    if summands and all(type(summand) is float for summand in summands):
+        return math.fsum(summands)
+    return functools.reduce(operator.add, summands, start)
+
+
+def loss_with_compensated_sum() -> float | None:
+    """Returns the loss of 4 virtual ranks, whose sum depends on how it is rounded."""
+    builtins.sum = compensated_sum  # type: ignore[assignment]
+    with lockstep.init(virtual_ranks=4) as world:
+        model = nn.Linear(1, 1, bias=False)
+        nn.init.ones_(model.weight)
+        optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.0)
+        rows = TensorDataset(torch.tensor([[1e16], [1.0], [-1e16], [1.0]]))
+        model, optimizer, loader = world.prepare(model, optimizer, DataLoader(rows, batch_size=4))
+        for (batch,) in loader:
+            world.backward(model(batch).mean())
+            optimizer.step()
+        return world.loss()
+
+
+def test_the_version_of_python_does_not_change_the_loss() -> None:
+    assert run_ranks(loss_with_compensated_sum, 1) == [0.25]
 
 
 @pytest.fixture(scope="module")

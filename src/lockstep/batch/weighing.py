@@ -26,6 +26,7 @@ from torch import Tensor
 
 from lockstep.batch.micro_batches import PlannedMicroBatch, ReadMicroBatch
 from lockstep.batch.rows import RowCounter
+from lockstep.communication.summation_tree import sum_in_order
 from lockstep.distributed.collectives import Collectives
 from lockstep.errors import DataError, RanksDifferError
 from lockstep.session.micro_batch import MicroBatch, VirtualRanks
@@ -369,7 +370,7 @@ class _PendingGlobalBatch:
         """
         virtual_ranks = self._virtual_ranks
         trains_replicas = virtual_ranks is not None and virtual_ranks.train_copies
-        return weights[_index_of_weight(counted)] if trains_replicas else sum(weights)
+        return weights[_index_of_weight(counted)] if trains_replicas else sum_in_order(weights)
 
     def _with_scale(self, counted: CountedBatch, total_weight: float) -> MicroBatch:
         """Returns a micro-batch with the factor of its loss, `w * ranks / W`.

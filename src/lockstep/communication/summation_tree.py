@@ -17,7 +17,7 @@ node may be added in either order, because floating-point addition is commutativ
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from typing import NamedTuple, TypeVar
 
@@ -57,6 +57,17 @@ def push(
     for _ in range(num_merges):
         right = stack.pop()
         add(stack[-1], right)
+
+
+def sum_in_order(numbers: Iterable[float]) -> float:
+    """Adds numbers from left to right, and rounds after each addition.
+
+    Python's `sum` does the same before Python 3.12, and compensates for the rounding from then on.
+    """
+    total = 0.0
+    for number in numbers:
+        total += number
+    return total
 
 
 class TreeOrder(NamedTuple):

@@ -13,6 +13,7 @@ import json
 import os
 import platform
 import re
+import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from operator import attrgetter
@@ -69,6 +70,7 @@ def read_numerics(device: torch.device) -> dict[str, str]:
         "CPU": torch.backends.cpu.get_cpu_capability(),
         "CPU model": _cpu_model(),
         "torch": torch.__version__,
+        "Python": f"{sys.version_info.major}.{sys.version_info.minor}",
     }
 
     build = torch.__config__.show()

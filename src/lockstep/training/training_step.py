@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lockstep.communication.summation_tree import sum_in_order
 from lockstep.distributed import ordered_norm
 from lockstep.distributed.determinism import find_refused_operation, nondeterministic_error
 from lockstep.distributed.device import add_memory_advice
@@ -213,8 +214,7 @@ class TrainingStep:
         losses = self._run.collectives.sum(losses_here)
 
         # The losses are added in the order of the virtual ranks, so the bits are always the same.
-        total: float = sum(losses.tolist())
-        return total / num_virtual_ranks
+        return sum_in_order(losses.tolist()) / num_virtual_ranks
 
     def _check_accumulation(self) -> None:
         """Checks that a backward pass may add to the gradients of earlier micro-batches.
