@@ -32,7 +32,7 @@ context = multiprocessing.get_context("forkserver")
 context.set_forkserver_preload(
     [
         *("torch", "torch.distributed", "torch._dynamo", "lockstep", "lockstep.world"),
-        *("lockstep.verify.rank", "lockstep.checkpoint.session", "ranks", "frozen"),
+        *("lockstep.verify.rank", "lockstep.checkpoint.checkpointer", "ranks", "frozen"),
     ]
 )
 

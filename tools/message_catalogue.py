@@ -244,7 +244,7 @@ SHORT_MESSAGES = {
         "strategies.pipeline.unit_costs"
     ),
     "{percentages} of time and memory, measured on an example": "strategies.pipeline.unit_costs",
-    "nothing to resume in {folder}": "checkpoint.session",
+    "nothing to resume in {folder}": "checkpoint.checkpointer",
     "{get_device_name}, compute capability {major}.{minor}": "distributed.numerics",
     "float32 matmul precision": "distributed.numerics",
     "setting of {setting}": "distributed.numerics",
@@ -289,16 +289,16 @@ SHORT_MESSAGES = {
     "node {rank} of {num_nodes} has not joined": "run.machines.nodes",
     "{name} is still ending its previous start": "run.machines.nodes",
     "resumed {where} (epoch {epoch}, step {step}, strategy {strategy}, {count_noun})": (
-        "checkpoint.session"
+        "checkpoint.training_state"
     ),
     "resumed from memory (epoch {epoch}, step {step}, strategy {strategy}, {count_noun})": (
-        "checkpoint.session"
+        "checkpoint.checkpointer"
     ),
-    "no steps are kept in memory": "checkpoint.session",
-    "from step {step} in memory": "checkpoint.session",
-    "there is no checkpoint on disk": "checkpoint.session",
-    "the last checkpoint on disk is of step {step}": "checkpoint.session",
-    "it is newer than step {step} in memory": "checkpoint.session",
+    "no steps are kept in memory": "checkpoint.checkpointer",
+    "from step {step} in memory": "checkpoint.checkpointer",
+    "there is no checkpoint on disk": "checkpoint.checkpointer",
+    "the last checkpoint on disk is of step {step}": "checkpoint.checkpointer",
+    "it is newer than step {step} in memory": "checkpoint.checkpointer",
     "keeping it takes {milliseconds}": "checkpoint.copy_interval",
     "the copy on another machine takes {milliseconds}": "checkpoint.copy_interval",
     "{number} micro-batches": "cli.verify",

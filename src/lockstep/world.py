@@ -58,7 +58,7 @@ from lockstep.training.unpacking import check_unpacking
 from lockstep.training.unsent_gradients import load_unsent_gradients, unsent_gradients
 
 if TYPE_CHECKING:
-    from lockstep.checkpoint.session import Checkpoint
+    from lockstep.checkpoint.checkpointer import Checkpoint
     from lockstep.extensions.memory_table import Memory
 
 
@@ -584,8 +584,8 @@ class World:
                 time.
             **state: what belongs to the training: `model=`, `optimizer=`, `loader=`, ...
         """
+        from lockstep.checkpoint.checkpointer import Checkpoint
         from lockstep.checkpoint.schedule import Policy  # not all scripts save
-        from lockstep.checkpoint.session import Checkpoint
 
         self._check_open("checkpoint")
         policy = Policy(keep=keep, every=every, best=best, busy=busy, asynchronous=asynchronous)
@@ -598,7 +598,7 @@ class World:
             policy,
             state,
             world=self,
-            virtual_ranks=self._preparer.virtual_ranks,
+            replicas=self._preparer.virtual_ranks,
             common_stream=self._preparer.streams,  # with virtual ranks, all ranks draw from one
             memory=memory,
             unsettled_world_state=self._state_dict_without_checks,

@@ -17,7 +17,7 @@ import pytest
 import torch
 from ranks import HANG_S, run_ranks
 from safetensors.torch import load_file
-from test_session import Counter, Training, caught, checkpoint_of, in_gloo_group, joined
+from test_checkpointer import Counter, Training, caught, checkpoint_of, in_gloo_group, joined
 
 import lockstep
 from lockstep.checkpoint import host_copies, layout, storage

@@ -16,7 +16,7 @@ import torch
 from launched import Launched
 from ranks import HANG_S, context, in_clean_process, in_gloo_group, run_ranks
 from test_async_save import Held
-from test_session import Training, caught, joined
+from test_checkpointer import Training, caught, joined
 
 from lockstep.checkpoint import layout, storage, termination, writer
 from lockstep.checkpoint.health import examine

@@ -23,8 +23,8 @@ from torch import Tensor, nn
 
 import lockstep
 from lockstep.checkpoint import layout, storage
+from lockstep.checkpoint.checkpointer import Checkpoint
 from lockstep.checkpoint.health import examine
-from lockstep.checkpoint.session import Checkpoint
 
 pytestmark = pytest.mark.ranks
 

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from ranks import context
-from test_session import Counter, Training
+from test_checkpointer import Counter, Training
 
 from lockstep.checkpoint import layout, lock as locks
 from lockstep.checkpoint.health import examine

@@ -11,7 +11,7 @@ import pytest
 import torch
 from ranks import run_ranks
 from saved import full_state_dict
-from test_session import checkpoint_of
+from test_checkpointer import checkpoint_of
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.data import TensorDataset
@@ -227,13 +227,6 @@ def state_by_name(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[st
     return {name: optimizer.state[parameter]["exp_avg"] for name, parameter in parameters}
 
 
-def as_of_an_earlier_version(path: Path) -> None:
-    """Removes from a manifest what earlier versions did not write."""
-    manifest = layout.read_manifest(path)
-    del manifest["optimizers"]
-    (path / layout.MANIFEST).write_bytes(seal_manifest(manifest))
-
-
 def test_each_parameter_gets_its_own_state_in_any_order(tmp_path: Path) -> None:
     """The order of the layers, that given to the optimizer, parameters that nothing names."""
     model = Layers()
@@ -273,7 +266,7 @@ def parameters_that_do_not_fit(model: Layers) -> dict[str, Any]:
 
 
 def test_an_optimizer_of_other_parameters_or_another_class_is_refused(tmp_path: Path) -> None:
-    """Nothing is changed before; checkpoints of earlier versions say less, and are checked too."""
+    """Nothing is changed before."""
     model = Layers()
     optimizer = torch.optim.Adam(model.parameters())
     make_step(model, optimizer)
@@ -297,20 +290,21 @@ def test_an_optimizer_of_other_parameters_or_another_class_is_refused(tmp_path: 
         found = f"saved from the optimizer Adam, and this run has {kind.__name__}"
         refused(found, other, kind(other.parameters(), lr=0.1))
 
-    as_of_an_earlier_version(path)
-    for kind in (torch.optim.SGD, torch.optim.AdamW, torch.optim.Adamax, lockstep.optim.LAMB):
-        other = Layers()
-        found = f"another optimizer than {kind.__name__}: only the saved one has the options"
-        refused(found, other, kind(other.parameters(), lr=0.1))
-    other = Layers()
-    weight, bias, *others = other.parameters()
-    parameters = [bias, weight, *others]
-    refused(r"shape \[3, 3\], and the parameter has \[3\]", other, torch.optim.Adam(parameters))
 
-    other = Layers()
-    resumed = torch.optim.Adam(other.parameters())
-    assert checkpoint_of(tmp_path, {"model": other, "optimizer": resumed}).resume()
-    check_equal([state_by_name(model, optimizer)], [state_by_name(other, resumed)])
+def test_a_parameter_without_a_name_is_refused_the_state_of_another_shape(tmp_path: Path) -> None:
+    """Such parameters are in no module that is saved, and are matched in their order."""
+    model = nn.Linear(3, 2)
+    temperatures = [nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(3))]
+    optimizer = torch.optim.Adam([*model.parameters(), *temperatures])
+    for parameter in [*model.parameters(), *temperatures]:
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    checkpoint_of(tmp_path, {"model": model, "optimizer": optimizer}).save()
+
+    resumed = torch.optim.Adam([*model.parameters(), *reversed(temperatures)])
+    with pytest.raises(CheckpointError, match=r"shape \[2\], and the parameter has \[3\]"):
+        checkpoint_of(tmp_path, {"model": model, "optimizer": resumed}).resume()
+    assert not resumed.state
 
 
 def test_a_state_that_depends_on_the_order_is_refused_in_another(tmp_path: Path) -> None:
@@ -333,6 +327,7 @@ def test_a_manifest_with_damaged_optimizers_is_refused(tmp_path: Path) -> None:
     sound = json.loads(json.dumps(manifest["optimizers"]))
     assert sound == {"optimizer": {"class": "SGD", "parameters": [["model.weight", "model.bias"]]}}
     for damaged in (
+        None,
         3,
         {"optimizer": 3},
         {"optimizer": {"class": "SGD"}},
@@ -344,6 +339,18 @@ def test_a_manifest_with_damaged_optimizers_is_refused(tmp_path: Path) -> None:
         (path / layout.MANIFEST).write_bytes(seal_manifest(manifest))
         with pytest.raises(CheckpointError, match="about its optimizers is damaged"):
             layout.read_manifest(path)
+
+
+def test_a_manifest_with_virtual_ranks_says_where_batchnorm_took_its_statistics(
+    tmp_path: Path,
+) -> None:
+    path = checkpoint_of(tmp_path, {"model": nn.Linear(3, 2)}).save()
+    assert path is not None
+    manifest = layout.read_manifest(path)
+    manifest["virtual_ranks"] = 2
+    (path / layout.MANIFEST).write_bytes(seal_manifest(manifest))
+    with pytest.raises(CheckpointError, match="does not say where BatchNorm took its statistics"):
+        layout.read_manifest(path)
 
 
 def save_replicas(folder: Path) -> None:

@@ -19,7 +19,7 @@ from hypothesis import given, settings, strategies as st
 from ranks import in_gloo_group, run_ranks
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from test_session import checkpoint_of as session_of
+from test_checkpointer import checkpoint_of as session_of
 from torch import nn
 
 import lockstep

@@ -14,7 +14,7 @@ import torch
 import lockstep
 from lockstep import errors, optim, strategies, testing
 from lockstep.batch.loader import Loader
-from lockstep.checkpoint.session import Checkpoint
+from lockstep.checkpoint.checkpointer import Checkpoint
 from lockstep.cli.main import COMMANDS
 
 pytestmark = pytest.mark.unit

@@ -83,9 +83,9 @@ def test_scripts_that_certainly_spawn_their_ranks_are_recognised(
 def test_large_modules_that_a_script_will_import_are_guessed() -> None:
     assert read_source("opt = torch.optim.SGD(p)").imports == ("torch._dynamo",)
     assert read_source("import torch").imports == ()
-    assert "lockstep.checkpoint.session" not in read_source("import lockstep").imports
+    assert "lockstep.checkpoint.checkpointer" not in read_source("import lockstep").imports
     imports = read_source("import lockstep\nworld.checkpoint('runs')").imports
-    assert {"lockstep.world", "lockstep.checkpoint.session"} <= set(imports)
+    assert {"lockstep.world", "lockstep.checkpoint.checkpointer"} <= set(imports)
     for name in imports:
         importlib.import_module(name)
     assert large_modules({"torch", *imports}) == list(imports)

@@ -331,7 +331,7 @@ def test_collectives_in_different_groups_are_a_deadlock() -> None:
         (
             (
                 Frame(f"{LOCKSTEP_FOLDER}world.py", 9, "gather"),
-                Frame(f"{LOCKSTEP_FOLDER}checkpoint/session.py", 7, "save"),
+                Frame(f"{LOCKSTEP_FOLDER}checkpoint/checkpointer.py", 7, "save"),
             ),
             "call checkpoint.save() on all ranks",
         ),

@@ -12,7 +12,7 @@ import torch
 
 import lockstep
 from lockstep import familiar_names, optim, strategies
-from lockstep.checkpoint.session import Checkpoint
+from lockstep.checkpoint.checkpointer import Checkpoint
 from lockstep.errors import UnknownNameError
 
 pytestmark = pytest.mark.unit

@@ -95,14 +95,13 @@ def _check_batchnorm(path: Path | str, manifest: Mapping[str, Any], settings: Se
 
     Args:
         path: the folder of the checkpoint, or a description such as "step 12 in memory".
-        manifest: the manifest of a checkpoint with as many virtual ranks. Checkpoints of earlier
-            versions do not say how the statistics were taken: it was without `sync_batchnorm`.
+        manifest: the manifest of a checkpoint with as many virtual ranks.
         settings: the settings of this run.
 
     Raises:
         CheckpointError: the statistics would be taken from other samples.
     """
-    was_synchronised = manifest.get("sync_batchnorm", False)
+    was_synchronised = manifest["sync_batchnorm"]
     is_synchronised = settings.synchronises_batchnorm
     if is_synchronised == was_synchronised:
         return

@@ -42,7 +42,7 @@ TRAINING = "training"
 """The name of the file for everything that is not a module, such as the optimizer."""
 OPTIMIZERS = "optimizers"
 """What the manifest has for each optimizer under this key: its class, and the names of the
-parameters of each group. Checkpoints of earlier versions lack it."""
+parameters of each group."""
 CLASS_OF_OPTIMIZER = "class"
 NAMES_OF_PARAMETERS = "parameters"
 MAX_MANIFEST_BYTES = 1 << 28
@@ -331,8 +331,12 @@ def check_manifest(manifest: Mapping[str, Any]) -> None:
     if not isinstance(manifest.get("checksums"), dict):
         raise ValueError("it lacks the checksums of its files")
 
-    if not _optimizers_are_described(manifest.get(OPTIMIZERS, {})):
+    if not _optimizers_are_described(manifest.get(OPTIMIZERS)):
         raise ValueError("what it says about its optimizers is damaged")
+
+    has_virtual_ranks = manifest.get("virtual_ranks") is not None
+    if has_virtual_ranks and not isinstance(manifest.get("sync_batchnorm"), bool):
+        raise ValueError("it does not say where BatchNorm took its statistics")
 
     if not _shards_are_listed(manifest.get("shards", {})):
         raise ValueError("its list of shards is damaged")

@@ -3,8 +3,7 @@
 In the state of an optimizer, torch numbers the parameters in the order in which the optimizer was
 given them, and loads the state in that order. If a model defines the same layers in another order,
 each layer would get the state of another one. So a checkpoint also stores the name of each
-parameter, and the class of the optimizer (its *facts*). Checkpoints of earlier versions have no
-facts: their states are matched by position, and their shapes and options are compared.
+parameter, and the class of the optimizer (its *facts*).
 """
 
 from __future__ import annotations
@@ -27,27 +26,6 @@ from lockstep.wording import join_first
 Names = list[list[str | None]]
 """The name of each parameter, for each group; None if its module is not saved."""
 
-OPTIONS_THAT_TELL_CLASSES = (
-    "adapt",
-    "alpha",
-    "amsgrad",
-    "beta2_decay",
-    "betas",
-    "dampening",
-    "etas",
-    "history_size",
-    "initial_accumulator_value",
-    "lambd",
-    "lr_decay",
-    "momentum",
-    "momentum_decay",
-    "nesterov",
-    "ns_steps",
-    "rho",
-)
-"""Options of parameter groups by which the optimizers of torch and Lockstep can be told apart."""
-DECOUPLED = "decoupled_weight_decay"
-"""The option in which torch's Adam and AdamW differ."""
 KEYS_OF_PARAMETER_SHAPE = (
     "acc_delta",
     "ax",
@@ -144,7 +122,7 @@ def match_optimizers(
         _check_order_of_modules(path, modules, saved)
 
     names = SavedNames(modules)
-    facts_of_optimizers = saved["manifest"].get(OPTIMIZERS, {})
+    facts_of_optimizers = saved["manifest"][OPTIMIZERS]
     matched = dict(saved)
     for name, value in objects.items():
         state = saved[name]
@@ -152,10 +130,10 @@ def match_optimizers(
             continue
 
         action = f"resuming {name} from {path}"
+        # There are no facts about an object that has such a state but is no optimizer of torch's,
+        # such as a wrapper around one.
         facts = facts_of_optimizers.get(name)
-        if facts is None:
-            _check_options(action, value, state)
-        else:
+        if facts is not None:
             _check_class(action, value, facts[CLASS_OF_OPTIMIZER])
             saved_names = facts[NAMES_OF_PARAMETERS]
             # Otherwise the facts belong to another state, and the saved order is kept.
@@ -211,37 +189,6 @@ def _check_class(action: str, optimizer: Optimizer, saved_class: str) -> None:
         f"build it as {saved_class}; to train on with another optimizer, load the weights alone "
         "with lockstep.load_weights",
     )
-
-
-def _check_options(action: str, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-    """Raises CheckpointError if a state has the options of an optimizer of another class.
-
-    This is for checkpoints that do not say which class it was.
-    """
-    for own_group, saved_group in zip(optimizer.param_groups, state["param_groups"], strict=False):
-        only_saved = []
-        only_own = []
-        for option in OPTIONS_THAT_TELL_CLASSES:
-            if option in saved_group and option not in own_group:
-                only_saved.append(option)
-            if option in own_group and option not in saved_group:
-                only_own.append(option)
-
-        # Adam and AdamW have the same options, and differ in the value of one of them.
-        has_both = DECOUPLED in saved_group and DECOUPLED in own_group
-        if has_both and saved_group[DECOUPLED] != own_group[DECOUPLED]:
-            only_saved.append(f"{DECOUPLED}={saved_group[DECOUPLED]}")
-            only_own.append(f"{DECOUPLED}={own_group[DECOUPLED]}")
-
-        if only_saved or only_own:
-            raise CheckpointError(
-                action,
-                f"it was saved from another optimizer than {_class_name(optimizer)}: only the "
-                f"saved one has the options {', '.join(only_saved) or 'none'}, only that of this "
-                f"run {', '.join(only_own) or 'none'}",
-                "build the optimizer as it was in the run that saved it; to train on with another "
-                "one, load the weights alone with lockstep.load_weights",
-            )
 
 
 def _match_names(action: str, saved: Names, own: Names, *, order_matters: bool) -> list[list[int]]:

@@ -16,6 +16,7 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from functools import cache
 from operator import attrgetter
 from pathlib import Path
 
@@ -111,6 +112,7 @@ def _fp32_precisions(device: torch.device) -> dict[str, str]:
     return value_of_setting
 
 
+@cache
 def _cpu_model() -> str:
     """Returns the name of the CPU's model, such as "AMD EPYC, cpu family 26, model 2"."""
     try:

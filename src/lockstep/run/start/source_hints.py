@@ -39,7 +39,7 @@ _WORD_OF_LARGE_MODULE = {
     "lockstep.extensions.autotune": "lockstep",
     "lockstep.extensions.checks": "lockstep",
     "lockstep.distributed.rendezvous": "lockstep",
-    "lockstep.checkpoint.session": ".checkpoint(",
+    "lockstep.checkpoint.checkpointer": ".checkpoint(",
     "numpy.random": "lockstep",
 }
 """Large modules, each with a word: if a script's source contains the word, the script will import

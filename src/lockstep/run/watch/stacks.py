@@ -132,7 +132,10 @@ _COLLECTIVES_OF_FILE = {
         "world",
         ("barrier", "broadcast", "gather", "loss", "max", "mean", "means", "min", "sum"),
     ),
-    f"{LOCKSTEP_FOLDER}checkpoint/session.py": ("checkpoint", ("resume", "save", "step", "wait")),
+    f"{LOCKSTEP_FOLDER}checkpoint/checkpointer.py": (
+        "checkpoint",
+        ("resume", "save", "step", "wait"),
+    ),
 }
 """The usual name of the object whose class is in a file, and those of its methods that all ranks
 must call together."""

@@ -48,7 +48,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from lockstep.batch.loader import Loader
 from lockstep.batch.pytree import tensors
-from lockstep.checkpoint.session import Checkpoint
+from lockstep.checkpoint.checkpointer import Checkpoint
 from lockstep.distributed.process_group import Run
 from lockstep.run.watch.script_processes import replace_start_processes
 from lockstep.session.extension import add_to_every_run

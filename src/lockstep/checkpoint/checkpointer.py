@@ -5,8 +5,7 @@ the part of the state that it stores (its *part*) into a hidden folder, in a thr
 continues. Rank 0 then adds the *manifest*, a JSON file that lists what the checkpoint contains.
 
 If `lockstep run` may restart the ranks, the state of each step is also kept in memory that survives
-the ranks (`kept_steps`), and `resume` looks there first. *Virtual ranks* are the replicas of the
-model that DiLoCo trains separately.
+the ranks (`kept_steps`), and `resume` looks there first.
 
 Communication: `save` makes two small exchanges of text, `resume` three, `wait` one. No tensor is
 sent. Each exchange also carries errors, so an error on one rank is raised on all of them. Errors of
@@ -19,30 +18,19 @@ import math
 import os
 import secrets
 import signal
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import asdict
 from datetime import UTC, datetime
 from functools import partial, wraps
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
-from torch import Tensor, nn
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
+from torch import Tensor
 
-from lockstep.batch.loader import Loader
-from lockstep.checkpoint import layout, sharding
-from lockstep.checkpoint.bits import (
-    check_virtual_ranks,
-    facts_about_bits,
-    restore_threads_and_note_differences,
-)
+from lockstep.checkpoint import layout
 from lockstep.checkpoint.checks import (
-    BUILD_AS_SAVED,
-    changed_lengths,
-    check_fits,
     check_is_no_checkpoint,
     check_state,
 )
@@ -58,33 +46,23 @@ from lockstep.checkpoint.find_latest import (
 from lockstep.checkpoint.formats.reading import read_stored
 from lockstep.checkpoint.host_copies import HostCopies
 from lockstep.checkpoint.kept_fetching import RESUMING_FROM_MEMORY, fetch_step
-from lockstep.checkpoint.kept_layout import Section, sections_of
 from lockstep.checkpoint.kept_reading import (
-    RANDOM,
     KeptStep,
     PartReport,
     choose_step,
     describe_incomplete,
 )
 from lockstep.checkpoint.kept_steps import KeptSteps, TakenState
-from lockstep.checkpoint.modules import PlainState, load_plain, plain_state_dict
-from lockstep.checkpoint.optimizer_match import (
-    SavedNames,
-    match_optimizers,
-    optimizer_facts,
-)
-from lockstep.checkpoint.optimizer_state import load_into_torch_optimizer, saved_parameter_dtypes
 from lockstep.checkpoint.preemption import SignalRequests
 from lockstep.checkpoint.random_states import CommonStream, RandomStates
 from lockstep.checkpoint.rank_parts import (
     RankSummary,
     copy_rank_part,
     has_own_tensors,
-    keys_of_partial_states,
 )
 from lockstep.checkpoint.save import RankPart, RankReports, write_checkpoint
 from lockstep.checkpoint.schedule import Policy, SaveSchedule
-from lockstep.checkpoint.sharding import without_meta
+from lockstep.checkpoint.training_state import CheckpointWorld, Replicas, TrainingState
 from lockstep.checkpoint.writer import Writer
 from lockstep.distributed.collectives import (
     check_same_metric,
@@ -96,11 +74,9 @@ from lockstep.distributed.process_group import Run
 from lockstep.errors import EXIT_SIGNAL, CheckpointError, UsageError, warn
 from lockstep.keyword_arguments import check_keywords_of_methods
 from lockstep.language import translate
-from lockstep.optim.deferred_init import shapes_are_enough
 from lockstep.session.extension import Extension, Place
 from lockstep.settings import is_quiet
 from lockstep.user_code import user_location
-from lockstep.wording import count_noun
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
@@ -125,46 +101,6 @@ def _in_checkpoint_phase(method: Method) -> Method:
             self._progress.enter_phase(previous_phase)
 
     return cast(Method, wrapper)
-
-
-class CheckpointWorld(Protocol):
-    """The methods of `World` that a checkpoint uses."""
-
-    strategy: str
-    """The name of the strategy."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Returns the run's own state, with the integers `step` and `epoch`."""
-
-    def load_state_dict(self, state: dict[str, Any], /) -> None:
-        """Loads what `state_dict` returned."""
-
-    def print(self, *values: object) -> None:
-        """Prints on rank 0."""
-
-
-class VirtualRanks(Protocol):
-    """The methods of `training.virtual_rank_states.VirtualRankStates` that a checkpoint uses."""
-
-    count: int
-    """Number of virtual ranks of the run."""
-
-    @property
-    def own_virtual_ranks(self) -> list[int]:
-        """The virtual ranks that this process computes."""
-
-    def state_dict(self, shared: bool | None = None) -> dict[str, Any]:
-        """Returns the states of this process's virtual ranks.
-
-        Args:
-            shared: whether the result includes the state that all virtual ranks have in common.
-        """
-
-    def check(self, state: Mapping[str, Any]) -> None:
-        """Raises CheckpointError if a saved state does not fit this run."""
-
-    def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
-        """Loads a saved state. With None, all virtual ranks start from the present weights."""
 
 
 class _EndOfRun(Extension):
@@ -235,8 +171,7 @@ class Checkpoint:
             under the names of the bare module, so that it can be loaded into a run of any size and
             with any wrapper.
         world: the `World`, whose own state is saved too.
-        virtual_ranks: the states of the virtual ranks that train separately; None if there are no
-            such virtual ranks.
+        replicas: the states of DiLoCo's replicas; None if all ranks train one model.
         common_stream: the random stream that all ranks share if virtual ranks train one model.
         memory: True to keep each step in memory, and to fail if that is not possible; False to
             keep none. None: as the launcher decides.
@@ -256,7 +191,7 @@ class Checkpoint:
         state: Mapping[str, Any],
         *,
         world: CheckpointWorld,
-        virtual_ranks: VirtualRanks | None = None,
+        replicas: Replicas | None = None,
         common_stream: CommonStream | None = None,
         memory: bool | None = None,
         unsettled_world_state: Callable[[], dict[str, Any]] | None = None,
@@ -268,18 +203,20 @@ class Checkpoint:
         """What the last `resume()` found and did, in a sentence or two."""
         self._collectives = run.collectives
         self._extensions = run.extensions
-        self._settings = run.settings
         self._random_states = RandomStates(run.collectives, common_stream)
         self._joined = run.joined
         self._progress = run.step
         self._policy = policy
-        self._objects = dict(state)
-        for value in state.values():
-            if isinstance(value, Loader):
-                _ = value.fingerprint  # computed now: some datasets change during the training
         self._world = world
-        self._world_state_without_checks = unsettled_world_state or world.state_dict
-        self._virtual_ranks = virtual_ranks
+        self._state = TrainingState(
+            state,
+            world=world,
+            unsettled_world_state=unsettled_world_state or world.state_dict,
+            replicas=replicas,
+            random_states=self._random_states,
+            settings=run.settings,
+            collectives=run.collectives,
+        )
         self._action = f"saving a checkpoint in {self.folder}"
         self._damaged_names: tuple[str, ...] = ()
         """Checkpoints that `resume` has skipped. A save ignores them when it counts checkpoints."""
@@ -293,14 +230,6 @@ class Checkpoint:
         in the folder are then earlier ones of the same training."""
         self._saved_steps: set[int] = set()
         """The steps that this object has saved."""
-        self._plain_states: dict[str, PlainState] = {}
-        self._optimizer_facts: dict[str, Any] = {}
-        """The class of each optimizer and the names of its parameters, for the manifest."""
-        self._counts_of_parameters: list[int] = []
-        """How many parameters each group of each optimizer had when these facts were collected."""
-        self._bits: dict[str, Any] | None = None
-        """The facts on which the bits of the results depend, once they are known. They are
-        collected only once, because that takes long."""
         requests = SignalRequests()
         self._schedule = SaveSchedule(policy.every, run.collectives, requests)
         self._last_step_called = 0
@@ -334,7 +263,7 @@ class Checkpoint:
             run.collectives,
             run.step,
             take_state=self._take_state,
-            steady_ids=self._ids_changed_only_by_optimizer,
+            steady_ids=self._state.ids_changed_only_by_optimizer,
             say=self._say,
             every_step=asked_for is True or topology.keeps_every_step,
             timeout=run.settings.collective_timeout,
@@ -475,9 +404,8 @@ class Checkpoint:
             self._writer.finish()  # waits, and raises the error of the previous save
 
         # A state is partial if each rank has only some of its entries, as under a pipeline.
-        objects = self._objects_and_replicas()
-        states = self._states_of(objects)
-        partial_keys = keys_of_partial_states(states, objects)
+        states = self._state.collect()
+        partial_keys = self._state.keys_of_partial(states)
         summary = RankSummary(
             skip=skip,
             metric=metric,
@@ -514,7 +442,7 @@ class Checkpoint:
             return PreparedSave(part=RankPart({}), manifest={}), None
 
         part, trees = copy_rank_part(
-            states, self._module_names(), summaries, rank, self._copies.copy
+            states, self._state.module_names, summaries, rank, self._copies.copy
         )
         self._copies.finish()
         if rank > 0:
@@ -756,7 +684,7 @@ class Checkpoint:
         loaded = run_on_all_ranks(
             self._collectives, action, lambda: self._read_states(path, chosen.id)
         )
-        note = run_on_all_ranks(self._collectives, action, lambda: self._load_states(path, loaded))
+        note = run_on_all_ranks(self._collectives, action, lambda: self._state.load(path, loaded))
         self._announce_resumed(note + chosen.describe_problems() + why_not_from_memory)
         return True
 
@@ -833,17 +761,15 @@ class Checkpoint:
         where = f"step {chosen.step} in memory"
         with ExitStack() as received:  # closes the memory that was received from other machines
             try:
-                loaded = fetch_step(self._collectives, chosen, self._module_names(), received)
+                loaded = fetch_step(self._collectives, chosen, self._state.module_names, received)
             except CheckpointError as error:
                 return f"; {where} cannot be read: {error.found}"
 
-            def check_and_load() -> str:
-                """Loads the states if they fit this run; returns a sentence for the user."""
-                check_virtual_ranks(where, loaded["manifest"], self._settings)
-                check_fits(where, self._objects, loaded)
-                return self._load_states(where, self._match_optimizers(where, loaded))
-
-            note = run_on_all_ranks(self._collectives, RESUMING_FROM_MEMORY, check_and_load)
+            note = run_on_all_ranks(
+                self._collectives,
+                RESUMING_FROM_MEMORY,
+                lambda: self._state.load(where, self._state.match(where, loaded)),
+            )
 
         self._announce_resumed(note + note_about_disk)
         return ""
@@ -893,115 +819,9 @@ class Checkpoint:
         """Returns the state that `save` would save now, without copying it."""
         self._extensions.saving_begins()
         try:
-            # A state is partial if this rank has only some of its entries, as under a pipeline.
-            objects = self._objects_and_replicas()
-            states = self._uncopied_states(objects)
-            partial_names = list(keys_of_partial_states(states, objects))
-            facts = {
-                "step": int(states["world"]["step"]),
-                "epoch": self._epoch(states),
-                "strategy": self._world.strategy,
-                layout.OPTIMIZERS: self._facts_about_optimizers(),
-                **self._facts_about_bits(),
-            }
-
-            # Tensors on the meta device belong to layers of other ranks.
-            for name in self._module_names():
-                if name in partial_names:
-                    states[name] = without_meta(states[name])
-
-            sections = sections_of(
-                states,
-                module_names=self._module_names(),
-                optimizer_names=[n for n, value in objects.items() if isinstance(value, Optimizer)],
-                partial_names=partial_names,
-            )
-
-            # The sections of these states follow. A section is partial if this rank has only some
-            # of its entries, and divided if it is equal on all ranks of the machine, which then
-            # share the work of copying it. Each rank has a random state of its own: its section is
-            # partial, and not divided.
-            random_section = Section(
-                RANDOM,
-                ("state",),
-                self._random_states.state(),
-                is_partial=True,
-                is_divided=False,
-            )
-            sections.append(random_section)
-            return TakenState(facts, sections)
+            return TakenState(*self._state.collect_sections())
         finally:
             self._extensions.saving_ended()
-
-    def _uncopied_states(self, objects: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the states of these objects and of the world, with the training's own tensors.
-
-        Unlike `_states_of`, this is called in each step, so it must be fast.
-        """
-        # `World.state_dict` first waits for the checks of the run that are still going on, which
-        # may take as long as a step. This function does not wait.
-        states: dict[str, Any] = {"world": self._world_state_without_checks()}
-        for name, value in objects.items():
-            if isinstance(value, nn.Module):
-                if name not in self._plain_states:  # it knows the names of the bare module
-                    self._plain_states[name] = PlainState(value)
-                states[name] = self._plain_states[name].take()
-            elif self._virtual_ranks is not None and value is self._virtual_ranks:
-                # DiLoCo's virtual ranks. One rank of each machine keeps what they have in common.
-                is_first_of_machine = self._collectives.topology.local_rank == 0
-                states[name] = self._virtual_ranks.state_dict(shared=is_first_of_machine)
-            else:
-                states[name] = value.state_dict()
-        return states
-
-    def _ids_changed_only_by_optimizer(self) -> set[int]:
-        """Returns the ids of the tensors that change only in the step of a prepared optimizer.
-
-        These are the parameters of the optimizer and the tensors of its state.
-        """
-        ids: set[int] = set()
-        for value in self._objects.values():
-            # Prepared optimizers are recognised by their method `load_saved_state`, which those of
-            # torch lack: this module must not import the module of their class.
-            has_method_of_prepared = hasattr(value, "load_saved_state")
-            is_prepared_optimizer = isinstance(value, Optimizer) and has_method_of_prepared
-            if not is_prepared_optimizer:
-                continue
-
-            for group in value.param_groups:
-                ids.update(id(parameter) for parameter in group["params"])
-            for state_of_parameter in value.state.values():
-                # Some of the values are numbers. Their ids do no harm.
-                ids.update(id(item) for item in state_of_parameter.values())
-        return ids
-
-    def _facts_about_bits(self) -> dict[str, Any]:
-        """Returns the facts on which the bits of the results depend, for the manifest."""
-        if self._bits is None:
-            self._bits = facts_about_bits(self._settings, self._collectives.device)
-        return self._bits
-
-    def _facts_about_optimizers(self) -> dict[str, Any]:
-        """Returns the class of each optimizer and the names of its parameters, for the manifest.
-
-        Finding the names takes long, so it is only done again if an optimizer has been given
-        further parameters since.
-        """
-        counts_of_parameters = []
-        for value in self._objects.values():
-            if isinstance(value, Optimizer):
-                counts_of_parameters += [len(group["params"]) for group in value.param_groups]
-
-        has_other_parameters = counts_of_parameters != self._counts_of_parameters
-        if has_other_parameters:
-            modules = {name: self._objects[name] for name in self._module_names()}
-            names = SavedNames(modules)
-            self._optimizer_facts = {}
-            for name, value in self._objects.items():
-                if isinstance(value, Optimizer):
-                    self._optimizer_facts[name] = optimizer_facts(value, names)
-            self._counts_of_parameters = counts_of_parameters
-        return self._optimizer_facts
 
     # Reading and loading a checkpoint
 
@@ -1019,100 +839,14 @@ class Checkpoint:
             CheckpointError: the checkpoint cannot be read, or some state does not fit this run.
         """
         manifest = read_manifest_of(path, checkpoint_id)
-        check_virtual_ranks(path, manifest, self._settings)
-
         modules = {name: read_stored(path, manifest, name) for name in manifest["modules"]}
         other_states = read_stored(path, manifest, layout.TRAINING)
 
-        # In a damaged manifest the other states may be no dictionary. Then `check_fits` reports all
-        # of them as missing.
+        # In a damaged manifest the other states may be no dictionary. Then `match` reports all of
+        # them as missing.
         if not isinstance(other_states, dict):
             other_states = {}
-
-        saved = {"manifest": manifest, **other_states, **modules}
-        check_fits(path, self._objects, saved)
-
-        # If each virtual rank trains a copy of the model, the copies are saved as "replicas".
-        if self._virtual_ranks is not None and "replicas" in saved:
-            self._virtual_ranks.check(saved["replicas"])
-        return self._match_optimizers(path, saved)
-
-    def _match_optimizers(self, path: Path | str, saved: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns saved states with those of optimizers in the order of the present parameters."""
-        has_replicas = self._virtual_ranks is not None
-        return match_optimizers(path, self._objects, saved, has_replicas=has_replicas)
-
-    def _load_states(self, path: Path | str, saved: Mapping[str, Any]) -> str:
-        """Loads saved states into the objects of this run.
-
-        Args:
-            path: the folder of the checkpoint, or a description such as "step 12 in memory".
-            saved: the saved states by name, as `_read_states` returns them, with the `manifest`.
-                `random` has the random state of each rank, or is None.
-
-        Returns:
-            A sentence that says what was resumed, and what is now different from what was saved.
-        """
-        modules = {
-            name: value for name, value in self._objects.items() if isinstance(value, nn.Module)
-        }
-
-        # Only dtypes are looked up here, so a model of `deferred_init` stays uninitialised.
-        with shapes_are_enough():
-            saved_dtypes = saved_parameter_dtypes(modules, saved)
-
-        # All notes are the end of one sentence. Each of them begins with "; ", or is empty.
-        notes: list[str] = []
-        for name, target in {**self._objects, "world": self._world}.items():
-            notes.append(_note_about_length(name, target, saved[name]))
-            with _explain_misfit(f"resuming {name} from {path}", BUILD_AS_SAVED.format(name)):
-                _load_state(target, saved[name], saved_dtypes)
-
-        if self._virtual_ranks is not None:
-            with _explain_misfit(
-                f"resuming the replicas from {path}", BUILD_AS_SAVED.format("the model")
-            ):
-                self._virtual_ranks.load_state_dict(saved.get("replicas"))
-        elif "replicas" in saved:
-            # The saved run trained several replicas of the model with DiLoCo, and this one does
-            # not. The model was loaded above, with the weights that the replicas have in common.
-            notes.append(
-                "; its replicas are left out, the training goes on from their shared weights"
-            )
-
-        # The results are the same bits only with the same random states, and with the same number
-        # of threads. The sentence begins with the note about the random states.
-        manifest = saved["manifest"]
-        notes.insert(0, self._restore_rng(path, saved))
-        notes.append(
-            restore_threads_and_note_differences(
-                manifest, self._settings.virtual_ranks, self._collectives.device
-            )
-        )
-        return self._describe(path, manifest) + "".join(notes)
-
-    def _describe(self, path: Path | str, manifest: Mapping[str, Any]) -> str:
-        """Describes the checkpoint that was resumed, and the run that saved it.
-
-        Example: "resumed runs/digits/step-000000120 (epoch 2, step 120, strategy ddp, 4 ranks)".
-        """
-        where = f"from {path}" if isinstance(path, str) else path
-        return (
-            f"resumed {where} (epoch {manifest['epoch']}, step {manifest['step']}, "
-            f"strategy {manifest['strategy']}, {count_noun(manifest['world_size'], 'rank')})"
-        )
-
-    def _restore_rng(self, path: Path | str, saved: Mapping[str, Any]) -> str:
-        """Restores the random state of this rank, if the checkpoint has it.
-
-        Returns:
-            "" if the random state was restored. Otherwise the end of a sentence that says why not.
-        """
-        with _explain_misfit(
-            f"resuming the random streams from {path}",
-            "resume with the versions of Python and torch that saved them",
-        ):
-            return self._random_states.restore(saved)
+        return self._state.match(path, {"manifest": manifest, **other_states, **modules})
 
     def _announce_resumed(self, note: str) -> None:
         """Prints on rank 0 what was resumed, and stores it as `last_resume_note`."""
@@ -1123,25 +857,6 @@ class Checkpoint:
         self._last_step_called = self._progress.number
 
     # What is saved
-
-    def _objects_and_replicas(self) -> dict[str, Any]:
-        """Returns all objects that are saved, except the world, by name."""
-        if self._virtual_ranks is None:
-            return dict(self._objects)
-        return {**self._objects, "replicas": self._virtual_ranks}
-
-    def _states_of(self, objects: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the states of these objects by name, and that of the world under "world"."""
-        states: dict[str, Any] = {"world": self._world.state_dict()}
-        for name, value in objects.items():
-            if isinstance(value, nn.Module):
-                states[name] = plain_state_dict(value)
-            else:
-                states[name] = value.state_dict()
-        return states
-
-    def _module_names(self) -> list[str]:
-        return [name for name, value in self._objects.items() if isinstance(value, nn.Module)]
 
     def _manifest(
         self, states: Mapping[str, Any], metric: float | None, trees: Mapping[str, Any]
@@ -1162,42 +877,18 @@ class Checkpoint:
             metric = None
 
         return {
-            "step": int(states["world"]["step"]),
+            **self._state.facts(states),
             # Distinguishes checkpoints of the same name on machines without a shared file system.
             "id": secrets.token_hex(8),
             "lockstep": __version__,
             "torch": torch.__version__,
             "time": datetime.now(UTC).isoformat(timespec="seconds"),
-            "epoch": self._epoch(states),
             "world_size": self._collectives.topology.size,
-            "strategy": self._world.strategy,
-            # What the bits of the results depend on, such as the number of threads.
-            **facts_about_bits(self._settings, self._collectives.device),
             "metric": metric,
             "best": self._policy.best,
-            layout.OPTIMIZERS: self._facts_about_optimizers(),
-            "modules": {name: trees[name] for name in self._module_names()},
+            "modules": {name: trees[name] for name in self._state.module_names},
             "training": trees[layout.TRAINING],
         }
-
-    def _epoch(self, states: Mapping[str, Any]) -> int:
-        """Returns the number of the present epoch.
-
-        In a loop over `world.epochs` the world counts the epochs. In any other loop the loaders do:
-        then it is the smallest epoch of the loaders that have started one.
-        """
-        epoch_of_world = states["world"]["epoch"]
-        if epoch_of_world:
-            return int(epoch_of_world)
-
-        epochs_of_loaders = []
-        for name, value in self._objects.items():
-            if not isinstance(value, Loader):
-                continue
-            epoch = int(states[name]["epoch"])
-            if epoch > 0:  # a loader that is only used for evaluation stays at 0
-                epochs_of_loaders.append(epoch)
-        return min(epochs_of_loaders, default=0)
 
 
 def _note_about_disk(step_on_disk: int, views: Sequence[FolderView] | None) -> str:
@@ -1214,65 +905,6 @@ def _note_about_disk(step_on_disk: int, views: Sequence[FolderView] | None) -> s
     if step_on_disk < 0:
         return f"; there is no checkpoint on disk{problems}"
     return f"; the last checkpoint on disk is of step {step_on_disk}{problems}"
-
-
-def _note_about_length(name: str, target: Any, saved: Any) -> str:
-    """Returns a note if a scheduler was built for another number of steps than when it was saved.
-
-    Loading its state replaces the new number by the saved one, which may surprise the user.
-
-    Args:
-        name: the name under which the user saves the object.
-        target: the object of this run. Only schedulers are checked.
-        saved: its saved state.
-
-    Returns:
-        The end of a sentence, or "" if there is nothing to note.
-    """
-    if not isinstance(target, LRScheduler):
-        return ""
-
-    # A length is a number of steps for which the scheduler was built, such as `T_max`. The note is
-    # "; scheduler keeps T_max=100 as saved, not 200 as built".
-    note = ""
-    for length in changed_lengths(target, saved):
-        # `length.place` is the path to the attribute, e.g. "T_max".
-        note += (
-            f"; {name} keeps {length.place}={length.saved} as saved, not {length.built} as built"
-        )
-    return note
-
-
-def _load_state(target: Any, saved: Any, saved_dtypes: Mapping[Tensor, torch.dtype]) -> None:
-    """Loads a saved state into a module, an optimizer or any other object.
-
-    Args:
-        target: the object of this run.
-        saved: its saved state. Its tensors may be stored in shards, or mapped from a file.
-        saved_dtypes: the dtype that each parameter of this run had when the state was saved.
-    """
-    if isinstance(target, nn.Module):
-        load_plain(target, saved)
-    elif isinstance(target, Optimizer):
-        state = sharding.reshard_optimizer(saved, target)
-        if hasattr(target, "load_saved_state"):
-            # It is prepared, and may have only a part of the parameters, so it has a method for it.
-            target.load_saved_state(state, saved_dtypes)
-        else:
-            load_into_torch_optimizer(target, state, saved_dtypes)
-    else:
-        # The object may keep the tensors that it gets. So they are copied to memory: they may be
-        # mapped from a file that is removed later.
-        target.load_state_dict(sharding.copy_to_memory(saved))
-
-
-@contextmanager
-def _explain_misfit(action: str, advice: str) -> Iterator[None]:
-    """Turns any error that is raised while a state is loaded into a `CheckpointError`."""
-    try:
-        yield
-    except Exception as error:
-        raise CheckpointError(action, f"{type(error).__name__}: {error}", advice) from error
 
 
 def _write_and_report(

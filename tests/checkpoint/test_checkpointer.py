@@ -16,10 +16,11 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lockstep.checkpoint import layout, storage
+from lockstep.checkpoint.checkpointer import Checkpoint
 from lockstep.checkpoint.health import examine
 from lockstep.checkpoint.random_states import RandomStates
 from lockstep.checkpoint.schedule import Policy
-from lockstep.checkpoint.session import Checkpoint
+from lockstep.checkpoint.training_state import TrainingState
 from lockstep.checkpoint.weights import load_weights
 from lockstep.distributed.collectives import Collectives
 from lockstep.distributed.process_group import Run
@@ -72,6 +73,30 @@ def checkpoint_of(folder: Path, state: dict[str, Any], **policy: Any) -> Checkpo
     """On one process; written before `save` returns."""
     run = run_of(Collectives(Topology(), CPU))
     return Checkpoint(folder, run, Policy(asynchronous=False, **policy), state, world=World())
+
+
+def test_facts_have_the_present_number_of_threads_also_of_steps_in_memory() -> None:
+    """`resume` and scripts change it, and a run that goes on from memory sets it again."""
+    collectives = Collectives(Topology(), CPU)
+    world = World()
+    state = TrainingState(
+        {"model": nn.Linear(2, 2)},
+        world=world,
+        unsettled_world_state=world.state_dict,
+        replicas=None,
+        random_states=RandomStates(collectives, None),
+        settings=Settings(virtual_ranks=2),
+        collectives=collectives,
+    )
+    threads_before = torch.get_num_threads()
+    try:
+        for number in (1, 2):
+            torch.set_num_threads(number)
+            assert state.facts(state.collect())["threads"] == number
+            facts_in_memory, _ = state.collect_sections()
+            assert facts_in_memory["threads"] == number
+    finally:
+        torch.set_num_threads(threads_before)
 
 
 class Net(nn.Module):
