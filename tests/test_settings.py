@@ -6,6 +6,7 @@ import inspect
 import json
 import re
 from collections.abc import Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from lockstep.settings import (
     parse_shares,
     resolve_settings,
     settings_of_ranks,
+    whole_number_from_1,
 )
 
 pytestmark = pytest.mark.unit
@@ -149,6 +151,34 @@ def test_shares_of_which_none_is_above_zero_are_refused(shares: Sequence[int]) -
     with pytest.raises(SettingError) as caught:
         check_shares(shares)
     assert caught.value.found == "shares are at least 0, and one is above 0"
+
+
+WHOLE_NUMBERS = [
+    declaration.name
+    for declaration in DECLARATIONS.values()
+    if declaration.reader is whole_number_from_1
+]
+
+
+@pytest.mark.parametrize("name", WHOLE_NUMBERS)
+@pytest.mark.parametrize("value", [0, True, 1.5, "2"])
+def test_a_whole_number_is_checked_by_its_declaration(name: str, value: object) -> None:
+    with pytest.raises(SettingError, match="it is not a whole number of at least 1") as caught:
+        resolve_settings({}, **{name: value})
+    assert caught.value.was_set == f"{name}={value!r}"
+
+
+def test_what_the_user_gives_becomes_the_value_of_the_field() -> None:
+    given = {"join_timeout": timedelta(minutes=1), "collective_timeout": 5, "ledger": Path("runs")}
+    settings = resolve_settings({"LOCKSTEP_LEDGER": "runs"}, **given)
+    assert (settings.join_timeout_s, settings.collective_timeout_s) == (60.0, 5.0)
+    assert settings.ledger == "runs"
+    with pytest.raises(SettingError, match="collective_timeout='soon'"):
+        resolve_settings({}, collective_timeout="soon")
+    with pytest.raises(SettingError, match="report='C:"):
+        resolve_settings({}, report="C:\\runs")
+    with pytest.raises(SettingError, match="LOCKSTEP_REPORT=C:"):
+        resolve_settings({"LOCKSTEP_REPORT": "C:\\runs"})
 
 
 def test_batchnorm_is_synchronised_unless_there_are_virtual_ranks() -> None:

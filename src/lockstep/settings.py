@@ -112,6 +112,8 @@ class Declaration:
     """The text in `lockstep run --help`; empty if `lockstep run` has no option for the setting."""
     check: Callable[[Any], object] | None
     """Raises SettingError for a value that is invalid on any machine and with any model."""
+    convert: Callable[[Any], Any] | None
+    """Returns the value that the field has; raises SettingError for an invalid one."""
     agreement: Agreement
 
     @property
@@ -133,6 +135,7 @@ def _setting(
     metavar: str = "",
     help: str = "",
     check: Callable[[Any], object] | None = None,
+    convert: Callable[[Any], Any] | None = None,
     agreement: Agreement = Agreement.VALUE,
 ) -> Any:
     """Returns the dataclass field of a setting, whose metadata become its `Declaration`.
@@ -144,6 +147,7 @@ def _setting(
         metavar: how `lockstep run --help` shows the value.
         help: text in `lockstep run --help`; empty if there is no option.
         check: function that raises SettingError for an invalid value.
+        convert: function that also turns what the user has given into the value of the field.
         agreement: what must be equal on all ranks.
     """
     metadata = {
@@ -152,6 +156,7 @@ def _setting(
         "metavar": metavar,
         "help": help,
         "check": check,
+        "convert": convert,
         "agreement": agreement,
     }
     return field(default=default, metadata=metadata)
@@ -180,15 +185,29 @@ def check_seed(seed: Any) -> None:
         )
 
 
-def check_folder(name: str, folder: Any) -> None:
-    """Raises SettingError for a folder of Windows on another system.
+def check_number(name: str, value: Any) -> None:
+    """Raises SettingError unless the value of a setting is a whole number of at least 1.
+
+    Args:
+        name: the name of the setting.
+        value: its value.
+    """
+    check_whole_number(f"{name}={value!r}", value)
+
+
+def folder_as_text(name: str, folder: Any) -> str:
+    """Returns the path of a folder as a text.
 
     Args:
         name: the name of the setting.
         folder: its value.
+
+    Raises:
+        SettingError: it is a folder of Windows on another system.
     """
-    if isinstance(folder, str | os.PathLike):
-        check_path_of_this_system(f"{name}={str(folder)!r}", folder)
+    text = str(folder)
+    check_path_of_this_system(f"{name}={text!r}", text)
+    return text
 
 
 def check_precision(precision: Any) -> None:
@@ -352,6 +371,7 @@ class Settings:
     """One whole number for each part of the global batch, `"auto"`, or None for equal parts."""
     num_micro_batches: int | None = _setting(
         None,
+        check=partial(check_number, "num_micro_batches"),
         reader=whole_number_from_1,
         metavar="N",
         help="Cut each global batch into N micro-batches, on any number of ranks.",
@@ -367,6 +387,7 @@ class Settings:
     """Samples of one rank, `"auto"`, or None for the whole part."""
     virtual_ranks: int | None = _setting(
         None,
+        check=partial(check_number, "virtual_ranks"),
         reader=whole_number_from_1,
         metavar="N",
         help="Get bit-identical results on any number of processes up to N.",
@@ -374,6 +395,7 @@ class Settings:
     """Parts of every global batch that are computed each by itself; None: those of the ranks."""
     check_devices: int | None = _setting(
         None,
+        check=partial(check_number, "check_devices"),
         reader=whole_number_from_1,
         metavar="STEPS",
         help="Check the devices: every STEPS steps, recompute a part on another one and compare.",
@@ -397,7 +419,7 @@ class Settings:
     join_timeout_s: float = _setting(
         30.0,
         name="join_timeout",
-        check=partial(parse_seconds, "join_timeout"),
+        convert=partial(parse_seconds, "join_timeout"),
         reader=float,
         metavar="SECONDS",
         help="How long ranks wait for each other in lockstep.init.",
@@ -409,7 +431,7 @@ class Settings:
     )
     ledger: str | None = _setting(
         None,
-        check=partial(check_folder, "ledger"),
+        convert=partial(folder_as_text, "ledger"),
         reader=str,
         metavar="FOLDER",
         help="Record which samples each step trains on; see lockstep ledger.",
@@ -418,7 +440,7 @@ class Settings:
     """Folder where every rank writes down which samples it trains; None: nowhere."""
     report: str | None = _setting(
         None,
-        check=partial(check_folder, "report"),
+        convert=partial(folder_as_text, "report"),
         reader=str,
         metavar="FOLDER",
         help="Record loss, speed and waiting times; see lockstep report.",
@@ -427,6 +449,7 @@ class Settings:
     """Folder where every rank writes down how its steps go; None: nowhere."""
     trace_step: int | None = _setting(
         None,
+        check=partial(check_number, "trace_step"),
         reader=whole_number_from_1,
         metavar="STEP",
         help="With --report: trace this step with torch.profiler, for ui.perfetto.dev.",
@@ -434,7 +457,7 @@ class Settings:
     """The step that every rank traces, counted from 1; None: none."""
     journal: str | None = _setting(
         None,
-        check=partial(check_folder, "journal"),
+        convert=partial(folder_as_text, "journal"),
         reader=str,
         metavar="FOLDER",
         help="Record hashes of what each step computes; see lockstep journal.",
@@ -443,13 +466,17 @@ class Settings:
     """Folder where every rank writes down hashes of what it computes; None: nowhere."""
     journal_every: int = _setting(
         10,
+        check=partial(check_number, "journal_every"),
         reader=whole_number_from_1,
         metavar="STEPS",
         help="With --journal: how many steps there are between two that are hashed.",
     )
     init_method: str | None = _setting(None, reader=str, agreement=Agreement.NONE)
     collective_timeout_s: float | None = _setting(
-        None, name="collective_timeout", agreement=Agreement.NONE
+        None,
+        name="collective_timeout",
+        convert=partial(parse_seconds, "collective_timeout"),
+        agreement=Agreement.NONE,
     )
     """Seconds that a collective may take; None: torch's default for the backend."""
     sync_batchnorm: bool | None = _setting(None)
@@ -565,7 +592,11 @@ def resolve_settings(environ: Mapping[str, str], **given: Any) -> Settings:
     check_language(environ)
 
     # Start with the settings of the script, then add those from outside. Keys are argument names.
-    values = {name: value for name, value in given.items() if value is not None}
+    values: dict[str, Any] = {}
+    for name, value in given.items():
+        if value is not None:
+            values[name] = os.fspath(value) if isinstance(value, os.PathLike) else value
+
     outside = read_variables(environ)
     for declaration in DECLARATIONS.values():
         name = declaration.name
@@ -590,18 +621,15 @@ def resolve_settings(environ: Mapping[str, str], **given: Any) -> Settings:
     if environ.get(VERIFY_VARIABLE):
         _override_by_verify(values, json.loads(environ[VERIFY_VARIABLE]))
 
-    # The fields of these two settings have their unit in the name, the arguments do not.
-    for name in ("join_timeout", "collective_timeout"):
-        if name in values:
-            values[f"{name}_s"] = parse_seconds(name, values.pop(name))
-
     check_outside(values)
-    if "journal_every" in values:
-        every = values["journal_every"]
-        check_whole_number(f"journal_every={every!r}", every)
-
     check_device_checks(values)
     check_trace_step(values)
+
+    # The names of some fields have a unit, those of the arguments have none: join_timeout_s.
+    for field_name, declaration in DECLARATIONS.items():
+        if declaration.convert is not None and declaration.name in values:
+            values[field_name] = declaration.convert(values.pop(declaration.name))
+
     return Settings(**values)
 
 
@@ -682,11 +710,12 @@ def check_value(declaration: Declaration, value: Any, was_set: str | None = None
     Raises:
         SettingError: the value is invalid.
     """
-    if declaration.check is None:
+    check = declaration.check or declaration.convert
+    if check is None:
         return
 
     try:
-        declaration.check(value)
+        check(value)
     except SettingError as error:
         raise SettingError(was_set or error.was_set, error.found, error.do) from None
 
@@ -821,7 +850,7 @@ def check_micro_batches(number: Any, size: Any) -> None:
 
 
 def check_virtual_ranks(values: Mapping[str, Any]) -> None:
-    """Raises SettingError if `virtual_ranks` is invalid, or contradicts another setting.
+    """Raises SettingError if `virtual_ranks` contradicts another setting.
 
     Args:
         values: the settings, by the names of the arguments.
@@ -830,7 +859,6 @@ def check_virtual_ranks(values: Mapping[str, Any]) -> None:
     if number is None:
         return
 
-    check_whole_number(f"virtual_ranks={number!r}", number)
     for name in ("shares", "micro_batch_size"):
         if is_auto(values.get(name)):
             raise SettingError(
@@ -850,7 +878,7 @@ def too_few_virtual_ranks_error(number: int, num_processes: int) -> SettingError
 
 
 def check_device_checks(values: Mapping[str, Any]) -> None:
-    """Raises SettingError if `check_devices` is invalid, or there are no virtual ranks.
+    """Raises SettingError if `check_devices` is set, and there are no virtual ranks.
 
     Args:
         values: the settings, by the names of the arguments.
@@ -859,7 +887,6 @@ def check_device_checks(values: Mapping[str, Any]) -> None:
     if number is None:
         return
 
-    check_whole_number(f"check_devices={number!r}", number)
     if values.get("virtual_ranks") is None:
         raise SettingError(
             f"check_devices={number} without virtual_ranks",
@@ -870,7 +897,7 @@ def check_device_checks(values: Mapping[str, Any]) -> None:
 
 
 def check_trace_step(values: Mapping[str, Any]) -> None:
-    """Raises SettingError if `trace_step` is invalid, or there is no folder for the trace.
+    """Raises SettingError if `trace_step` is set, and there is no folder for the trace.
 
     Args:
         values: the settings, by the names of the arguments.
@@ -879,7 +906,6 @@ def check_trace_step(values: Mapping[str, Any]) -> None:
     if step is None:
         return
 
-    check_whole_number(f"trace_step={step!r}", step)
     if values.get("report") is None:
         raise SettingError(
             f"trace_step={step} without report",

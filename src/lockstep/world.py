@@ -50,7 +50,7 @@ from lockstep.keyword_arguments import (
 )
 from lockstep.language import translate
 from lockstep.session.extension import Place
-from lockstep.settings import Choice, choices_from_file, resolve_settings
+from lockstep.settings import DECLARATIONS, Choice, choices_from_file, resolve_settings
 from lockstep.strategies.base import Strategy, StrategyPlan
 from lockstep.strategies.find import find_strategy
 from lockstep.training.prepare import Preparer
@@ -803,29 +803,9 @@ def init(  # noqa: PLR0913 - one place for all settings of a run
         SettingError: a setting that cannot be honoured.
         UsageError: this process is already in a run.
     """
-    settings = resolve_settings(
-        os.environ,
-        strategy=strategy,
-        seed=seed,
-        precision=precision,
-        backend=backend,
-        init_method=init_method,
-        shares=shares,
-        micro_batch_size=micro_batch_size,
-        num_micro_batches=num_micro_batches,
-        virtual_ranks=virtual_ranks,
-        check_devices=check_devices,
-        device=device,
-        sync_batchnorm=sync_batchnorm,
-        ledger=ledger if ledger is None else str(ledger),
-        report=report if report is None else str(report),
-        trace_step=trace_step,
-        journal=journal if journal is None else str(journal),
-        journal_every=journal_every,
-        join_timeout=join_timeout,
-        collective_timeout=collective_timeout,
-        measure_link=measure_link,
-    )
+    arguments = dict(locals())  # those of this function: it has no other variables yet
+    given = {each.name: arguments[each.name] for each in DECLARATIONS.values()}
+    settings = resolve_settings(os.environ, **given)
     run, choices = process_group.join_run(settings, os.environ, rank=rank, world_size=world_size)
     try:
         chosen, reason = find_strategy(settings.strategy, run.topology.size)
