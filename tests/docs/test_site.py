@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -43,6 +44,52 @@ BOTH = {
     "find_unused_parameters": "from_one_device_to_many",
     "DistributedSampler": "from_tutorials",
 }
+
+
+# Queries in each language, with the page that must be among the first three.
+SAME_QUERIES = {
+    "DataParallel": "strategies",
+    "BalancedDataParallel": "from_tutorials",
+    "mp.spawn": "from_tutorials",
+    "torch.distributed.launch": "from_tutorials",
+    "tcp://": "from_tutorials",
+    "file://": "from_tutorials",
+    "NCCL_SOCKET_IFNAME": "running_it",
+    "CUDA_VISIBLE_DEVICES": "from_tutorials",
+    "find_unused_parameters": "from_tutorials",
+    "DistributedSampler": "from_tutorials",
+}
+QUERIES = {
+    "en": {
+        "resume": "checkpoints",
+        "several GPUs": "strategies",
+        "out of memory": "large_batches",
+        "gradient accumulation": "from_one_device_to_many",
+        "activation checkpointing": "large_batches",
+        "warm-up": "from_tutorials",
+        "hang": "troubleshooting",
+        "port": "reference",
+        "learning rate": "from_one_device_to_many",
+        "dropout": "same_bits",
+        **SAME_QUERIES,
+    },
+    "zh": {
+        "断点续训": "checkpoints",
+        "多卡": "from_tutorials",
+        "显存": "large_batches",
+        "单卡": "from_one_device_to_many",
+        "梯度累积": "from_one_device_to_many",
+        "梯度检查点": "large_batches",
+        "预热": "large_batches",
+        "卡死": "troubleshooting",
+        "端口": "reference",
+        "学习率": "from_one_device_to_many",
+        **SAME_QUERIES,
+    },
+}
+NUM_SHOWN = 3
+WRITE_VARIABLE = "LOCKSTEP_TEST_WRITES_SEARCH_TABLE"
+TABLE = pages.ROOT / "benchmarks" / "results" / "search.md"
 
 
 @pytest.fixture(scope="module")
@@ -104,3 +151,60 @@ def test_the_search_has_the_words_that_readers_look_for(site: Path) -> None:
 def test_a_chinese_query_is_cut_up_to_its_end(site: Path) -> None:
     [worker] = (site / "assets" / "javascripts" / "workers").glob("*.js")
     assert len(re.findall(r"<=\w\.length;\w\+\+\)\w\.slice\(", worker.read_text())) == 1
+
+
+def first_pages(site: Path, language: str, words: list[str]) -> dict[str, list[str]]:
+    """The first pages that the search shows for each query, best first, in a language."""
+    folder = site / "search" if language == "en" else site / language / "search"
+    done = subprocess.run(
+        ["node", Path(__file__).with_name("site_search.mjs"), site, folder],
+        input=json.dumps(words),
+        capture_output=True,
+        text=True,
+        timeout=HANG_S,
+    )
+    assert done.returncode == 0, done.stderr
+    return {word: pages_found[:NUM_SHOWN] for word, pages_found in json.loads(done.stdout).items()}
+
+
+def table_of(found_pages: dict[str, dict[str, list[str]]]) -> str:
+    """The page `benchmarks/results/search.md`."""
+    lines = [
+        "# What the search of the documentation finds",
+        "",
+        "The first three pages for each query, best first, by the site's own index and scoring; in",
+        "bold the page that answers. `tests/docs/test_site.py` checks it; this page is written by",
+        f"`{WRITE_VARIABLE}=1 python -m pytest tests/docs/test_site.py`.",
+        "",
+        "每个搜索词的前三个结果，按网站自己的索引和评分排序；加粗的是回答该问题的页面。",
+    ]
+    for language, found_of_word in found_pages.items():
+        lines += [
+            "",
+            f"## {language}",
+            "",
+            "| query | first | second | third |",
+            "|---|---|---|---|",
+        ]
+        for word, found_names in found_of_word.items():
+            cells = []
+            for name in found_names:
+                page = name.removesuffix(".html")
+                cells.append(f"**{page}**" if page == QUERIES[language][word] else page)
+            lines.append(f"| {' | '.join([f'`{word}`', *cells])} |")
+    return "\n".join(lines) + "\n"
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="the site's search runs in node here")
+def test_the_page_that_answers_is_among_the_first_hits(site: Path) -> None:
+    found_pages = {
+        language: first_pages(site, language, [*QUERIES[language]]) for language in QUERIES
+    }
+    not_found = []
+    for language, expected in QUERIES.items():
+        for word, page in expected.items():
+            if f"{page}.html" not in found_pages[language][word]:
+                not_found.append((language, word, found_pages[language][word]))
+    assert not_found == []
+    if os.environ.get(WRITE_VARIABLE):
+        TABLE.write_text(table_of(found_pages), encoding="utf-8")
