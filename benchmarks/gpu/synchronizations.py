@@ -211,8 +211,10 @@ def count_of_case(name: str, device: str, backend: str) -> dict[str, int]:
         batches = world.progress(loader) if loop == "progress" else loader
         found: Counter[str] = Counter()
         with contextlib.ExitStack() as counting:
-            for number, (x, y) in enumerate(batches):
-                if number == WARM_UP_STEPS:
+            is_counting = False
+            for x, y in batches:
+                if world.step == WARM_UP_STEPS and not is_counting:
+                    is_counting = True  # with micro-batches, more turns of the loop have this step
                     found = counting.enter_context(counted(device == "cuda"))
                 loss = F.cross_entropy(model(x), y)
                 world.backward(loss)
