@@ -603,7 +603,7 @@ class Loader:
         working_phase = "forward" if training else "evaluation"
 
         micro_batch_before = step.micro_batch_in_use
-        blocked_before = self._collectives.blocked_reason
+        why_blocked = SOME_RANKS_SKIP if some_ranks_skip and not training else None
         phase_before = step.enter_phase(reading_phase)
 
         exhausted = False
@@ -612,13 +612,11 @@ class Loader:
             if training:
                 self._training_pass = training_pass
                 self._position = start
-            elif some_ranks_skip:
-                self._collectives.blocked_reason = SOME_RANKS_SKIP
 
             opened = step.logged_passes.opened(
                 self, training_pass if training else None, num_trained=step.number
             )
-            with opened as open_pass:
+            with self._collectives.blocked(why_blocked), opened as open_pass:
                 for planned, batch in on_device:
                     self._set_current(planned.micro_batch)
                     step.logged_passes.hands_out(open_pass, planned.micro_batch)
@@ -643,7 +641,6 @@ class Loader:
                 self.evaluated_at = begun_at
         finally:
             on_device.close()
-            self._collectives.blocked_reason = blocked_before
             if self._training_pass is training_pass:
                 self._training_pass = None
             if training_pass.ever_stepped or is_empty_rest:

@@ -412,9 +412,6 @@ class IterableLoader(Loader):
         Args:
             micro_batches: this rank's micro-batches of the pass.
         """
-        # `_run_pass` restores this value when the pass has ended.
-        blocked_before = self._collectives.blocked_reason
-
         # A rank knows how many samples the others have only if every rank reads the whole stream.
         knows_counts_of_all = self.source.shard is None
 
@@ -423,14 +420,9 @@ class IterableLoader(Loader):
             if this_rank_skips:
                 continue
 
-            # If another rank may skip this micro-batch, refuse collectives; otherwise allow them
-            # again, unless they were refused before this pass.
             no_rank_skips = knows_counts_of_all and planned.all_ranks_have_samples
-            if no_rank_skips:
-                self._collectives.blocked_reason = blocked_before
-            else:
-                self._collectives.blocked_reason = SOME_RANKS_SKIP
-            yield planned, batch
+            with self._collectives.blocked(None if no_rank_skips else SOME_RANKS_SKIP):
+                yield planned, batch
 
     def _divide(self, epoch: int, rank_batch: RankBatch) -> Iterator[ReadMicroBatch]:
         """Divides this rank's part of a global batch into micro-batches and yields them.

@@ -219,7 +219,7 @@ class Writer:
         If a rank cannot write its part, all of them raise the error.
         """
         # The training loop may have blocked collectives. It has ended, so they are allowed again.
-        self._collectives.blocked_reason = None
+        self._collectives.unblock()
         try:
             run_on_all_ranks(
                 self._collectives, self._action, lambda: self._finish_and_release(timeout_s)

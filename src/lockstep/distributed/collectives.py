@@ -28,7 +28,8 @@ from __future__ import annotations
 import hashlib
 import json
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -111,8 +112,8 @@ class Collectives:
         self.data_parallel = DataParallelRank(topology.rank, topology.size)
         """Which part of each global batch this rank computes; the strategy may replace it."""
         self.blocked_reason: str | None = None
-        """Why a collective would hang at this point of the program, or None if it would not. An
-        evaluation loop sets it."""
+        """Why a collective would hang at this point of the program, or None if it would not. See
+        `blocked`."""
         self.in_main_process_first = False
         """True inside the block of `main_process_first`, which ranks do not run together."""
         self.sum_listeners: list[Callable[[Sequence[Any], Sequence[Any]], None]] = []
@@ -120,6 +121,26 @@ class Collectives:
         passed and with the resulting sums."""
         self.rank_histories: list[RankHistory] = []
         """Records that each collective compares between the ranks, besides the call itself."""
+
+    @contextmanager
+    def blocked(self, reason: str | None) -> Iterator[None]:
+        """Refuses collectives of the script inside this context.
+
+        Args:
+            reason: why a collective would hang, as what an error has found. None to leave it as it
+                is, for example in an evaluation loop which all ranks run equally often.
+        """
+        reason_before = self.blocked_reason
+        if reason is not None:
+            self.blocked_reason = reason
+        try:
+            yield
+        finally:
+            self.blocked_reason = reason_before
+
+    def unblock(self) -> None:
+        """Allows collectives again although a training loop that has blocked them was left open."""
+        self.blocked_reason = None
 
     @property
     def single_process(self) -> bool:

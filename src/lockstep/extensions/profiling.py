@@ -318,18 +318,17 @@ class ProfilingRun:
             buffers += [buffer for buffer in buffers_by_name.values() if buffer is not None]
 
         contents = [(dictionary, dict(dictionary)) for dictionary in dictionaries]
-        blocked_before = collectives.blocked_reason
-        with restored(contents, buffers, self._gpus), torch.enable_grad():
-            try:
-                collectives.blocked_reason = _WHY_NO_COLLECTIVES
-                for layer in synchronised:
-                    # An attribute of the layer hides the method of its class. It is bound to the
-                    # layer, and removed with the other new entries of `vars(layer)`.
-                    forward_of_one_rank = BatchNorm.forward.__get__(layer)
-                    layer.forward = forward_of_one_rank
-                yield
-            finally:
-                collectives.blocked_reason = blocked_before
+        with (
+            restored(contents, buffers, self._gpus),
+            torch.enable_grad(),
+            collectives.blocked(_WHY_NO_COLLECTIVES),
+        ):
+            for layer in synchronised:
+                # An attribute of the layer hides the method of its class. It is bound to the
+                # layer, and removed with the other new entries of `vars(layer)`.
+                forward_of_one_rank = BatchNorm.forward.__get__(layer)
+                layer.forward = forward_of_one_rank
+            yield
 
 
 def _states_by_parameter(optimizers: Iterable[Optimizer]) -> dict[int, tuple[int, int]]:
