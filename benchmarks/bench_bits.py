@@ -11,6 +11,7 @@ without communication, with the local batch of one of two processes. `alone, one
 adds the cheapest barrier that Lockstep has, which is the limit of whatever synchronises.
 
     python benchmarks/bench_bits.py [--rounds 30] [--out benchmarks/results/bits.json]
+    python benchmarks/bench_bits.py --table benchmarks/results/bits.json
 """
 
 from __future__ import annotations
@@ -82,6 +83,42 @@ COMPARISONS = [
             Contestant("lockstep fsdp", 2, "lockstep", "fsdp"),
             Contestant("virtual ranks, fsdp", 2, "lockstep", "fsdp", 2),
         ],
+    ),
+]
+
+
+class Row(NamedTuple):
+    """A row of the table in docs/benchmarks.md: how long one contestant takes, relative to another."""
+
+    title: str
+    comparison: int
+    contestant: str
+    base: str
+
+
+ROWS = [
+    Row("one process, 4 virtual ranks: to plain torch", 0, "virtual ranks", "torch"),
+    Row("the same passes in plain torch: to plain torch", 0, "torch, 4 passes", "torch"),
+    Row("one process, 4 virtual ranks: to these passes", 0, "virtual ranks", "torch, 4 passes"),
+    Row(
+        "two processes, 2 virtual ranks: to `ddp` without them",
+        1,
+        "virtual ranks, ddp",
+        "lockstep ddp",
+    ),
+    Row("the same: to raw DDP", 1, "virtual ranks, ddp", "raw DDP"),
+    Row("`ddp` without virtual ranks: to raw DDP", 1, "lockstep ddp", "raw DDP"),
+    Row(
+        "no gradients sent, one barrier a step: to raw DDP",
+        1,
+        "alone, one barrier a step",
+        "raw DDP",
+    ),
+    Row(
+        "two processes, 2 virtual ranks, `fsdp`: to `fsdp` without them",
+        2,
+        "virtual ranks, fsdp",
+        "lockstep fsdp",
     ),
 ]
 STEPS_IN_BLOCK = {"mlp": 40, "digits": 10, "transformer 16": 2, "resnet18": 1}
@@ -284,13 +321,31 @@ def compare(kind: str, comparison: int, rounds: int) -> dict[str, list[list[floa
     return times
 
 
+def print_table(results: dict[str, Any]) -> None:
+    """Prints the table of docs/benchmarks.md. A contestant without times has a dash."""
+    for row in ROWS:
+        cells = [row.title]
+        for kind in STEPS_IN_BLOCK:
+            times = results["step"].get(f"{kind}, {COMPARISONS[row.comparison].title}", {})
+            if row.contestant in times and row.base in times:
+                middle, _, _ = ratio(times[row.contestant], times[row.base])
+                cells.append(f"{middle:.2f}")
+            else:
+                cells.append("-")
+        print(f"| {' | '.join(cells)} |")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--problems", nargs="+", default=list(STEPS_IN_BLOCK))
     parser.add_argument("--comparisons", nargs="+", type=int, default=range(len(COMPARISONS)))
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--table", type=Path, help="only print the table of these results")
     options = parser.parse_args()
+    if options.table:
+        print_table(json.loads(options.table.read_text()))
+        return
     machine = f"{platform.machine()}, {os.cpu_count()} cores"
     results: dict[str, Any] = {"machine": machine, "rounds": options.rounds, "step": {}}
     print(f"{machine}; {options.rounds} rounds")
@@ -308,6 +363,7 @@ def main() -> None:
                 middle, low, high = ratio(seconds, times[base], 25)
                 text += f"  {middle:6.3f} [{low:.3f}, {high:.3f}]"
                 print(f"  {name:<27}{median(seconds) * 1e3:9.3f} ms  {text}", flush=True)
+    print_table(results)
     if options.out:
         options.out.write_text(json.dumps(results) + "\n")
 
