@@ -88,7 +88,7 @@ COMPARISONS = [
 
 
 class Row(NamedTuple):
-    """A row of the table in docs/benchmarks.md: how long one contestant takes, relative to another."""
+    """A row of the table in docs/benchmarks.md: the time of one contestant relative to another."""
 
     title: str
     comparison: int
