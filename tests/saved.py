@@ -40,7 +40,8 @@ def write(
     """Writes these files as the checkpoint of a run on one process."""
     temporary = layout.temporary_folder(folder, step)
     begin_checkpoint(temporary)
-    path = write_checkpoint(temporary, RankPart(files), {**manifest, "step": step}, keep=keep)
+    whole_manifest = {layout.OPTIMIZERS: {}, **manifest, "step": step}
+    path = write_checkpoint(temporary, RankPart(files), whole_manifest, keep=keep)
     assert path is not None
     return path
 

@@ -226,7 +226,7 @@ def test_files_that_rank_0_does_not_see_are_reported(tmp_path: Path) -> None:
         save.write_checkpoint(
             temporary,
             save.RankPart({}),
-            {"step": 3, "modules": {}, "training": {}},
+            {"step": 3, "modules": {}, "training": {}, "optimizers": {}},
             keep=1,
             wait_for_others=lambda: {1: json.loads(json.dumps(report))},
         )
