@@ -78,6 +78,7 @@ OTHERWISE = {
 ONLY_HERE = {
     "GLOO_SOCKET_IFNAME": "the interface of the run",
     "LOCKSTEP_STEP_MEMORY": "files in memory, where ranks may be started again",
+    "LOCKSTEP_CHOSEN_THREADS": "that the launcher chose OMP_NUM_THREADS",
     "LOCKSTEP_EVIDENCE": "what its launcher reads of it, in memory",
     "LOCKSTEP_LAUNCHER": "who started it",
     "LOCKSTEP_RANK_FOLDER": "its logs and evidence",
