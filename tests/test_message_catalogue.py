@@ -657,6 +657,10 @@ def check_that_values_keep_their_places(entry: Entry, values: dict[str, str]) ->
         return
     if "" in values.values():
         return
+    # A name with the quotes that divide two quoted names, "a' and 'b", makes them other two names.
+    dividing_quotes = [part for part in re.split(r"\{\w+\}", entry.message)[1:-1] if "'" in part]
+    if any(part in value for part in dividing_quotes for value in values.values()):
+        return
     alternatives = [{value, translated_value(field, value)} for field, value in values.items()]
     possible = set()
     for chosen in itertools.product(*alternatives):
