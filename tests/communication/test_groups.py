@@ -76,7 +76,7 @@ def test_every_group_of_every_strategy_has_the_timeout_of_the_run():
         messages = {"activations of model 0", "gradients 0 of model 0"}
         for name, expected in (
             ("hsdp", {"replicate", "shard"}),
-            ("pipeline", {*messages, "gradients 1 of model 0", "replicas"}),
+            ("pipeline", {*messages, "gradients 1 of model 0", "pipelines"}),
             ("pipeline, one copy", {*messages, "alone"}),
             ("diloco", {"replica", "across replicas"}),
         ):
