@@ -18,8 +18,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import lockstep
-from lockstep.distributed.determinism import threads_set_by_user
-from lockstep.errors import LockstepWarning
+from lockstep.errors import LockstepWarning, RanksDifferError
+from lockstep.machine.topology import threads_set_by_user
 
 pytestmark = pytest.mark.ranks
 
@@ -97,6 +97,28 @@ def test_a_number_of_threads_of_the_users_is_kept() -> None:
     (results,) = run_ranks(train_on_cores, 1, [8, 1], env={"OMP_NUM_THREADS": "3"})
     assert {(digest, threads) for digest, threads, _ in results} == {(results[0][0], 3)}
     assert "3         OMP_NUM_THREADS; it decides the order of sums" in results[0][2]
+
+
+def join_with_threads(threads_of_ranks: list[str], chosen_by_launcher: bool) -> str:
+    """Joins with another OMP_NUM_THREADS on each rank; returns the error, or nothing."""
+    threads = threads_of_ranks[int(os.environ["RANK"])]
+    os.environ["OMP_NUM_THREADS"] = threads
+    if chosen_by_launcher:
+        os.environ["LOCKSTEP_CHOSEN_THREADS"] = threads
+    try:
+        with lockstep.init():
+            return ""
+    except RanksDifferError as error:
+        return str(error)
+
+
+def test_machines_with_other_numbers_of_cores_train_together() -> None:
+    assert run_ranks(join_with_threads, 2, ["8", "4"], True) == ["", ""]
+
+
+def test_ranks_for_which_the_user_has_set_other_threads_differ() -> None:
+    for error in run_ranks(join_with_threads, 2, ["8", "4"], False):
+        assert "threads: rank 0 has '8', rank 1 has '4'" in error
 
 
 def change_threads(folder: Path) -> tuple[list[str], list[str]]:

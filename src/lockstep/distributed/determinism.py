@@ -13,7 +13,7 @@ mode.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 from lockstep.distributed.collectives import Collectives
 from lockstep.distributed.numerics import compare_ranks, read_numerics
 from lockstep.errors import LockstepError, UsageError, add_note_once, warn
-from lockstep.machine.topology import CHOSEN_THREADS_VARIABLE, THREADS_VARIABLE
+from lockstep.machine.topology import threads_set_by_user
 from lockstep.session.extension import Extension
 from lockstep.settings import Choice
 from lockstep.wording import count_noun
@@ -47,26 +47,6 @@ def pin_threads(number: int) -> None:
     global _pinned_threads
     _pinned_threads = number
     torch.set_num_threads(number)
-
-
-def threads_set_by_user(environ: Mapping[str, str]) -> int | None:
-    """Returns the number of threads that the user has set in OMP_NUM_THREADS, or None.
-
-    A number that a launcher of Lockstep has chosen is not the user's: it follows from the number of
-    processes and the cores of their machine.
-
-    Args:
-        environ: the environment variables.
-    """
-    text = environ.get(THREADS_VARIABLE, "")
-    if text == environ.get(CHOSEN_THREADS_VARIABLE):
-        return None
-
-    # OpenMP also accepts a list, such as "4,2" for nested parallel regions.
-    first = text.partition(",")[0].strip()
-    if first.isdecimal() and int(first) > 0:
-        return int(first)
-    return None
 
 
 class Determinism(Extension):

@@ -36,7 +36,13 @@ from lockstep.distributed.device import choose_device
 from lockstep.distributed.manifest import collect
 from lockstep.errors import LockstepError, SettingError, UsageError, set_rank, warn
 from lockstep.machine import network
-from lockstep.machine.topology import SET_BY_SCRIPT, Topology, detect, port
+from lockstep.machine.topology import (
+    SET_BY_SCRIPT,
+    Topology,
+    detect,
+    port,
+    threads_set_by_user,
+)
 from lockstep.masking import digest_of_secrets
 from lockstep.session.extension import Extensions
 from lockstep.session.step import Step
@@ -287,7 +293,8 @@ def _meet_other_ranks(topology: Topology, settings: Settings, environ: Mapping[s
     # What must be equal on all ranks. `collect` adds versions and the arguments of the script, with
     # `...` in place of secrets such as `--api-key`. The hash shows if the secrets differ.
     compared: dict[str, object] = dict(settings_of_ranks(settings))
-    compared["threads"] = environ.get("OMP_NUM_THREADS")
+    # Machines with other numbers of cores get other numbers from the launcher, which is all right.
+    compared["threads"] = threads_set_by_user(environ)
     compared["hidden arguments"] = digest_of_secrets(sys.argv)
     return join(
         topology,

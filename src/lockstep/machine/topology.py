@@ -191,6 +191,26 @@ class Task:
     size: int
 
 
+def threads_set_by_user(environ: Environ) -> int | None:
+    """Returns the number of threads that the user has set in OMP_NUM_THREADS, or None.
+
+    A number that a launcher of Lockstep has chosen is not the user's: it follows from the number of
+    processes and the cores of their machine.
+
+    Args:
+        environ: the environment variables.
+    """
+    text = environ.get(THREADS_VARIABLE, "")
+    if text == environ.get(CHOSEN_THREADS_VARIABLE):
+        return None
+
+    # OpenMP also accepts a list, such as "4,2" for nested parallel regions.
+    first = text.partition(",")[0].strip()
+    if first.isdecimal() and int(first) > 0:
+        return int(first)
+    return None
+
+
 def detect(environ: Environ, argv: Sequence[str] = ()) -> Topology | None:
     """Returns this process's place in the run; None if it was started plainly, as one process.
 
