@@ -49,6 +49,7 @@ from lockstep.run.machines.rendezvous import Rendezvous
 from lockstep.run.start import job_control
 from lockstep.run.start.console import Console, console_for
 from lockstep.run.start.late_end import LateEnd, Progress
+from lockstep.run.start.launcher_record import LauncherRecord
 from lockstep.run.start.plan import LaunchPlan
 from lockstep.run.start.process import (
     Attempt,
@@ -59,7 +60,6 @@ from lockstep.run.start.process import (
 )
 from lockstep.run.start.process_memory import peak_memory, read_oom_counts
 from lockstep.run.start.rank_environment import rank_environment
-from lockstep.run.start.run_record import RunRecord
 from lockstep.run.start.step_memory import StepMemory, step_memory_for
 from lockstep.run.start.system_limits import can_hold_evidence, explain_scarcity
 from lockstep.run.start.torchrun_flags import rendezvous_parameters, shutdown_timeout
@@ -323,7 +323,7 @@ class Agent(api.SimpleElasticAgent):
         # The supervisor is given a method of the record. A method of this agent would keep the
         # agent alive, and with it the store.
         report_folder = {**os.environ, **variables}.get("LOCKSTEP_REPORT")
-        self._run_record = RunRecord(report_folder, console.announce)
+        self._record = LauncherRecord(report_folder, console.announce)
 
         self._timeout_at = math.inf
         self._next_slow_checks = 0.0
@@ -390,7 +390,7 @@ class Agent(api.SimpleElasticAgent):
         self._reset_for_new_attempt()
         self._seals_at_start = self._step_memory.seals()
         self._replace_zygote_if_dead()
-        self._run_record.start(attempt, self._plan.script)
+        self._record.start(attempt, self._plan.script)
 
         # `_start_rank` only sends a request to the zygote. At most `_MAX_PENDING_STARTS` requests
         # wait for an answer at a time.
@@ -549,7 +549,7 @@ class Agent(api.SimpleElasticAgent):
         """Starts the timeout and the supervisor of an attempt whose ranks have been started.
 
         The timeout is that of `launch(timeout=...)`. The supervisor looks for hangs and stragglers,
-        and calls `RunRecord.find` with what it has found, which announces and records it.
+        and calls `LauncherRecord.find` with what it has found, which announces and records it.
         """
         if self._plan.timeout is not None:
             self._timeout_at = time.monotonic() + self._plan.timeout
@@ -572,7 +572,7 @@ class Agent(api.SimpleElasticAgent):
             processes,
             self._plan.hang,
             attempt.folder,
-            self._run_record.find,
+            self._record.find,
             self._snapshot_exchange,
         )
 
@@ -592,7 +592,7 @@ class Agent(api.SimpleElasticAgent):
                 spawned or only_process,
                 self._plan.hang,
                 attempt.folder,
-                self._run_record.find,
+                self._record.find,
             )
             self._spawned_ranks = spawned
             return
@@ -982,7 +982,7 @@ class Agent(api.SimpleElasticAgent):
                 brief_report = render_briefly(self.failure, num_alike, translate)
                 self._announce(f"{brief_report}; {what_follows}")
 
-        self._run_record.write("restart", "all ranks are started again")
+        self._record.write("restart", "all ranks are started again")
 
     def _num_failures_like(self, failure: FirstFailure) -> int:
         """Returns the number of attempts whose first failure was of the same kind, in any step.
@@ -1038,7 +1038,7 @@ class Agent(api.SimpleElasticAgent):
 
         attempt.failure = self._first_failure(attempt)
         self._save_evidence(attempt)
-        self._run_record.end(attempt.failure)
+        self._record.end(attempt.failure)
 
     def _end_processes_left_behind(self) -> None:
         """Ends the processes that ranks have started and that have outlived them, and announces

@@ -22,7 +22,7 @@ from lockstep.run.watch.failure_report import render_failure
 from lockstep.run.watch.first_failure import FirstFailure
 
 
-class RunRecord:
+class LauncherRecord:
     """Writes what the launcher of this machine does and finds into the record of a run.
 
     Args:
