@@ -187,6 +187,18 @@ def end_ranks_soon() -> None:
     agent._MAX_WAIT_FOR_KEPT_STEP_S = 0.5
 
 
+def assert_bits_of_an_undisturbed_run(folder: Path, suffix: str = "") -> None:
+    """Trains script.py on one process, and compares its weights with those of "disturbed"."""
+    script, path = str(folder / "script.py"), str(folder / "undisturbed")
+    whole = launch(["run", "--nproc=1", script, path], folder)
+    assert whole.returncode == 0, whole.stderr
+    disturbed = load_file(folder / f"disturbed{suffix}")
+    undisturbed = load_file(folder / f"undisturbed{suffix}")
+    assert undisturbed.keys() == disturbed.keys()
+    for name, value in undisturbed.items():
+        assert torch.equal(disturbed[name], value), name
+
+
 def launch_on(machines: list[Machine], number: int, name: str, folder: Path, *run: str) -> Launched:
     """Starts `lockstep run` for an elastic run of two or three machines.
 
@@ -278,12 +290,7 @@ def test_one_of_three_machines_is_lost_and_one_joins_and_every_bit_is_the_same(
     assert [each["ranks"] for each in report.attempts] == [3, 2, 3]
     assert not (tmp_path / "checkpoints").exists()
 
-    whole = launch(["run", "--nproc=1", "script.py", "undisturbed"], tmp_path)
-    assert whole.returncode == 0, whole.stderr
-    disturbed = load_file(tmp_path / "disturbed.safetensors")
-    undisturbed = load_file(tmp_path / "undisturbed.safetensors")
-    for name, value in undisturbed.items():
-        assert torch.equal(disturbed[name], value), name
+    assert_bits_of_an_undisturbed_run(tmp_path, suffix=".safetensors")
 
 
 # In step 6 the first machine, which has rank 0, is cut off.
@@ -376,13 +383,7 @@ def test_one_of_three_machines_is_cut_off_for_a_while(
     ranks = [3] if seconds == 5 else [3, 2, 3]
     assert [each["ranks"] for each in report.attempts] == ranks, server.said
 
-    alone = ["run", "--nproc=1", str(tmp_path / "script.py"), str(tmp_path / "undisturbed")]
-    whole = launch(alone, tmp_path)
-    assert whole.returncode == 0, whole.stderr
-    disturbed = load_file(tmp_path / "disturbed")
-    undisturbed = load_file(tmp_path / "undisturbed")
-    for name, value in undisturbed.items():
-        assert torch.equal(disturbed[name], value), name
+    assert_bits_of_an_undisturbed_run(tmp_path)
 
 
 # Rank 1 or its launcher is killed when its sixth copy from the other machine has arrived, and has
@@ -466,12 +467,7 @@ def test_a_copy_of_another_machine_that_is_half_written_is_not_taken(
     lives = [(each["ranks"], each["first"]) for each in report.attempts]
     assert lives == [(2, 0), (num_ranks, int(resumed))]
 
-    whole = launch(["run", "--nproc=1", "script.py", "undisturbed"], tmp_path)
-    assert whole.returncode == 0, whole.stderr
-    disturbed = load_file(tmp_path / "disturbed")
-    undisturbed = load_file(tmp_path / "undisturbed")
-    for name, value in undisturbed.items():
-        assert torch.equal(disturbed[name], value), name
+    assert_bits_of_an_undisturbed_run(tmp_path)
 
 
 SLOW_NETWORK = """
