@@ -81,14 +81,17 @@ class _OpenPass:
         """The position of the global batch that should come next."""
         self.crc_of_order = 0
         """A CRC-32 of the planned samples, which depends on their order."""
-        self.planned_of_delivered_batches = _Tally()
+        self.planned_so_far = _Tally()
         """The tally of the planned samples, over all ranks, of the global batches that came."""
         self.delivered = _Tally()
         """The tally of the samples that this rank was handed."""
         self._planned_samples: list[Indices] = []
-        """Samples that have not been tallied yet."""
+        """Planned samples that have not been tallied yet."""
         self._delivered_samples: list[Indices] = []
-        self._num_planned_samples = 0
+        """Samples that this rank was handed and that have not been tallied yet."""
+        self._num_untallied = 0
+        """The number of planned samples that have not been tallied yet. If there are many, `add`
+        tallies them, and the delivered ones with them."""
 
     def add(
         self, position: int, samples: Indices, micro_batch: MicroBatch, global_batch: Indices
@@ -118,8 +121,8 @@ class _OpenPass:
 
         self._planned_samples.append(global_batch)
         self.next_position += 1
-        self._num_planned_samples += len(global_batch)
-        if self._num_planned_samples >= SAMPLES_TALLIED_AT_ONCE:
+        self._num_untallied += len(global_batch)
+        if self._num_untallied >= SAMPLES_TALLIED_AT_ONCE:
             self.tally_samples()
 
     def planned_tally(self) -> _Tally:
@@ -129,21 +132,21 @@ class _OpenPass:
         so it cannot show that one never came; the number does.
         """
         num_planned = self.plan.num_samples_from(self.start)
-        return _Tally(num_planned, self.planned_of_delivered_batches.checksum)
+        return _Tally(num_planned, self.planned_so_far.checksum)
 
     def tally_samples(self) -> None:
         """Adds the collected samples to the tallies and drops them."""
         # np.concatenate needs at least one array.
         planned = np.concatenate([_NO_SAMPLES, *self._planned_samples])
         delivered = np.concatenate([_NO_SAMPLES, *self._delivered_samples])
-        self.planned_of_delivered_batches.add(tally(planned))
+        self.planned_so_far.add(tally(planned))
         self.delivered.add(tally(delivered))
         # This continues the CRC-32 of all samples that were planned before.
         self.crc_of_order = zlib.crc32(planned.data, self.crc_of_order)
 
         self._planned_samples = []
         self._delivered_samples = []
-        self._num_planned_samples = 0
+        self._num_untallied = 0
 
 
 class Coverage:

@@ -129,7 +129,8 @@ class _BatchesOfReader(NamedTuple):
     samples_per_batch: int
     """The number of samples that this rank reads of each full global batch."""
     pass_begin: int
-    """The position of the first global batch of the pass. It decides which digests are kept."""
+    """The position of the first global batch of the pass. Digests are kept of the first samples
+    from there on, among others (`is_compared`)."""
 
 
 class IterableFetch(Dataset[Any]):
@@ -361,6 +362,10 @@ class IterableFetch(Dataset[Any]):
     def _sizes_of_every_nth(self, request: GlobalBatchRequest) -> Indices:
         """Returns how a full global batch is divided if rank r has the samples r, r + n, r + 2 n...
 
+        For example, the first global batch has the samples 0 to 4, and 2 ranks train it in 2
+        micro-batches, {0, 1, 2} and {3, 4}. Of the first one, rank 0 has 0 and 2, and rank 1 has 1.
+        Of the second one, rank 0 has 4, and rank 1 has 3. The result is [[2, 1], [1, 1]].
+
         Returns:
             The number of samples in each part, shape `(micro-batches, ranks)`.
         """
@@ -368,25 +373,26 @@ class IterableFetch(Dataset[Any]):
         num_ranks = self._data_parallel.size
 
         # First cut the global batch into micro-batches: micro-batch i has the samples bounds[i] to
-        # bounds[i + 1] - 1 of the epoch. For the first global batch of 5 samples, in 2
-        # micro-batches, the bounds are [0, 3, 5]. They are rounded up, so that the first
-        # micro-batch is the larger one, as in `split_batch`.
+        # bounds[i + 1] - 1 of the epoch. In the example, the bounds are [0, 3, 5]. They are rounded
+        # up, so that the first micro-batch is the larger one, as in `split_batch`.
         edges = np.arange(request.num_micro_batches + 1)
         begin_of_batch = request.position * batch_size
         bounds = begin_of_batch + ceil_div(batch_size * edges, request.num_micro_batches)
 
-        # Then count the samples of each rank before each bound, shape (bounds, ranks): there are
-        # ceil((bound - r) / n) of them, which is 0 for a negative difference. In the example, with
-        # 2 ranks:
+        # Then count the samples of each rank before each bound. In the example:
         #
         #     bound    rank 0 has before it    rank 1 has before it
         #     0        0: none                 0: none
         #     3        2: samples 0, 2         1: sample 1
         #     5        3: samples 0, 2, 4      2: samples 1, 3
-        ranks = np.arange(num_ranks)
-        num_before_bound = ceil_div(bounds[:, None] - ranks, num_ranks)
+        #
+        # Of the samples r, r + n, ... there are ceil((bound - r) / n) before a bound. If the bound
+        # is below r, this is 0.
+        bound_column = bounds[:, None]
+        rank_row = np.arange(num_ranks)
+        num_before_bound = ceil_div(bound_column - rank_row, num_ranks)
 
-        # The differences of successive rows are the sizes: [[2, 1], [1, 1]] in the example.
+        # The differences of successive rows are the sizes.
         return np.diff(num_before_bound, axis=0)
 
     def read_whole(self, epoch: int, position: int, pass_begin: int = 0) -> list[Any]:
@@ -396,7 +402,9 @@ class IterableFetch(Dataset[Any]):
             epoch: number of the epoch.
             position: position of the global batch in the epoch.
             pass_begin: position of the first global batch of the pass, which is above 0 in a
-                resumed epoch. It decides for which global batches digests are kept.
+                resumed epoch. Global batches before `position` may have to be read and dropped. If
+                they hold the first samples from `pass_begin` on, their digests are kept, to compare
+                them with those of other readers (`is_compared`).
         """
         batch_size = self._source.batch_size
         return self._read(

@@ -404,7 +404,8 @@ class _PendingGlobalBatch:
         # Under DiLoCo each replica has its own optimizer step: one gradient for each rank that
         # processes the replica. With fewer ranks than replicas, this is a single rank.
         if virtual_ranks.train_copies:
-            return max(1, num_ranks // virtual_ranks.count)
+            num_replicas = virtual_ranks.count  # each virtual rank is a replica
+            return max(1, num_ranks // num_replicas)
 
         # One gradient for each virtual rank, whichever rank has computed it.
         return virtual_ranks.count

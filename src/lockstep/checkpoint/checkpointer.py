@@ -131,13 +131,14 @@ class _UnresumedWarning(Extension):
         self._line = user_location()  # of `world.checkpoint`
 
     def step_finished(self, number: int) -> None:
-        """Warns once."""
+        """Warns at the first step if the folder has a checkpoint, which this run did not resume."""
         if not self.is_due:
             return
         self.is_due = False
 
+        # If the folder cannot be read, there is no warning: the first save will raise the error.
         latest = None
-        with suppress(CheckpointError):  # the first save raises it again
+        with suppress(CheckpointError):
             latest = layout.latest(self._folder)
         if latest is not None:
             warn(

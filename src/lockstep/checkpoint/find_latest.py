@@ -68,14 +68,13 @@ def find_latest_sound(folder: Path) -> FolderView:
             passed_over[path.name] = "incomplete"
             continue
 
+        health = examine(path, values=True)  # reads all files
         # A checkpoint of another version of Lockstep is not skipped: reading it later raises an
         # error that says what to do.
-        health = examine(path, values=True)
         if health.problems and not health.is_of_other_version:
             passed_over[path.name] = "; ".join(health.problems)
             continue
 
-        # A message about what is resumed also says if another run writes into the folder.
         step, epoch = step_and_epoch(path)
         return FolderView(
             path.name,
@@ -83,7 +82,7 @@ def find_latest_sound(folder: Path) -> FolderView:
             epoch,
             id=layout.read_manifest(path).get("id"),
             passed_over=passed_over,
-            other_writer=find_other_writer(folder),
+            other_writer=find_other_writer(folder),  # named when the run resumes
         )
     return FolderView(name=None, passed_over=passed_over)
 

@@ -126,15 +126,16 @@ def report_parts(
     """
     reports = []
     for area in areas:
+        # The seal says which step the area holds, and at which byte its contents end.
         seal = area.seal
         if seal is None:
             continue
+
+        # The header says which rank of which run wrote the part.
         header = area.read_header(seal)
         if header is None or not area.is_sound(seal):
             continue
 
-        # The seal says which step the area holds, and at which byte its contents end. The header
-        # has facts about the rank that wrote the part.
         facts = json.loads(header)["facts"]
         report = PartReport(
             path=area.path,

@@ -450,9 +450,9 @@ class KeptSteps(Extension):
         header = self._header(facts)
         area_number = self._area_to_overwrite()
         area = self._own_areas[area_number]
-        # This breaks the seal. The memory moves if the area becomes larger or smaller.
+        # `begin_writing` breaks the seal. If the area becomes larger or smaller, its memory moves,
+        # and the views to which earlier steps were copied must be made again.
         memory_has_moved = area.begin_writing(len(header), self._layout.num_bytes)
-
         destinations = self._destinations_in(area, area_number, memory_has_moved)
         self._last_area = area_number
 

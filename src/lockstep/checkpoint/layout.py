@@ -319,8 +319,9 @@ def check_manifest(manifest: Mapping[str, Any]) -> None:
     if not isinstance(modules, dict) or not isinstance(manifest.get("training"), dict):
         raise ValueError("it lacks the state")
 
-    # The state of a module is a dictionary by the names of its tensors. The manifest has it as a
-    # tree: {"$ordered": [[name, tensor], ...]} for an OrderedDict.
+    # The state of a module must be a dictionary of its tensors by name, in any form in which it is
+    # written: {"fc.weight": tensor, ...}, or {"$ordered": [["fc.weight", tensor], ...]} for an
+    # OrderedDict.
     for tree in modules.values():
         if not _is_tree_of_dict(tree):
             raise ValueError("the state of a module is not by name")

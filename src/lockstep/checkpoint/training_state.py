@@ -303,39 +303,53 @@ class TrainingState:
         """
         modules = {name: self._objects[name] for name in self.module_names}
 
-        # Only dtypes are looked up here, so a model of `deferred_init` stays uninitialised.
+        # A model of `deferred_init` has no values yet. The dtypes are read without creating them.
         with shapes_are_enough():
             saved_dtypes = saved_parameter_dtypes(modules, saved)
 
         # All notes are the end of one sentence. Each of them begins with "; ", or is empty.
-        notes: list[str] = []
+        notes_about_lengths: list[str] = []
         for name, target in {**self._objects, "world": self._world}.items():
-            notes.append(_note_about_length(name, target, saved[name]))
+            notes_about_lengths.append(_note_about_length(name, target, saved[name]))
             with _explain_misfit(f"resuming {name} from {path}", BUILD_AS_SAVED.format(name)):
                 _load_state(target, saved[name], saved_dtypes)
 
+        note_about_replicas = self._load_replicas(path, saved)
+
+        # The results are the same bits only with the same random states, and with the same number
+        # of threads.
+        manifest = saved["manifest"]
+        note_about_rng = self._restore_rng(path, saved)
+        note_about_threads = restore_threads_and_note_differences(
+            manifest, self._settings.virtual_ranks, self._collectives.device
+        )
+        return "".join(
+            [
+                _describe(path, manifest),
+                note_about_rng,
+                *notes_about_lengths,
+                note_about_replicas,
+                note_about_threads,
+            ]
+        )
+
+    def _load_replicas(self, path: Path | str, saved: Mapping[str, Any]) -> str:
+        """Loads the replicas of the model that DiLoCo trains, if this run has replicas.
+
+        Returns:
+            "", or the end of a sentence that says that the saved replicas were left out.
+        """
         if self._replicas is not None:
             with _explain_misfit(
                 f"resuming the replicas from {path}", BUILD_AS_SAVED.format("the model")
             ):
                 self._replicas.load_state_dict(saved.get("replicas"))
-        elif "replicas" in saved:
-            # The saved run trained several replicas of the model with DiLoCo, and this one does
-            # not. The model was loaded above, with the weights that the replicas have in common.
-            notes.append(
-                "; its replicas are left out, the training goes on from their shared weights"
-            )
+            return ""
 
-        # The results are the same bits only with the same random states, and with the same number
-        # of threads. The sentence begins with the note about the random states.
-        manifest = saved["manifest"]
-        notes.insert(0, self._restore_rng(path, saved))
-        notes.append(
-            restore_threads_and_note_differences(
-                manifest, self._settings.virtual_ranks, self._collectives.device
-            )
-        )
-        return _describe(path, manifest) + "".join(notes)
+        if "replicas" in saved:
+            # Only the saved run has trained replicas. Their shared weights are saved as the model.
+            return "; its replicas are left out, the training goes on from their shared weights"
+        return ""
 
     def _restore_rng(self, path: Path | str, saved: Mapping[str, Any]) -> str:
         """Restores the random state of this rank, if the checkpoint has it.

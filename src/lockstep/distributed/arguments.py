@@ -185,17 +185,26 @@ def _with_missing_flag_last(commands: Sequence[list[str]]) -> list[list[str]]:
     `[["train.py"], ["train.py", "-rn", "1"]]` gives `[["train.py", "-rn", "0"], ["train.py", "-rn",
     "1"]]`. Nothing changes if all ranks have as many arguments, or another flag is missing, too.
     """
-    if len({len(command) for command in commands}) == 1:
+    if _are_equally_long(commands):
         return list(commands)
 
+    # Try each flag. It is the missing one if some ranks have no value for it, and all commands are
+    # equally long once every command ends with it. Ranks that leave it out get the value 0.
     for flag in _flags_in(max(commands, key=len)):
         without_value = [command for command in commands if not _values_of_flag(command, flag)]
+        commands_with_flag = [_with_flag_last(command, flag) for command in commands]
+        is_missing_flag = len(without_value) > 0 and _are_equally_long(commands_with_flag)
+
+        # A switch, such as `-v` at the end, is given without a value. So it is not the rank.
         is_switch = any(flag in command for command in without_value)
-        aligned = [_with_flag_last(command, flag) for command in commands]
-        no_other_is_missing = len({len(command) for command in aligned}) == 1
-        if without_value and no_other_is_missing and not is_switch:
-            return aligned
+        if is_missing_flag and not is_switch:
+            return commands_with_flag
     return list(commands)
+
+
+def _are_equally_long(commands: Sequence[Sequence[str]]) -> bool:
+    """Returns True if all commands have the same number of arguments."""
+    return len({len(command) for command in commands}) == 1
 
 
 def _flags_in(command: Sequence[str]) -> list[str]:

@@ -759,6 +759,7 @@ class _GatherWithGradient(torch.autograd.Function):
         total = all_reduced_copy(gradient, dist.ReduceOp.SUM)
 
         if ctx.contributes:
+            # A tensor without dimensions was gathered as one row, and gets its shape () back.
             own_rows = total[ctx.first_row : ctx.first_row + ctx.num_rows]
             gradient_of_tensor = own_rows.reshape(ctx.shape)
         else:  # the rows of this rank are not in the result

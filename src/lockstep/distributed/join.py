@@ -423,9 +423,11 @@ class Join:
         """
         manifests = [member.manifest for member in members]
         are_equal = not describe_mismatches(manifests)
-        if are_equal:  # the usual case, in which no topologies are needed
+        if are_equal:  # the usual case
             return None
 
+        # The topologies say which differences are harmless: `--rank 1` on rank 1, for example. Only
+        # manifests that differ need them.
         topologies = self._topologies_of(members)
         lines = describe_mismatches(without_harmless_differences(manifests, topologies))
         if not lines:

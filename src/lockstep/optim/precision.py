@@ -98,21 +98,20 @@ class Precision:
                 strategy gives the module its parameters in half precision when it runs, so that it
                 is enough to convert its inputs.
         """
-        if self.dtype is None:
-            return  # fp32, which needs no change
+        if self.name == "fp32":
+            return  # nothing to change
 
         # `torch.compile` returns a wrapper around the user's module. Hooks on a wrapper are lost
         # when it is copied, so change the user's module itself.
         module = without_compile(module)
-        if self.dtype == torch.float64:
+        if self.name == "fp64":
             module.double()
             module.register_forward_pre_hook(_inputs_in_double, with_kwargs=True)
             return
 
         self._replace_forward(module, autocast)
 
-        # The user may set another `forward` on the module later. `follow_forwards`, which is called
-        # in each micro-batch, replaces that one too, in all modules of this list.
+        # If the user sets another `forward` on the module later, `follow_forwards` replaces that.
         self._half_modules.append((weakref.ref(module), autocast))
 
     def follow_forwards(self) -> None:
@@ -331,31 +330,37 @@ def _in_fp32(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 def _change_tensors(nest: Any, change: Callable[[Tensor], Tensor]) -> Any:
     """Returns a copy of nested containers in which each tensor is replaced by `change(tensor)`.
 
-    The result is always that of `map_tensors`. The way to it depends on `torch.compile`.
+    The result is always that of `_change_in_containers`, but torch's compiler must not meet that
+    function.
 
     Args:
         nest: a tensor, or containers of tensors and other values, in any depth.
         change: function that is called with each tensor.
     """
-    if isinstance(nest, Tensor):  # a fast path for the usual case
+    if isinstance(nest, Tensor):  # the usual case
         return change(nest)
 
-    # This call is being compiled, and the compiler cannot trace `map_tensors`.
+    # A compiled function calls this one, which becomes a part of its graph. The compiler can trace
+    # torch's own `tree_map`, and not `_change_in_containers`.
     if torch.compiler.is_compiling():
         return pytree.tree_map(partial(_change_leaf_in_graph, change=change), nest)
 
-    # Something was compiled before: since then the compiler looks at each call of a function.
+    # The compiler is loaded, and would try to compile `_change_in_containers` by itself.
     if compiler_is_loaded():
-        return _map_tensors_uncompiled(nest, change)
+        return _change_in_containers_uncompiled(nest, change)
 
-    return _map_all_tensors(nest, change)
+    # The compiler is not loaded, so nothing can be compiled. (The uncompiled form would load it,
+    # which takes about a second.)
+    return _change_in_containers(nest, change)
 
 
-def _map_all_tensors(nest: Any, change: Callable[[Tensor], Tensor]) -> Any:
+def _change_in_containers(nest: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """Changes all tensors, also those in a `PackedSequence` or another opaque container."""
     return map_tensors(nest, change, inside_opaque=True)
 
 
-_map_tensors_uncompiled = never_compiled(_map_all_tensors, recursive=True)
+_change_in_containers_uncompiled = never_compiled(_change_in_containers, recursive=True)
+"""Does the same as `_change_in_containers`, and torch's compiler leaves it alone."""
 
 
 def _change_leaf_in_graph(leaf: Any, change: Callable[[Tensor], Tensor]) -> Any:
@@ -372,7 +377,7 @@ def _change_leaf_in_graph(leaf: Any, change: Callable[[Tensor], Tensor]) -> Any:
 
     # A container that torch's pytree does not know, such as a dataclass. The compiled graph ends
     # here, and the container is converted outside of it.
-    return _map_tensors_uncompiled(leaf, change)
+    return _change_in_containers_uncompiled(leaf, change)
 
 
 @outside_compiled_code

@@ -219,8 +219,9 @@ def check_order(delivery: Delivery) -> None:
 
     With two global batches in two micro-batches each, 1a 1b and 2a 2b:
 
-    - 1b may only follow 1a.
-    - 2a may follow 1b, or any micro-batch that got no backward pass: the loop has skipped that one.
+    - 1b may only follow an earlier micro-batch of the same global batch, 1a.
+    - 2a may follow 1b, which is the last micro-batch of its global batch. It may also follow any
+      micro-batch that got no backward pass, such as 1a: the loop has skipped that one.
 
     Args:
         delivery: the delivery on which training is about to begin.
@@ -231,6 +232,7 @@ def check_order(delivery: Delivery) -> None:
         return
 
     if delivery.micro_batch.first:
+        # No backward pass of this micro-batch was counted yet: those are of the previous one.
         previous_is_last = previous.micro_batch.last
         previous_was_skipped = training_pass.num_backwards == 0
         in_order = previous_is_last or previous_was_skipped

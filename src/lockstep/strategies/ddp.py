@@ -764,9 +764,9 @@ class ExactDDP(base.ModuleWrapper, DistributedDataParallel):
             )
 
         if missing:
-            # The user may have put other parameters into the module in place of the missing ones.
+            # Raises an error if the user has put other parameters in place of the missing ones.
             self._check_not_replaced(trained)
-            # The loss may not use all parameters, which only some options allow.
+            # Raises another one unless an option allows a loss that does not use all parameters.
             self._check_may_be_missing(trained, missing)
 
     def _trainable_parameters_of(self, optimizer: Optimizer) -> list[tuple[str, nn.Parameter]]:

@@ -270,6 +270,8 @@ def _read_entries(
     Raises:
         ValueError, KeyError: the metadata is not sound.
     """
+    # The keys are ("fc.weight", offsets of the shard) for a shard of a tensor, and ("step",
+    # NO_OFFSETS) for an object that is not a tensor.
     archives = _find_archives(folder, metadata["storage_data"])
     cache = CacheOfOneShard()  # shared by all tensors
     entries: dict[str, TensorInShards | StoredObject] = {}

@@ -51,7 +51,7 @@ def _hosts_spec(ctx: click.Context, script: str, args: tuple[str, ...]) -> Hosts
         SettingError: one of torchrun's flags cannot be used with --hosts, there is no such script,
             or --copy would send too much.
     """
-    _check_no_hosts_after_spaces(ctx, script, args)
+    _check_no_hosts_after_spaces(ctx, script, args)  # as in `--hosts node1 node2 train.py`
     spec_without_machines = spec_for_unknown_machines(ctx, script, args, "--hosts")
 
     folder = Path(current_folder())
@@ -62,16 +62,15 @@ def _hosts_spec(ctx: click.Context, script: str, args: tuple[str, ...]) -> Hosts
             "start the run in the project's own folder",
         )
 
+    ssh = ssh_command(ctx.params["ssh"])
+    machines = parse_hosts(ctx.params["hosts"])
     goes_on_if_connection_is_lost = ctx.params["on_lost"] == "keep"
-    spec_without_machines = replace(
-        spec_without_machines,
-        ssh=ssh_command(ctx.params["ssh"]),
+    return replace(
+        spec_without_machines.on_machines(machines),
+        ssh=ssh,
         copy=ctx.params["copy"],
         keep=goes_on_if_connection_is_lost,
     )
-
-    machines = parse_hosts(ctx.params["hosts"])
-    return spec_without_machines.on_machines(machines)
 
 
 def _num_processes_on_hosts(spec: HostsSpec) -> int | None:

@@ -120,19 +120,23 @@ class _ModuleUsage:
         """
         self._finish_comparison()
 
-        # `_difference` reads the values in the same order. `_num_loads` counts the calls of
-        # `load_state_dict`.
+        # `_difference` reads the values in this order.
         has_gradient = [p.grad is not None for p in self._parameters.values()]
         values = torch.tensor(
-            [*self._num_passes, self._order_checksum, self._num_loads, *has_gradient]
+            [
+                *self._num_passes,
+                self._order_checksum,
+                self._num_loads,  # calls of `load_state_dict`
+                *has_gradient,
+            ]
         )
 
         # A value is the same on all ranks if its maximum and its minimum are equal. A single
         # all-reduce finds both, because the minimum is the negative of the maximum of the negative
         # values.
         maxima = torch.cat([values, -values])
-        work = dist.all_reduce(maxima, dist.ReduceOp.MAX, async_op=True)
-        self._comparison = cast(dist.Work, work), maxima
+        work = cast(dist.Work, dist.all_reduce(maxima, dist.ReduceOp.MAX, async_op=True))
+        self._comparison = (work, maxima)  # `maxima` has the result when the work is done
 
     def _finish_comparison(self, timeout: timedelta | None = None) -> None:
         """Waits for the comparison in progress, if there is one, and reads its result.

@@ -353,24 +353,27 @@ class TensorHasher:
         return torch.cat(sums)
 
     def _block_sums_with_numpy(self, words: Numbers) -> Numbers:
-        """Adds up the words of each block, multiplied by the factors of the words.
+        """Does what `_block_sums` does, on a CPU.
 
-        Before that, the upper half of each word is added to its lower half (the word is "folded").
-        Several blocks are folded at once, so that numpy is called less often; and into a fixed
-        buffer, `self._folded`, so that no memory is allocated.
+        Several blocks are computed at once, so that numpy is called less often.
 
         Args:
-            words: the words of the blocks, shape `(blocks, words)`.
+            words: the words of the blocks, shape `(blocks, WORDS_OF_BLOCK)`.
 
         Returns:
-            The sum of each block, shape `(blocks,)`.
+            For each block the sum of factor * (word + (word >> 32)) over its words, shape
+            `(blocks,)`. The factors are `self._word_factors`.
         """
         sums = np.empty(len(words), np.int64)
         for begin in range(0, len(words), BLOCKS_AT_ONCE_ON_CPU):
+            # Write word + (word >> 32) into the buffer `self._folded`. So no memory is allocated.
             blocks = words[begin : begin + BLOCKS_AT_ONCE_ON_CPU]
             folded = self._folded[: len(blocks)]
             np.right_shift(blocks, 32, out=folded)
             np.add(folded, blocks, out=folded)
+
+            # Multiply each word by its factor, and add up the words of each block. In "bw,w->b", b
+            # stands for the block and w for the word.
             sums_of_blocks = sums[begin : begin + len(blocks)]
             np.einsum("bw,w->b", folded, self._word_factors, out=sums_of_blocks)
         return sums

@@ -480,8 +480,7 @@ def _losses_up_to(rows: Sequence[LossRow], index: int) -> Iterator[str]:
 def _straggler_findings(start: Start) -> Iterator[Finding]:
     """Yields a warning for each rank that works longer than the others, which wait for it.
 
-    All times are seconds of a step. A rank is slow if it works longer than is usual by a certain
-    fraction of the step, which consists of working and of waiting for other ranks.
+    All times are seconds of a step.
     """
     phases = phases_by_rank(start)
     work = work_by_rank(start)
@@ -492,14 +491,10 @@ def _straggler_findings(start: Start) -> Iterator[Finding]:
     # remains, and the slower one is compared with it.
     work_without_slowest = sorted(work.values())[:-1]
     usual_work = float(np.median(work_without_slowest))
-    slow_ranks = []
-    for rank, work_s in work.items():
-        step_s = work_s + phases[rank]["communication"]
-        if work_s - usual_work >= STRAGGLER_MIN_EXCESS * step_s:
-            slow_ranks.append(rank)
+    slow_ranks = _slow_ranks(work, phases, usual_work)
 
     # A finding also says in which phase a slow rank loses most time. Each phase is compared with
-    # its median over the ranks that are not slow, which are known now.
+    # its median over the ranks that are not slow.
     phases_of_others = _phases_of_other_ranks(phases, slow_ranks)
     slowest_first = sorted(slow_ranks, key=lambda rank: -work[rank])
     for rank in slowest_first[:MAX_STRAGGLERS]:
@@ -517,6 +512,26 @@ def _straggler_findings(start: Start) -> Iterator[Finding]:
 
     if len(slow_ranks) > MAX_STRAGGLERS:
         yield Finding("warning", f"{format_ranks(sorted(slow_ranks))} are slower than the others")
+
+
+def _slow_ranks(
+    work: Mapping[int, float], phases: Mapping[int, Mapping[str, float]], usual_work: float
+) -> list[int]:
+    """Returns the ranks that work longer than is usual by a certain fraction of their step.
+
+    A step consists of working and of waiting for other ranks.
+
+    Args:
+        work: the seconds of a step in which each rank works.
+        phases: the seconds of a step by phase, for each rank.
+        usual_work: the usual seconds of work.
+    """
+    slow_ranks = []
+    for rank, work_s in work.items():
+        step_s = work_s + phases[rank]["communication"]
+        if work_s - usual_work >= STRAGGLER_MIN_EXCESS * step_s:
+            slow_ranks.append(rank)
+    return slow_ranks
 
 
 def _phases_of_other_ranks(

@@ -116,8 +116,10 @@ class _LoggedByRank(NamedTuple):
 
     has_left_loop: bool
     """True right after a loop, until another batch is used."""
-    in_ended_loop: LoggedValues
-    in_present_loop: LoggedValues
+    in_loop_just_left: LoggedValues
+    """Empty if the rank has not just left a loop."""
+    in_running_or_last_loop: LoggedValues
+    """In the loop that is running. If none is running, in the loop that ended last."""
 
 
 def means_over_ranks(run: Run) -> dict[str, float]:
@@ -133,24 +135,24 @@ def means_over_ranks(run: Run) -> dict[str, float]:
     Raises:
         UsageError: the ranks have logged in different passes.
     """
+    # `just_ended` becomes None when a loop gets its next batch. `last_ended` stays, for calls while
+    # no loop is running.
     passes = run.step.logged_passes
+    running_or_last_pass = _present_pass(passes.open) or passes.last_ended
     logged_here = _LoggedByRank(
         has_left_loop=passes.just_ended is not None,
-        in_ended_loop=_logged_in(passes.just_ended),
-        in_present_loop=_logged_in(_present_pass(passes.open) or passes.last_ended),
+        in_loop_just_left=_logged_in(passes.just_ended),
+        in_running_or_last_loop=_logged_in(running_or_last_pass),
     )
-    ranks = [
-        _LoggedByRank(has_left_loop, LoggedValues(*ended), LoggedValues(*present))
-        for has_left_loop, ended, present in run.collectives.exchange(logged_here)
-    ]
 
-    # Some, not all: a rank without samples in an evaluation has logged nothing.
-    all_have_left_loop = all(rank.has_left_loop for rank in ranks)
-    some_have_logged = any(rank.in_ended_loop.identity is not None for rank in ranks)
-    if all_have_left_loop and some_have_logged:
-        values_of_ranks = [rank.in_ended_loop for rank in ranks]
-    else:
-        values_of_ranks = [rank.in_present_loop for rank in ranks]
+    ranks = []
+    for has_left_loop, just_left, running_or_last in run.collectives.exchange(logged_here):
+        # The exchange has turned the named tuples into lists.
+        ranks.append(
+            _LoggedByRank(has_left_loop, LoggedValues(*just_left), LoggedValues(*running_or_last))
+        )
+
+    values_of_ranks = _values_to_average(ranks)
     _check_same_pass([values.identity for values in values_of_ranks])
 
     totals: dict[str, list[float]] = {}  # [weighted sum, sum of weights] by name
@@ -162,8 +164,21 @@ def means_over_ranks(run: Run) -> dict[str, float]:
     return {name: total / weight for name, (total, weight) in totals.items() if weight != 0}
 
 
+def _values_to_average(ranks: Sequence[_LoggedByRank]) -> list[LoggedValues]:
+    """Returns, for each rank, its values in the loop whose means are wanted.
+
+    It is the loop that all ranks have just left, if any of them has logged something in it. (A rank
+    without samples in an evaluation has not.) Else it is the loop that is running, or the last one.
+    """
+    all_have_left_loop = all(rank.has_left_loop for rank in ranks)
+    some_have_logged = any(rank.in_loop_just_left.identity is not None for rank in ranks)
+    if all_have_left_loop and some_have_logged:
+        return [rank.in_loop_just_left for rank in ranks]
+    return [rank.in_running_or_last_loop for rank in ranks]
+
+
 def _logged_in(open_pass: OpenPass | None) -> LoggedValues:
-    """Returns what this rank has logged in a pass."""
+    """Returns what this rank has logged in a pass; empty values without a pass."""
     if open_pass is None or open_pass.sums is None:
         return LoggedValues(None, {})
     return LoggedValues(open_pass.identity, open_pass.sums.read())

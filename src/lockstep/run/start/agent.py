@@ -388,6 +388,7 @@ class Agent(api.SimpleElasticAgent):
         )
         self.attempts.append(attempt)
         self._reset_for_new_attempt()
+        # A restart compares these seals with the later ones: has each rank kept a step since?
         self._seals_at_start = self._step_memory.seals()
         self._replace_zygote_if_dead()
         self._record.start(attempt, self._plan.script)

@@ -92,8 +92,8 @@ def _warn_if_hook_is_disabled(argv: Sequence[Any]) -> None:
             f"os.exec*: python {option}",
             "this option keeps the interpreter from importing what watches a rank, so that "
             "lockstep run neither notices when it hangs nor knows its steps",
-            f"leave out {option}; variables that it is to ignore, such as PYTHONPATH, can be "
-            "taken out of os.environ",
+            f"leave out {option}; to make Python ignore variables such as PYTHONPATH, remove them "
+            "from os.environ",
             on_this_rank=True,
         )
 

@@ -48,8 +48,9 @@ def _loaded_files() -> set[str]:
 
     paths = set()
     for line in lines:
-        # address, permissions, offset, device and inode stand before the path
-        path = line.partition("/")[1] + line.partition("/")[2]
+        # "7f2a4000-7f2a5000 r-xp 00000000 08:01 1234    /usr/lib/libopenblas.so.0"
+        _, slash, rest = line.partition("/")
+        path = slash + rest
         if "openblas" in os.path.basename(path) and os.path.exists(path):
             paths.add(path)
     return paths

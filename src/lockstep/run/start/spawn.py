@@ -588,10 +588,12 @@ def run_copy(call: FunctionCall) -> NoReturn:
         # OpenMP's thread pool was not copied, and a parallel region would wait for it forever.
         torch.set_num_threads(1)
 
-    exit_code = 1  # stays if `_bootstrap` fails before it calls `run`, and prints the exception
+    # `_bootstrap` calls `run`, and ignores what that returns. So `run` leaves its exit code here.
+    # The code stays 1 if `_bootstrap` fails before it calls `run`, and prints the exception.
+    exit_code = 1
 
     def run() -> None:
-        nonlocal exit_code  # multiprocessing would not pass on a return value
+        nonlocal exit_code
         exit_code = worker.run_recorded(lambda folder: _run_call(call, folder))
 
     process: Any = multiprocessing.Process(target=run, name=_process_name(), daemon=False)

@@ -159,7 +159,8 @@ def write_in_place(path: Path, text: str) -> None:
     """Writes JSON into an evidence file, so that no reader mistakes a part of it for the whole.
 
     Until the text is complete, the file begins with a zero byte, which is not valid JSON. The file
-    cannot be replaced by a complete one instead, as its path stands for a descriptor.
+    cannot be replaced by a complete one instead: its path may be `/proc/LAUNCHER/fd/NUMBER`, which
+    cannot be the target of a rename.
 
     Raises:
         OSError: the file cannot be written.

@@ -194,8 +194,9 @@ def _run_process(group_folder: Path, run: Callable[[], object]) -> None:
         folder = group_folder.with_name(f"{group_folder.name}_{group.size()}")
         rank_folder = folder / f"rank_{group.rank()}"
 
-        # Another process has the same rank in another group of the same size. The marker tells the
-        # launcher that there are several groups. This process gets no probe.
+        # If the folder exists, another process has the same rank, so it is in another group of the
+        # same size. The marker tells the launcher that there are several groups. This process gets
+        # no probe.
         if rank_folder.exists():
             (folder / NOT_ONE_GROUP_FILE).touch()
             return

@@ -129,7 +129,7 @@ class _Request:
         self._stacks_offset: int | None = None
         """The offset in the file at which the stacks begin that a signal has asked for; None until
         the signal is sent."""
-        self._stacks_length = -1
+        self._stacks_length = 0
         """The length of the stacks when they were last read."""
 
         self.state = RankState(
@@ -234,9 +234,7 @@ class _Request:
 
         # The signal handler writes piece by piece, and this is called every 0.02 s until `state`
         # has a stack. The stacks are complete if nothing has been added since the last call.
-        # (Before the first call, the length is -1. As long as nothing has been written, the stack
-        # stays None.)
-        is_complete = len(text) == self._stacks_length
+        is_complete = len(text) > 0 and len(text) == self._stacks_length
         if is_complete:
             stack = parse_stack(text, self._main_thread)
             self.state = replace(self.state, stack=stack)

@@ -770,6 +770,8 @@ class PipelinedModule(ModuleWrapper):
         input_kind = self._input_kind(arguments)
         seed = self._next_seed()
 
+        # Only the output of this rank's last stage is used. If that is also the model's last stage,
+        # the output has values. On all other ranks it only has the shapes of the model's output.
         output = None
         for stage in self.place.stages:
             result = self._run_forward_pass(
@@ -779,8 +781,9 @@ class PipelinedModule(ModuleWrapper):
                 seed=seed,
                 another_follows=False,  # it is not known whether the script evaluates more
             )
-            output = result.output  # only the model's last stage returns values, others shapes
+            output = result.output
 
+        # The rank with the model's last stage passes the values to all others.
         leaves = pytree.tree_leaves(output)
         tensors_here = [leaf.detach() for leaf in leaves if isinstance(leaf, Tensor)]
         output_tensors = self._pass_output_back(tensors_here)
@@ -788,7 +791,7 @@ class PipelinedModule(ModuleWrapper):
 
         if self.has_last_stage:
             return output
-        return _with_tensors(output, output_tensors)  # on this rank the output consists of shapes
+        return _with_tensors(output, output_tensors)  # puts the values in place of the shapes
 
     def _wait_for_sends_of_evaluation(self) -> None:
         """Waits until everything has been sent, except gradients.

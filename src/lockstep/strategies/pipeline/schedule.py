@@ -182,21 +182,22 @@ class _SimulatedRank:
     def do(self, action: Action, tick: int) -> _Finished:
         """Does an action that begins at the given tick, and moves the rank forward in its loop.
 
-        A forward pass takes one tick, a backward pass two.
+        A forward pass takes one tick, a backward pass two. A *meeting point* is a place in the
+        training loop at which all ranks may wait for each other (`meeting_point_of`).
 
         Returns:
-            The tick at which the action ends, and the meeting point before which it is done.
+            The tick at which the action ends, and the first meeting point after the action.
         """
-        must_be_done_before = self.meeting_point_of(action)
+        done_before = self.meeting_point_of(action)
         self.next_meeting_point = self._next_meeting_point_after(action)
         self.actions.append(action)
         if action.forward:
-            self.forward_passes.popleft()
+            self.forward_passes.popleft()  # this action: forward passes are done in order
             self.busy_until = tick + 1
         else:
-            self.backward_passes.remove(action)
+            self.backward_passes.remove(action)  # not always the first of them
             self.busy_until = tick + 2
-        return _Finished(self.busy_until, must_be_done_before)
+        return _Finished(self.busy_until, done_before)
 
     def _next_meeting_point_after(self, action: Action) -> int:
         """Returns the next meeting point that the rank reaches if it has just done an action.

@@ -308,7 +308,8 @@ def hash_of(tensor: Tensor) -> str:
     if whole.layout is not torch.strided:
         whole = whole.to_dense()
 
-    # Copied, since FSDP frees its tensors, and cannot free memory that numpy still refers to.
+    # FSDP cannot free memory that numpy refers to, so numpy gets a copy. `.cpu()` alone returns a
+    # tensor that is on the CPU as it is.
     values = whole.cpu().clone(memory_format=torch.contiguous_format)
     bytes_of_values = values.reshape(-1).view(torch.uint8).numpy()
 

@@ -114,8 +114,9 @@ class InputRecorder:
             event.batch, event.micro_batch.local_rows, epoch=event.epoch, ids=ids
         )
 
-        # `contents` has a digest of each row. A collate function may have changed the number of
-        # rows, so that it is not known which row belongs to which sample.
+        # `contents` has a digest of each row of the batch. If there are more or fewer rows than
+        # sample indices, a collate function has changed their number. Then it is not known which
+        # digest belongs to which sample, so all of them are dropped.
         if len(record.contents) != len(ids):
             record.contents = ()
 

@@ -343,10 +343,11 @@ def _last_is_empty(batches: Sequence[Batch]) -> bool:
 
 
 def _record_targets(forward_pass: ForwardPass, calls: Sequence[LossCall]) -> None:
-    """Records two numbers that stand for the targets of each sample, in a forward pass's record.
+    """Records two checksums of the targets of each sample, in a forward pass's record.
 
-    The number of rows of every tensor of targets must be a multiple of the number of samples, such
-    as 4 or 8 rows for 4 samples. Otherwise, nothing is recorded.
+    Every tensor of targets must have the same number of rows for each sample: 4 or 8 rows for 4
+    samples, for example. With 10 rows for 4 samples it is not known which rows belong to which
+    sample, and nothing is recorded.
 
     Args:
         forward_pass: forward pass of the model that the loss was computed from.
@@ -365,9 +366,8 @@ def _record_targets(forward_pass: ForwardPass, calls: Sequence[LossCall]) -> Non
     if not targets:
         return
 
-    # With 10 rows and 4 samples, for example, it is not known which rows belong to which sample.
-    all_fit = all(t.dim() > 0 and len(t) % num_samples == 0 for t in targets)
-    if all_fit:
+    all_have_same_rows_per_sample = all(t.dim() > 0 and len(t) % num_samples == 0 for t in targets)
+    if all_have_same_rows_per_sample:
         forward_pass.record.targets = summarize_rows(targets, num_samples)
 
 

@@ -33,10 +33,12 @@ def random_loss(case: Divergence, *evidence: str) -> Cause | None:
     if not sentences_on_draws:
         return None
 
-    # The draws of each rank whose loss counts, as pairs of a line and a digest of the numbers.
+    # The draws of each rank whose loss counts, as pairs of a line and a digest of the numbers. They
+    # are compared as counters, because their order does not matter.
     draws_of_ranks = [Counter(record.loss_draws) for record in case.actual if record.contributes]
 
-    several_ranks_drew = len([draws for draws in draws_of_ranks if draws]) > 1
+    num_ranks_that_drew = sum(len(draws) > 0 for draws in draws_of_ranks)
+    several_ranks_drew = num_ranks_that_drew > 1
     all_are_equal = all(draws == draws_of_ranks[0] for draws in draws_of_ranks)
     if several_ranks_drew and all_are_equal:
         same = "all ranks drew the same numbers"

@@ -264,10 +264,11 @@ def factors_of_ranks(case: Divergence) -> Cause | None:
         clipping.
     Evidence: the number of each rank, and the line that clips.
     """
+    # NaN: a rank has not multiplied all its gradients by the same number.
     factors = [record.gradient_factor for record in case.actual]
-    each_rank_has_one_factor = not any(math.isnan(factor) for factor in factors)
+    some_factor_is_unknown = any(math.isnan(factor) for factor in factors)
     factors_are_equal = all(near(factors[0], factor) for factor in factors)
-    if not each_rank_has_one_factor or factors_are_equal:
+    if some_factor_is_unknown or factors_are_equal:
         return None
 
     # "0.5 on rank 0, 0.7 on rank 1"
