@@ -195,6 +195,7 @@ def train():
 """
 
 
+@pytest.mark.thorough
 def test_a_script_that_is_started_again_finds_what_it_found_at_first(tmp_path: Path) -> None:
     """Modules, random numbers, warning filters, variables: no attempt knows of another one."""
     (tmp_path / "script.py").write_text(SCRIPT_OF_MODULE)
