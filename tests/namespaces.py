@@ -15,6 +15,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -70,6 +71,12 @@ class Machine:
             _ip(*on, *["addr", "add", "172.30.0.1/24", "dev", "veth1"])
             for interface in ("veth1", "veth2"):
                 _ip(*on, "link", "set", interface, "up")
+            # The kernel may report a second late that an interface is up.
+            reported = ["ip", *on, "-o", "link", "show", "veth1"]
+            deadline = time.monotonic() + HANG_S
+            while "state UP" not in subprocess.check_output(reported, text=True):
+                assert time.monotonic() < deadline, "veth1 does not come up"
+                time.sleep(0.01)
             yield
         finally:
             _ip(*on, "link", "del", "veth1")
