@@ -8,7 +8,7 @@ import threading
 import time
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -1109,28 +1109,35 @@ def test_memory_is_announced_again_after_a_restart_if_it_differs(
     assert one != two
 
 
+def resume_and_train(
+    folder: str, until: int, *, restarts: int, memory: bool | None, saved_steps: Sequence[int]
+) -> str:
+    """Resumes, trains until a step, and saves some steps; returns what it went on from."""
+    os.environ["TORCHELASTIC_RESTART_COUNT"] = str(restarts)
+    with lockstep.init(seed=5, device="cpu") as world:
+        net = nn.Linear(4, 1)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        net, optimizer = world.prepare(net, optimizer)
+        state = {"model": net, "optimizer": optimizer}
+        checkpoint = world.checkpoint(folder, memory=memory, **state)
+        checkpoint.resume()
+        while world.step < until:
+            world.backward(net(torch.ones(2, 4)).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+            checkpoint.step()
+            if world.step in saved_steps:
+                checkpoint.save()
+        return checkpoint.last_resume_note
+
+
 def train_after_losses(folder: str) -> list[str]:
     """Returns what each start has said of where it goes on from."""
     said: list[str] = []
 
     def start(until: int, restarts: int, memory: bool | None = None) -> None:
-        """Trains until a step; saves step 1."""
-        os.environ["TORCHELASTIC_RESTART_COUNT"] = str(restarts)
-        with lockstep.init(seed=5, device="cpu") as world:
-            net = nn.Linear(4, 1)
-            optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-            net, optimizer = world.prepare(net, optimizer)
-            state = {"model": net, "optimizer": optimizer}
-            checkpoint = world.checkpoint(folder, memory=memory, **state)
-            checkpoint.resume()
-            said.append(checkpoint.last_resume_note)
-            while world.step < until:
-                world.backward(net(torch.ones(2, 4)).square().mean())
-                optimizer.step()
-                optimizer.zero_grad()
-                checkpoint.step()
-                if world.step == 1:
-                    checkpoint.save()
+        note = resume_and_train(folder, until, restarts=restarts, memory=memory, saved_steps=[1])
+        said.append(note)
 
     def lose() -> None:
         for path in os.environ["LOCKSTEP_STEP_MEMORY"].split():
@@ -1178,22 +1185,11 @@ def train_with_a_damaged_checkpoint(folder: str) -> list[str]:
     said: list[str] = []
 
     def start(until: int, memory: bool | None = None) -> None:
-        os.environ["TORCHELASTIC_RESTART_COUNT"] = str(len(said))
-        with lockstep.init(seed=5, device="cpu") as world:
-            net = nn.Linear(4, 1)
-            optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-            net, optimizer = world.prepare(net, optimizer)
-            state = {"model": net, "optimizer": optimizer}
-            checkpoint = world.checkpoint(folder, memory=memory, **state)
-            checkpoint.resume()
-            said.append(checkpoint.last_resume_note)
-            while world.step < until:
-                world.backward(net(torch.ones(2, 4)).square().mean())
-                optimizer.step()
-                optimizer.zero_grad()
-                checkpoint.step()
-                if world.step == 1 or (world.step == until and until != 4):
-                    checkpoint.save()
+        saved_steps = [1] if until == 4 else [1, until]
+        note = resume_and_train(
+            folder, until, restarts=len(said), memory=memory, saved_steps=saved_steps
+        )
+        said.append(note)
 
     start(4)
     start(5, memory=False)  # memory still has step 4

@@ -281,7 +281,7 @@ def command(ctx: click.Context, /, script: str, args: tuple[str, ...], **_: Any)
     check_place_options(ctx)
     _check_report_is_no_service(ctx.params["report"])
     check_no_second_launcher(ctx.params["nproc"], script, args, ctx.params["module"])
-    place = _chosen_place(ctx)(ctx, script, args)
+    place = _chosen_place(ctx, script, args)
 
     if not options_come_from_other_launcher(ctx):  # otherwise that launcher says it
         say_if_options_are_not_read(ctx, script, args, say)
@@ -294,15 +294,15 @@ def command(ctx: click.Context, /, script: str, args: tuple[str, ...], **_: Any)
         _exit_with_hint(ctx, exit_code, script, args)
 
 
-def _chosen_place(ctx: click.Context) -> type[Place]:
+def _chosen_place(ctx: click.Context, script: str, args: tuple[str, ...]) -> Place:
     """Returns where the run is started, by the options and by the job of Slurm that this is in."""
     for option in chosen_places(ctx):  # at most one
-        return PLACES[option]
+        return PLACES[option](ctx, script, args)
 
     placement = placement_in_job(ctx)
     if placement is not None and placement.srun_nodes:
-        return PresentSlurmJob
-    return ThisMachine
+        return PresentSlurmJob(ctx, script, args, placement)
+    return ThisMachine(ctx, script, args, placement)
 
 
 def _check_report_is_no_service(report: str | None) -> None:

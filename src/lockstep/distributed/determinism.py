@@ -90,7 +90,7 @@ class Determinism(Extension):
             return Choice(
                 "threads",
                 str(self._users_threads),
-                "OMP_NUM_THREADS; it decides the order of sums, so another number gives other bits",
+                "OMP_NUM_THREADS; it decides the order of sums, so another number changes the bits",
             )
 
         reason = "pinned: the same on any machine, because it decides the order of sums"
@@ -99,7 +99,7 @@ class Determinism(Extension):
             reason = (
                 "pinned: the same on any machine, because it decides the order of sums; each "
                 f"process could use {num_cores} cores: start more processes, or set "
-                "OMP_NUM_THREADS, with other bits"
+                "OMP_NUM_THREADS, which changes the bits"
             )
         return Choice("threads", str(DEFAULT_NUM_THREADS), reason)
 
@@ -124,7 +124,7 @@ class Determinism(Extension):
         warn(
             f"torch.set_num_threads({number}) with virtual_ranks",
             f"the run began with {count_noun(num_before, 'thread')}; the number decides the order "
-            "of sums, so from here on the bits are others",
+            "of sums, so the bits differ from here on",
             f"set OMP_NUM_THREADS={number} in all runs that should have the same bits",
             on_this_rank=True,
         )

@@ -382,7 +382,7 @@ class Scheduler:
     """
 
     name: str
-    """Its name in messages, which is the `Topology.source` of its tasks."""
+    """The name of the scheduler in messages. It is also the `Topology.source` of its tasks."""
     command: str
     """The command that starts the tasks."""
     rank: str

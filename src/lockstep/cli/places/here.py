@@ -11,9 +11,9 @@ import click
 from lockstep.cli.file_defaults import file_and_its_options
 from lockstep.cli.output import print_line
 from lockstep.cli.places.place import Place
-from lockstep.cli.places.slurm import placement_in_job
 from lockstep.cli.run_options import SETTING_NAMES, check_nproc, check_settings
 from lockstep.cli.torchrun_options import TORCHRUN_FLAGS
+from lockstep.run.machines.slurm import JobPlacement
 from lockstep.run.start.plan import HangRules, LaunchSpec
 from lockstep.run.start.torchrun_flags import TorchrunFlags
 from lockstep.run.start.worker import Script
@@ -22,15 +22,25 @@ from lockstep.units import parse_seconds
 
 
 class ThisMachine(Place):
-    """This machine, of which this command is the launcher."""
+    """This machine, of which this command is the launcher.
 
-    def __init__(self, ctx: click.Context, script: str, args: tuple[str, ...]) -> None:
+    Args:
+        ctx, script, args: see `Place`.
+        placement: how the run is started in a job of Slurm; None outside of one.
+    """
+
+    def __init__(
+        self,
+        ctx: click.Context,
+        script: str,
+        args: tuple[str, ...],
+        placement: JobPlacement | None,
+    ) -> None:
         params = ctx.params
         nproc = params["nproc"]
         torchrun_flags = tuple(ctx.meta[TORCHRUN_FLAGS])
 
         # Inside a job of Slurm, its variables say how the machines of the job find each other.
-        placement = placement_in_job(ctx)
         if placement is not None:
             nproc = placement.nproc
             torchrun_flags += placement.meeting_flags

@@ -39,11 +39,20 @@ class NewSlurmJob(Place):
 
 
 class PresentSlurmJob(Place):
-    """The machines of the job in which this command runs, on the first of them."""
+    """The machines of the job in which this command runs, on the first of them.
 
-    def __init__(self, ctx: click.Context, script: str, args: tuple[str, ...]) -> None:
-        placement = placement_in_job(ctx)
-        assert placement is not None
+    Args:
+        ctx, script, args: see `Place`.
+        placement: how the run is started in the job.
+    """
+
+    def __init__(
+        self,
+        ctx: click.Context,
+        script: str,
+        args: tuple[str, ...],
+        placement: slurm.JobPlacement,
+    ) -> None:
         arguments = launcher_arguments(ctx, script, args)
         self._command_line = slurm.srun_command(placement, arguments)
 

@@ -200,7 +200,8 @@ def name_devices(ranks: Collection[int], devices: Sequence[Device]) -> str:
     texts = []
     for rank in sorted(ranks):
         device = devices[rank]
-        torch_device, host = device.name, device.host
+        torch_device = device.name
+        host = device.host
         texts.append(f"rank {rank} ({torch_device} of {host})")
     return " and ".join(texts)
 
