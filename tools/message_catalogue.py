@@ -949,7 +949,10 @@ def extract() -> Messages:
 
 
 def write_po(messages: Messages, translations: Mapping[str, str]) -> str:
-    """Returns the text of the .po file: all messages in the order of their modules."""
+    """Returns the text of the .po file: all messages in the order of their texts.
+
+    Which modules have a message is left out, so that a function that is moved changes nothing here.
+    """
     header = (
         "Content-Type: text/plain; charset=UTF-8\n",
         "Content-Transfer-Encoding: 8bit\n",
@@ -957,11 +960,11 @@ def write_po(messages: Messages, translations: Mapping[str, str]) -> str:
     )
     blocks = ['msgid ""\nmsgstr ""\n' + "\n".join(_quote(line) for line in header)]
 
-    def order(message: str) -> tuple[str, str]:
-        return min(messages.places[message]), message
+    def order(message: str) -> tuple[str, bool]:
+        return message.removeprefix(HEADING), message.startswith(HEADING)
 
     for message in sorted(messages.places, key=order):
-        lines = [f"#: {place}" for place in sorted(messages.places[message])]
+        lines = []
         if re.search(r"\{\w+\}", message):
             lines.append("#, python-brace-format")
         if message.startswith(HEADING):
@@ -987,7 +990,8 @@ def main() -> None:
     stale = [message for message in translations if message not in messages.places]
     print(f"{len(messages.places)} messages; {len(stale)} are gone; to translate: {len(missing)}")
     for message in missing[:20]:
-        print(f"  {message}")
+        modules = ", ".join(sorted(messages.places[message]))
+        print(f"  {message}  (in {modules})")
 
 
 if __name__ == "__main__":
