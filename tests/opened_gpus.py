@@ -19,14 +19,18 @@ class Stream:
         self.cuda = cuda
         self.device = torch.device(device)
 
-    def wait_event(self, event: Any) -> None:
-        pass
+    def __repr__(self) -> str:
+        return f"stream of {self.device}"
 
-    def record_event(self) -> None:
-        pass
+    def wait_event(self, event: Any) -> None:
+        self.cuda.done.append(f"{self} waits for {event}")
+
+    def record_event(self) -> str:
+        return f"the work of {self.device}"
 
     def synchronize(self) -> None:
         self.cuda.opened.add(self.device.index)
+        self.cuda.done.append(f"the host waits for {self}")
 
 
 class OpenedGpus:
@@ -34,10 +38,12 @@ class OpenedGpus:
 
     Attributes:
         opened: the numbers of the GPUs on which this process has a context.
+        done: what streams were told to wait for, and what the host has waited for, in order.
     """
 
     def __init__(self) -> None:
         self.opened: set[int] = set()
+        self.done: list[str] = []
         self._of_thread = threading.local()
 
     def current_device(self) -> int:

@@ -1,8 +1,9 @@
-"""Copies tensors from a GPU to host memory in a thread, while training continues.
+"""Copies tensors from GPUs to host memory in a thread, while training continues.
 
-The copies run on a CUDA stream of their own, which first waits for the work that the training has
-queued so far. So neither this process nor the GPU waits for the copies, as long as the tensors do
-not change. Code that is going to change them calls `wait` first.
+The copies from a GPU run on a CUDA stream of their own, which first waits for the work that the
+training has queued on this GPU so far. So neither this process nor the GPU waits for the copies, as
+long as the tensors do not change. Code that is going to change them calls `wait` first. A model may
+be spread over several GPUs of one process: each of them has its own stream.
 
 If the user's own code changes a tensor during the copy, the copy is invalid. This is found with the
 number of writes that torch counts for each tensor.
@@ -23,18 +24,9 @@ from lockstep.torch_compat import copy_to_each, write_counts
 
 
 class BackgroundCopy:
-    """Runs one copy at a time, each in a thread of its own.
+    """Runs one copy at a time, each in a thread of its own."""
 
-    Args:
-        device: the device of the tensors.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._stream: Any = None
-        """None if the tensors are on the CPU, as in tests."""
-        if device.type == "cuda":
-            self._stream = side_stream(device, "kept steps")
+    def __init__(self) -> None:
         self._thread: threading.Thread | None = None
         self._was_changed = False
         self._error: Exception | None = None
@@ -58,24 +50,24 @@ class BackgroundCopy:
         # A tensor that is changed during the copy has a higher number of writes at its end.
         write_counts_at_start = write_counts(sources)
 
-        # This event marks the end of the work that the training has queued on the GPU so far.
-        end_of_queued_work = None
-        if self._stream is not None:
-            end_of_queued_work = torch.cuda.current_stream(self._device).record_event()
+        copies_by_device: dict[torch.device, _CopiesOfDevice] = {}
+        for destination, source in zip(destinations, sources, strict=True):
+            if source.device not in copies_by_device:
+                copies_by_device[source.device] = _CopiesOfDevice(source.device)
+            copies_by_device[source.device].add(destination, source)
 
         self._thread = threading.Thread(
             target=self._copy_and_finish,
-            args=(destinations, sources, write_counts_at_start, end_of_queued_work, finish),
+            args=(list(copies_by_device.values()), sources, write_counts_at_start, finish),
             name="lockstep-kept-step",
         )
         self._thread.start()
 
     def _copy_and_finish(
         self,
-        destinations: Sequence[Tensor],
+        copies_of_devices: Sequence[_CopiesOfDevice],
         sources: Sequence[Tensor],
         write_counts_at_start: object,
-        end_of_queued_work: Any,
         finish: Callable[[], object],
     ) -> None:
         """Runs in the thread: copies the sources, and then calls `finish`.
@@ -84,36 +76,19 @@ class BackgroundCopy:
         `wait` raises it.
 
         Args:
-            destinations: as in `start`.
+            copies_of_devices: the copies to make, which together have all sources.
             sources: as in `start`.
             write_counts_at_start: how often each source had been written when the copy was started.
-            end_of_queued_work: the event of the GPU that the copies wait for; None on the CPU.
             finish: as in `start`.
         """
         try:
-            take_gpu_in_this_thread(self._device)
-            with self._on_copy_stream_after(end_of_queued_work):
-                copy_to_each(list(destinations), list(sources))
-            if self._stream is not None:
-                self._stream.synchronize()
+            for copies in copies_of_devices:
+                copies.run()
             self._was_changed = write_counts(sources) != write_counts_at_start
             if not self._was_changed:
                 finish()
         except Exception as error:
             self._error = error
-
-    def _on_copy_stream_after(self, event: Any) -> Any:
-        """Returns a context in which copies are queued on the stream of this object.
-
-        On the CPU, which has no streams, the context does nothing.
-
-        Args:
-            event: an event of the training's stream, which the copies wait for; None on the CPU.
-        """
-        if self._stream is None:
-            return nullcontext()
-        self._stream.wait_event(event)
-        return torch.cuda.stream(self._stream)
 
     def wait(self) -> bool:
         """Waits until the present copy has ended, if there is one.
@@ -134,3 +109,48 @@ class BackgroundCopy:
         if error is not None:
             raise error
         return not self._was_changed
+
+
+class _CopiesOfDevice:
+    """The copies from one device.
+
+    It is made in the training thread, while the sources have the values to copy.
+
+    Args:
+        device: the device of the sources: a GPU, or the CPU in tests.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._destinations: list[Tensor] = []
+        self._sources: list[Tensor] = []
+        self._stream: Any = None
+        """None on the CPU, which has no streams."""
+        self._end_of_queued_work: Any = None
+        """The event after the work that the training has queued on the GPU so far."""
+        if device.type == "cuda":
+            self._stream = side_stream(device, "kept steps")
+            self._end_of_queued_work = torch.cuda.current_stream(device).record_event()
+
+    def add(self, destination: Tensor, source: Tensor) -> None:
+        """Adds a copy of a source to a destination."""
+        self._destinations.append(destination)
+        self._sources.append(source)
+
+    def run(self) -> None:
+        """Makes the copies, and returns once they are complete."""
+        take_gpu_in_this_thread(self._device)
+        with self._on_copy_stream():
+            copy_to_each(self._destinations, self._sources)
+        if self._stream is not None:
+            self._stream.synchronize()
+
+    def _on_copy_stream(self) -> Any:
+        """Returns a context in which copies are queued on the copy stream. The CPU has no stream.
+
+        The copy stream first waits for the work of the training that writes the sources.
+        """
+        if self._stream is None:
+            return nullcontext()
+        self._stream.wait_event(self._end_of_queued_work)
+        return torch.cuda.stream(self._stream)

@@ -125,7 +125,7 @@ class KeptSteps(Extension):
         self._steady_ids = steady_ids
         self._background: BackgroundCopy | None = None
         if collectives.device.type in BACKGROUND_DEVICES:
-            self._background = BackgroundCopy(collectives.device)
+            self._background = BackgroundCopy()
         self._say = say
         self._must_keep_every_step = every_step
         self._timeout = timeout
