@@ -17,7 +17,8 @@ pytestmark = pytest.mark.unit
 SAME_IN_BOTH_LANGUAGES = {
     *("rank", "ranks", "loss", "epoch", "batch", "hook", "hooks", "stage", "token", "dtype"),
     *("ddp", "fsdp", "cuda", "cpu", "torch", "numpy", "lockstep", "run", "prepare", "loader"),
-    *("shares", "auto", "store", "seed", "worker", "dropout", "hsdp", "ms", "slurm"),
+    *("shares", "auto", "store", "seed", "worker", "dropout", "hsdp", "ms", "slurm", "traceback"),
+    "ctrl",
 }
 """Words that a Chinese practitioner uses as they are, and names of settings and strategies."""
 
@@ -114,6 +115,25 @@ LINES = {
     "exit code 139 (128 + 11: SIGSEGV (segmentation fault))": (
         "退出码 139（128 + 11：SIGSEGV（段错误））"
     ),
+    "seed: rank 0 has '0', rank 1 has '1', and 3 more values": (
+        "seed：rank 0 是 '0'，rank 1 是 '1'，另有 3 个值"
+    ),
+    "rank 1: it is not the number of a rank: there are 3 of them": (
+        "rank 1：它不是 rank 的编号：一共有 3 个 rank"
+    ),
+    "give an integer from 0 to 2": "给出从 0 到 2 的整数",
+    "see the traceback of that rank": None,
+    # Machines that are reached by ssh.
+    "node3: it cannot reach node2 at 10.0.0.1, port 29500 (short messages arrive, long ones do "
+    "not, as where the MTU of an interface is larger than that of the way)": (
+        "node3：它无法访问 node2，地址 10.0.0.1，端口 29500（短消息能到达，长消息不能，"
+        "例如网卡的 MTU 大于途中网络的 MTU 时就会这样）"
+    ),
+    "node3: it cannot reach node2 at 10.0.0.1, port 29500 (no answer within 5 s); node4: it "
+    "requires a password": (
+        "node3：它无法访问 node2，地址 10.0.0.1，端口 29500（5 秒内没有应答）；node4：登录它需要密码"
+    ),
+    "Ctrl-Z does nothing here: a run on several machines cannot be stopped for a while": None,
     # Verdicts of verify, which are joined from parts.
     "on one process it ended with TypeError: unsupported operand": (
         "在单进程上，它结束于 TypeError: unsupported operand"

@@ -698,7 +698,7 @@ def test_the_time_for_a_long_text_is_bounded(monkeypatch: pytest.MonkeyPatch) ->
         return original(*arguments, **options)
 
     monkeypatch.setattr(language.Catalogue, "_translate_reading", count)
-    host = "node1: node0 cannot be reached from it at 10.0.0.1, port 29500: it does not answer"
+    host = "node1: it cannot reach node0 at 10.0.0.1, port 29500 (it does not answer)"
     found = "; ".join([host] * 50)
     assert chinese_catalogue().translate(found).count("它没有响应") == 50
     assert num_readings < 50 * 40

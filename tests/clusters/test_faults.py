@@ -141,7 +141,7 @@ BEFORE: dict[str, tuple[Plant, str, str]] = {
     "MTU to here": (dropping("iifname node2 oifname node1"), _LONG, _PING),
     "MTU from here": (dropping("iifname node1 oifname node2"), _LONG, _PING),
     "MTU elsewhere": (dropping("iifname node2 oifname node3"), "long ones do not", "set the MTU"),
-    "one-way firewall": (one_way_firewall, "node3 cannot be reached from it at 10.98.0.3",
+    "one-way firewall": (one_way_firewall, "it cannot reach node3 at 10.98.0.3",
                          "on all ports"),
 }  # fmt: skip
 

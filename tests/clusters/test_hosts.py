@@ -285,6 +285,6 @@ def test_machines_that_do_not_reach_each_other(run, machines: Cluster) -> None:
     subprocess.run([*route, "add", "blackhole", "10.98.0.2/32"], check=True)
     try:
         command = run(LOOP, hosts="node2,node3")
-        refused(command, "node2 cannot be reached from it at 10.98.0.2", "firewall", "node3")
+        refused(command, "it cannot reach node2 at 10.98.0.2", "firewall", "node3")
     finally:
         subprocess.run([*route, "del", "blackhole", "10.98.0.2/32"], check=True)

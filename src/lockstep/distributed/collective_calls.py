@@ -249,6 +249,19 @@ def _find_problem_of_tensor(name: str, tensor: Tensor) -> Problem | None:
     return None
 
 
+def find_problem_of_source(source: Any, num_ranks: int) -> Problem | None:
+    """Returns why `source` cannot be the rank that broadcasts, or None if it can."""
+    is_a_rank = type(source) is int and 0 <= source < num_ranks
+    if is_a_rank:
+        return None
+    last_rank = num_ranks - 1
+    return (
+        f"world.broadcast(..., source={source!r})",
+        f"it is not the number of a rank: there are {num_ranks} of them",
+        f"give an integer from 0 to {last_rank}",
+    )
+
+
 def _torch_computes_with(dtype: torch.dtype) -> bool:
     """Returns True if torch can compute with a dtype, which backends can then send, too.
 

@@ -47,6 +47,7 @@ from lockstep.distributed.collective_calls import (
     can_be_joined,
     can_be_reduced,
     describe_call,
+    find_problem_of_source,
     pack_nest,
 )
 from lockstep.distributed.reductions import (
@@ -309,17 +310,10 @@ class Collectives:
 
         If `source` is not the number of a rank, the nest has a problem, on every rank.
         """
-        is_a_rank = type(source) is int and 0 <= source < self.topology.size
-        if not is_a_rank:
-            problem = (
-                f"world.broadcast(..., source={source!r})",
-                f"it is not the number of a rank: there are {self.topology.size} of them",
-                f"give an integer from 0 to {self.topology.size - 1}",
-            )
+        problem = find_problem_of_source(source, self.topology.size)
+        is_source = self.topology.rank == source
+        if problem is not None or not is_source:
             return PackedNest(form={}, tensors=[], problem=problem)
-
-        if self.topology.rank != source:
-            return PackedNest(form={}, tensors=[], problem=None)
         return pack_nest(value)
 
     def barrier(self) -> None:

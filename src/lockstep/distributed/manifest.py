@@ -125,8 +125,9 @@ def describe_mismatches(manifests: Sequence[Mapping[str, str]]) -> list[str]:
             verb = "has" if len(ranks) == 1 else "have"
             shown_value = "none" if value is None else repr(value)
             texts.append(f"{format_ranks(ranks)} {verb} {shown_value}")
-        if len(ranks_of_value) > MAX_VALUES_SHOWN:
-            texts.append(f"and {len(ranks_of_value) - MAX_VALUES_SHOWN} more values")
+        num_hidden = len(ranks_of_value) - MAX_VALUES_SHOWN
+        if num_hidden > 0:
+            texts.append(f"and {num_hidden} more values")
         lines.append(f"{name}: {', '.join(texts)}")
     return lines
 

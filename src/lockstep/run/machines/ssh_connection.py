@@ -407,7 +407,7 @@ class Remote:
                 )
 
             raise Problem(
-                f"{other.host.name} cannot be reached from it at {address}, port {port}: {reason}",
+                f"it cannot reach {other.host.name} at {address}, port {port} ({reason})",
                 advice,
             )
 

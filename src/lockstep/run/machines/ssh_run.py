@@ -55,7 +55,6 @@ machine has failed or was lost, even if one of their ranks does not end."""
 MAX_CLOCK_OFFSET_S = 5.0
 """The same tolerance as in `run.watch.first_failure`."""
 MAX_UNPRINTED_BYTES = 4 << 20
-CANNOT_SUSPEND = "Ctrl-Z does nothing here: a run on several machines cannot be stopped for a while"
 
 
 def connect_by_ssh(spec: HostsSpec) -> Callable[[Host, ShowLine], Remote]:
@@ -139,9 +138,14 @@ class HostsRun:
                 loop.add_signal_handler(number, self._on_signal, name)
 
         # Ctrl-Z cannot suspend ranks on other machines, which is all that this says.
-        loop.add_signal_handler(signal.SIGTSTP, self._say, CANNOT_SUSPEND)
+        loop.add_signal_handler(signal.SIGTSTP, self._say_cannot_suspend)
 
         # All these handlers are removed when the loop is closed.
+
+    def _say_cannot_suspend(self) -> None:
+        self._say(
+            "Ctrl-Z does nothing here: a run on several machines cannot be stopped for a while"
+        )
 
     async def _run(self) -> int:
         """Carries out the run, inside the event loop."""
