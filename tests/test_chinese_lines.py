@@ -131,7 +131,8 @@ LINES = {
     ),
     "node3: it cannot reach node2 at 10.0.0.1, port 29500 (no answer within 5 s); node4: it "
     "requires a password": (
-        "node3：它无法访问 node2，地址 10.0.0.1，端口 29500（5 秒内没有应答）；node4：登录它需要密码"
+        "node3：它无法访问 node2，地址 10.0.0.1，端口 29500（5 秒内没有应答）；"
+        "node4：登录它需要密码"
     ),
     "Ctrl-Z does nothing here: a run on several machines cannot be stopped for a while": None,
     # Verdicts of verify, which are joined from parts.
