@@ -17,6 +17,7 @@ from older_torch import needs_torchrun_flag
 from lockstep import strategies
 from lockstep.cli import run as run_command, run_help
 from lockstep.cli.main import main
+from lockstep.cli.place_options import WHY_NOT_WITH_ANOTHER_PLACE, PlaceOption
 from lockstep.cli.places import hosts as hosts_place
 from lockstep.cli.torchrun_options import torchrun_options
 from lockstep.errors import SettingError
@@ -266,6 +267,30 @@ def test_wrong_use(arguments: tuple[str, ...], text: str) -> None:
     assert result.exit_code == 2
     assert text in result.output
     assert "Traceback" not in result.output
+
+
+def test_a_script_from_a_pipe_is_refused_unread() -> None:
+    """Every rank would get another part of it, or nothing."""
+    reads, writes = os.pipe()
+    os.write(writes, b"print(1)")
+    os.close(writes)
+    try:
+        # Of options after a script, its source may say that it does not read them.
+        result = run("--dry-run", f"/dev/fd/{reads}", "--strategy", "ddp")
+        assert result.exit_code == 2
+        assert "it is a pipe or a device" in result.output
+        assert os.read(reads, 100) == b"print(1)"
+    finally:
+        os.close(reads)
+
+
+def test_each_option_that_chooses_a_place_has_its_place() -> None:
+    options = [param for param in run_command.command.params if isinstance(param, PlaceOption)]
+    choosing = [option.name for option in options if option.chooses_place]
+    assert sorted(choosing) == sorted(run_command.PLACES)
+    assert {*WHY_NOT_WITH_ANOTHER_PLACE, choosing[0]} == set(choosing)  # of two, the second is told
+    for option in options:
+        assert run_command.PLACES.keys() >= set(option.places)
 
 
 @pytest.mark.usefixtures("folder")

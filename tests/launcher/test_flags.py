@@ -6,12 +6,14 @@ import os
 from pathlib import Path
 
 import pytest
+from torch.distributed.argparse_util import check_env
 from torch.distributed.run import get_args_parser
 
 from lockstep.errors import SettingError
 from lockstep.run.start import script
 from lockstep.run.start.plan import LaunchSpec
 from lockstep.run.start.torchrun_flags import (
+    ON_OFF_FLAGS,
     TorchrunFlags,
     check_flags,
     node_numbers,
@@ -95,6 +97,21 @@ def test_a_flag_may_be_given_by_a_variable() -> None:
     assert flags.is_any_given
     assert flags.say_how_nodes_meet
     assert not TorchrunFlags((), {"HOME": "/"}).is_any_given
+
+
+@pytest.mark.parametrize(("value", "is_given"), [("1", True), ("0", False), ("yes", True)])
+def test_a_variable_may_switch_a_flag_off(value: str, is_given: bool) -> None:
+    flags = TorchrunFlags((), {"PET_STANDALONE": value})
+    assert flags.is_given("--standalone") == is_given
+    assert flags.is_any_given == is_given
+    assert flags.describe_nodes == is_given
+    assert TorchrunFlags(("--standalone",), {"PET_STANDALONE": value}).is_given("--standalone")
+
+
+def test_flags_that_a_variable_may_switch_off_are_those_of_torchruns_parser() -> None:
+    actions = [each for each in get_args_parser()._actions if isinstance(each, check_env)]
+    found = {"--" + action.dest.replace("_", "-") for action in actions}
+    assert set(ON_OFF_FLAGS) == found | {"--virtual-local-rank"}  # torch 2.9 does not have this one
 
 
 def test_torchruns_variable_says_early_how_many_ranks_there_are(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from launched import launch
 from ranks import HANG_S
 
 from lockstep.errors import SettingError
+from lockstep.run.start import worker
 from lockstep.run.start.rank_imports import without_garbage_collection
 from lockstep.run.start.worker import Command, Script, fresh_interpreter
 
@@ -55,6 +57,19 @@ if __name__ == "__main__":
     with open("facts.json", "w") as file:
         json.dump(facts, file)
 '''
+
+
+def test_a_pipe_is_not_opened_to_find_the_scripts_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To open it may block, and its writer loses what it has written when it is closed again."""
+    os.mkfifo(tmp_path / "pipe")
+    opened: list[str] = []
+    monkeypatch.setattr(worker.zipfile, "is_zipfile", lambda path: opened.append(path) or False)
+    (tmp_path / "file").touch()
+    for name in ("pipe", "file"):
+        assert Script(path=str(tmp_path / name)).folder == str(tmp_path.resolve())
+    assert opened == [str(tmp_path / "file")]
 
 
 AT_EXIT = "import atexit, sys; atexit.register(print, 'left')"

@@ -14,7 +14,6 @@ import click
 from lockstep.cli.run_options import comes_from_file, is_given
 from lockstep.errors import SettingError
 
-OPTIONS_THAT_CHOOSE_A_PLACE = ("hosts", "slurm", "ray")
 WHY_NOT_WITH_ANOTHER_PLACE = {
     "slurm": "a job has machines of its own",
     "ray": "a Ray cluster has machines of its own",
@@ -27,13 +26,19 @@ class PlaceOption(click.Option):
     The launchers that are started there do not get it.
 
     Args:
-        places: the names of the options that choose these places, such as "hosts".
+        places: the names of the options that choose these places, such as "hosts". An option that
+            chooses a place itself has its own name here.
         args, options: the arguments of click's options.
     """
 
     def __init__(self, *args: Any, places: Sequence[str], **options: Any) -> None:
         super().__init__(*args, **options)
         self.places = places
+
+    @property
+    def chooses_place(self) -> bool:
+        """True for an option such as --hosts, False for one such as --copy."""
+        return self.name in self.places
 
 
 def place_options(ctx: click.Context) -> list[PlaceOption]:
@@ -42,10 +47,9 @@ def place_options(ctx: click.Context) -> list[PlaceOption]:
 
 
 def chosen_places(ctx: click.Context) -> list[str]:
-    """Returns the options that choose a place and are given."""
-    return [
-        option for option in OPTIONS_THAT_CHOOSE_A_PLACE if ctx.params[option] not in (None, False)
-    ]
+    """Returns the names of the options that choose a place and are given."""
+    names = [str(option.name) for option in place_options(ctx) if option.chooses_place]
+    return [name for name in names if ctx.params[name] not in (None, False)]
 
 
 def missing_main_options(ctx: click.Context) -> dict[str, str]:
@@ -56,8 +60,7 @@ def missing_main_options(ctx: click.Context) -> dict[str, str]:
     chosen = set(chosen_places(ctx))
     main_option_of = {}
     for option in place_options(ctx):
-        chooses_place = option.name in OPTIONS_THAT_CHOOSE_A_PLACE
-        if not chooses_place and chosen.isdisjoint(option.places):
+        if not option.chooses_place and chosen.isdisjoint(option.places):
             main_option_of[str(option.name)] = option.places[0]
     return main_option_of
 

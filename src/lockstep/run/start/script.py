@@ -391,8 +391,14 @@ def _check_path(script: Script, command: str) -> None:
             f"{command} {name}", "it is a folder without __main__.py", "name a script in it"
         )
     _check_no_interpreter(script, command)  # lockstep run python train.py
-    if path.exists():
+    if path.is_file() or path.is_dir():
         return
+    if path.exists():  # lockstep run <(...), or /dev/stdin
+        raise SettingError(
+            f"{command} {name}",
+            "it is a pipe or a device, which can be read only once; every rank reads the script",
+            "write the script to a file, and name that file",
+        )
     check_path_of_this_system(f"{command} {name}", name)  # lockstep run D:/work/train.py
 
     if name.startswith(DASHES):  # an option that was copied from a blog

@@ -83,9 +83,10 @@ def path_of_source(script: Script) -> Path:
 def parse_file(path: Path) -> ast.Module | None:
     """Parses a source file; returns None if it is not Python code or cannot be read."""
     try:
-        with tokenize.open(path) as file, warnings.catch_warnings():
+        source = _read_text(path)
+        with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the ranks will show these warnings
-            return ast.parse(file.read())
+            return ast.parse(source)
     except (OSError, SyntaxError, ValueError, RecursionError):  # running the script will say why
         return None
 
@@ -93,11 +94,25 @@ def parse_file(path: Path) -> ast.Module | None:
 def read_script(script: Script) -> SourceHints:
     """Reads the source of a script or module. A file that is not Python code gives the defaults."""
     try:
-        with tokenize.open(path_of_source(script)) as file, warnings.catch_warnings():
+        source = _read_text(path_of_source(script))
+        with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the ranks will show these warnings
-            return read_source(file.read())
+            return read_source(source)
     except (OSError, SyntaxError, ValueError, RecursionError):  # running the script will say why
         return SourceHints()
+
+
+def _read_text(path: Path) -> str:
+    """Returns the text of a source file, in the encoding that it declares.
+
+    Raises:
+        OSError: the file cannot be read, or is a pipe: the ranks could not read it again.
+        SyntaxError: the encoding is unknown.
+    """
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} is not a regular file")
+    with tokenize.open(path) as file:
+        return file.read()
 
 
 def read_source(source: str) -> SourceHints:

@@ -40,6 +40,9 @@ _FLAGS_OF_ONE_NODE = (
     "--rdzv-endpoint",
     "--local-addr",
 )
+ON_OFF_FLAGS = ("--standalone", "--module", "--no-python", "--run-path", "--virtual-local-rank")
+"""Flags that are on or off. Their variables are numbers: with PET_STANDALONE=0, --standalone is not
+given."""
 _DEFAULT_MASTER_PORT = 29500
 """torchrun's own default."""
 _MAX_PORT = (1 << 16) - 1
@@ -98,11 +101,18 @@ class TorchrunFlags:
 
     def get(self, name: str) -> str | None:
         """Returns the value of a flag, which is empty if it takes none; None if it is not given."""
-        value = self.environ.get(variable_of_flag(name))
+        value = self._value_of_variable(name)
         for flag in self._flags_of_words():
             if flag.name == name:  # of several on the command line, the last one counts
                 value = flag.value
         return value
+
+    def _value_of_variable(self, name: str) -> str | None:
+        """Returns the value that the variable of a flag gives it; None if it does not give it."""
+        value = self.environ.get(variable_of_flag(name))
+        if value is None or name not in ON_OFF_FLAGS:
+            return value
+        return None if _is_zero(value) else ""
 
     def is_given(self, *names: str) -> bool:
         """Returns True if one of the flags is given."""
@@ -111,7 +121,10 @@ class TorchrunFlags:
     @property
     def is_any_given(self) -> bool:
         """True if any flag is given."""
-        return bool(self.words) or any(is_torchrun_variable(name) for name in self.environ)
+        flags_of_variables = [
+            flag_of_variable(name) for name in self.environ if is_torchrun_variable(name)
+        ]
+        return bool(self.words) or self.is_given(*flags_of_variables)
 
     @property
     def say_how_nodes_meet(self) -> bool:
@@ -150,6 +163,14 @@ class TorchrunFlags:
                 flag = flags.pop()
                 flags.append(_GivenFlag(flag.name, word, (*flag.words, word)))
         return flags
+
+
+def _is_zero(value: str) -> bool:
+    """Returns True if a text is the number 0, which switches a flag off in its variable."""
+    try:
+        return int(value) == 0
+    except ValueError:  # torchrun's parser will refuse it
+        return False
 
 
 def parse_flags(arguments: Sequence[str]) -> argparse.Namespace:

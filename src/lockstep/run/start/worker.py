@@ -67,7 +67,10 @@ class Script:
         """True if the program is the `__main__.py` in a folder or a zip file."""
         if self.module:
             return False
-        return os.path.isdir(self.path) or zipfile.is_zipfile(self.path)
+        if os.path.isdir(self.path):
+            return True
+        # A pipe is not opened: that may block, and what its writer has written would be lost.
+        return os.path.isfile(self.path) and zipfile.is_zipfile(self.path)
 
     @property
     def folder(self) -> str:
