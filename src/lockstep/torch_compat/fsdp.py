@@ -1,4 +1,7 @@
-"""The units of FSDP2, which are modules under `fully_shard`."""
+"""The units of FSDP2, which are modules under `fully_shard`.
+
+Their names were also read in the sources of torch 2.8 and 2.15.
+"""
 
 from __future__ import annotations
 
@@ -126,9 +129,13 @@ def set_dtypes_of_frozen_unit(unit: FSDPModule) -> None:
     When a unit runs for the first time, torch takes these dtypes from its trained parameters. A
     unit whose parameters are all frozen gets none. If its parameters are trained later, a gradient
     in half precision would then not fit its parameter in fp32.
+
+    Torch 2.6 and 2.14 take the dtypes from frozen parameters too, and torch 2.15 has them for each
+    parameter. There is nothing to do then.
     """
     for parameter_group in _parameter_groups(unit):
-        if parameter_group._orig_dtype is not None:  # torch knows the dtypes
+        lacks_dtypes = getattr(parameter_group, "_orig_dtype", "not there") is None
+        if not lacks_dtypes:
             continue
 
         # All parameters of a group have the same dtypes, so take those of the first one with
@@ -144,7 +151,8 @@ def parameters_with_accumulated_gradient(unit: FSDPModule) -> list[nn.Parameter]
     """Returns the gathered parameters whose gradients torch keeps beside them.
 
     These are gradients of earlier micro-batches, if they are averaged in another dtype than
-    parameters are gathered in. `parameter.grad` is then None.
+    parameters are gathered in. `parameter.grad` is then None, except with torch 2.15 (see
+    `_grad_has_earlier_gradients`).
     """
     parameters: list[nn.Parameter] = []
     for parameter_group in _parameter_groups(unit):
@@ -158,7 +166,19 @@ def drop_accumulated_gradients(unit: FSDPModule) -> None:
     """Drops the gradients that `parameters_with_accumulated_gradient` is about."""
     for parameter_group in _parameter_groups(unit):
         for fsdp_parameter in parameter_group.fsdp_params:
-            fsdp_parameter.unsharded_accumulated_grad = None
+            if _grad_has_earlier_gradients(fsdp_parameter):
+                fsdp_parameter.unsharded_param.grad = None
+            else:
+                fsdp_parameter.unsharded_accumulated_grad = None
+
+
+def _grad_has_earlier_gradients(fsdp_parameter: Any) -> bool:
+    """Returns True if `parameter.grad` has the gradients of earlier micro-batches, in fp32.
+
+    This is so since torch 2.15. There `unsharded_accumulated_grad` is a property that returns
+    `parameter.grad`. Torch also converts late gradients itself (`accumulate_late_gradients`).
+    """
+    return isinstance(getattr(type(fsdp_parameter), "unsharded_accumulated_grad", None), property)
 
 
 def accumulate_late_gradients(unit: FSDPModule, *, zeros_if_unused: bool) -> list[RemovableHandle]:
@@ -171,9 +191,9 @@ def accumulate_late_gradients(unit: FSDPModule, *, zeros_if_unused: bool) -> lis
         weight, used by both micro-batches: torch has its fp32 gradient from the first one
         bias, used by the second only: its gradient is *late*, and would stay in bf16
 
-    Torch refuses to send both together. So the late gradient is converted to fp32. If the second
-    micro-batch does not use bias either, `zeros_if_unused` decides: zeros are sent for it, or the
-    message has weight alone.
+    Torch before 2.15 refuses to send both together. So the late gradient is converted to fp32. If
+    the second micro-batch does not use bias either, `zeros_if_unused` decides: zeros are sent for
+    it, or the message has weight alone.
 
     Args:
         unit: the unit.
@@ -196,7 +216,7 @@ def accumulate_late_gradients(unit: FSDPModule, *, zeros_if_unused: bool) -> lis
 
         for fsdp_parameter in unused_so_far:
             whole = fsdp_parameter.unsharded_param
-            if not whole.requires_grad:
+            if not whole.requires_grad or _grad_has_earlier_gradients(fsdp_parameter):
                 continue
             if zeros_if_unused:
                 _accumulate_zeros(fsdp_parameter)
@@ -238,7 +258,7 @@ def _parameter_groups(unit: FSDPModule) -> list[Any]:
     """Returns torch's groups of the parameters of an FSDP unit; empty if it has none of its own."""
     state = unit._get_fsdp_state()
     parameter_groups = getattr(state, "_fsdp_param_groups", None)
-    if parameter_groups is None:  # torch 2.11 has a single group, or None
+    if parameter_groups is None:  # torch up to 2.11 has a single group, or None
         parameter_groups = [state._fsdp_param_group]
     return [group for group in parameter_groups if group is not None]
 
