@@ -101,8 +101,8 @@ class Flips:
 
     Args:
         world: of this process.
-        kind: what is flipped: "product", "product once", "gradient", "weight", "state", "state of a
-            scalar" or "".
+        kind: what is flipped: "product", "product once", "gradient", "statistics" (those that a
+            virtual rank leaves), "weight", "state", "state of a scalar", "buffer" or "".
         rank: where.
     """
 
@@ -124,6 +124,9 @@ class Flips:
         if self._kind == "gradient":
             layer: Any = getattr(model, "module", model).head
             layer.register_forward_hook(flip_gradient)
+        if self._kind == "statistics":
+            norm: Any = getattr(model, "module", model).norm
+            norm.register_forward_hook(lambda layer, *_: flip_bit(layer.running_mean))
 
     def stepped(self, model: nn.Module, optimizer: Any) -> None:
         """Called after each step of the optimizer."""
@@ -136,6 +139,8 @@ class Flips:
             flip_bit(optimizer.state[parameter]["exp_avg"])
         if self._kind == "state of a scalar" and self._world.step == 2 * EVERY - 1:
             flip_bit(optimizer.state[net.logit_scale]["exp_avg"])
+        if self._kind == "buffer" and self._world.step == 2 * EVERY - 1:
+            flip_bit(net.norm.running_var)
 
 
 def steps_with(world: Any, flips: Flips, steps: int, checkpoints: str = "", **options: Any) -> Any:
@@ -248,18 +253,21 @@ DEVICE = rf"rank 1 \(cpu of {re.escape(socket.gethostname())}\)"
 
 
 def test_flipped_bits_are_found_on_three_processes() -> None:
-    kinds = ("product", "product once", "gradient", "weight", "state")
+    kinds = ("product", "product once", "gradient", "statistics", "weight", "state", "buffer")
     results = run_ranks(messages_of, 3, *kinds)
     assert results[0] == results[1] == results[2]
-    product, product_once, gradient, weight, state = results[0]
+    product, product_once, gradient, statistics, weight, state, buffer = results[0]
     always = rf"step 4, virtual rank \d: all ranks computed it again, and {DEVICE} got other bits"
     assert re.search(always, product)
     assert re.search(always, gradient)
+    assert re.search(always, statistics)
+    assert "agree; the buffers that differ: norm.running_mean\n" in statistics
     assert re.search(rf"step 4, virtual rank \d: {DEVICE} got other bits than all", product_once)
     assert re.search(rf"before step 8, in the parameters hidden.weight: {DEVICE} has other", weight)
     assert re.search(
         rf"before step 8, in the optimizer state exp_avg of hidden.weight: {DEVICE} has", state
     )
+    assert re.search(rf"before step 8, in the buffers norm.running_var: {DEVICE} has", buffer)
 
 
 def messages_with_checkpoints(folder: str) -> list[str]:
@@ -279,7 +287,7 @@ def test_flipped_bits_are_found_on_two_processes(tmp_path: Path) -> None:
 
 @pytest.mark.thorough
 def test_flipped_bits_are_found_with_shards() -> None:
-    kinds = ("product", "product once", "gradient")
+    kinds = ("product", "product once", "gradient", "statistics")
     for message in run_ranks(messages_of, 3, *kinds, env={"LOCKSTEP_STRATEGY": "fsdp"})[2]:
         assert re.search(rf"step 4, virtual rank \d: .*{DEVICE} got other bits", message)
     kinds = ("weight", "state", "state of a scalar")

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from digests import digest_of
 from ranks import run_ranks
 from torch import nn
 from torch.utils.data import TensorDataset
@@ -46,3 +49,39 @@ def test_the_losses_are_those_of_one_device(strategy):
     expected = run_ranks(train, 1, "single")[0]
     for found in run_ranks(train, 2, strategy):
         assert found == pytest.approx(expected, rel=1e-9)
+
+
+def with_batchnorm(inputs: int, outputs: int) -> nn.Module:
+    return nn.Sequential(nn.Linear(inputs, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, outputs))
+
+
+def digests_with_batchnorm(**settings: Any) -> list[str]:
+    """Trains two models with BatchNorm on one loss; returns a digest of each."""
+    with lockstep.init("ddp", seed=1, **settings) as world:
+        torch.manual_seed(0)
+        generator, critic = with_batchnorm(4, 6), with_batchnorm(6, 1)
+        makes = torch.optim.Adam(generator.parameters(), lr=1e-2)
+        judges = torch.optim.Adam(critic.parameters(), lr=1e-2)
+        generator, critic, makes, judges = world.prepare(generator, critic, makes, judges)
+        numbers = torch.Generator().manual_seed(3)
+        real = torch.randn(32, 6, generator=numbers)
+        noise = torch.randn(32, 4, generator=numbers)
+        for x, z in world.loader(TensorDataset(real, noise), 8, shuffle=True):
+            world.backward(critic(generator(z)).mean() - critic(x).square().mean())
+            judges.step()
+            makes.step()
+            judges.zero_grad()
+            makes.zero_grad()
+        return [digest_of(generator), digest_of(critic)]
+
+
+def digests_in_two_ways() -> list[list[str]]:
+    own_statistics = digests_with_batchnorm(sync_batchnorm=False)
+    return [own_statistics, digests_with_batchnorm(virtual_ranks=2)]
+
+
+def test_buffers_of_a_model_are_compared_after_the_step_of_its_own_optimizer() -> None:
+    (_, of_virtual_ranks_alone), *_ = run_ranks(digests_in_two_ways, 1)
+    first, second = run_ranks(digests_in_two_ways, 2)
+    assert first == second
+    assert first[1] == of_virtual_ranks_alone

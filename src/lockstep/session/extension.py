@@ -153,8 +153,14 @@ class Extension:
     def step_finished(self, number: int) -> None:
         """The first of the optimizers has stepped for the global batch of this number, from 0."""
 
-    def global_batch_trained(self) -> None:
-        """An optimizer has stepped for a whole global batch, and `after_step` was called."""
+    def global_batch_trained(self, modules: Sequence[nn.Module]) -> None:
+        """An optimizer has stepped for a whole global batch, and `after_step` was called.
+
+        Other optimizers may not have stepped for it yet.
+
+        Args:
+            modules: the prepared modules whose parameters it has updated.
+        """
 
     def batch_is_done(self) -> None:
         """A training loop asks for its next micro-batch, so it is done with the previous one."""
@@ -342,9 +348,9 @@ class Extensions(Extension):
         for tell in self.listeners["step_finished"]:
             tell(number)
 
-    def global_batch_trained(self) -> None:
+    def global_batch_trained(self, modules: Sequence[nn.Module]) -> None:
         for tell in self.listeners["global_batch_trained"]:
-            tell()
+            tell(modules)
 
     def batch_is_done(self) -> None:
         for tell in self.listeners["batch_is_done"]:

@@ -152,6 +152,18 @@ class VirtualRankBuffers(Extension):
         """
         return [*self.averaged, *self._counters]
 
+    def present_combined_buffers(self) -> dict[str, Tensor]:
+        """Returns the buffers that are combined here, by name, as they are in the module now.
+
+        At the beginning of a global batch they are equal on all processes, and while a virtual rank
+        is computed they are what it has left. Empty if no optimizer trains the module, as nothing
+        is combined then.
+        """
+        if not self._has_optimizer:
+            return {}
+        buffers = self._buffers()
+        return {name: buffers[name] for name in self.combined_names if name in buffers}
+
     def optimizer_prepared(self, optimizer: Any, modules: Sequence[nn.Module]) -> None:
         """Records whether an optimizer trains the module."""
         if self._prepared_module in modules:

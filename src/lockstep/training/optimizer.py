@@ -184,7 +184,7 @@ class PreparedOptimizer(DelegatesToInner, Optimizer):
 
         extensions.after_step(self.inner, self.modules)
         if micro_batch.last:
-            extensions.global_batch_trained()
+            extensions.global_batch_trained(self.modules)
 
         self._step.enter_phase("other")
         return result

@@ -6,13 +6,17 @@ compare their counts.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from torch import nn
+
 from lockstep.extensions.checks.base import Check
 
 
 class CoverageCheck(Check):
     """Compares what the loaders of all ranks have handed out."""
 
-    def global_batch_trained(self) -> None:
+    def global_batch_trained(self, modules: Sequence[nn.Module]) -> None:
         """Compares the counts of the loaders for which that is due after this optimizer step.
 
         Raises:

@@ -8,15 +8,20 @@ ranks: if these are equal, the tensors are.
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
+from typing import Any
+
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from lockstep.communication import routing
+from lockstep.distributed.process_group import Run
 from lockstep.errors import RanksDifferError
 from lockstep.extensions.checks.base import Check
+from lockstep.optim.precision import Precision
 from lockstep.session.check_schedule import check_due
-from lockstep.strategies.base import EqualTensors
+from lockstep.strategies.base import EqualTensors, PreparedModule
 from lockstep.strategies.bit_sums import bit_sums
 from lockstep.wording import join_first
 
@@ -24,16 +29,34 @@ from lockstep.wording import join_first
 class EqualModelsCheck(Check):
     """Compares models after some of the first global batches and then at regular intervals."""
 
-    def global_batch_trained(self) -> None:
+    def __init__(
+        self, run: Run, precision: Precision, wrapped: Collection[PreparedModule] = ()
+    ) -> None:
+        super().__init__(run, precision, wrapped)
+        self._modules_with_optimizer: set[nn.Module] = set()
+        """The prepared modules that an optimizer trains."""
+
+    def optimizer_prepared(self, optimizer: Any, modules: Sequence[nn.Module]) -> None:
+        """Remembers the modules of an optimizer."""
+        self._modules_with_optimizer.update(modules)
+
+    def global_batch_trained(self, modules: Sequence[nn.Module]) -> None:
         """Raises RanksDifferError if models differ and a comparison is due.
 
         It is raised on all ranks that have these models.
+
+        Args:
+            modules: the prepared modules whose optimizer has stepped. Those of other optimizers are
+                compared after their own steps: until then their buffers have what this rank's
+                samples have left.
         """
         number = self.run.step.number
         for wrapped in self.wrapped:
             if wrapped.check_every == 0:  # the strategy wants no comparison
                 continue
-            if check_due(number, wrapped.check_every):
+            module = wrapped.module
+            awaits_its_step = module in self._modules_with_optimizer and module not in modules
+            if not awaits_its_step and check_due(number, wrapped.check_every):
                 # The strategy names the tensors that must have the same bits on a group of ranks.
                 for equal_tensors in wrapped.equal_tensors():
                     check_equal(equal_tensors, f"step {number}")

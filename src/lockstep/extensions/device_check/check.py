@@ -5,12 +5,14 @@ protects, or a core gives wrong products. With virtual ranks every result has th
 process, so such an error can be seen: another process computes the same again. Every so many
 optimizer steps there is a *checked* global batch:
 
-1. Before its first forward pass the *state* of all processes is compared: the parameters, and the
-   state of the optimizers. Every process has them under `ddp`, and those with the same shard under
-   `hsdp`. Whatever has flipped a bit of them, at any step since the last check, shows here. The
-   majority is right; with two processes one of the two is wrong.
+1. Before its first forward pass the *state* of all processes is compared: the parameters, the state
+   of the optimizers, and the buffers that are combined over virtual ranks, such as the running
+   statistics of BatchNorm. Every process has them under `ddp`, and those with the same shard under
+   `hsdp`. Whatever has flipped a bit of a parameter or of an optimizer's state, at any step since
+   the last check, shows here. The majority is right; with two processes one of the two is wrong.
 2. Each process *repeats* a virtual rank of another process, its *owner* (`batch.repeats`), and the
-   bits of the two gradients are compared. That covers data, forward pass, loss and backward pass.
+   bits of the two results are compared: the gradients, and the combined buffers as the virtual rank
+   leaves them. That covers data, forward pass, loss and backward pass.
 3. If they differ there is a *dispute*: all processes compute that virtual rank again, before the
    optimizer steps, and `votes` decides who was wrong. With the two results of before there are four
    even on two processes, so that what flips once is found there too.
@@ -30,9 +32,9 @@ Why it is done so:
   a digest. So a check sends some hundred bytes.
 
 It does not find: a flip in a global batch that is not checked, if it does not make the state of
-processes differ; one in the addition of gradients over processes, or under `fsdp` in the
-optimizer's update of a shard that no other process has: all processes then go on with the same
-wrong numbers; one that all processes make.
+processes differ, as one in a buffer that is combined at the end of the step; one in the addition of
+gradients over processes, or under `fsdp` in the optimizer's update of a shard that no other process
+has: all processes then go on with the same wrong numbers; one that all processes make.
 """
 
 from __future__ import annotations
@@ -65,6 +67,7 @@ from lockstep.session.micro_batch import MicroBatch, VirtualRank
 from lockstep.session.step import Dispute
 from lockstep.strategies.base import ModuleWrapper, PreparedModule
 from lockstep.strategies.bit_sums import bit_sums, gradient_bit_sums
+from lockstep.strategies.virtual_rank_buffers import VirtualRankBuffers
 
 BitSums = dict[str, int]
 """Sums of the bits of tensors, by name."""
@@ -89,12 +92,13 @@ class Computed(NamedTuple):
     """What a process has computed for a virtual rank that is compared."""
 
     virtual_rank: int
-    gradient: BitSums
+    bits: BitSums
+    """Of its gradients, and of the combined buffers as it has left them."""
 
     @property
     def entry(self) -> tuple[int, str]:
-        """The virtual rank, and a digest of its gradient."""
-        return self.virtual_rank, digest(self.gradient)
+        """The virtual rank, and a digest of its results."""
+        return self.virtual_rank, digest(self.bits)
 
 
 class _DigestOfRank(NamedTuple):
@@ -115,7 +119,7 @@ class _GroupDigests(NamedTuple):
 
 
 class _DisputeOfRanks(NamedTuple):
-    """A virtual rank for which its owner and another rank have computed different gradients."""
+    """A virtual rank for which its owner and another rank have computed different results."""
 
     virtual_rank: int
     owner: int
@@ -180,7 +184,8 @@ class DeviceCheck(Extension):
         if micro_batch.first:
             self._forget_results()
             self._is_compared = False
-            self._compare_states()
+            # The last step has combined the buffers of all modules, or they were put back.
+            self._compare_states([wrapped.module for wrapped in self._modules])
 
         self._record_loss_scale_of_repeat(micro_batch)
 
@@ -197,11 +202,11 @@ class DeviceCheck(Extension):
         self._recorded_scales.append(micro_batch.scale)
 
     def backward_ended(self, micro_batch: MicroBatch) -> None:
-        """Sums up the bits of the gradient of a virtual rank that is compared."""
+        """Sums up the bits of the gradients and buffers of a virtual rank that is compared."""
         virtual_rank = self._step.micro_batch.virtual_rank
         if virtual_rank is None or not virtual_rank.is_compared or not virtual_rank.ends:
             return
-        self._remember(virtual_rank, Computed(virtual_rank.number, self._gradient_bits()))
+        self._remember(virtual_rank, Computed(virtual_rank.number, self._result_bits()))
 
     def before_step(self, optimizer: Any, modules: Sequence[nn.Module]) -> None:
         """Raises WrongDeviceError, on all ranks, if two of them have computed different bits.
@@ -223,17 +228,21 @@ class DeviceCheck(Extension):
             self._raise_dispute(self._dispute)
         self._last_good_step = self._step.number
 
-    def global_batch_trained(self) -> None:
+    def global_batch_trained(self, modules: Sequence[nn.Module]) -> None:
         """Compares the state of the processes where the check of replicas is about to do it.
 
         That check finds fewer tensors and does not name a rank.
+
+        Args:
+            modules: the prepared modules whose optimizer has stepped. Buffers of others are not
+                combined yet.
 
         Raises:
             WrongDeviceError: on all ranks, if some rank has other bits.
         """
         number = self._step.number
         if any(check_due(number, wrapped.check_every or CHECK_EVERY) for wrapped in self._modules):
-            self._compare_states()
+            self._compare_states(modules)
 
     def pass_ended(self) -> None:
         """Forgets a global batch that the loop has left before its end."""
@@ -260,10 +269,10 @@ class DeviceCheck(Extension):
         else:
             self._own_result = computed
 
-    # Gradients
+    # Results of virtual ranks
 
     def find_dispute(self) -> Dispute | None:
-        """Compares the gradients of the virtual ranks that two processes have computed.
+        """Compares what two processes have computed for the same virtual ranks.
 
         Each of these virtual ranks was computed by its owner, and repeated by a checker. Example: 4
         virtual ranks on 2 processes. Rank 0 owns the virtual ranks 0 and 1, and rank 1 owns 2 and
@@ -273,7 +282,7 @@ class DeviceCheck(Extension):
 
         Returns:
             The virtual rank that all processes must compute again, with the factors (`scales`) of
-            its losses; None if all gradients agree.
+            its losses; None if all results agree.
 
         Raises:
             UsageError: on all ranks, if the loop has skipped a micro-batch whose result was to be
@@ -310,7 +319,7 @@ class DeviceCheck(Extension):
             What the owners of the compared virtual ranks have computed, and what the checkers have,
             each in the order of the ranks.
         """
-        # An entry consists of the number of the virtual rank and the digest of its gradient.
+        # An entry consists of the number of the virtual rank and the digest of its results.
         owned_entry = None if self._own_result is None else self._own_result.entry
         repeated_entry = None if self._repeated_result is None else self._repeated_result.entry
         entries_of_ranks = self._run.collectives.exchange((owned_entry, repeated_entry))
@@ -319,15 +328,17 @@ class DeviceCheck(Extension):
         repeated: list[_DigestOfRank] = []
         for rank, (owned_entry, repeated_entry) in enumerate(entries_of_ranks):
             if owned_entry is not None:
-                virtual_rank, gradient_digest = owned_entry
-                owned.append(_DigestOfRank(rank, virtual_rank, gradient_digest))
+                owned.append(_DigestOfRank(rank, *owned_entry))
             if repeated_entry is not None:
-                virtual_rank, gradient_digest = repeated_entry
-                repeated.append(_DigestOfRank(rank, virtual_rank, gradient_digest))
+                repeated.append(_DigestOfRank(rank, *repeated_entry))
         return owned, repeated
 
-    def _gradient_bits(self) -> BitSums:
-        """Returns the sums of the bits of all gradients of the present virtual rank."""
+    def _result_bits(self) -> BitSums:
+        """Returns the sums of the bits of what the present virtual rank has computed, by name.
+
+        These are its gradients, and the combined buffers as it leaves them. A module has no
+        parameter and buffer of the same name.
+        """
         sums: dict[str, Tensor] = {}
         for prefix, wrapped in self._named_modules():
             if wrapped.gradient_bits is not None:
@@ -337,6 +348,10 @@ class DeviceCheck(Extension):
             else:
                 sums_of_module = _sums_of_gradients(wrapped)
             for name, sum_of_bits in sums_of_module.items():
+                sums[prefix + name] = sum_of_bits
+
+            buffers = _combined_buffers(wrapped)
+            for name, sum_of_bits in zip(buffers, bit_sums(buffers.values()), strict=True):
                 sums[prefix + name] = sum_of_bits
 
         return as_numbers(sums)
@@ -356,10 +371,10 @@ class DeviceCheck(Extension):
         )
 
     def _raise_dispute(self, dispute: _DisputeOfRanks) -> None:
-        """Raises WrongDeviceError, on all ranks, for a virtual rank with different gradients.
+        """Raises WrongDeviceError, on all ranks, for a virtual rank with different results.
 
         Args:
-            dispute: the virtual rank, and the two ranks that disagree about its gradient.
+            dispute: the virtual rank, and the two ranks that disagree about its results.
         """
         # Both ranks have computed the virtual rank twice. Their first results, which differ, are
         # those from before the dispute. Every rank sends its results, as collectives are of all
@@ -375,8 +390,14 @@ class DeviceCheck(Extension):
 
         digests_after_dispute = self._recomputed_digests()
         verdict = judge_repeats(Results(digests_before_dispute, digests_after_dispute))
-        computation = message.Computation(dispute.virtual_rank, dispute.owner, dispute.checker)
         differing = _differing_names(bits_of_owner, bits_of_checker)
+        buffer_names = self._names_of_combined_buffers()
+        computation = message.Computation(
+            dispute.virtual_rank,
+            dispute.owner,
+            dispute.checker,
+            buffers=[name for name in differing if name in buffer_names],
+        )
         self._raise_wrong_device(verdict, computation, differing)
 
     def _recomputed_digests(self) -> dict[int, str]:
@@ -393,25 +414,28 @@ class DeviceCheck(Extension):
         return digest_of_rank
 
     def _exchange_bits(self, computed: Computed | None) -> list[BitSums | None]:
-        """Returns the sums of the bits of a gradient on each rank; None where it has no result.
+        """Returns the sums of the bits of a result on each rank; None where there is none.
 
         Args:
             computed: the result of this rank.
         """
-        bits = None if computed is None else computed.gradient
+        bits = None if computed is None else computed.bits
         bits_of_ranks: list[BitSums | None] = self._run.collectives.exchange(bits)
         return bits_of_ranks
 
     # States
 
-    def _compare_states(self) -> None:
-        """Compares parameters and the states of optimizers over the ranks that have the same.
+    def _compare_states(self, with_buffers: Sequence[nn.Module]) -> None:
+        """Compares parameters, states of optimizers and buffers over the ranks that have the same.
+
+        Args:
+            with_buffers: the modules whose combined buffers are compared, too.
 
         Raises:
             WrongDeviceError: on all ranks, if some rank has other bits.
         """
         # For each group of this rank, the sums of the bits by name.
-        own_bits_of_group = self._bits_of_groups()
+        own_bits_of_group = self._bits_of_groups(with_buffers)
         own_entries = []
         for own_key, bits in own_bits_of_group.items():
             names_digest = digest(list(bits))
@@ -436,13 +460,16 @@ class DeviceCheck(Extension):
                 own_bits = own_bits_of_group.get(key, {})  # empty if this rank is none of `ranks`
                 self._raise_difference(key.kind, ranks, own_bits)
 
-    def _bits_of_groups(self) -> dict[GroupKey, BitSums]:
+    def _bits_of_groups(self, with_buffers: Sequence[nn.Module]) -> dict[GroupKey, BitSums]:
         """Returns the sums of the bits of all tensors that must be equal on several ranks.
 
         They are grouped by the kind of the tensors, and by the ranks on which they must be equal.
+
+        Args:
+            with_buffers: the modules whose combined buffers are among the tensors.
         """
         bits_of_group: dict[GroupKey, BitSums] = {}
-        for key, tensors in self._tensors_of_groups().items():
+        for key, tensors in self._tensors_of_groups(with_buffers).items():
             # If a tensor is a DTensor, only this rank's shard is compared. A tensor on the meta
             # device is left out, because another rank has its values.
             local_tensors = {}
@@ -456,8 +483,13 @@ class DeviceCheck(Extension):
             bits_of_group[key] = as_numbers(sum_of_name)  # tensors to Python integers
         return bits_of_group
 
-    def _tensors_of_groups(self) -> dict[GroupKey, dict[str, Tensor]]:
-        """Returns the parameters and optimizer states that must be equal on several ranks.
+    def _tensors_of_groups(
+        self, with_buffers: Sequence[nn.Module]
+    ) -> dict[GroupKey, dict[str, Tensor]]:
+        """Returns the tensors that must be equal on several ranks.
+
+        Args:
+            with_buffers: the modules whose combined buffers are among them.
 
         Returns:
             For each group, its tensors by name.
@@ -477,6 +509,11 @@ class DeviceCheck(Extension):
                     parameters[full_name] = tensor
                     for state_name, value in self._optimizer_tensors(parameter_of_name.get(name)):
                         optimizer_states[f"{state_name} of {full_name}"] = value
+
+            if wrapped.module in with_buffers:
+                buffers = tensors_of_group[self._key_of_buffers()]
+                for name, buffer in _combined_buffers(wrapped).items():
+                    buffers[prefix + name] = buffer
 
         return {key: tensors for key, tensors in tensors_of_group.items() if tensors}
 
@@ -500,7 +537,7 @@ class DeviceCheck(Extension):
         """Raises WrongDeviceError, on all ranks, for tensors that differ between some ranks.
 
         Args:
-            kind: the kind of the tensors: `message.PARAMETERS` or `message.OPTIMIZER_STATE`.
+            kind: the kind of the tensors: `message.PARAMETERS`, for example.
             ranks: the ranks that should have equal tensors.
             bits: the sums of the bits of these tensors on this rank, by name; empty if it is not
                 one of `ranks`.
@@ -518,7 +555,18 @@ class DeviceCheck(Extension):
         holding = message.Holding(kind, ranks)
         self._raise_wrong_device(_merge_verdicts(verdicts), holding, differing)
 
+    def _key_of_buffers(self) -> GroupKey:
+        """Returns the key of the combined buffers, which every rank has under each strategy."""
+        return GroupKey(message.BUFFERS, first_rank=0, num_ranks=self._run.topology.size)
+
     # What both need
+
+    def _names_of_combined_buffers(self) -> set[str]:
+        """Returns the names of all combined buffers, with the prefixes of their modules."""
+        names: set[str] = set()
+        for prefix, wrapped in self._named_modules():
+            names.update(prefix + name for name in _combined_buffers(wrapped))
+        return names
 
     def _named_modules(self) -> list[tuple[str, PreparedModule]]:
         """Returns the modules, each with a prefix for the names of its parameters.
@@ -542,8 +590,8 @@ class DeviceCheck(Extension):
 
         Args:
             verdict: which ranks are wrong.
-            difference: what differs: a gradient that two ranks have computed (`Computation`), or
-                tensors that several ranks hold (`Holding`).
+            difference: what differs: what two ranks have computed (`Computation`), or tensors that
+                several ranks hold (`Holding`).
             tensor_names: the names of the tensors that differ.
         """
         joined = self._run.joined
@@ -583,6 +631,15 @@ def users_module(wrapped: PreparedModule) -> nn.Module:
     inner = getattr(module, "module", module) if isinstance(module, ModuleWrapper) else module
     assert isinstance(inner, nn.Module)
     return inner
+
+
+def _combined_buffers(wrapped: PreparedModule) -> dict[str, Tensor]:
+    """Returns the present buffers of a module that are combined over virtual ranks, by name."""
+    buffers: dict[str, Tensor] = {}
+    for extension in wrapped.extensions:
+        if isinstance(extension, VirtualRankBuffers):
+            buffers.update(extension.present_combined_buffers())
+    return buffers
 
 
 def _sums_of_gradients(wrapped: PreparedModule) -> dict[str, Tensor]:

@@ -1,9 +1,9 @@
 """Builds the error message for a device that has computed wrongly.
 
 Ranks that should have the same bits have different ones. A `Computation` is a difference between
-gradients that two ranks have computed for the same samples (a *virtual rank*); a `Holding` is a
-difference between tensors that ranks hold, such as parameters. A `Verdict` says which ranks are
-wrong, as far as that is known.
+what two ranks have computed for the same samples (a *virtual rank*): gradients, or buffers such as
+running statistics. A `Holding` is a difference between tensors that ranks hold, such as parameters.
+A `Verdict` says which ranks are wrong, as far as that is known.
 
 A defective device is not the only cause of different bits. Others are a script that computes
 something else on some rank, an operation without a fixed order of additions, and processors or
@@ -25,6 +25,7 @@ from lockstep.wording import count_noun, format_ranks, join_first
 
 PARAMETERS = "parameters"
 OPTIMIZER_STATE = "optimizer state"
+BUFFERS = "buffers"
 
 
 class Device(NamedTuple):
@@ -39,18 +40,21 @@ class Device(NamedTuple):
 
 
 class Computation(NamedTuple):
-    """A virtual rank for which two ranks have computed different gradients."""
+    """A virtual rank for which two ranks have computed different results."""
 
     virtual_rank: int
     owner: int
     checker: int
+    buffers: Sequence[str] = ()
+    """The names of those tensors that are buffers. All others are parameters, of which the
+    gradients differ."""
 
 
 class Holding(NamedTuple):
     """Tensors that have the same bits on some ranks unless something is wrong."""
 
     kind: str
-    """`PARAMETERS` or `OPTIMIZER_STATE`."""
+    """`PARAMETERS`, `OPTIMIZER_STATE` or `BUFFERS`."""
     ranks: Sequence[int]
 
 
@@ -68,8 +72,8 @@ def wrong_device_error(
 
     Args:
         verdict: which ranks are wrong.
-        difference: what differs: a computed gradient, or tensors that the ranks hold.
-        tensors: the names of the parameters, or of their optimizer state, that differ.
+        difference: what differs: a computed result, or tensors that the ranks hold.
+        tensors: the names of the parameters, their optimizer state, or the buffers that differ.
         devices: the devices of all ranks.
         every: the setting `check_devices`: devices are checked once in this many global batches.
         step: the number of the optimizer step that is being computed, from 1.
@@ -79,7 +83,11 @@ def wrong_device_error(
     if isinstance(difference, Computation):
         found = f"step {step}, virtual rank {difference.virtual_rank}: "
         found += _describe_computation(verdict, difference, devices)
-        found += f"; the gradients that differ: {join_first(tensors)}"
+        gradients = [name for name in tensors if name not in difference.buffers]
+        if gradients:
+            found += f"; the gradients that differ: {join_first(gradients)}"
+        if difference.buffers:
+            found += f"; the buffers that differ: {join_first(difference.buffers)}"
     else:
         kind_of_tensors = difference.kind
         found = f"before step {step}, in the {kind_of_tensors} {join_first(tensors)}: "
@@ -104,9 +112,9 @@ def wrong_device_error(
 def _describe_computation(
     verdict: Verdict, difference: Computation, devices: Sequence[Device]
 ) -> str:
-    """Describes which ranks have computed which gradients: a clause without a full stop.
+    """Describes which ranks have computed which bits: a clause without a full stop.
 
-    Two ranks have computed the gradient first, and then, if they could, all ranks again.
+    Two ranks have computed the virtual rank first, and then, if they could, all ranks again.
     """
     wrong = name_devices(verdict.ranks, devices)
     both = name_devices([difference.owner, difference.checker], devices)
@@ -125,8 +133,8 @@ def _describe_computation(
             "came once"
         )
 
-    # No majority: there are only two ranks, or the gradient was not computed again, or the results
-    # are all different.
+    # No majority: there are only two ranks, or the virtual rank was not computed again, or the
+    # results are all different.
     if verdict.kind is Kind.CHANGING:
         return f"{wrong} got other bits each of two times, and the other rank the same both times"
     if verdict.kind is Kind.ONE_OF_TWO:
