@@ -511,6 +511,62 @@ def test_the_lengths_of_schedules_in_plain_loops_are_told_and_honest_ones_are_no
     assert not any(second.values())
 
 
+# Schedules that are prepared when passes have ended already
+
+
+def second_schedule_after_one_epoch(t: Training) -> None:
+    t.cosine(EPOCHS * t.train.steps)
+    for epoch in range(EPOCHS):
+        if epoch == 1:
+            t.cosine(EPOCHS * len(t.train))
+        t.one_epoch()
+
+
+def second_schedule_in_last_epoch_of_world(t: Training) -> None:
+    t.cosine(EPOCHS * t.train.steps)
+    for epoch in t.world.epochs(EPOCHS):
+        if epoch == EPOCHS - 1:
+            t.cosine(EPOCHS * len(t.train))
+        t.one_epoch()
+
+
+def second_schedule_for_second_loop(t: Training) -> None:
+    t.cosine(EPOCHS * t.train.steps)
+    for _ in range(EPOCHS):
+        t.one_epoch()
+    t.cosine(EPOCHS * len(t.train))
+    for _ in range(EPOCHS):
+        t.one_epoch()
+
+
+def second_schedule_of_all_steps(t: Training) -> None:
+    t.cosine(EPOCHS * t.train.steps)
+    for epoch in range(EPOCHS):
+        if epoch == 1:
+            t.cosine(EPOCHS * t.train.steps)
+        t.one_epoch()
+
+
+def told_of_second_schedules() -> list[list[str]]:
+    return list(
+        map(
+            told_of_plain_loop,
+            [
+                second_schedule_after_one_epoch,
+                second_schedule_in_last_epoch_of_world,
+                second_schedule_for_second_loop,
+                second_schedule_of_all_steps,
+            ],
+        )
+    )
+
+
+def test_a_schedule_that_is_prepared_after_the_first_epochs_is_told_too() -> None:
+    (told,) = run_ranks(told_of_second_schedules, 1)
+    message = MESSAGES["schedule of micro-batches"]
+    assert told == [[message], [message], [message], []]
+
+
 # Schedules beside two loaders, in loops over `world.epochs`
 
 

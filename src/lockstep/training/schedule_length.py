@@ -27,6 +27,8 @@ from lockstep.user_code import Location, user_stack
 class _EndOfPass:
     """What was recorded at the end of a pass over a loader."""
 
+    num_passes: int
+    """The number of passes over the loader that have ended, with this one."""
     stack: tuple[Location, ...]
     """The lines of the script that were running."""
     steps_of_scheduler: dict[PreparedScheduler, int]
@@ -40,6 +42,9 @@ class ScheduleLengths(Extension):
     two epochs, if both passes ended at the same line of the same functions: then the loop makes one
     pass in each of its iterations, whose number is read from the script.
 
+    Each scheduler is compared with each loader once, at the first two ends of passes after the
+    scheduler was prepared.
+
     Args:
         schedulers: the prepared schedulers; more may be added later.
         loaders: the prepared loaders; more may be added later.
@@ -48,10 +53,10 @@ class ScheduleLengths(Extension):
     def __init__(self, schedulers: Sequence[PreparedScheduler], loaders: Sequence[Loader]) -> None:
         self._schedulers = schedulers
         self._loaders = loaders
-        self._first_ends: dict[Loader, _EndOfPass] = {}
-        """For each loader, the end of its first training pass, until the second one has ended."""
-        self._compared: set[Loader] = set()
-        """Loaders of which the first two training passes were compared."""
+        self._latest_ends: dict[Loader, _EndOfPass] = {}
+        """For each loader, the end of its latest training pass."""
+        self._compared: set[tuple[PreparedScheduler, Loader]] = set()
+        """The schedulers that were compared with two training passes over a loader."""
         self._warned_of: set[PreparedScheduler] = set()
         self._num_epochs: int | None = None
         """The number of epochs that the script gave to `World.epochs`; None if it did not."""
@@ -88,29 +93,32 @@ class ScheduleLengths(Extension):
             self._check_micro_batches(scheduler, loader, num_epochs)
 
     def pass_ended(self) -> None:
-        """Checks the schedules at the end of the first and of the second pass over each loader."""
-        if not self._schedulers:
-            return
-
+        """Checks the schedules against the loaders over which a pass has ended."""
         for loader in self._loaders:
-            if loader in self._compared or loader.training_passes.ended == 0:
+            if loader.training_passes.ended == 0:
+                continue
+            if all((scheduler, loader) in self._compared for scheduler in self._schedulers):
                 continue
 
             # If the script uses `World.epochs`, the length of the training is known already.
             if self._num_epochs is not None:
                 self._check_all(loader, self._num_epochs)
 
-            # In any case, the ends of the first two passes over the loader are compared. They show
+            # In any case, the ends of two successive passes over the loader are compared. They show
             # how often the schedulers step, and the length of the training if it is not known.
-            steps_of_scheduler = {scheduler: scheduler.num_steps for scheduler in self._schedulers}
-            present_end = _EndOfPass(user_stack(), steps_of_scheduler)
-            first_end = self._first_ends.get(loader)
-            if first_end is None:
-                self._first_ends[loader] = present_end
-            elif loader.training_passes.ended > 1:  # 1: a pass over another loader has ended
-                del self._first_ends[loader]
-                self._compared.add(loader)
-                self._compare(loader, first_end, present_end)
+            latest_end = self._latest_ends.get(loader)
+            num_passes = loader.training_passes.ended
+            if latest_end is not None and latest_end.num_passes == num_passes:
+                continue  # the pass that has ended was over another loader
+
+            present_end = _EndOfPass(
+                num_passes=num_passes,
+                stack=user_stack(),
+                steps_of_scheduler={each: each.num_steps for each in self._schedulers},
+            )
+            self._latest_ends[loader] = present_end
+            if latest_end is not None:
+                self._compare(loader, latest_end, present_end)
 
     def _compare(self, loader: Loader, first: _EndOfPass, second: _EndOfPass) -> None:
         """Checks the schedulers that stepped once for each global batch of an epoch.
@@ -122,8 +130,16 @@ class ScheduleLengths(Extension):
         Args:
             loader: the loader that was trained on.
             first: the end of an earlier pass over it.
-            second: the end of the next pass.
+            second: the end of a later pass.
         """
+        # A scheduler that was prepared after the first pass is compared at the end of the next one:
+        # it is not known how often it has stepped in this epoch.
+        steps_in_epoch = {}
+        for scheduler, steps_before in first.steps_of_scheduler.items():
+            if (scheduler, loader) not in self._compared:
+                self._compared.add((scheduler, loader))
+                steps_in_epoch[scheduler] = second.steps_of_scheduler[scheduler] - steps_before
+
         ended_at_same_line = first.stack == second.stack
         if not ended_at_same_line:
             return
@@ -132,12 +148,8 @@ class ScheduleLengths(Extension):
         if num_epochs is None:
             return
 
-        for scheduler, steps in second.steps_of_scheduler.items():
-            if scheduler not in first.steps_of_scheduler:
-                continue  # prepared after the first pass: its steps of this epoch are not known
-
-            steps_in_epoch = steps - first.steps_of_scheduler[scheduler]
-            stepped_in_each_global_batch = steps_in_epoch == loader.steps
+        for scheduler, steps in steps_in_epoch.items():
+            stepped_in_each_global_batch = steps == loader.steps
             if stepped_in_each_global_batch:
                 self._check_micro_batches(scheduler, loader, num_epochs)
                 self._check_epochs_as_steps(scheduler, loader, num_epochs)
