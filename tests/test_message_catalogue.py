@@ -42,9 +42,10 @@ PASSED_ON = {
     "cli.run_options:error.do",
     "distributed.collectives:do",
     "errors:error.do",
+    "run.machines.hosts_run:'; '.join(advice)",
+    "run.machines.machine_connection:self._advice_on_missing_file(was_copied=was_copied)",
     "run.machines.ssh_errors:cause.advice.format(**fields_of_texts)",
     "run.machines.ssh_errors:advice",
-    "run.machines.ssh_run:'; '.join(advice)",
     "settings:error.do",
     "strategies.base:error.do",
 }

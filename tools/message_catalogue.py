@@ -68,9 +68,10 @@ FILES_OF_SENTENCES = (
     "extensions.report.network_forecast",
     "machine.interface",
     "run.machines.auth",
+    "run.machines.helper",
+    "run.machines.machine_connection",
     "run.machines.open_rendezvous",
     "run.machines.peer_connection",
-    "run.machines.remote",
     "run.machines.rendezvous",
     "run.machines.ssh_connection",
     "run.machines.ssh_errors",
@@ -307,7 +308,7 @@ SHORT_MESSAGES = {
     "the copy on another machine takes {milliseconds}": "checkpoint.copy_interval",
     "{number} micro-batches": "cli.verify",
     "{name} has left ({why})": "run.machines.nodes",
-    "{count_noun}: {names}; they meet at {address}, port {port}": "run.machines.ssh_run",
+    "{count_noun}: {names}; they meet at {address}, port {port}": "run.machines.hosts_run",
     "its connection ended": "run.machines.nodes",
     "it does not speak Lockstep's protocol": "run.machines.auth",
     "its token differs from this machine's, of {source}; set {token_variable} to the same text on "
@@ -341,6 +342,9 @@ SHORT_MESSAGES = {
     "statistics of the samples of all devices, as on one": "training.prepare",
     "the global batch, as on one device": "training.prepare",
     "each micro-batch over all virtual ranks, not of the global batch": "training.prepare",
+    "the folder must be on a disk that all nodes of the cluster share": (
+        "run.machines.ray_connection"
+    ),
     "the ranks went different ways at {test}: {outcomes}": "verify.line_findings",
     "the script is given {local_rank_flag}": "run.start.script",
     "the script starts its own processes": "run.start.script",
@@ -382,7 +386,7 @@ FUNCTIONS_THAT_TRANSLATE = (
 HELP_ARGUMENTS = ("help", "short_help", "epilog")
 """Arguments of click's decorators that are texts of the help."""
 ERRORS_WITHOUT_SETTING = ("Problem", "ConnectionDropped")
-"""Errors of `run.machines.ssh_errors`: what was found, and what to do."""
+"""Errors about machines of a run: what was found, and what to do."""
 POSITION_OF_WAS_SET = 0
 POSITION_OF_FOUND = 1
 POSITION_OF_DO = 2

@@ -109,7 +109,7 @@ def test_it_is_started_from_a_machine_that_takes_no_part_and_tells_no_secret(
     command = run(LOOP, hosts="hostfile", env={"LOCKSTEP_TOKEN": secret})
     until(lambda: command.said.count("LOOPS") == 3 or command.process.poll() is not None)
     lines = [line for node in machines.nodes for line in node.running()]
-    assert any("lockstep.run.machines.remote" in line for line in lines)
+    assert any("lockstep.run.machines.helper" in line for line in lines)
     assert not any(secret in line for line in lines)
     assert not any(
         "train.py" in line for line in machines.nodes[0].running() if "--hosts" not in line

@@ -21,11 +21,11 @@ from launched import launch
 
 from lockstep import doctor
 from lockstep.cli.doctor import command
-from lockstep.doctor import data, hosts, remote
+from lockstep.doctor import data, helper, hosts
 from lockstep.doctor.base import ERROR, OK, UNKNOWN, WARNING
 from lockstep.doctor.comparison import judge
 from lockstep.run.machines.hosts import Host
-from lockstep.run.machines.ssh_errors import Problem
+from lockstep.run.machines.machine_connection import Problem
 
 pytestmark = pytest.mark.launcher
 
@@ -216,23 +216,23 @@ def test_what_is_compared_of_data(tmp_path: Path, monkeypatch: Any) -> None:
 
 
 def test_the_way_to_another_machine(monkeypatch: Any) -> None:
-    monkeypatch.setattr(remote, "CONNECT_TIMEOUT_S", 0.5)
-    monkeypatch.setattr(remote, "ANSWER_TIMEOUT_S", 0.5)
-    monkeypatch.setattr(remote, "MESSAGE_SIZES", (2**14, 2**16))
+    monkeypatch.setattr(helper, "CONNECT_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(helper, "ANSWER_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(helper, "MESSAGE_SIZES", (2**14, 2**16))
     with socket.socket() as refusing:  # bound, so that nobody else listens there
         refusing.bind(("127.0.0.1", 0))
-        found = remote.measure("127.0.0.1", refusing.getsockname()[1], "t" * 32)
+        found = helper.measure("127.0.0.1", refusing.getsockname()[1], "t" * 32)
     assert found == {"error": "Connection refused"}
     with socket.create_server(("127.0.0.1", 0)) as silent:  # it takes connections, and says nothing
-        found = remote.measure("127.0.0.1", silent.getsockname()[1], "t" * 32)
+        found = helper.measure("127.0.0.1", silent.getsockname()[1], "t" * 32)
     assert found == {"error": "no answer within 0.5 s"}
 
 
 def test_which_of_many_machines_are_reached() -> None:
     with socket.create_server(("127.0.0.1", 0)) as one, socket.create_server(("", 0)) as two:
         places = {"a": one.getsockname(), "b": ("127.0.0.1", two.getsockname()[1])}
-        assert remote.unreachable(places) == {}
-    assert remote.unreachable(places) == dict.fromkeys(("a", "b"), "Connection refused")
+        assert helper.unreachable(places) == {}
+    assert helper.unreachable(places) == dict.fromkeys(("a", "b"), "Connection refused")
 
 
 @pytest.mark.parametrize("relative", [True, False])  # the folder has other real names elsewhere
@@ -243,7 +243,7 @@ def test_where_a_folder_is_not_there_yet_nothing_is_made(tmp_path: Path, relativ
         {"ask": "read", "path": str(root / "file")},
     ]
     said = subprocess.run(
-        [sys.executable, "-m", "lockstep.doctor.remote", "word"],
+        [sys.executable, "-m", "lockstep.doctor.helper", "word"],
         input="".join(json.dumps(line) + "\n" for line in lines),
         cwd=tmp_path,
         capture_output=True,
@@ -257,7 +257,7 @@ def test_where_a_folder_is_not_there_yet_nothing_is_made(tmp_path: Path, relativ
 
 
 def test_a_way_on_which_long_messages_are_lost(monkeypatch: Any) -> None:
-    monkeypatch.setattr(remote, "ANSWER_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(helper, "ANSWER_TIMEOUT_S", 0.5)
     with socket.create_server(("127.0.0.1", 0)) as server:
 
         def answer() -> None:
@@ -265,18 +265,18 @@ def test_a_way_on_which_long_messages_are_lost(monkeypatch: Any) -> None:
             with connection:
                 assert connection.recv(32) == b"t" * 32
                 while True:
-                    size = int.from_bytes(remote.receive(connection, 8))
+                    size = int.from_bytes(helper.receive(connection, 8))
                     if size > 1400:
                         connection.recv(1 << 20)  # until the other end gives up
                         while connection.recv(1 << 20):
                             pass
                         return
-                    remote.receive(connection, size)
+                    helper.receive(connection, size)
                     connection.sendall(b"+")
 
         thread = threading.Thread(target=answer)
         thread.start()
-        found = remote.measure("127.0.0.1", server.getsockname()[1], "t" * 32)
+        found = helper.measure("127.0.0.1", server.getsockname()[1], "t" * 32)
         thread.join()
     assert found.pop("latency_s") > 0
     assert found == {"stalled": True}
@@ -288,7 +288,7 @@ def test_who_does_not_know_the_token_is_turned_away() -> None:
         with socket.create_connection(address) as asking:
             asking.sendall(b"x" * 32 + (1).to_bytes(8) + b"1")
             connection, _ = server.accept()
-            remote.acknowledge(connection, b"t" * 32)
+            helper.acknowledge(connection, b"t" * 32)
             with contextlib.suppress(ConnectionResetError):
                 assert asking.recv(1) == b""
 
@@ -368,7 +368,7 @@ class Answering:
 
 
 def test_a_way_that_is_closed_is_found_among_many_machines(monkeypatch: Any) -> None:
-    monkeypatch.setattr(hosts, "Remote", Answering)
+    monkeypatch.setattr(hosts, "SshConnection", Answering)
     monkeypatch.setattr(Answering, "asked", [])
     monkeypatch.setattr(Answering, "closed", {"a": {"g": "no answer within 4 s"}})
     found, _ = hosts.examine([Host(name) for name in "abcdefgh"], Path("."), files={}, fix=False)
@@ -386,7 +386,7 @@ def test_a_way_that_is_closed_is_found_among_many_machines(monkeypatch: Any) -> 
 def test_a_machine_that_is_lost_on_the_way_takes_nothing_from_the_others(
     monkeypatch: Any, step: str
 ) -> None:
-    monkeypatch.setattr(hosts, "Remote", Answering)
+    monkeypatch.setattr(hosts, "SshConnection", Answering)
     monkeypatch.setattr(Answering, "asked", [])
     monkeypatch.setattr(Answering, "dies_in", step)
     names = ("b", "a", "c")
@@ -403,7 +403,7 @@ def test_a_machine_that_is_lost_on_the_way_takes_nothing_from_the_others(
 
 
 def test_all_steps_share_one_deadline(monkeypatch: Any) -> None:
-    monkeypatch.setattr(hosts, "Remote", Answering)
+    monkeypatch.setattr(hosts, "SshConnection", Answering)
     monkeypatch.setattr(Answering, "asked", [])
     monkeypatch.setattr(hosts, "TOTAL_DEADLINE_S", 4.0)
     hosts.examine([Host("a"), Host("b")], Path("."), files={}, fix=False)
@@ -419,7 +419,7 @@ def test_what_is_late_on_a_machine_hides_nothing_else(monkeypatch: Any, tmp_path
     (tmp_path / "train.py").touch()
     before = set(threading.enumerate())
     files = {"script": str(tmp_path / "train.py"), "data": "data"}
-    found = remote.facts("runs", {"a": "127.0.0.1"}, files, fix=False, seconds=0.5)
+    found = helper.facts("runs", {"a": "127.0.0.1"}, files, fix=False, seconds=0.5)
     go_on.set()
     for thread in set(threading.enumerate()) - before:
         thread.join()

@@ -295,7 +295,7 @@ class Talk:
         self.peers.send = lambda changes, to: thread.call_soon(
             lambda: self.server.send(changes, of_node=0, to=to)
         )
-        self.connections: list[peer_connection.Connection] = []
+        self.connections: list[peer_connection.PeerConnection] = []
         self.theirs, self.losses = self.join(1), 0
         self.connection = self.connections[0]
 
@@ -304,7 +304,7 @@ class Talk:
         streams = self.thread.run(
             auth.authenticate(LOOPBACK, self.door.port, TOKEN, auth.TO_LAUNCHER)
         )
-        connection = peer_connection.Connection(streams.reader, streams.writer)
+        connection = peer_connection.PeerConnection(streams.reader, streams.writer)
         self.connections.append(connection)
         theirs = self.thread.run(peer_connection.join_server(connection, node(rank)))
         theirs.send = lambda changes, to: self.thread.call_soon(
@@ -386,7 +386,7 @@ def test_a_node_that_says_why_it_leaves_is_not_lost(talk: Talk, why: str, starte
 def test_a_launcher_of_a_newer_version_is_told_why_it_is_refused(talk: Talk) -> None:
     """Also if its node has fields that this version does not know."""
     streams = talk.thread.run(auth.authenticate(LOOPBACK, talk.door.port, TOKEN, auth.TO_LAUNCHER))
-    connection = peer_connection.Connection(streams.reader, streams.writer)
+    connection = peer_connection.PeerConnection(streams.reader, streams.writer)
     talk.connections.append(connection)
     connection.send({**vars(node(2)), "version": "9.0", "new": 1})
     answer = talk.thread.run(connection.receive())

@@ -14,17 +14,13 @@ import pytest
 from launched import launch
 
 from lockstep.errors import SettingError
-from lockstep.run.machines import hosts, remote
+from lockstep.run.machines import helper, hosts
 from lockstep.run.machines.hostfile import parse_hosts
-from lockstep.run.machines.hosts import (
-    SSH_OPTIONS,
-    Host,
-    HostsSpec,
-    forwarded_environment,
-    ssh_command,
-)
-from lockstep.run.machines.ssh_connection import Remote
-from lockstep.run.machines.ssh_errors import Problem, ssh_failure
+from lockstep.run.machines.hosts import Host, HostsSpec, forwarded_environment
+from lockstep.run.machines.machine_connection import Problem
+from lockstep.run.machines.ssh_command import SSH_OPTIONS, SshCommand
+from lockstep.run.machines.ssh_connection import SshConnection
+from lockstep.run.machines.ssh_errors import ssh_failure
 from lockstep.run.start.torchrun_flags import check_flags_usable_with, shutdown_timeout
 
 pytestmark = pytest.mark.launcher
@@ -348,13 +344,13 @@ def test_the_shutdown_timeout_comes_from_the_flag_or_the_variable(
         (f"fish: Unknown command: {PYTHON}", f"{PYTHON} cannot", "same path"),
         (f"{PYTHON}: No module named 'lockstep'", "has no Lockstep", "same environment"),
         (
-            f"{PYTHON}: No module named lockstep.run.machines.remote",
+            f"{PYTHON}: No module named lockstep.run.machines.helper",
             "is not this version",
             "same version",
         ),
         (
             f"{PYTHON}: Error while finding module specification for "
-            "'lockstep.run.machines.remote' (ModuleNotFoundError: No module named 'lockstep.run')",
+            "'lockstep.run.machines.helper' (ModuleNotFoundError: No module named 'lockstep.run')",
             "is not this version",
             "same version",
         ),
@@ -382,7 +378,7 @@ def test_a_failure_of_rsync_is_explained_by_its_first_error() -> None:
 
 
 def test_advice_about_ssh_uses_the_users_ssh_command() -> None:
-    ssh = ["ssh", "-F", "a b"]
+    ssh = SshCommand(("ssh", "-F", "a b"))
     for said in ("what?", "Host key verification failed."):
         assert "`ssh -F 'a b' me@node1" in ssh_failure(Host("me@node1"), 255, said, ssh).args[1]
 
@@ -395,15 +391,17 @@ def test_an_ssh_without_an_answer_gets_advice_about_packet_sizes() -> None:
 
 def test_a_host_is_reached_by_ssh_and_this_machine_directly(tmp_path: Path) -> None:
     (tmp_path / "ssh").touch(mode=0o755)
-    ssh = [str(tmp_path / "ssh"), "-v"]
+    ssh = (str(tmp_path / "ssh"), "-v")
     python = f"{sys.executable} -P -u -m module nonce"
-    assert Host("root@[fe80::1]").command("module", "nonce", ssh) == [
+    other = SshConnection(Host("root@[fe80::1]"), SshCommand(ssh), module="module")
+    assert other._command("nonce") == [
         *ssh,
         *SSH_OPTIONS,
         "root@fe80::1",
         f"exec {python}",
     ]
-    assert Host("localhost").command("module", "nonce", ["none"]) == python.split()
+    this = SshConnection(Host("localhost"), SshCommand(("none",)), module="module")
+    assert this._command("nonce") == python.split()
 
 
 def test_names_are_resolved_at_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -428,7 +426,7 @@ def test_an_ssh_command_that_cannot_be_started_is_named(
     Path("ssh").chmod(0o755)
 
     async def connect() -> None:
-        one = Remote(Host("203.0.113.7"), [ssh])
+        one = SshConnection(Host("203.0.113.7"), SshCommand((ssh,)))
         try:
             await one.connect()
         finally:
@@ -438,7 +436,7 @@ def test_an_ssh_command_that_cannot_be_started_is_named(
         asyncio.run(connect())
     assert "--ssh" in told.value.args[1]
     with pytest.raises(SettingError, match="names no program"):
-        ssh_command(" ")
+        SshCommand.parse(" ")
 
 
 def test_the_first_machine_does_not_take_the_users_login_for_the_way_to_it(
@@ -447,16 +445,16 @@ def test_the_first_machine_does_not_take_the_users_login_for_the_way_to_it(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("SSH_CONNECTION", "198.51.100.7 50000 198.51.100.8 22")
     request = {"folder": str(tmp_path), "script": None}
-    there = remote.describe_machine({**request, "here": False})
+    there = helper.describe_machine({**request, "here": False})
     assert (there["own_address"], there["address_ssh_came_from"]) == (
         "198.51.100.8",
         "198.51.100.7",
     )
-    here = remote.describe_machine({**request, "here": True})
+    here = helper.describe_machine({**request, "here": True})
     assert here["own_address"] != "198.51.100.8"
     assert here["address_ssh_came_from"] == ""
     monkeypatch.setenv("SSH_CONNECTION", "UNKNOWN 65535 UNKNOWN 65535")  # over a pipe
-    piped = remote.describe_machine({**request, "here": False})
+    piped = helper.describe_machine({**request, "here": False})
     assert (piped["own_address"], piped["address_ssh_came_from"]) == (here["own_address"], "")
 
 
@@ -471,7 +469,9 @@ def test_a_copy_is_ended_when_its_task_is_cancelled(
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
 
     async def cancelled() -> int:
-        copying = asyncio.create_task(Remote(Host("203.0.113.7"), ["ssh"]).copy_folder(None))
+        copying = asyncio.create_task(
+            SshConnection(Host("203.0.113.7"), SshCommand(("ssh",))).copy_folder(None)
+        )
         pid = int(await asyncio.to_thread((tmp_path / "began").read_text))
         copying.cancel()
         await asyncio.wait([copying])
@@ -521,7 +521,7 @@ def test_a_machine_that_is_late_is_told_and_ended(tmp_path: Path) -> None:
     (tmp_path / "ssh").chmod(0o755)
 
     async def asked() -> None:
-        late = Remote(Host("203.0.113.7"), [str(tmp_path / "ssh")])
+        late = SshConnection(Host("203.0.113.7"), SshCommand((str(tmp_path / "ssh"),)))
         late.answer_timeout_s = 0.1
         with pytest.raises(Problem, match="no answer in time"):
             await late.connect(ask="time")

@@ -24,10 +24,12 @@ import pytest
 from launched import Launched, launch
 from namespaces import until
 
-from lockstep.run.machines import remote, ssh_connection, ssh_run
+from lockstep.run.machines import helper, hosts_run, machine_connection, ssh_connection
 from lockstep.run.machines.hosts import Host
-from lockstep.run.machines.ssh_connection import Remote
-from lockstep.run.machines.ssh_errors import ConnectionDropped, Problem
+from lockstep.run.machines.machine_connection import Problem
+from lockstep.run.machines.ssh_command import DEFAULT_SSH_COMMAND, SshCommand
+from lockstep.run.machines.ssh_connection import SshConnection
+from lockstep.run.machines.ssh_errors import ConnectionDropped
 
 pytestmark = pytest.mark.netns
 
@@ -47,6 +49,10 @@ def fake_ssh(folder: Path, first: str = "") -> str:
     path.write_text(EXECUTES.format(first=first))
     path.chmod(0o755)
     return str(path)
+
+
+def fake_command(folder: Path, first: str = "") -> SshCommand:
+    return SshCommand((fake_ssh(folder, first),))
 
 
 def line(folder: Path, script: str, *options: str, first: str = "") -> Sequence[str]:
@@ -140,7 +146,7 @@ def test_ctrl_c_twice_ends_a_connection_that_is_being_made(tmp_path: Path) -> No
 
 
 def module(folder: Path, monkeypatch: pytest.MonkeyPatch, text: str = ANSWERS) -> dict[str, Any]:
-    """How a `Remote` starts a module of the test's own."""
+    """How a connection starts a module of the test's own."""
     (folder / "there.py").write_text(text)
     monkeypatch.setenv("PYTHONPATH", str(folder))
     return {"module": "there"}
@@ -155,8 +161,8 @@ def test_an_answer_that_arrives_in_two_parts_is_understood(before: bytes, cut: i
     async def show(host: Host, stream: str, line: bytes) -> None:
         shown.append(line)
 
-    async def both() -> Remote:
-        one = Remote(Host(HOST), [], show)
+    async def both() -> SshConnection:
+        one = SshConnection(Host(HOST), DEFAULT_SSH_COMMAND, show)
         one._answer_mark, one._answers = b"\x1elockstep 0123456789abcdef ", asyncio.Queue()
         one._launcher_started = True
         answer = one._answer_mark + b'{"exit": 7}\n'
@@ -178,7 +184,7 @@ def test_a_process_that_rsync_leaves_behind_is_not_waited_for(
     rsync.chmod(0o755)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    asyncio.run(Remote(Host(HOST), ["ssh"]).copy_folder(b"a\0b\0"))
+    asyncio.run(SshConnection(Host(HOST), DEFAULT_SSH_COMMAND).copy_folder(b"a\0b\0"))
     os.kill(int(Path("left").read_text()), signal.SIGKILL)
     assert Path("names").read_bytes() == b"a\0b\0"
 
@@ -195,7 +201,7 @@ def test_rsync_is_tried_again_where_the_server_drops_connections(
     rsync.chmod(0o755)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    asyncio.run(Remote(Host(HOST), ["ssh"]).copy_folder(b"a\0b\0"))
+    asyncio.run(SshConnection(Host(HOST), DEFAULT_SSH_COMMAND).copy_folder(b"a\0b\0"))
     assert Path("names").read_bytes() == b"a\0b\0"
 
 
@@ -211,7 +217,9 @@ def test_an_rsync_that_does_not_end_when_it_is_asked_is_killed(
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
 
     async def asked_to_end() -> None:
-        copying = asyncio.create_task(Remote(Host(HOST), ["ssh"]).copy_folder(b""))
+        copying = asyncio.create_task(
+            SshConnection(Host(HOST), DEFAULT_SSH_COMMAND).copy_folder(b"")
+        )
         while not Path("begun").exists():
             await asyncio.sleep(0.01)
         copying.cancel()
@@ -224,12 +232,14 @@ def test_an_rsync_that_does_not_end_when_it_is_asked_is_killed(
 def test_what_is_left_behind_and_goes_on_writing_holds_nothing_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ssh_connection, "FINISH_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(machine_connection, "FINISH_TIMEOUT_S", 0.3)
     first = "(while :; do echo . >&2; sleep 0.1; done) & echo $! > left"
     monkeypatch.chdir(tmp_path)
 
     async def ended() -> None:
-        one = Remote(Host(HOST), [fake_ssh(tmp_path, first)], **module(tmp_path, monkeypatch))
+        one = SshConnection(
+            Host(HOST), fake_command(tmp_path, first), **module(tmp_path, monkeypatch)
+        )
         await one.connect()
         one._input.close()  # type: ignore[union-attr]
         await asyncio.wait_for(one.wait_for_end(), 600)
@@ -254,7 +264,9 @@ def test_a_try_that_is_cut_short_does_not_hide_why_those_before_failed(
         raise Problem("no answer in time", "")
 
     with pytest.raises(ConnectionDropped):
-        asyncio.run(Remote(Host(HOST), ["ssh"])._retry_if_dropped(attempt, until))
+        asyncio.run(
+            SshConnection(Host(HOST), DEFAULT_SSH_COMMAND)._retry_if_dropped(attempt, until)
+        )
 
 
 def test_a_copy_without_a_temporary_folder_names_the_variable(
@@ -262,7 +274,7 @@ def test_a_copy_without_a_temporary_folder_names_the_variable(
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "none"))
     with pytest.raises(Problem, match="No such file or directory") as told:
-        asyncio.run(Remote(Host(HOST), ["ssh"]).copy_folder(b"a\0"))
+        asyncio.run(SshConnection(Host(HOST), DEFAULT_SSH_COMMAND).copy_folder(b"a\0"))
     assert "TMPDIR" in told.value.args[1]
 
 
@@ -270,11 +282,11 @@ def test_a_machine_that_gives_no_sign_of_life_is_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As one behind an open ControlMaster, for whose connection ssh does not look."""
-    monkeypatch.setattr(ssh_connection, "FINISH_TIMEOUT_S", 0.1)
-    monkeypatch.setattr(ssh_connection, "SILENCE_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(machine_connection, "FINISH_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(machine_connection, "SILENCE_TIMEOUT_S", 0.3)
 
-    async def lost() -> Remote:
-        silent = Remote(Host(HOST), [fake_ssh(tmp_path)], **module(tmp_path, monkeypatch))
+    async def lost() -> SshConnection:
+        silent = SshConnection(Host(HOST), fake_command(tmp_path), **module(tmp_path, monkeypatch))
         assert await silent.connect() == {"here": "I am"}
         silent.send = lambda **_: None  # type: ignore[method-assign]
         silent.start_launcher([], {}, keep=False, shutdown_timeout_s=1.0)
@@ -299,7 +311,9 @@ def test_a_server_that_drops_connections_is_tried_again(
     monkeypatch.chdir(tmp_path)
 
     async def asked() -> dict[str, Any]:
-        one = Remote(Host(HOST), [fake_ssh(tmp_path, first)], **module(tmp_path, monkeypatch))
+        one = SshConnection(
+            Host(HOST), fake_command(tmp_path, first), **module(tmp_path, monkeypatch)
+        )
         try:
             return await one.connect()
         finally:
@@ -321,7 +335,9 @@ def test_all_attempts_to_connect_share_one_timeout(
     first = f'echo "{DROPS}" >&2; exit 255'
 
     async def asked() -> None:
-        one = Remote(Host(HOST), [fake_ssh(tmp_path, first)], **module(tmp_path, monkeypatch))
+        one = SshConnection(
+            Host(HOST), fake_command(tmp_path, first), **module(tmp_path, monkeypatch)
+        )
         one.answer_timeout_s = 60.0
         try:
             await asyncio.wait_for(one.connect(), 400)  # less than a pause
@@ -337,7 +353,7 @@ def test_output_that_nobody_reads_does_not_keep_the_launcher_waiting() -> None:
     (from_launcher, launcher), (reads, target) = os.pipe(), os.pipe()
     gone = threading.Event()
     with os.fdopen(from_launcher, "rb", buffering=0) as source:
-        copying = threading.Thread(target=remote.forward_output, args=(source, target, gone))
+        copying = threading.Thread(target=helper.forward_output, args=(source, target, gone))
         copying.start()
         try:
             os.write(launcher, b"seen")
@@ -358,7 +374,7 @@ def test_output_that_nobody_reads_does_not_keep_the_launcher_waiting() -> None:
 
 def test_many_machines_reach_the_first_at_once() -> None:
     most = int(Path("/proc/sys/net/core/somaxconn").read_text())
-    listener, found = remote.listen(0, False)
+    listener, found = helper.listen(0, False)
     connections: list[socket.socket] = []
     try:
         for _ in range(min(300, most)):
@@ -371,13 +387,13 @@ def test_many_machines_reach_the_first_at_once() -> None:
 def test_another_port_is_only_taken_where_the_wanted_one_is_in_use(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    first, found = remote.listen(0, False)
+    first, found = helper.listen(0, False)
     assert first is not None
     with first:
-        refused, answer = remote.listen(found["port"], False)
+        refused, answer = helper.listen(found["port"], False)
         assert refused is None
         assert answer["error"].startswith(os.strerror(errno.EADDRINUSE))
-        other, found_instead = remote.listen(found["port"], True)
+        other, found_instead = helper.listen(found["port"], True)
         assert other is not None
         other.close()
         assert found_instead["port"] != found["port"]
@@ -389,7 +405,7 @@ def test_another_port_is_only_taken_where_the_wanted_one_is_in_use(
         raise OSError(errno.EACCES, os.strerror(errno.EACCES))
 
     monkeypatch.setattr(socket, "create_server", forbidden)
-    assert remote.listen(80, True) == (None, {"error": os.strerror(errno.EACCES)})
+    assert helper.listen(80, True) == (None, {"error": os.strerror(errno.EACCES)})
     assert tried == [80]
 
 
@@ -414,11 +430,11 @@ def test_files_that_git_ignores_are_not_copied(
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()
     (tmp_path / ".gitignore").write_text("data/*\n!data/small\n")
-    assert ssh_run.list_git_files() is None
+    assert hosts_run.list_git_files() is None
     subprocess.run(["git", "init", "-q"], check=True)
-    files = ssh_run.list_git_files() or b""
+    files = hosts_run.list_git_files() or b""
     assert sorted(files.split(b"\0")) == [b"", b".gitignore", b"data/small", b"train.py"]
     (tmp_path / ".gitignore").write_text("*\n")
-    assert ssh_run.list_git_files() is None
+    assert hosts_run.list_git_files() is None
     monkeypatch.setenv("PATH", "")
-    assert ssh_run.list_git_files() is None
+    assert hosts_run.list_git_files() is None

@@ -124,10 +124,10 @@ def _examine_hosts(
     from lockstep import doctor
     from lockstep.doctor import hosts as doctor_hosts
     from lockstep.run.machines.hostfile import parse_hosts
-    from lockstep.run.machines.hosts import ssh_command
+    from lockstep.run.machines.ssh_command import SshCommand
 
     facts_of_machine, failures = doctor_hosts.examine(
-        parse_hosts(hosts), folder, ssh_command(ssh), files=files, fix=fix
+        parse_hosts(hosts), folder, SshCommand.parse(ssh), files=files, fix=fix
     )
 
     sections = _findings_by_section(facts_of_machine, failures)

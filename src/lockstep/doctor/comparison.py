@@ -334,7 +334,7 @@ def _judge_links(machines: Machines) -> Finding:
     num_tried = 0
     for machine, facts in machines.items():
         # `links` is by the name of the other machine. A link that was only tried has an `error`,
-        # which is empty if it works. One that was measured has the result of `remote.measure`.
+        # which is empty if it works. One that was measured has the result of `helper.measure`.
         for other_machine, link in facts["links"].items():
             num_tried += 1
             direction = f"{machine} to {other_machine}"

@@ -1,6 +1,6 @@
 """Implements `lockstep doctor --hosts`: examines several machines, and the links between them.
 
-On each machine, ssh starts a process (`remote`) that answers requests, in the same way as
+On each machine, ssh starts a process (`helper`) that answers requests, in the same way as
 `lockstep run --hosts` starts its launchers. All machines get the same request at the same time. A
 machine that fails or is late gets no further requests, but its earlier answers are kept.
 
@@ -27,11 +27,13 @@ from lockstep.run.machines.hosts import (
     resolve_all,
     working_folder,
 )
-from lockstep.run.machines.ssh_connection import Remote, run_on_all
+from lockstep.run.machines.machine_connection import MachineConnection, run_on_all
+from lockstep.run.machines.ssh_command import DEFAULT_SSH_COMMAND, SshCommand
+from lockstep.run.machines.ssh_connection import SshConnection
 
 Answers = dict[str, dict[str, Any]]
 """The answers to a request, by the name of the machine."""
-Request = Callable[[Remote], Coroutine[Any, Any, dict[str, Any]]]
+Request = Callable[[MachineConnection], Coroutine[Any, Any, dict[str, Any]]]
 """A function that sends a request to one machine, and returns the answer."""
 TOTAL_DEADLINE_S = 26.0
 ANSWER_TRANSFER_S = 1.0
@@ -42,7 +44,7 @@ NUM_CLOCK_READINGS = 3
 def examine(
     hosts: Sequence[Host],
     folder: Path,
-    ssh: Sequence[str] = ("ssh",),
+    ssh: SshCommand = DEFAULT_SSH_COMMAND,
     *,
     files: Mapping[str, str],
     fix: bool,
@@ -61,8 +63,8 @@ def examine(
         failed.
     """
     resolve_all(hosts)
-    remotes = [Remote(host, ssh, module="lockstep.doctor.remote") for host in hosts]
-    examination = _Examination(remotes, folder)
+    connections = [SshConnection(host, ssh, module="lockstep.doctor.helper") for host in hosts]
+    examination = _Examination(connections, folder)
     asyncio.run(examination.run(files=files, fix=fix))
     return examination.facts, examination.failures
 
@@ -71,12 +73,12 @@ class _Examination:
     """The requests to all machines, and their answers.
 
     Args:
-        remotes: the processes on the machines, which have not been started yet.
+        connections: the connections to the machines, which have not been opened yet.
         folder: the folder for checkpoints.
     """
 
-    def __init__(self, remotes: Sequence[Remote], folder: Path) -> None:
-        self._remotes = {remote.host.name: remote for remote in remotes}
+    def __init__(self, connections: Sequence[MachineConnection], folder: Path) -> None:
+        self._connections = {connection.host.name: connection for connection in connections}
         self._folder = folder
         self._deadline = time.monotonic() + TOTAL_DEADLINE_S
         self._token = secrets.token_hex(16)
@@ -104,16 +106,16 @@ class _Examination:
             The answers of the machines that have answered in time.
         """
         if names is None:
-            names = self._remotes
+            names = self._connections
 
-        remotes = [self._remotes[name] for name in names if name not in self.failures]
-        for remote in remotes:
-            remote.answer_timeout_s = timeout_s  # how long the request waits for its answer
+        connections = [self._connections[name] for name in names if name not in self.failures]
+        for connection in connections:
+            connection.answer_timeout_s = timeout_s  # how long the request waits for its answer
 
-        answers, problems = await run_on_all(remotes, request)
-        for remote, problem in problems.items():
-            self.failures[remote.host.name] = Finding(ERROR, problem.found, problem.advice)
-        return {remote.host.name: answer for remote, answer in answers.items()}
+        answers, problems = await run_on_all(connections, request)
+        for connection, problem in problems.items():
+            self.failures[connection.host.name] = Finding(ERROR, problem.found, problem.advice)
+        return {connection.host.name: answer for connection, answer in answers.items()}
 
     async def run(self, *, files: Mapping[str, str], fix: bool) -> None:
         """Sends all requests. The answers are collected in `facts` and `failures`."""
@@ -124,7 +126,7 @@ class _Examination:
             await self._run_checks(files, fix)
             await self._test_shared_folder()
         finally:
-            await asyncio.gather(*(remote.close() for remote in self._remotes.values()))
+            await asyncio.gather(*(connection.close() for connection in self._connections.values()))
 
     async def _connect(self) -> None:
         """Starts the process on each machine, and finds out the address of each.
@@ -133,10 +135,10 @@ class _Examination:
         machine without the working folder is regarded as failed.
         """
 
-        async def connect(remote: Remote) -> dict[str, Any]:
-            # The answer comes from `lockstep.run.machines.remote.describe_machine`.
-            return await remote.connect(
-                ask="look", folder=working_folder(), script=None, here=remote.here
+        async def connect(connection: MachineConnection) -> dict[str, Any]:
+            # The answer comes from `lockstep.run.machines.helper.describe_machine`.
+            return await connection.connect(
+                ask="look", folder=working_folder(), script=None, here=connection.here
             )
 
         answers = await self._ask(connect, self._remaining_s() / 2)
@@ -150,7 +152,7 @@ class _Examination:
             # A machine knows its address from the ssh connection to it. There is none to this
             # machine, but the others have answered from which address it connects to them.
             address = answer["own_address"]
-            is_this_machine = self._remotes[name].here
+            is_this_machine = self._connections[name].here
             if is_this_machine:
                 address = _address_of_this_machine(answers.values()) or address
 
@@ -174,20 +176,20 @@ class _Examination:
         token = self._token
         listen_timeout_s = self._remaining_s() / 4
         answers = await self._ask(
-            lambda remote: remote.ask(ask="serve", token=token), listen_timeout_s
+            lambda connection: connection.ask(ask="serve", token=token), listen_timeout_s
         )
         places: dict[str, tuple[str, int]] = {}  # the address and port of each machine that listens
         for name, answer in answers.items():
             can_listen = "port" in answer
             if can_listen:
                 # The address that the machine has given for itself, or the one from the user.
-                address = self.facts[name]["own"] or self._remotes[name].host.address
+                address = self.facts[name]["own"] or self._connections[name].host.address
                 places[name] = (address, answer["port"])
 
         # 2. Let each machine connect to all others.
-        async def reach(remote: Remote) -> dict[str, Any]:
-            others = {name: place for name, place in places.items() if name != remote.host.name}
-            return await remote.ask(ask="reach", places=others)
+        async def reach(connection: MachineConnection) -> dict[str, Any]:
+            others = {name: place for name, place in places.items() if name != connection.host.name}
+            return await connection.ask(ask="reach", places=others)
 
         # The answer of a machine only contains the machines that it could not reach.
         reach_timeout_s = self._remaining_s() / 3
@@ -232,7 +234,7 @@ class _Examination:
             places: the address and port of each machine.
         """
 
-        async def measure_link_of(machine: Remote) -> dict[str, Any]:
+        async def measure_link_of(machine: MachineConnection) -> dict[str, Any]:
             neighbor = neighbors[machine.host.name]
             address, port = places[neighbor]
             return await machine.ask(ask="measure", address=address, port=port, token=self._token)
@@ -253,13 +255,13 @@ class _Examination:
             fix: whether to repair on each machine what can be repaired.
         """
         # Each machine checks whether it can resolve the names of all machines.
-        addresses = {name: self._remotes[name].host.address for name in self.facts}
+        addresses = {name: self._connections[name].host.address for name in self.facts}
 
         # Time is reserved for two transfers: of this answer, and of those to the later requests.
         checks_s = min(DEADLINE_S, self._remaining_s(reserve_s=2 * ANSWER_TRANSFER_S))
         answer_timeout_s = self._remaining_s(reserve_s=ANSWER_TRANSFER_S)
 
-        # These are the arguments of `remote.facts`, which runs the checks on a machine.
+        # These are the arguments of `helper.facts`, which runs the checks on a machine.
         request = {
             "folder": str(self._folder),
             "files": files,
@@ -268,7 +270,7 @@ class _Examination:
             "seconds": checks_s,
         }
         answers = await self._ask(
-            lambda remote: remote.ask(ask="facts", **request), answer_timeout_s
+            lambda connection: connection.ask(ask="facts", **request), answer_timeout_s
         )
 
         # In a run, `lockstep run --hosts` sends some variables from here to each machine. So for
@@ -296,7 +298,7 @@ class _Examination:
         unique_text = path
         writer = machines[0]
         answers = await self._ask(
-            lambda remote: remote.ask(ask="write", path=path, text=unique_text),
+            lambda connection: connection.ask(ask="write", path=path, text=unique_text),
             self._remaining_s(),
             [writer],
         )
@@ -317,7 +319,7 @@ class _Examination:
             expected_text: the content of the file.
         """
         answers = await self._ask(
-            lambda remote: remote.ask(ask="read", path=path), self._remaining_s()
+            lambda connection: connection.ask(ask="read", path=path), self._remaining_s()
         )
         for name, answer in answers.items():
             self.facts[name]["shared"] = answer["text"] == expected_text
@@ -338,7 +340,7 @@ def _address_of_this_machine(answers: Iterable[Mapping[str, Any]]) -> str | None
     return None
 
 
-async def _read_clock(remote: Remote) -> dict[str, Any]:
+async def _read_clock(connection: MachineConnection) -> dict[str, Any]:
     """Measures the seconds by which a machine's clock is ahead of this one's.
 
     The reading with the shortest round trip is used, as it is the most precise. The other clock is
@@ -353,7 +355,7 @@ async def _read_clock(remote: Remote) -> dict[str, Any]:
     ahead_s = 0.0
     for _ in range(NUM_CLOCK_READINGS):
         begin = time.time()
-        answer = await remote.ask(ask="time")
+        answer = await connection.ask(ask="time")
         end = time.time()
         if end - begin < shortest_s:
             shortest_s = end - begin

@@ -16,8 +16,9 @@ from lockstep.cli.places.place import Place
 from lockstep.cli.run_options import check_settings
 from lockstep.errors import SettingError
 from lockstep.run.machines.hostfile import parse_hosts
-from lockstep.run.machines.hosts import HostsSpec, current_folder, ssh_command
-from lockstep.run.machines.ssh_run import run_on_hosts
+from lockstep.run.machines.hosts import HostsSpec, current_folder
+from lockstep.run.machines.hosts_run import run_on_hosts
+from lockstep.run.machines.ssh_command import SshCommand
 
 HOST_WORD_PATTERN = re.compile(r"[\w.@:,\[\]/-]+")
 """What a host, or the path of a script, consists of."""
@@ -62,7 +63,7 @@ def _hosts_spec(ctx: click.Context, script: str, args: tuple[str, ...]) -> Hosts
             "start the run in the project's own folder",
         )
 
-    ssh = ssh_command(ctx.params["ssh"])
+    ssh = SshCommand.parse(ctx.params["ssh"])
     machines = parse_hosts(ctx.params["hosts"])
     goes_on_if_connection_is_lost = ctx.params["on_lost"] == "keep"
     return replace(

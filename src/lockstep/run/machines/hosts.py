@@ -1,11 +1,8 @@
-"""Describes what `lockstep run --hosts` starts: on which machines, by which command, in which
-folder.
+"""Describes what `lockstep run --hosts` starts: on which machines, in which folder, and with which
+variables.
 
 A *host* is a machine of the run, by the name under which ssh reaches it. A `HostsSpec` holds the
-user's request. Nothing is started here: `ssh_run` starts by ssh what is described here.
-
-ssh is the user's own program, with the user's own configuration, keys, agent and jump hosts. It
-never asks for a password.
+user's request. Nothing is started here: `hosts_run` starts what is described here.
 """
 
 from __future__ import annotations
@@ -15,7 +12,6 @@ import getpass
 import os
 import shlex
 import socket
-import sys
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -25,17 +21,10 @@ from lockstep.errors import SettingError
 from lockstep.language import translate
 from lockstep.machine.network import is_here, resolve
 from lockstep.run.machines.run_token import TOKEN_VARIABLE
+from lockstep.run.machines.ssh_command import DEFAULT_SSH_COMMAND, SshCommand
 from lockstep.run.start.torchrun_flags import TorchrunFlags, shutdown_timeout
 from lockstep.wording import count_noun
 
-SSH_OPTIONS = (
-    "-T",
-    *("-o", "BatchMode=yes"),  # nobody would see a question, and ssh would wait forever
-    *("-o", "ConnectTimeout=10"),
-    *("-o", "ServerAliveInterval=3", "-o", "ServerAliveCountMax=3"),
-    *("-o", "ControlMaster=no"),  # a master would stay behind when the run has ended
-    *("-o", "ClearAllForwardings=yes", "-o", "RemoteCommand=none"),
-)
 FORWARDED_PREFIXES = (
     "CUDA_",
     "FI_",  # libfabric, which NCCL uses on EFA
@@ -57,7 +46,7 @@ NAMES_OF_ONE_MACHINE = (
     "CUDA_VISIBLE_DEVICES",  # the GPUs of another machine may be other ones
     "NCCL_HOSTID",  # NCCL takes ranks with the same one for ranks of one machine
     "PYTORCH_NVML_BASED_CUDA_CHECK",  # set by `import lockstep`, there as here
-    TOKEN_VARIABLE,  # sent by `ssh_run`, which makes one if there is none
+    TOKEN_VARIABLE,  # sent by `hosts_run`, which makes one if there is none
 )
 """Variables that are not sent, although their names begin with one of these prefixes."""
 DEFAULT_MASTER_PORT = 29500
@@ -79,11 +68,6 @@ class Host:
     def address(self) -> str:
         """The host name or IP address, without the user name and without brackets."""
         return self.name.rpartition("@")[2].strip("[]")
-
-    @property
-    def ssh_name(self) -> str:
-        """The name in the form that ssh accepts, without the brackets of an IPv6 address."""
-        return self.name.replace("[", "").replace("]", "")
 
     @cached_property
     def here(self) -> bool:
@@ -109,19 +93,6 @@ class Host:
         if self.address in ("localhost", socket.gethostname()):
             return True
         return any(is_here(ip_address) for ip_address in resolve(self.address))
-
-    def command(self, module: str, nonce: str, ssh: Sequence[str]) -> list[str]:
-        """Returns the command that runs a Python module on this host, by ssh unless it is this one.
-
-        Args:
-            module: name of the module.
-            nonce: argument of the module, with which its answers begin.
-            ssh: the ssh program and the user's options for it.
-        """
-        python_command = [sys.executable, "-P", "-u", "-m", module, nonce]
-        if self.here:
-            return python_command
-        return [*ssh, *SSH_OPTIONS, self.ssh_name, f"exec {shlex.join(python_command)}"]
 
 
 def resolve_all(hosts: Iterable[Host]) -> None:
@@ -159,7 +130,7 @@ class HostsSpec:
     """Processes on each host that has no number of its own."""
     environment: Mapping[str, str]
     """Environment variables for all machines."""
-    ssh: Sequence[str] = ("ssh",)
+    ssh: SshCommand = DEFAULT_SSH_COMMAND
     """The ssh program and the user's options for it."""
     copy: bool = False
     """True if the working folder is first sent to all machines (--copy)."""
@@ -236,7 +207,7 @@ class HostsSpec:
         address = self.torchrun_flag("--master-addr") or "ADDRESS"
         port = int(self.torchrun_flag("--master-port") or DEFAULT_MASTER_PORT)
         for node_rank, host in enumerate(self.hosts):
-            ssh_call = shlex.join([*self.ssh, *SSH_OPTIONS, host.ssh_name])
+            ssh_call = shlex.join(self.ssh.connecting_to(host.name))
             arguments = shlex.join(self.launcher_arguments(node_rank, address, port))
             lines.append(f"  {host.name} ({translate('here') if host.here else ssh_call}):")
             lines.append(f"    lockstep {arguments}")
@@ -283,21 +254,6 @@ def forwarded_environment(environ: Mapping[str, str], names: Iterable[str]) -> d
         variables[name] = environ[name]
 
     return variables
-
-
-def ssh_command(text: str) -> list[str]:
-    """Splits the value of --ssh into the program and its options.
-
-    Raises:
-        SettingError: it is empty, or a quote is not closed.
-    """
-    try:
-        words = shlex.split(text)
-    except ValueError as error:
-        raise SettingError(f"--ssh {text}", str(error), "write it as for a shell") from None
-    if not words:
-        raise SettingError(f"--ssh {text!r}", "it names no program", "leave it out")
-    return words
 
 
 def working_folder() -> str:

@@ -41,7 +41,7 @@ from lockstep.run.machines.dynamic_rendezvous import DynamicRendezvous
 from lockstep.run.machines.network_thread import NetworkThread
 from lockstep.run.machines.nodes import SERVER_NUMBER, Node, Peers
 from lockstep.run.machines.peer_connection import (
-    Connection,
+    PeerConnection,
     PeerServer,
     join_server,
     receive_changes,
@@ -314,7 +314,7 @@ class _MultiNodeOpener:
         with ExitStack() as resources:
             thread = resources.enter_context(closing(NetworkThread()))
             server_address, streams = self._authenticate(thread, timeout)
-            connection = Connection(streams.reader, streams.writer)
+            connection = PeerConnection(streams.reader, streams.writer)
             resources.callback(lambda: thread.run(connection.close()))
 
             peers = self._join(thread, connection, server_address)
@@ -325,7 +325,7 @@ class _MultiNodeOpener:
             own_address = str(streams.writer.get_extra_info("sockname")[0])
             return self._make_rendezvous(peers, store, own_address, resources)
 
-    def _join(self, thread: NetworkThread, connection: Connection, address: str) -> Peers:
+    def _join(self, thread: NetworkThread, connection: PeerConnection, address: str) -> Peers:
         """Asks the server to admit this launcher.
 
         Args:
@@ -482,7 +482,7 @@ class _MultiNodeOpener:
 
 
 def _start_exchanging_changes(
-    thread: NetworkThread, connection: Connection, peers: Peers, forwarder: Forwarder
+    thread: NetworkThread, connection: PeerConnection, peers: Peers, forwarder: Forwarder
 ) -> None:
     """Starts to exchange changes in the table of the nodes with the server, in the network thread,
     until the connection ends.

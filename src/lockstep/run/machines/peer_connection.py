@@ -64,7 +64,7 @@ def encode_message(message: Mapping[str, Any]) -> bytes:
     return LENGTH_FORMAT.pack(len(body)) + body
 
 
-class Connection:
+class PeerConnection:
     """One connection between two launchers. Heartbeats show each side that the other still
     exists.
     """
@@ -160,7 +160,7 @@ class PeerServer:
     def __init__(self, peers: Peers, say: Callable[[str], None]) -> None:
         self._peers = peers
         self._say = say
-        self._clients: dict[int, Connection] = {}
+        self._clients: dict[int, PeerConnection] = {}
         self._unsent_changes: list[dict[str, Any]] = []
         self._closing = False
 
@@ -172,7 +172,7 @@ class PeerServer:
             writer: stream to the client.
             address: address from which the client has connected.
         """
-        connection = Connection(reader, writer)
+        connection = PeerConnection(reader, writer)
         number = await self._admit(connection, address)
         if number is None:
             return
@@ -195,7 +195,7 @@ class PeerServer:
         if not has_said_goodbye and not self._closing:
             self._change_everywhere(number, {"state": LOST, "why": reason})
 
-    async def _admit(self, connection: Connection, address: str) -> int | None:
+    async def _admit(self, connection: PeerConnection, address: str) -> int | None:
         """Adds a client's node to the table, or tells the client why not.
 
         Args:
@@ -320,7 +320,7 @@ class PeerServer:
         await asyncio.gather(*(connection.close() for connection in connections))
 
 
-async def join_server(connection: Connection, own: Node) -> Peers:
+async def join_server(connection: PeerConnection, own: Node) -> Peers:
     """Asks the server to admit this launcher.
 
     Returns:
@@ -349,7 +349,7 @@ async def join_server(connection: Connection, own: Node) -> Peers:
 
 
 async def receive_changes(
-    connection: Connection, peers: Peers, on_loss: Callable[[], None]
+    connection: PeerConnection, peers: Peers, on_loss: Callable[[], None]
 ) -> None:
     """Applies the changes that the server sends, until the connection ends.
 

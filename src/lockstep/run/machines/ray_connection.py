@@ -1,10 +1,10 @@
 """Manages the connection to one node of a Ray cluster, and to the helper process there.
 
-With `--hosts`, ssh starts the helper (module `remote`) and carries its input and output. With
+With `--hosts`, ssh starts the helper (module `helper`) and carries its input and output. With
 `--ray`, an *actor* does, a process that Ray starts on the node: `HelperActor` starts the helper,
 and its methods write to the helper's input and read its output. So everything goes through Ray's
 own connections, which may be encrypted. Threads in this process call the methods and pass the data
-on to pipes, from which `Remote` reads in the same way as from those of ssh.
+on to pipes, from which `MachineConnection` reads in the same way as from those of ssh.
 
 When this process ends, for whatever reason, Ray ends the actor, and the helper ends the launcher.
 """
@@ -17,17 +17,20 @@ import pickle
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from lockstep.run.machines.machine_connection import (
+    MachineConnection,
+    Problem,
+    ShowLine,
+    helper_command,
+)
 from lockstep.run.machines.ray_call import CALL_NAME, FOLDER_VARIABLE, OUTCOME_NAME, CallOutcome
 from lockstep.run.machines.ray_placement import RayNode
-from lockstep.run.machines.ssh_connection import Remote, ShowLine
-from lockstep.run.machines.ssh_errors import Problem
 
 READ_BYTES = 1 << 16
 NUM_CALLS_AT_ONCE = 4
@@ -63,7 +66,7 @@ class HelperActor:
         # Ray blocks SIGINT in this thread, and the ranks would inherit that.
         blocked = signal.pthread_sigmask(signal.SIG_SETMASK, ())
         self._helper = subprocess.Popen(
-            [sys.executable, "-P", "-u", "-m", module, nonce],
+            helper_command(module, nonce),
             env=environment,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -108,8 +111,8 @@ class HelperActor:
 
 
 class HelperProcess:
-    """The helper on a node, with the attributes and methods of `subprocess.Popen` that `Remote`
-    uses.
+    """The helper on a node, with the attributes and methods of `subprocess.Popen` that
+    `MachineConnection` uses.
 
     Args:
         node: the node.
@@ -213,8 +216,8 @@ class HelperProcess:
         ray.kill(self._actor)
 
 
-class RayRemote(Remote):
-    """A node of the run, and the helper process there.
+class RayConnection(MachineConnection):
+    """The connection to a node of the run, and to the helper process there.
 
     Args:
         node: the node.
@@ -224,7 +227,7 @@ class RayRemote(Remote):
     """
 
     def __init__(self, node: RayNode, group: Any, show: ShowLine, call: Any = None) -> None:
-        super().__init__(node, (), show)
+        super().__init__(node, show)
         self.node = node
         self._group = group
         self._call = call
@@ -242,24 +245,18 @@ class RayRemote(Remote):
         if isinstance(self._process, HelperProcess):
             self._process.kill()
 
-    async def open(self, request: Mapping[str, Any], was_copied: bool) -> None:
-        """Starts the helper, and checks its description of its machine; see `Remote.open`."""
-        try:
-            await super().open(request, was_copied)
-        except Problem:
-            # If the helper has not found the folder or the script, the advice differs from that
-            # with ssh: nothing can be copied to the nodes of a cluster.
-            missing_path = self.facts.get("missing")
-            if not missing_path:
-                raise
-            raise Problem(
-                missing_path, "the folder must be on a disk that all nodes of the cluster share"
-            ) from None
+    @property
+    def machine_id(self) -> str:
+        """A text that identifies the node.
 
-        # One machine may have several nodes of Ray, each with its own devices. With the id of the
-        # node, each counts as a machine, so that `_warn_about_machines` does not warn that one
-        # machine was named twice.
-        self.facts["machine"] = f"{self.facts['machine']} {self.node.node_id}"
+        One machine may have several nodes of Ray, each with its own devices. With the id of the
+        node, each counts as a machine, and the user is not warned that a machine was named twice.
+        """
+        return f"{super().machine_id} {self.node.node_id}"
+
+    def _advice_on_missing_file(self, *, was_copied: bool) -> str:
+        """Returns what to do if the run's folder or script is not on the node."""
+        return "the folder must be on a disk that all nodes of the cluster share"
 
     def _failure(self) -> Problem:
         """Returns the error that explains why the helper does not answer."""
@@ -269,7 +266,7 @@ class RayRemote(Remote):
 
         error_lines = self._error_output.decode(errors="replace").strip().splitlines()
         # Python prints "No module named 'lockstep'" if there is no Lockstep at all, and "No module
-        # named 'lockstep.run.machines.remote'" if the helper is missing. The text that both begin
+        # named 'lockstep.run.machines.helper'" if the helper is missing. The text that both begin
         # with has no closing quote.
         lockstep_is_missing = "No module named 'lockstep" in failure + "".join(error_lines)
         if lockstep_is_missing:

@@ -1,7 +1,7 @@
 """Runs a script on the nodes of a Ray cluster (`lockstep run --ray`), and waits for its end.
 
 Ray chooses the nodes, and carries the input and output of the launchers there. Everything else is
-the same as with `--hosts`: see `ssh_run`.
+the same as with `--hosts`: see `hosts_run`.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from lockstep.language import translate
 from lockstep.machine.network import wait_until
 from lockstep.run.machines import ray_placement
 from lockstep.run.machines.hosts import Host, HostsSpec
+from lockstep.run.machines.hosts_run import HostsRun
+from lockstep.run.machines.machine_connection import MachineConnection, ShowLine
 from lockstep.run.machines.ray_call import CallOutcome
-from lockstep.run.machines.ray_connection import RayRemote
+from lockstep.run.machines.ray_connection import RayConnection
 from lockstep.run.machines.ray_placement import RayNode
-from lockstep.run.machines.ssh_connection import Remote, ShowLine
-from lockstep.run.machines.ssh_run import HostsRun
 from lockstep.run.start.torchrun_flags import parse_flags, rendezvous_parameters
 from lockstep.wording import count_noun
 
@@ -93,8 +93,8 @@ class RayRun:
         self._say = say
         self._called_function = call
         self._hosts_run: HostsRun | None = None
-        self._remotes: list[RayRemote] = []
-        """The nodes of the last start of the ranks, in the order of the ranks."""
+        self._connections: list[RayConnection] = []
+        """Those to the nodes of the last start of the ranks, in the order of the ranks."""
         self.outcomes: list[CallOutcome | None] = []
         """How the call has ended on each of these nodes; None where the launcher was lost."""
         self.interrupted_by: int | None = None
@@ -135,28 +135,28 @@ class RayRun:
         Returns:
             The exit code, see `run_on_hosts`.
         """
-        self._remotes = []
+        self._connections = []
 
-        def connect(host: Host, show: ShowLine) -> Remote:
+        def make_connection(host: Host, show: ShowLine) -> MachineConnection:
             assert isinstance(host, RayNode)
-            remote = RayRemote(host, self._group, show, self._called_function)
-            self._remotes.append(remote)
-            return remote
+            connection = RayConnection(host, self._group, show, self._called_function)
+            self._connections.append(connection)
+            return connection
 
         spec = self._spec.with_torchrun_flag(MAX_RESTARTS_OPTION, str(restarts_left))
         nodes = ray_placement.nodes_of_group(self._group)
-        self._hosts_run = HostsRun(_spec_with_nodes(spec, nodes), self._say, connect)
+        self._hosts_run = HostsRun(_spec_with_nodes(spec, nodes), self._say, make_connection)
         try:
             return self._hosts_run.wait()
         finally:
             if self._called_function is not None:  # otherwise the ranks have run a script
-                self.outcomes = [remote.take_outcome() for remote in self._remotes]
-            for remote in self._remotes:
-                remote.end()
+                self.outcomes = [connection.take_outcome() for connection in self._connections]
+            for connection in self._connections:
+                connection.end()
 
     def _lost_nodes(self) -> list[RayNode]:
         """Returns the nodes to which the connection was lost while the ranks were running."""
-        return [remote.node for remote in self._remotes if remote.exit_code is None]
+        return [connection.node for connection in self._connections if connection.exit_code is None]
 
     def _wait_until_replaced(self, lost_nodes: list[RayNode], restarts_left: int) -> None:
         """Waits until Ray has placed all bundles on nodes that it has, or the run is interrupted.

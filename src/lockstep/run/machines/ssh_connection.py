@@ -1,13 +1,9 @@
-"""Manages the connection to one machine of a run, and to the helper process that ssh starts there.
+"""Manages the connection by ssh to one machine of a run, and sends the working folder by rsync.
 
-The *helper* (module `remote`) receives *requests*, JSON lines on its standard input. Its *answers*
-are lines on its standard output that begin with a mark. When asked to, it starts the launcher,
-whose output then comes between the answers. A *drop* means that the ssh server closed the
-connection before anything else, as sshd does when too many connections begin at once
-(MaxStartups). After a drop, the connection is tried again.
+A *drop* means that the ssh server closed the connection before anything else, as sshd does when too
+many connections begin at once (MaxStartups). After a drop, the connection is tried again.
 
-On this machine, the helper is started without ssh. Nothing secret is in a command line: the token
-and the variables of the run go through standard input.
+On this machine, the helper is started without ssh.
 """
 
 from __future__ import annotations
@@ -15,65 +11,40 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
-import json
 import math
 import os
 import random
-import secrets
 import shlex
 import signal
 import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from functools import partial
-from typing import IO, Any, Protocol, TypeVar
+from typing import IO, Any, TypeVar
 
-from lockstep.run.machines.hosts import SSH_OPTIONS, Host, working_folder
-from lockstep.run.machines.remote import ALIVE, ANSWER_MARK, SILENCE_TIMEOUT_S, versions
-from lockstep.run.machines.ssh_errors import ConnectionDropped, Problem, ssh_failure
-from lockstep.run.start.late_end import GIVE_UP_IDLE_AFTER_S
-from lockstep.run.start.terminal_lines import finished_lines
+from lockstep.run.machines.hosts import Host, working_folder
+from lockstep.run.machines.machine_connection import (
+    FINISH_TIMEOUT_S,
+    HELPER_MODULE,
+    MachineConnection,
+    Problem,
+    ShowLine,
+    helper_command,
+    wait_all,
+    wait_for_exit,
+)
+from lockstep.run.machines.ssh_command import SshCommand
+from lockstep.run.machines.ssh_errors import ConnectionDropped, ssh_failure
 
 T = TypeVar("T")
-ShowLine = Callable[[Host, str, bytes], Awaitable[None]]
-"""A function that shows a line. It is called with the host, "stdout" or "stderr", and the line."""
 
 RETRY_PAUSES_S = (1.0, 2.0, 4.0)
 """Pauses before a dropped connection is tried again."""
-ANSWER_TIMEOUT_S = 25.0
-FINISH_TIMEOUT_S = 2.0
-LAUNCHER_END_S = 20.0 + GIVE_UP_IDLE_AFTER_S
-"""The time that a launcher needs to end, in addition to the time that it gives its ranks."""
-POLL_INTERVAL_S = 0.05
-MAX_READS_AFTER_END = 64
-"""The number of reads that suffices for everything that a process wrote before it ended."""
-READ_BYTES = 1 << 16
-MAX_ERROR_OUTPUT_BYTES = 1 << 16
 
 
-class Process(Protocol):
-    """The part of `subprocess.Popen` that `Remote` uses of the program that starts the helper."""
-
-    @property
-    def stdin(self) -> Any:
-        """The writing end of the pipe to its standard input."""
-
-    @property
-    def stdout(self) -> Any:
-        """The reading end of the pipe from its standard output."""
-
-    @property
-    def stderr(self) -> Any:
-        """The reading end of the pipe from its standard error."""
-
-    def poll(self) -> int | None:
-        """Returns its exit code, or None if it is running."""
-
-
-class Remote:
-    """A machine of the run, and the helper process there.
+class SshConnection(MachineConnection):
+    """The connection to a machine by ssh. On this machine, the helper is a process of its own.
 
     Args:
         host: the machine.
@@ -85,38 +56,12 @@ class Remote:
     def __init__(
         self,
         host: Host,
-        ssh: Sequence[str],
+        ssh: SshCommand,
         show: ShowLine | None = None,
-        module: str = "lockstep.run.machines.remote",
+        module: str = HELPER_MODULE,
     ) -> None:
-        self.host = host
-        self.here = host.here
+        super().__init__(host, show, module)
         self._ssh = ssh
-        self._show = show
-        self._module = module
-        self.answer_timeout_s = ANSWER_TIMEOUT_S
-        self.exit_code: int | None = None
-        """The launcher's exit code; None if it has not ended, or if the connection was lost."""
-        self.facts: dict[str, Any] = {}
-        """The helper's first answer; see `remote.describe_machine`."""
-        self.clock_offset_s = 0.0
-        """By how many seconds at least the clock there is ahead; negative if it is behind."""
-        self.listen_address = ("", 0)
-        """The address and port at which the helper listens."""
-        self.unfinished_lines = {"stdout": b"", "stderr": b""}
-        """The output after the last newline, by stream, without the beginning of an answer. It may
-        be shown on a terminal."""
-        self._begun_answers = {"stdout": b"", "stderr": b""}
-        """What follows the unfinished line, by stream: the beginning of an answer, or empty."""
-        self._error_output = b""
-        """The standard error from before the launcher was started."""
-        self._launcher_started = False
-        self._shutdown_timeout_s = 0.0
-        """The seconds that the ranks there get to end, once the launcher is started."""
-        self._process: Process | None = None
-        """The process of ssh or rsync; on this machine, that of the helper itself."""
-        self._input: asyncio.WriteTransport | None = None
-        self._reading_tasks: list[asyncio.Task[None]] = []
 
     async def connect(self, **request: Any) -> dict[str, Any]:
         """Starts the helper, and returns its answer to a first request.
@@ -128,9 +73,7 @@ class Remote:
         deadline = time.monotonic() + self.answer_timeout_s
 
         async def attempt() -> dict[str, Any]:
-            await self._start_helper()
-            self.send(**request)
-            return await self._receive_answer(deadline - time.monotonic())
+            return await self._connect_within(deadline - time.monotonic(), request)
 
         return await self._retry_if_dropped(attempt, deadline)
 
@@ -166,53 +109,10 @@ class Remote:
                     raise last_drop from None
                 raise
 
-    async def _start_helper(self) -> None:
-        """Starts the helper, and the tasks that read its output."""
-        self._forget_earlier_helper()
-
-        # Each answer begins with a mark. It contains a random number, which output of the ranks
-        # cannot contain by accident.
-        nonce = secrets.token_hex(8)
-        self._answer_mark = ANSWER_MARK + f"{nonce} ".encode()
-
-        # asyncio's own subprocesses are not used: closing the event loop would wait until all
-        # processes have ended that have inherited the output, also those left behind by ssh.
-        process = self._start_program(nonce)
-        self._process = process
-        loop = asyncio.get_running_loop()
-        self._input, _ = await loop.connect_write_pipe(asyncio.BaseProtocol, process.stdin)
-
-        for stream, pipe in (("stdout", process.stdout), ("stderr", process.stderr)):
-            reader = asyncio.StreamReader()
-            transport, _ = await loop.connect_read_pipe(
-                partial(asyncio.StreamReaderProtocol, reader), pipe
-            )
-            reading = asyncio.create_task(self._read_stream(stream, reader, transport))
-            self._reading_tasks.append(reading)
-
-    def _forget_earlier_helper(self) -> None:
-        """Drops what a helper has printed whose connection was dropped, and its answers."""
-        self._error_output = b""
-        self.unfinished_lines = {"stdout": b"", "stderr": b""}
-        self._begun_answers = {"stdout": b"", "stderr": b""}
-        self._reading_tasks = []
-
-        # The queue receives the answers, and None when there will be no more.
-        self._answers: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue()
-
-    def _start_program(self, nonce: str) -> Process:
-        """Starts ssh, which starts the helper. On this machine, starts the helper itself.
-
-        `Host.command` includes ssh unless the host is this machine.
-
-        Args:
-            nonce: argument of the helper, with which its answers begin.
-
-        Raises:
-            Problem: the program cannot be started.
-        """
+    def _start_program(self, nonce: str) -> subprocess.Popen[bytes]:
+        """Starts ssh, which starts the helper. On this machine, starts the helper itself."""
         return _start_process(
-            self.host.command(self._module, nonce, self._ssh),
+            self._command(nonce),
             advice="install OpenSSH's client, or name another program with --ssh",
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -220,37 +120,22 @@ class Remote:
             start_new_session=True,  # so that Ctrl-C in the terminal only reaches this process
         )
 
-    async def open(self, request: Mapping[str, Any], was_copied: bool) -> None:
-        """Starts the helper, and checks its description of its machine.
+    def _command(self, nonce: str) -> list[str]:
+        """Returns the command that starts the helper: by ssh, unless the host is this machine."""
+        command = helper_command(self._module, nonce)
+        return command if self.here else self._ssh.running(command, self.host.name)
 
-        Args:
-            request: the first request, see `remote.describe_machine`.
-            was_copied: True if the working folder has been sent to the machine.
+    def _advice_on_missing_file(self, *, was_copied: bool) -> str:
+        """Returns what to do if the run's folder or script is not on the machine."""
+        if was_copied:
+            return "--copy sends what is in this folder and not ignored by git"
+        return "the folder must be on a shared disk, or be sent: --copy"
 
-        Raises:
-            Problem: the helper could not be started, a version differs, or something is missing.
-        """
-        time_before = time.time()
-        is_first_machine = self.here
-        self.facts = await self.connect(**request, here=is_first_machine)
-        time_after = time.time()
-        self.clock_offset_s = _clock_offset_s(self.facts["time"], time_before, time_after)
-
-        for name, version_here in versions().items():
-            version_there = self.facts["versions"].get(name)
-            if version_there != version_here:
-                raise Problem(
-                    f"{name} {version_there} there, {version_here} here",
-                    f"install {name} {version_here} there, for {sys.executable}, or "
-                    f"{version_there} here",
-                )
-
-        if self.facts["missing"]:
-            if was_copied:
-                advice = "--copy sends what is in this folder and not ignored by git"
-            else:
-                advice = "the folder must be on a shared disk, or be sent: --copy"
-            raise Problem(self.facts["missing"], advice)
+    def _failure(self) -> Problem:
+        """Returns the error that explains why the helper does not answer."""
+        exit_code = self._process.poll() if self._process else None
+        error_output = self._error_output.decode(errors="replace")
+        return ssh_failure(self.host, exit_code, error_output, self._ssh)
 
     async def copy_folder(self, file_names: bytes | None) -> None:
         """Sends the working folder by rsync. Other files in the folder there are not touched.
@@ -274,7 +159,7 @@ class Remote:
             # Runs `mkdir` there first, as rsync before 3.2.3 has no option that creates the folder.
             f"--rsync-path=mkdir -p {shlex.quote(folder)} && rsync",
             "-e",
-            shlex.join([*self._ssh, *SSH_OPTIONS]),
+            self._ssh.for_rsync(),
         ]
         if file_names is None:
             # Exclude (-) what the .gitignore of each folder (:) lists.
@@ -305,7 +190,7 @@ class Remote:
             )
             self._process = process
             try:
-                await _wait_for_exit(process)
+                await wait_for_exit(process)
             finally:
                 # If a signal ends the run, the wait is cancelled while rsync is still running.
                 is_running = process.returncode is None
@@ -324,299 +209,16 @@ class Remote:
         machine. Kills them if they do not end in time.
         """
         os.killpg(process.pid, signal.SIGTERM)
-        has_ended_in_time = await wait_all([_wait_for_exit(process)], FINISH_TIMEOUT_S)
+        has_ended_in_time = await wait_all([wait_for_exit(process)], FINISH_TIMEOUT_S)
         if not has_ended_in_time:
             self.kill()
-            await _wait_for_exit(process)
-
-    async def ask(self, **request: Any) -> dict[str, Any]:
-        """Sends a request, and returns the answer.
-
-        Raises:
-            Problem: there is no answer.
-        """
-        self.send(**request)
-        return await self._receive_answer(self.answer_timeout_s)
-
-    async def _receive_answer(self, timeout: float) -> dict[str, Any]:
-        """Waits for the next answer.
-
-        Args:
-            timeout: how long to wait, in seconds.
-
-        Raises:
-            Problem: there is no answer in time, or the helper has ended.
-        """
-        try:
-            answer = await asyncio.wait_for(self._answers.get(), timeout)
-        except TimeoutError:
-            raise self._failure() from None
-
-        if answer is not None:
-            return answer
-
-        # Standard output has ended. Standard error, which says why, may not have arrived yet.
-        await wait_all([self.wait_for_end()], FINISH_TIMEOUT_S)
-        raise self._failure()
-
-    def _failure(self) -> Problem:
-        """Returns the error that explains why the helper does not answer."""
-        exit_code = self._process.poll() if self._process else None
-        error_output = self._error_output.decode(errors="replace")
-        return ssh_failure(self.host, exit_code, error_output, self._ssh)
-
-    async def listen(self, address: str, port: int, any_port_if_taken: bool = False) -> None:
-        """Makes the helper listen, so that the other machines can test the connection to it.
-
-        Args:
-            address: the address at which the other machines reach it, which is kept in
-                `listen_address`.
-            port: the port; 0 for any free port.
-            any_port_if_taken: whether to listen at another port if this one is in use.
-
-        Raises:
-            Problem: the port is in use.
-        """
-        answer = await self.ask(listen=port, any_port_if_taken=any_port_if_taken)
-        if "error" in answer:
-            advice = "give another --master-port, or leave it out"
-            raise Problem(f"port {port}: {answer['error']}", advice)
-        self.listen_address = (address, int(answer["port"]))
-
-    async def reach(self, other: Remote) -> str:
-        """Tests the network connection from this machine to another one whose helper listens.
-
-        Returns:
-            The address of this machine on that connection.
-
-        Raises:
-            Problem: the other machine cannot be reached, or only by short messages.
-        """
-        answer = await self.ask(reach=other.listen_address)
-        reason = answer["why"]
-        if reason:
-            address, port = other.listen_address
-            advice = (
-                "a firewall must let the machines reach each other on all ports; --master-addr and "
-                "--master-port give another place of the first; `lockstep doctor --hosts` tests "
-                "all connections"
-            )
-            if "MTU" in reason:  # the length of the largest packet
-                advice = (
-                    "set the MTU of their interfaces to that of the network between them, as root"
-                )
-
-            raise Problem(
-                f"it cannot reach {other.host.name} at {address}, port {port} ({reason})",
-                advice,
-            )
-
-        return str(answer["own"])
-
-    def start_launcher(
-        self,
-        command: Sequence[str],
-        environment: Mapping[str, str],
-        keep: bool,
-        shutdown_timeout_s: float,
-    ) -> None:
-        """Makes the helper start the launcher. From now on, the output there is shown; earlier
-        output is dropped.
-
-        Args:
-            command: the Python module that is the launcher, and its arguments.
-            environment: environment variables for the launcher and its ranks.
-            keep: whether the ranks go on if the connection to this machine is lost.
-            shutdown_timeout_s: the seconds that the ranks get to end.
-        """
-        self._shutdown_timeout_s = shutdown_timeout_s
-        self._launcher_started = True
-        self.unfinished_lines = {"stdout": b"", "stderr": b""}
-
-        # The request `{"start": ..., "environment": ..., ...}`.
-        self.send(
-            start=list(command),
-            environment=dict(environment),
-            keep=keep,
-            grace=shutdown_timeout_s,
-        )
-
-    def send(self, **request: Any) -> None:
-        """Sends a request, or a heartbeat if there are no arguments.
-
-        Does nothing if the helper is gone.
-        """
-        if self._is_running() and self._input and not self._input.is_closing():
-            line = json.dumps(request) if request else ""
-            self._input.write(line.encode() + b"\n")
-
-    def _is_running(self) -> bool:
-        return self._process is not None and self._process.poll() is None
-
-    async def _read_stream(
-        self, stream: str, reader: asyncio.StreamReader, transport: asyncio.ReadTransport
-    ) -> None:
-        """Reads a stream of the helper until it ends, and closes it."""
-        try:
-            await self._read_until_end(stream, reader)
-        finally:
-            transport.close()
-
-        # Show the last line even if it does not end with a newline.
-        has_unfinished_line = bool(self.unfinished_lines[stream].strip())
-        if has_unfinished_line:
-            await self._process_output(stream, b"\n")
-
-        if stream == "stdout":
-            self._answers.put_nowait(None)  # all answers were put before; there will be no more
-
-    async def _read_until_end(self, stream: str, reader: asyncio.StreamReader) -> None:
-        """Reads a stream until it is closed, or for a while after the process has ended."""
-        is_closed = await self._read_while_running(stream, reader)
-        if not is_closed:
-            await self._read_rest(stream, reader)
-        self._begun_answers[stream] = b""  # drops an answer that has not arrived completely
-
-    async def _read_while_running(self, stream: str, reader: asyncio.StreamReader) -> bool:
-        """Reads a stream as long as the process is running.
-
-        After the launcher was started, the helper sends heartbeats on its standard output. If they
-        stop arriving, the connection is killed.
-
-        Returns:
-            True if the stream was closed, False if the process has ended.
-        """
-        silent_s = 0.0  # how long the reads have waited since data last arrived
-        while self._is_running():
-            read_started = time.monotonic()
-            data = await _read_within(FINISH_TIMEOUT_S, reader)  # None at the timeout
-            is_closed = data == b""
-            if is_closed:
-                return True
-
-            if data is not None:
-                silent_s = 0.0
-                await self._process_output(stream, data)
-                continue
-
-            # After `kill`, the process ends soon, and with it this loop.
-            silent_s += time.monotonic() - read_started
-            expects_heartbeats = self._launcher_started and stream == "stdout"
-            if expects_heartbeats and silent_s > SILENCE_TIMEOUT_S:
-                self.kill()
-
-        return False
-
-    async def _read_rest(self, stream: str, reader: asyncio.StreamReader) -> None:
-        """Reads what the process wrote before it ended.
-
-        Usually the stream ends soon. But a process that ssh has left behind may hold it open, and
-        may even keep writing. So this also stops after a silence of 2 s (`FINISH_TIMEOUT_S`), or of
-        0.5 s once it has waited for 2 s in all; and after `MAX_READS_AFTER_END` reads.
-        """
-        waited_s = 0.0  # in all reads together
-        for _ in range(MAX_READS_AFTER_END):
-            has_waited_long = waited_s >= FINISH_TIMEOUT_S
-            max_silence_s = FINISH_TIMEOUT_S / 4 if has_waited_long else FINISH_TIMEOUT_S
-            read_started = time.monotonic()
-            data = await _read_within(max_silence_s, reader)
-            if not data:  # b"": the stream has ended; None: nothing arrived in time
-                return
-
-            waited_s += time.monotonic() - read_started
-            await self._process_output(stream, data)
-
-    async def _process_output(self, stream: str, data: bytes) -> None:
-        """Takes the answers out of the helper's output, and shows the other lines.
-
-        Before the launcher was started, no line is shown. Standard error is then kept in
-        `_error_output`, because it says why ssh has failed.
-        """
-        lines = self._handle_answers_and_return_lines(stream, data)
-
-        if not self._launcher_started:
-            if stream == "stderr":
-                self._error_output = (self._error_output + data)[-MAX_ERROR_OUTPUT_BYTES:]
-            return
-
-        for line in lines:
-            if self._show is not None:
-                await self._show(self.host, stream, line)
-
-    def _handle_answers_and_return_lines(self, stream: str, data: bytes) -> list[bytes]:
-        r"""Takes the answers out of new data of a stream, and returns the other finished lines.
-
-        An answer may interrupt a line, and data may end at any byte. The unfinished line and the
-        unfinished answer at the end of the data are kept for the next call. They are kept apart, as
-        an unfinished line may be shown at the end of the run, but not an answer. Example:
-
-            kept from before, a line       b"loss "
-            kept from before, an answer    b'\x1elockstep 5f {"ali'
-            the new data                   b've": true}\n0.25\n'
-            the result                     [b"loss 0.25"]
-        """
-        from_before = self.unfinished_lines[stream] + self._begun_answers[stream]
-        text = self._take_answers(from_before + data)
-
-        start_of_answer = self._find_begun_answer(text)  # the end of the text if there is none
-        lines, unfinished_line = finished_lines(text[:start_of_answer])
-        self.unfinished_lines[stream] = unfinished_line
-        self._begun_answers[stream] = text[start_of_answer:]
-        return lines
-
-    def _take_answers(self, text: bytes) -> bytes:
-        """Removes complete answers from the output. Each is a mark, JSON and a newline.
-
-        The answers are put into the queue `_answers`, except for heartbeats. The last answer
-        contains the launcher's exit code, which is kept in `exit_code`.
-
-        Returns:
-            The rest of the output.
-        """
-        while True:
-            start = text.find(self._answer_mark)
-            if start < 0:
-                return text
-
-            end = text.find(b"\n", start)
-            if end < 0:  # the rest of this answer has not arrived yet
-                return text
-
-            answer = json.loads(text[start + len(self._answer_mark) : end])
-            text = text[:start] + text[end + 1 :]
-
-            is_heartbeat = answer == ALIVE
-            if not is_heartbeat:
-                # Only the last answer has an exit code, so until then this stays None.
-                self.exit_code = answer.get("exit")
-                self._answers.put_nowait(answer)
-
-    def _find_begun_answer(self, text: bytes) -> int:
-        """Finds an incomplete answer, or the beginning of its mark, at the end of the output.
-
-        Returns:
-            The index at which it begins, or the length of the text if there is none.
-        """
-        start = text.rfind(self._answer_mark[:1])
-        if start < 0:
-            return len(text)
-        begun_mark = text[start : start + len(self._answer_mark)]
-        return start if self._answer_mark.startswith(begun_mark) else len(text)
-
-    async def wait_for_end(self) -> None:
-        """Waits until the launcher there has ended, or the connection to it has."""
-        if self._reading_tasks:
-            await asyncio.wait(self._reading_tasks)
-        if self._process:
-            await _wait_for_exit(self._process)
+            await wait_for_exit(process)
 
     def kill(self) -> None:
         """Ends the connection at once, without waiting for the helper to end by itself."""
         process = self._process
-        if not isinstance(process, subprocess.Popen):
-            return  # nothing was started: `RayRemote`, with another type, overrides this method
-        if process.poll() is not None:
-            return  # it has ended
+        if not isinstance(process, subprocess.Popen) or process.poll() is not None:
+            return  # nothing was started, or it has ended
 
         with contextlib.suppress(ProcessLookupError):
             if self.here:  # the helper runs on this machine, without ssh
@@ -625,97 +227,6 @@ class Remote:
                 os.kill(process.pid, signal.SIGKILL)
             else:
                 os.killpg(process.pid, signal.SIGKILL)  # ssh and its ProxyCommand
-
-    async def close(self) -> None:
-        """Ends the launcher and the helper if they are still running on the machine, and then the
-        connection.
-        """
-        if self._input:
-            self._input.close()  # makes the helper end the launcher and itself
-
-        time_to_end_launcher_s = LAUNCHER_END_S + self._shutdown_timeout_s
-        timeout_s = time_to_end_launcher_s if self._launcher_started else FINISH_TIMEOUT_S
-        has_ended_in_time = await wait_all([self.wait_for_end()], timeout_s)
-        if not has_ended_in_time:
-            self.kill()
-            # `_read_rest` may go on for about twice this time after the end of the process.
-            await wait_all([self.wait_for_end()], 2 * FINISH_TIMEOUT_S)
-
-        for task in self._reading_tasks:
-            task.cancel()
-
-
-def _clock_offset_s(remote_time: float, time_before: float, time_after: float) -> float:
-    """Returns by how many seconds the clock of another machine is ahead of the clock here.
-
-    The other machine has read its clock at some moment between two readings here. If its time lies
-    between them, the clocks may be equal, and the result is 0. Otherwise it is the smallest
-    possible difference: with 10 and 11 here and 15 there, the other clock is at least 4 s ahead.
-
-    Returns:
-        The difference in seconds; negative if the other clock is behind.
-    """
-    if remote_time > time_after:
-        return remote_time - time_after
-    if remote_time < time_before:
-        return remote_time - time_before
-    return 0.0
-
-
-async def _read_within(timeout: float, reader: asyncio.StreamReader) -> bytes | None:
-    """Reads from a stream.
-
-    Args:
-        timeout: how long to wait for data, in seconds.
-        reader: the stream.
-
-    Returns:
-        The data; empty if the stream is closed; None if nothing arrived in time.
-    """
-    try:
-        return await asyncio.wait_for(reader.read(READ_BYTES), timeout)
-    except TimeoutError:
-        return None
-
-
-async def run_on_all(
-    remotes: Sequence[Remote], work: Callable[[Remote], Coroutine[Any, Any, T]]
-) -> tuple[dict[Remote, T], dict[Remote, Problem]]:
-    """Runs a coroutine for all machines at the same time.
-
-    Returns:
-        The results of the machines for which it succeeded, and the problems of the others.
-    """
-    results: dict[Remote, T] = {}
-    problems: dict[Remote, Problem] = {}
-    outcomes = await asyncio.gather(*(work(remote) for remote in remotes), return_exceptions=True)
-    for remote, outcome in zip(remotes, outcomes, strict=True):
-        if isinstance(outcome, Problem):
-            problems[remote] = outcome
-        elif isinstance(outcome, BaseException):  # an error in this program
-            raise outcome
-        else:
-            results[remote] = outcome
-    return results, problems
-
-
-async def wait_all(coroutines: Iterable[Coroutine[Any, Any, Any]], timeout: float) -> bool:
-    """Runs coroutines at the same time, and cancels those that are not done in time.
-
-    Args:
-        coroutines: the coroutines.
-        timeout: how long to wait, in seconds.
-
-    Returns:
-        True if all of them were done in time.
-    """
-    tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
-    if not tasks:
-        return True
-    _, pending = await asyncio.wait(tasks, timeout=timeout)
-    for task in pending:
-        task.cancel()
-    return not pending
 
 
 def _start_process(command: Sequence[str], advice: str, **options: Any) -> subprocess.Popen[bytes]:
@@ -736,11 +247,6 @@ def _start_process(command: Sequence[str], advice: str, **options: Any) -> subpr
             advice = "allow more open files here: `ulimit -n`"
         found = f"{command[0]} cannot be started here: {error.strerror}"
         raise Problem(found, advice) from None
-
-
-async def _wait_for_exit(process: Process) -> None:
-    while process.poll() is None:
-        await asyncio.sleep(POLL_INTERVAL_S)
 
 
 @contextlib.contextmanager

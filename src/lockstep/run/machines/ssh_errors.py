@@ -10,26 +10,13 @@ the connection before anything else; a later attempt may succeed.
 from __future__ import annotations
 
 import re
-import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from lockstep.run.machines.hosts import Host
-
-
-class Problem(Exception):
-    """Nothing can be started on a host.
-
-    Args:
-        found: what is wrong.
-        advice: what the user can do.
-    """
-
-    def __init__(self, found: str, advice: str) -> None:
-        super().__init__(found, advice)
-        self.found = found
-        self.advice = advice
+from lockstep.run.machines.machine_connection import Problem
+from lockstep.run.machines.ssh_command import DEFAULT_SSH_COMMAND, SshCommand
 
 
 class ConnectionDropped(Problem):
@@ -89,7 +76,7 @@ CAUSES_ON_HOST = (
         "have",
     ),
     Cause(
-        # `lockstep` exists there, but not `lockstep.run.machines.remote`: it is an older version,
+        # `lockstep` exists there, but not `lockstep.run.machines.helper`: it is an older version,
         # the package of this name on PyPI, or an empty folder.
         r"No module named '?lockstep\.run",
         "the package `lockstep` there is not this version of Lockstep",
@@ -187,7 +174,7 @@ def ssh_failure(
     host: Host,
     exit_code: int | None,
     error_output: str,
-    ssh: Sequence[str] = ("ssh",),
+    ssh: SshCommand = DEFAULT_SSH_COMMAND,
     advice: str = "",
 ) -> Problem:
     """Returns the error that explains why ssh, or rsync over ssh, has failed.
@@ -199,7 +186,7 @@ def ssh_failure(
         ssh: the ssh program and the user's options for it.
         advice: what the user can do if the cause is not known; by default, to try ssh by hand.
     """
-    ssh_call = f"{shlex.join(ssh)} {host.ssh_name}"
+    ssh_call = ssh.by_hand(host.name)
     fields_of_texts = {
         "name": host.name,
         "address": host.address,

@@ -195,8 +195,8 @@ def _signal_handlers(agent: Agent, flags: argparse.Namespace) -> dict[int, Calla
     """Returns what the launcher does at each signal, by the number of the signal."""
     handlers: dict[int, Callable[[int], object]] = {
         signal.SIGUSR1: agent.signal_ranks,  # asks scripts for a checkpoint
-        # `ssh_run` sends this signal when another machine has failed. Once ranks have been started,
-        # the launcher notices that by itself.
+        # `hosts_run` sends this signal when another machine has failed. Once ranks have been
+        # started, the launcher notices that by itself.
         signal.SIGUSR2: agent.end_unless_started,
         signal.SIGTSTP: agent.stop,  # Ctrl-Z
     }

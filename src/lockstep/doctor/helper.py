@@ -30,7 +30,7 @@ from typing import Any
 from lockstep import doctor
 from lockstep.doctor import data
 from lockstep.machine.network import interface_of, resolve
-from lockstep.run.machines.remote import describe_machine, listen, send_answer
+from lockstep.run.machines.helper import describe_machine, listen, send_answer
 
 TOKEN_SIZE = 32  # bytes
 CONNECT_TIMEOUT_S = 4.0

@@ -1,8 +1,8 @@
 """Runs a script on several machines over ssh (`lockstep run --hosts`), and waits for its end.
 
 The command may be given on one of the machines or on any other one, such as a laptop. On each
-machine, ssh starts a *helper* process (`Remote`, see `ssh_connection`), which then starts the
-launcher.
+machine, ssh starts a *helper* process (see `machine_connection`), which then starts the launcher.
+`ray_run` does the same on the nodes of a Ray cluster, with another kind of connection.
 
 Before any launcher is started, all machines are checked at the same time, and all problems are
 reported in one error.
@@ -23,6 +23,7 @@ from typing import Any
 
 from lockstep.errors import EXIT_LOST_RANK, EXIT_SIGNAL, HostError
 from lockstep.machine.network import address_reaching, is_here
+from lockstep.run.machines.helper import HEARTBEAT_S, SILENCE_TIMEOUT_S
 from lockstep.run.machines.hosts import (
     DEFAULT_MASTER_PORT,
     NUM_NEIGHBORS_TRIED,
@@ -31,16 +32,16 @@ from lockstep.run.machines.hosts import (
     resolve_all,
     working_folder,
 )
-from lockstep.run.machines.remote import HEARTBEAT_S, SILENCE_TIMEOUT_S
-from lockstep.run.machines.run_token import TOKEN_VARIABLE
-from lockstep.run.machines.ssh_connection import (
+from lockstep.run.machines.machine_connection import (
     LAUNCHER_END_S,
     POLL_INTERVAL_S,
-    Remote,
+    MachineConnection,
     ShowLine,
     run_on_all,
     wait_all,
 )
+from lockstep.run.machines.run_token import TOKEN_VARIABLE
+from lockstep.run.machines.ssh_connection import SshConnection
 from lockstep.run.start.late_end import GIVE_UP_IDLE_AFTER_S
 from lockstep.run.start.sink import FlushDeadline, Sink, open_sinks
 from lockstep.run.start.terminal_lines import last_state
@@ -56,24 +57,17 @@ MAX_CLOCK_OFFSET_S = 5.0
 """The same tolerance as in `run.watch.first_failure`."""
 MAX_UNPRINTED_BYTES = 4 << 20
 
+MakeConnection = Callable[[Host, ShowLine], MachineConnection]
+"""A function that creates the connection to a host, which is not open yet. The other argument is
+called with each line that is printed there."""
 
-def connect_by_ssh(spec: HostsSpec) -> Callable[[Host, ShowLine], Remote]:
-    """Returns a function that creates the connection to a host by ssh."""
-    return lambda host, show: Remote(host, spec.ssh, show)
 
-
-def run_on_hosts(
-    spec: HostsSpec,
-    say: Callable[[str], None],
-    connect: Callable[[Host, ShowLine], Remote] | None = None,
-) -> int:
-    """Starts a run on all of its machines, and ends it on all of them when one fails.
+def run_on_hosts(spec: HostsSpec, say: Callable[[str], None]) -> int:
+    """Starts a run on all of its machines by ssh, and ends it on all of them when one fails.
 
     Args:
         spec: the request.
         say: function that shows a line to the user.
-        connect: function that creates the connection to a host, which `Remote.connect` then opens;
-            by default by ssh.
 
     Returns:
         The exit code of the launcher that failed first; see `lockstep.errors`.
@@ -81,17 +75,27 @@ def run_on_hosts(
     Raises:
         HostError: the run cannot be started on some machine; then nothing is left running on any.
     """
-    return HostsRun(spec, say, connect or connect_by_ssh(spec)).wait()
+
+    def connect_by_ssh(host: Host, show: ShowLine) -> MachineConnection:
+        return SshConnection(host, spec.ssh, show)
+
+    return HostsRun(spec, say, connect_by_ssh).wait()
 
 
 class HostsRun:
-    """The run of `run_on_hosts`, of which it describes the arguments."""
+    """A run on several machines, whose helpers may be started by ssh or by Ray.
+
+    Args:
+        spec: the request.
+        say: function that shows a line to the user.
+        make_connection: function that creates the connection to one of the machines.
+    """
 
     def __init__(
         self,
         spec: HostsSpec,
         say: Callable[[str], None],
-        connect: Callable[[Host, ShowLine], Remote],
+        make_connection: MakeConnection,
     ) -> None:
         self._spec = spec
         self._say = say
@@ -99,7 +103,7 @@ class HostsRun:
         self._sinks = open_sinks(os.environ)
         self._host_of_launcher_line: dict[bytes, Host] = {}
         """The first host that printed each of the launchers' own lines."""
-        self._remotes = [connect(host, self._show) for host in spec.hosts]
+        self._connections = [make_connection(host, self._show) for host in spec.hosts]
         self._ending_signal: int | None = None
         """The last signal that asked the run to end."""
         self._launchers_started = False
@@ -164,7 +168,7 @@ class HostsRun:
             return EXIT_SIGNAL + self._ending_signal  # `_on_signal` has cancelled this task
         finally:
             self._main_task = None  # so that a signal does not cancel the following steps
-            await asyncio.gather(*(remote.close() for remote in self._remotes))
+            await asyncio.gather(*(connection.close() for connection in self._connections))
             heartbeats.cancel()
             await self._print_rest_of_output()
 
@@ -184,7 +188,7 @@ class HostsRun:
             self._ending_signal = signal.Signals[name]
 
         if self._launchers_started:
-            self._send_signal(name, self._remotes)
+            self._send_signal(name, self._connections)
             return
 
         if not asks_to_end:
@@ -194,16 +198,16 @@ class HostsRun:
             self._main_task.cancel()  # `_run` then closes the connections
             return
 
-        for remote in self._remotes:
-            remote.kill()
+        for connection in self._connections:
+            connection.kill()
 
     async def _send_heartbeats(self) -> None:
         """Sends heartbeats to the helpers, and writes waiting output to the terminal in between."""
         while True:
-            for remote in self._remotes:
-                helper_has_answered = bool(remote.facts)
+            for connection in self._connections:
+                helper_has_answered = bool(connection.facts)
                 if helper_has_answered:
-                    remote.send()  # without arguments, this is a heartbeat
+                    connection.send()  # without arguments, this is a heartbeat
 
             for _ in range(int(HEARTBEAT_S / POLL_INTERVAL_S)):
                 await asyncio.sleep(POLL_INTERVAL_S)
@@ -234,7 +238,7 @@ class HostsRun:
 
         The machine of the first launcher that prints a line is remembered.
         """
-        if len(self._remotes) == 1:
+        if len(self._connections) == 1:
             return True
 
         # In its report, each launcher has a line "consequences: rank 1 ..." with the ranks that
@@ -261,12 +265,12 @@ class HostsRun:
         if not sink.can_draw:
             return b""
 
-        for remote in self._remotes:
-            for stream, unfinished_line in remote.unfinished_lines.items():
+        for connection in self._connections:
+            for stream, unfinished_line in connection.unfinished_lines.items():
                 is_shown_on_this_terminal = self._sinks[stream] is sink
                 visible_text = last_state(unfinished_line)  # of a progress bar, its last state
                 if is_shown_on_this_terminal and visible_text.strip():
-                    return sink.crop(f"[{remote.host.name}] ".encode() + visible_text)
+                    return sink.crop(f"[{connection.host.name}] ".encode() + visible_text)
 
         return b""
 
@@ -295,22 +299,24 @@ class HostsRun:
             self._say(lost_output)
 
     async def _run_on_all_or_raise(
-        self, remotes: Sequence[Remote], work: Callable[[Remote], Coroutine[Any, Any, Any]]
+        self,
+        connections: Sequence[MachineConnection],
+        work: Callable[[MachineConnection], Coroutine[Any, Any, Any]],
     ) -> None:
         """Runs a coroutine for all machines at the same time.
 
         Raises:
             HostError: it failed for some of them. The error contains the problems of all.
         """
-        _, problems = await run_on_all(remotes, work)
+        _, problems = await run_on_all(connections, work)
         if not problems:
             return
 
         names = []
         findings = []
         advice = []
-        for remote, problem in problems.items():
-            name = remote.host.name
+        for connection, problem in problems.items():
+            name = connection.host.name
             names.append(name)
             findings.append(f"{name}: {problem.found}" if len(problems) > 1 else problem.found)
             if problem.advice not in advice:
@@ -331,59 +337,62 @@ class HostsRun:
         spec = self._spec
         if spec.copy:
             file_names = await asyncio.to_thread(list_git_files)
-            elsewhere = [remote for remote in self._remotes if not remote.here]
-            await self._run_on_all_or_raise(
-                elsewhere, lambda remote: remote.copy_folder(file_names)
-            )
 
-        # `Remote.open` starts the helper of a machine, which checks that the folder and the script
-        # exist there.
+            async def copy_folder(connection: MachineConnection) -> None:
+                # --copy is an option of --hosts, and so all connections are by ssh.
+                if isinstance(connection, SshConnection) and not connection.here:
+                    await connection.copy_folder(file_names)
+
+            await self._run_on_all_or_raise(self._connections, copy_folder)
+
+        # Opening a connection starts the helper of a machine, which checks that the folder and the
+        # script exist there.
         script = None
         if spec.script and not spec.module:
             script = spec.script[0]  # without the arguments of the script, which follow
         request = {"folder": working_folder(), "script": script}
         await self._run_on_all_or_raise(
-            self._remotes, lambda remote: remote.open(request, was_copied=spec.copy)
+            self._connections, lambda connection: connection.open(request, was_copied=spec.copy)
         )
         self._warn_about_machines()
 
         address = ""
         port = 0
-        if len(self._remotes) > 1:
+        if len(self._connections) > 1:
             address, port = await self._find_meeting_place()
 
         token = os.environ.get(TOKEN_VARIABLE) or secrets.token_hex(32)
         environment = {TOKEN_VARIABLE: token, **spec.environment}
         self._launchers_started = True  # signals are passed on to them from now on
-        for node_rank, remote in enumerate(self._remotes):
+        for node_rank, connection in enumerate(self._connections):
             arguments = spec.launcher_arguments(node_rank, address, port)
             command = [spec.launcher[0], *arguments]
-            remote.start_launcher(command, environment, spec.keep, self._shutdown_timeout_s)
+            connection.start_launcher(command, environment, spec.keep, self._shutdown_timeout_s)
 
         names = ", ".join(host.name for host in spec.hosts)
         if address:
             line = (
-                f"{count_noun(len(self._remotes), 'host')}: {names}; "
+                f"{count_noun(len(self._connections), 'host')}: {names}; "
                 f"they meet at {address}, port {port}"
             )
         else:
-            line = f"{count_noun(len(self._remotes), 'host')}: {names}"
+            line = f"{count_noun(len(self._connections), 'host')}: {names}"
         if not spec.quiet:
             self._say(line)
 
     def _warn_about_machines(self) -> None:
         """Warns the user if two hosts are one machine, or if a clock is wrong."""
         host_name_of_machine: dict[str, str] = {}
-        for remote in self._remotes:
-            name = remote.host.name
-            machine = remote.facts["machine"]  # a text that identifies the machine
+        for connection in self._connections:
+            name = connection.host.name
+            machine = connection.machine_id
             if machine in host_name_of_machine:
                 first_name = host_name_of_machine[machine]
                 self._say(f"{first_name} and {name} are one machine: each uses its devices")
             else:
                 host_name_of_machine[machine] = name
 
-            offset_s = remote.clock_offset_s
+            offset_s = connection.clock_offset_s
             if abs(offset_s) > MAX_CLOCK_OFFSET_S:
                 if offset_s > 0:
                     offset = f"{abs(offset_s):.0f} s ahead"
@@ -408,41 +417,43 @@ class HostsRun:
         Raises:
             HostError: a machine cannot be reached from another one.
         """
-        remotes = self._remotes
-        first = remotes[0]
+        connections = self._connections
+        first = connections[0]
         address = self._spec.torchrun_flag("--master-addr") or self._address_of_first()
         given_port = self._spec.torchrun_flag("--master-port")
         port = int(given_port or DEFAULT_MASTER_PORT)
 
-        async def listen_first(remote: Remote) -> None:
-            await remote.listen(address, port, any_port_if_taken=given_port is None)
+        async def listen_first(connection: MachineConnection) -> None:
+            await connection.listen(address, port, any_port_if_taken=given_port is None)
 
-        async def reach_first(remote: Remote) -> None:
-            own_address = await remote.reach(first)  # the address of `remote`, as `first` sees it
+        async def reach_first(connection: MachineConnection) -> None:
+            own_address = await connection.reach(
+                first
+            )  # the address of `connection`, as `first` sees it
             any_free_port = 0
-            await remote.listen(own_address, any_free_port)  # for its neighbors, see below
+            await connection.listen(own_address, any_free_port)  # for its neighbors, see below
 
-        async def reach_neighbors(remote: Remote) -> None:
+        async def reach_neighbors(connection: MachineConnection) -> None:
             # The last machine of the list is followed by the first.
-            index = remotes.index(remote)
-            following = remotes[index + 1 :] + remotes[:index]
+            index = connections.index(connection)
+            following = connections[index + 1 :] + connections[:index]
             for neighbor in following[:NUM_NEIGHBORS_TRIED]:
-                await remote.reach(neighbor)
+                await connection.reach(neighbor)
 
         await self._run_on_all_or_raise([first], listen_first)
-        await self._run_on_all_or_raise(remotes[1:], reach_first)
+        await self._run_on_all_or_raise(connections[1:], reach_first)
 
         # If the user has chosen an interface for Gloo, the ranks may use another one than these
         # connections. So connections between neighbors are not tested then.
         if "GLOO_SOCKET_IFNAME" not in self._spec.environment:
-            await self._run_on_all_or_raise(remotes, reach_neighbors)
+            await self._run_on_all_or_raise(connections, reach_neighbors)
 
         return first.listen_address  # with the port that is really used
 
     def _address_of_first(self) -> str:
         """Returns the address of the first machine, as seen by the other machines."""
-        first = self._remotes[0]
-        second = self._remotes[1]
+        first = self._connections[0]
+        second = self._connections[1]
         first_is_this_machine = first.here
         if not first_is_this_machine:
             # ssh has connected from here to the first machine, at one of its addresses.
@@ -469,33 +480,34 @@ class HostsRun:
         exit_codes: list[int] = []
         connection_lost = False
         failed = False
-        remote_of_task = {
-            asyncio.create_task(remote.wait_for_end()): remote for remote in self._remotes
+        connection_of_task = {
+            asyncio.create_task(connection.wait_for_end()): connection
+            for connection in self._connections
         }
         end_timeout_s = LAUNCHER_END_S + self._shutdown_timeout_s
-        while remote_of_task:
+        while connection_of_task:
             timeout = None
             if failed:
                 timeout = OTHERS_NOTICE_FAILURE_S + self._shutdown_timeout_s
             done, _ = await asyncio.wait(
-                remote_of_task, timeout=timeout, return_when=asyncio.FIRST_COMPLETED
+                connection_of_task, timeout=timeout, return_when=asyncio.FIRST_COMPLETED
             )
 
             is_timeout_over = not done
             if is_timeout_over:
-                self._send_signal("SIGTERM", remote_of_task.values())
-                endings = [remote.wait_for_end() for remote in remote_of_task.values()]
+                self._send_signal("SIGTERM", connection_of_task.values())
+                endings = [connection.wait_for_end() for connection in connection_of_task.values()]
                 await wait_all(endings, end_timeout_s)
                 break
 
             for task in done:
-                remote = remote_of_task.pop(task)
-                if remote.exit_code is not None:
-                    exit_codes.append(remote.exit_code)
+                connection = connection_of_task.pop(task)
+                if connection.exit_code is not None:
+                    exit_codes.append(connection.exit_code)
                     continue
 
                 connection_lost = True
-                self._say_connection_lost(remote)
+                self._say_connection_lost(connection)
                 if not self._spec.keep:
                     exit_codes.append(EXIT_LOST_RANK)
 
@@ -503,7 +515,7 @@ class HostsRun:
             # the failure by themselves, and report it.
             if any(exit_codes) and not failed:
                 failed = True
-                self._send_signal(FAILED_ELSEWHERE_SIGNAL, remote_of_task.values())
+                self._send_signal(FAILED_ELSEWHERE_SIGNAL, connection_of_task.values())
 
         for exit_code in exit_codes:
             if exit_code != 0:
@@ -514,7 +526,7 @@ class HostsRun:
             return EXIT_LOST_RANK
         return 0
 
-    def _say_connection_lost(self, remote: Remote) -> None:
+    def _say_connection_lost(self, connection: MachineConnection) -> None:
         """Tells the user that the connection to a machine is lost, and what follows from that."""
         if self._spec.keep:
             what_follows = "its ranks go on if the other machines reach them (--on-lost keep)"
@@ -522,11 +534,11 @@ class HostsRun:
             what_follows = "the run is ended (--on-lost stop)"
         else:  # Ray has no option --on-lost
             what_follows = "all ranks are ended"
-        self._say(f"the connection to {remote.host.name} is lost; {what_follows}")
+        self._say(f"the connection to {connection.host.name} is lost; {what_follows}")
 
-    def _send_signal(self, name: str, remotes: Iterable[Remote]) -> None:
-        for remote in remotes:
-            remote.send(signal=name)
+    def _send_signal(self, name: str, connections: Iterable[MachineConnection]) -> None:
+        for connection in connections:
+            connection.send(signal=name)
 
 
 def _may_be_of_launcher(stream: str, line: bytes) -> bool:
