@@ -114,3 +114,68 @@ def test_a_parameter_without_a_name_stays_without_one() -> None:
     before = record("Net/w", optimizer_parameters=["", "", "Net/w"])
     after = rename_tensors(before, lambda name: f"{name} (replica 1)")
     assert after.optimizer_parameters == ["", "", "Net/w (replica 1)"]
+
+
+def test_copies_of_a_model_are_told_apart_by_what_is_trained() -> None:
+    """The teacher of a student has its first values, and is called first on one process only."""
+
+    def with_student(student: str, teacher: str) -> RankUpdate:
+        names = (f"{student}/w", f"{teacher}/w")
+        return RankUpdate(
+            initial=dict.fromkeys(names, WEIGHT),
+            gradients={names[0]: WEIGHT},
+            construction_index=0,
+            optimizer_parameters=[names[0]],
+            module_tensors={f"{teacher}/decay": np.ones(3)},
+        )
+
+    reference_run = [Update([with_student("Net#2", "Net")])]
+    several = [Update([with_student("Net", "Net#2")] * 2)]
+    for record in align_names(reference_run, several).updates[0]:
+        assert [*record.gradients] == record.optimizer_parameters == ["Net#2/w"]
+        assert [*record.module_tensors] == ["Net/decay"]
+
+
+def test_two_trained_copies_are_told_apart_by_their_places_in_the_optimizer() -> None:
+    def with_first(first: str, second: str) -> RankUpdate:
+        names = (f"{first}/w", f"{second}/w")
+        return RankUpdate(
+            initial=dict.fromkeys(names, WEIGHT),
+            gradients={names[0]: WEIGHT, names[1]: -WEIGHT},
+            construction_index=0,
+            optimizer_parameters=names,
+        )
+
+    reference_run = [Update([with_first("Net", "Net#2")])]
+    several = [Update([with_first("Net#2", "Net")] * 2)]
+    (update,) = align_names(reference_run, several).updates
+    assert update[1].gradients["Net/w"] is WEIGHT
+
+
+def test_a_rank_that_calls_models_in_an_order_of_its_own_has_the_names_of_the_reference() -> None:
+    def with_values(first: float, second: float) -> RankUpdate:
+        return RankUpdate(initial={"Net/w": first * WEIGHT, "Net#2/w": second * WEIGHT})
+
+    reference_run = [Update([with_values(1.0, 2.0)])]
+    several = [Update([with_values(1.0, 2.0), with_values(2.0, 1.0)])]
+    sums = [{"Net/w": np.ones(2)}, {"Net#2/w": np.ones(2)}]
+    run = align_names(reference_run, several, sums)
+    for record in run.updates[0]:
+        assert np.array_equal(record.initial["Net/w"], WEIGHT)
+    assert [[*each] for each in run.final_sums] == [["Net/w"], ["Net/w"]]
+
+
+def test_what_a_module_keeps_is_renamed_with_its_parameters() -> None:
+    before = record(REFERENCE_NAME, module_tensors={"Net/memory.rows": np.ones(3)})
+    ranks = [
+        record(
+            WRAPPED_NAME,
+            module_tensors={"Wrapper/module.memory.rows": np.full(3, 2.0)},
+            module_tensors_before={"Wrapper/module.layer.state[1]": np.ones(3)},
+            local_norm_layers=["Wrapper/module.layer"],
+        )
+    ] * 2
+    actual = aligned(before, ranks).actual[0]
+    assert [*actual.module_tensors] == ["Net/memory.rows"]
+    assert [*actual.module_tensors_before] == ["Net/layer.state[1]"]
+    assert actual.local_norm_layers == ["Net/layer"]

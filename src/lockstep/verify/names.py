@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -34,10 +35,22 @@ MAPPINGS_FROM_NAMES = (
     "write_stacks",
 )
 """Fields of `RankUpdate` that are mappings with names of tensors as keys."""
-LISTS_OF_NAMES = ("unwrapped", "unknown_to_ddp", "frozen", "in_eval_mode", "optimizer_parameters")
-"""Fields of `RankUpdate` that are lists of names."""
+LISTS_OF_NAMES = (
+    "unwrapped",
+    "unknown_to_ddp",
+    "frozen",
+    "in_eval_mode",
+    "optimizer_parameters",
+    "local_norm_layers",
+)
+"""Fields of `RankUpdate` that are lists of names: of tensors, or of modules."""
 FIELDS_WITH_VALUES = ("buffers", "parameters", "initial")
 """Fields that hold values of tensors. If several hold the same tensor, the last one is used."""
+
+Rename = Callable[[str], str]
+"""A function that returns the new name for a name."""
+Parts = tuple[str, ...]
+"""A name that is split into its parts: ("Net", "layer", "weight") for `Net/layer.weight`."""
 
 
 @dataclass(frozen=True)
@@ -46,19 +59,27 @@ class AlignedRun:
 
     updates: list[Update]
     # For each rank, sums over the parameters after the last update.
-    final_sums: list[Mapping[str, Array]]
+    final_sums: Sequence[Mapping[str, Array]]
 
-    def renamed(self, change: Callable[[str], str]) -> AlignedRun:
+    def renamed(self, change_of_rank: Sequence[Rename]) -> AlignedRun:
         """Returns the run with other names for its tensors.
 
         Args:
-            change: function that returns the new name for a name.
+            change_of_rank: for each rank, how its names are changed.
         """
         updates = []
         for update in self.updates:
-            updates.append(Update(rename_tensors(record, change) for record in update))
+            records = []
+            for record, change in zip(update, change_of_rank, strict=True):
+                records.append(rename_tensors(record, change))
+            updates.append(Update(records))
 
-        return AlignedRun(updates, [_with_new_keys(sums, change) for sums in self.final_sums])
+        # A rank that was killed has left no sums.
+        final_sums = []
+        for sums, change in zip(self.final_sums, change_of_rank, strict=False):
+            final_sums.append(_with_new_keys(sums, change))
+
+        return AlignedRun(updates, final_sums)
 
 
 def align_names(
@@ -78,11 +99,14 @@ def align_names(
             update.
     """
     run = AlignedRun(list(other), list(other_final_sums))
+    if not other:
+        return run
+    num_ranks = len(other[0])
 
     # Models of one class may be numbered in another order.
-    new_roots = _roots_in_other_order(reference, other)
-    if new_roots:
-        run = run.renamed(lambda name: _with_root(name, new_roots))
+    new_roots_of_rank = _new_roots_of_ranks(reference, other)
+    if any(new_roots_of_rank):
+        run = run.renamed([partial(_with_root, new_roots) for new_roots in new_roots_of_rank])
 
     # The values of every parameter and buffer when it was recorded first, by name.
     reference_tensors = _first_recorded_values(reference)
@@ -108,7 +132,55 @@ def align_names(
     if not new_names:
         return run
 
-    return run.renamed(lambda name: new_names.get(name, name))
+    unchanged_names = {name: name for name in other_tensors}
+    change = partial(_with_new_name, unchanged_names | new_names, _new_modules(new_names))
+    return run.renamed([change] * num_ranks)
+
+
+def _with_new_name(
+    new_names: Mapping[str, str], new_modules: Mapping[Parts, Parts], name: str
+) -> str:
+    """Returns the new name of a tensor or module; the same name if nothing has changed.
+
+    Args:
+        new_names: names of all parameters and buffers, new or unchanged, by old name.
+        new_modules: new names of the modules whose tensors have new names, by old name.
+        name: name of a parameter, a buffer, a module, or another tensor that a module keeps.
+    """
+    if name in new_names:
+        return new_names[name]
+
+    # Anything else keeps its path in the innermost module that has a new name. For example,
+    # "Wrapper/module.memory.rows" becomes "Net/memory.rows" if "Wrapper/module" is now "Net".
+    parts = _split(name)
+    for length in range(len(parts), 0, -1):
+        new_module = new_modules.get(parts[:length])
+        if new_module is not None:
+            root, *path = new_module + parts[length:]
+            return f"{root}/{'.'.join(path)}"
+
+    return name
+
+
+def _new_modules(new_names: Mapping[str, str]) -> dict[Parts, Parts]:
+    """Returns the new names of modules whose tensors have new names.
+
+    For example, "Wrapper/module.layer.weight" is renamed to "Net/layer.weight". Then the module
+    "Wrapper/module.layer" is now "Net/layer", and "Wrapper/module", which contains it, is "Net".
+    """
+    new_modules: dict[Parts, Parts] = {}
+    for old_name, new_name in new_names.items():
+        old, new = _split(old_name), _split(new_name)
+        while len(old) > 1 and len(new) > 1 and old[-1] == new[-1]:
+            old, new = old[:-1], new[:-1]
+            new_modules[old] = new
+    return new_modules
+
+
+def _split(name: str) -> Parts:
+    """Splits a name into its root and the parts of its path: ("Net", "layer", "weight")."""
+    root, _, path = name.partition("/")
+    return (root, *path.split(".")) if path else (root,)
 
 
 def _first_recorded_values(updates: Sequence[Update]) -> dict[str, Array]:
@@ -157,7 +229,7 @@ def _end_alike(one: str, other: str) -> bool:
     return one_path.endswith(other_path) or other_path.endswith(one_path)
 
 
-def rename_tensors(record: RankUpdate, change: Callable[[str], str]) -> RankUpdate:
+def rename_tensors(record: RankUpdate, change: Rename) -> RankUpdate:
     """Returns the record of a rank with other names for its tensors.
 
     Args:
@@ -187,14 +259,12 @@ def rename_tensors(record: RankUpdate, change: Callable[[str], str]) -> RankUpda
     )
 
 
-def _with_new_keys(values: Mapping[str, Any], change: Callable[[str], str]) -> dict[str, Any]:
+def _with_new_keys(values: Mapping[str, Any], change: Rename) -> dict[str, Any]:
     """Returns a mapping in which the keys, which are names of tensors, are renamed."""
     return {change(name): value for name, value in values.items()}
 
 
-def _with_new_keys_of_state(
-    state: Mapping[str, Any], change: Callable[[str], str]
-) -> dict[str, Any]:
+def _with_new_keys_of_state(state: Mapping[str, Any], change: Rename) -> dict[str, Any]:
     """Returns an optimizer's state in which the tensors that it belongs to are renamed.
 
     The state "Net/weight/exp_avg" belongs to the tensor "Net/weight".
@@ -211,33 +281,66 @@ def _with_new_keys_of_state(
 
 @dataclass
 class _FirstState:
-    """The state of a model before the first update."""
+    """The state of a model before the first update, and how it is trained."""
 
     # Parameters by their path in the model, such as "layer.weight".
     parameters: dict[str, Array] = field(default_factory=dict)
     # The paths of parameters that do not require gradients.
     frozen: set[str] = field(default_factory=set)
+    # By the path of a parameter: the number of the optimizer that trains it, and the index of the
+    # parameter in that optimizer.
+    places: dict[str, tuple[int, int]] = field(default_factory=dict)
 
 
-def _roots_in_other_order(reference: Sequence[Update], other: Sequence[Update]) -> dict[str, str]:
-    """Returns the reference's root for each model of the other run, if some of them are swapped.
+def _new_roots_of_ranks(
+    reference: Sequence[Update], other: Sequence[Update]
+) -> list[dict[str, str]]:
+    """Returns for each rank of the other run the reference's root for each of its models.
 
-    Models of one class are told apart by the initial values of their parameters, then by which
-    parameters are frozen. If both are the same for several models, a model keeps its name if
-    possible.
+    Each rank numbers its models in the order in which it has called or wrapped them, so the numbers
+    may differ between ranks too. A rank that has only some of the models, or parts of them, is
+    renamed as all ranks together.
 
     Returns:
-        The new roots by old root. Empty if no root changes, or if some model has no counterpart.
+        For each rank, the new roots by old root; empty if no root changes.
     """
-    # The first state of each model, by its root. Models of the reference are removed here when
-    # their counterpart is found.
-    free_models = _first_states_by_root(reference)
-    other_models = _first_states_by_root(other)
-    if free_models.keys() != other_models.keys():  # the runs have different models
-        return {}
+    states_of_reference = _states_by_root(reference)
+    new_roots_of_run = _new_roots(states_of_reference, _states_by_root(other)) or {}
 
+    new_roots_of_rank = []
+    for rank in range(len(other[0])):
+        only_this_rank = [Update([update[rank]]) for update in other]
+        new_roots = _new_roots(states_of_reference, _states_by_root(only_this_rank))
+        new_roots_of_rank.append(new_roots_of_run if new_roots is None else new_roots)
+
+    return [_without_unchanged(new_roots) for new_roots in new_roots_of_rank]
+
+
+def _without_unchanged(new_roots: Mapping[str, str]) -> dict[str, str]:
+    """Returns the new roots that are not the same as the old ones."""
+    return {root: new_root for root, new_root in new_roots.items() if new_root != root}
+
+
+def _new_roots(
+    reference_models: Mapping[str, _FirstState], models: Mapping[str, _FirstState]
+) -> dict[str, str] | None:
+    """Returns the reference's root for each model of the other run, by the other run's root.
+
+    Models of one class are told apart by the initial values of their parameters. Some may have
+    equal values, as a student and its teacher: these are told apart by which parameters are
+    frozen, and by their places in the optimizers. If all of this is the same, a model keeps its
+    name if possible.
+
+    Returns:
+        The new roots; None if the runs have different models.
+    """
+    if reference_models.keys() != models.keys():
+        return None
+
+    # Models of the reference are removed here when their counterpart is found.
+    free_models = dict(reference_models)
     new_roots: dict[str, str] = {}
-    for root, state in other_models.items():
+    for root, state in models.items():
         candidates = []
         for free_root, free_state in free_models.items():
             is_same_class = _class_of(free_root) == _class_of(root)
@@ -245,22 +348,17 @@ def _roots_in_other_order(reference: Sequence[Update], other: Sequence[Update]) 
                 candidates.append(free_root)
 
         if not candidates:
-            return {}
+            return None
 
-        # Prefer models in which the same parameters are frozen, if there are any.
-        with_same_frozen = []
-        for candidate in candidates:
-            if free_models[candidate].frozen == state.frozen:
-                with_same_frozen.append(candidate)
-        preferred = with_same_frozen or candidates
+        # Each of these narrows the candidates, unless none would be left.
+        alike_frozen = [each for each in candidates if free_models[each].frozen == state.frozen]
+        candidates = alike_frozen or candidates
+        alike_trained = [each for each in candidates if free_models[each].places == state.places]
+        candidates = alike_trained or candidates
 
-        # Among these, prefer the model with the same root.
-        new_root = root if root in preferred else preferred[0]
+        new_root = root if root in candidates else candidates[0]
         new_roots[root] = new_root
         del free_models[new_root]
-
-    if all(root == new_root for root, new_root in new_roots.items()):
-        return {}
 
     return new_roots
 
@@ -270,31 +368,47 @@ def _class_of(root: str) -> str:
     return root.split("#")[0]
 
 
-def _with_root(name: str, new_roots: Mapping[str, str]) -> str:
+def _with_root(new_roots: Mapping[str, str], name: str) -> str:
     """Returns the name of a tensor with the new root of its model, if there is one."""
     root, _, path = name.partition("/")
     return f"{new_roots.get(root, root)}/{path}"
 
 
-def _first_states_by_root(updates: Sequence[Update]) -> dict[str, _FirstState]:
-    """Returns the state of each model before the first update, by root."""
+def _states_by_root(updates: Sequence[Update]) -> dict[str, _FirstState]:
+    """Returns the state of each model before the first update, by root.
+
+    A rank may have only some of the parameters, so the initial values of all ranks are merged. Each
+    rank freezes and trains the same ones, so this is read from the first rank.
+    """
     states: dict[str, _FirstState] = defaultdict(_FirstState)
     if not updates:
         return states
 
-    # The initial parameters of all ranks: a rank may have only some of them. The same parameters
-    # are frozen on every rank, so those of rank 0 are used.
-    first_update = updates[0]
-    initial_parameters = first_update.merged("initial")
-    frozen_names = first_update[0].frozen
-    for name, array in initial_parameters.items():
+    frozen_names = updates[0][0].frozen
+    place_of_name = _places_in_optimizers(updates)
+    for name, array in updates[0].merged("initial").items():
         root, _, path = name.partition("/")
         state = states[root]
         state.parameters[path] = array
         if name in frozen_names:
             state.frozen.add(path)
+        if name in place_of_name:
+            state.places[path] = place_of_name[name]
 
     return states
+
+
+def _places_in_optimizers(updates: Sequence[Update]) -> dict[str, tuple[int, int]]:
+    """Returns the optimizer of each parameter on the first rank, and its index in the optimizer.
+
+    Optimizers are numbered in the order in which the script has constructed them.
+    """
+    places: dict[str, tuple[int, int]] = {}
+    for update in updates:
+        record = update[0]
+        for index, name in enumerate(record.optimizer_parameters):
+            places.setdefault(name, (record.construction_index, index))
+    return places
 
 
 def _are_equal(one: Mapping[str, Array], other: Mapping[str, Array]) -> bool:
