@@ -35,6 +35,8 @@ def check_keywords(name: str, familiar_words: Mapping[str, str] = NO_WORDS) -> C
         if known_names is None:  # it takes any
             return function
 
+        # This makes each call 0.1 to 0.2 microseconds longer. Methods that a script calls once in
+        # a step, such as `World.backward`, take a thousand times as long.
         @functools.wraps(function)
         def checked(*args: Any, **keywords: Any) -> Any:
             if not keywords.keys() <= known_names:

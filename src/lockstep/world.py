@@ -404,7 +404,9 @@ class World:
         Args:
             value: a tensor, a number, or a nested container of them.
         """
-        return self._run.collectives.sum(value)
+        total = self._run.collectives.sum(value)
+        self._run.extensions.summed(value, total)
+        return total
 
     @overload
     def mean(self, value: Tensor) -> Tensor: ...

@@ -117,9 +117,6 @@ class Collectives:
         `blocked`."""
         self.in_main_process_first = False
         """True inside the block of `main_process_first`, which ranks do not run together."""
-        self.sum_listeners: list[Callable[[Sequence[Any], Sequence[Any]], None]] = []
-        """Functions that are called on all ranks after each sum, with the leaves that this rank
-        passed and with the resulting sums."""
         self.rank_histories: list[RankHistory] = []
         """Records that each collective compares between the ranks, besides the call itself."""
 
@@ -375,9 +372,6 @@ class Collectives:
             check_fits(name, number, descriptions)
             reduced.append(number_like(leaf, number, descriptions))
 
-        if name == "sum":
-            for listener in self.sum_listeners:  # they look for mistakes in the user's script
-                listener(leaves, reduced)
         return pytree.tree_unflatten(reduced, spec)
 
     def _reduce_tensor(self, tensor: Tensor, operation: dist.ReduceOp.RedOpType) -> Tensor:

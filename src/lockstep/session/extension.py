@@ -184,6 +184,9 @@ class Extension:
             open_pass: the `session.logged_passes.OpenPass`; None outside of any loop.
         """
 
+    def summed(self, value: Any, total: Any) -> None:
+        """The script has called `World.sum` with this value, and gets this total."""
+
     def settle(self) -> None:
         """The state is about to be saved, or the run has ended without an error.
 
@@ -371,6 +374,10 @@ class Extensions(Extension):
     def values_logged(self, sums: Any, open_pass: Any) -> None:
         for tell in self.listeners["values_logged"]:
             tell(sums, open_pass)
+
+    def summed(self, value: Any, total: Any) -> None:
+        for tell in self.listeners["summed"]:
+            tell(value, total)
 
     def settle(self) -> None:
         for tell in self.listeners["settle"]:

@@ -9,7 +9,7 @@ source of the script is parsed (`sums_of_script`).
 from __future__ import annotations
 
 import linecache
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from typing import Any
 
 from lockstep.distributed.process_group import Run
@@ -19,7 +19,7 @@ from lockstep.extensions.checks.sums_of_script import divides_sum_by_length, num
 from lockstep.optim.precision import Precision
 from lockstep.session.micro_batch import MicroBatch
 from lockstep.strategies.base import PreparedModule
-from lockstep.user_code import Location, user_call, user_location
+from lockstep.user_code import Location, user_location
 
 
 class SumOfMeansCheck(Check):
@@ -35,8 +35,6 @@ class SumOfMeansCheck(Check):
         self._sum_location: Location | None = None
         """The line of the script with that sum; None after the script was parsed."""
         self._has_warned = False
-        if not run.collectives.single_process:
-            run.collectives.sum_listeners.append(self._look_at_sum)
 
     def before_backward(self, loss: Any, micro_batch: MicroBatch) -> None:
         """Parses the script if a sum was recorded before this step."""
@@ -48,16 +46,9 @@ class SumOfMeansCheck(Check):
         if not self.run.collectives.single_process and not failed and self.run.joined is not None:
             self._examine_recorded_sum()
 
-    def _look_at_sum(self, local_leaves: Sequence[Any], summed_leaves: Sequence[Any]) -> None:
-        """Records the line of a sum if it may be a sum of means of batches.
-
-        It is called after every sum over the ranks, on all ranks.
-
-        Args:
-            local_leaves: tensors and numbers that this rank contributed to the sum.
-            summed_leaves: the sums. They are not used here, but every listener to sums gets them.
-        """
-        if self._has_warned:
+    def summed(self, value: Any, total: Any) -> None:
+        """Records the line of a sum if it may be a sum of means of batches."""
+        if self._has_warned or self.run.collectives.single_process:
             return
 
         # After each evaluation, only the first sum of means is recorded.
@@ -67,13 +58,8 @@ class SumOfMeansCheck(Check):
             return
 
         # Whole numbers are not means, but counts, for example of correct predictions.
-        are_counts = all(number == int(number) for number in numbers_in(local_leaves))
+        are_counts = all(number == int(number) for number in numbers_in(value))
         if are_counts:
-            return
-
-        # Lockstep itself also sums, inside other functions that the script calls.
-        is_sum_of_script = user_call() == "world.sum()"
-        if not is_sum_of_script:
             return
 
         # The sum of the evaluation before, if no training step came after it.

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import ast
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor
 
+from lockstep.torch_compat import pytree
 from lockstep.user_code import parse_source
 
 MAX_NUMBERS_IN_TENSOR = 64
@@ -23,14 +24,14 @@ SIZE_NAMES = {"size", "world_size", "num_ranks", "nproc", "get_world_size"}
 """A statement that has one of these names probably divides by the number of ranks itself."""
 
 
-def numbers_in(leaves: Sequence[Any]) -> list[float]:
+def numbers_in(nest: Any) -> list[float]:
     """Returns the numbers in the leaves of a nest, with 0.0 in place of NaN and infinity.
 
     A large tensor gives one number, its sum, so that few numbers are copied from a GPU. Complex
     tensors give none.
     """
     numbers: list[float] = []
-    for leaf in leaves:
+    for leaf in pytree.tree_leaves(nest):
         if not isinstance(leaf, Tensor):
             values = [leaf]  # a number
         elif leaf.is_complex():

@@ -24,7 +24,7 @@ from lockstep.extensions.checks.sums_of_script import lines_mention_number_of_ra
 from lockstep.optim.precision import Precision
 from lockstep.session.micro_batch import MicroBatch
 from lockstep.strategies.base import PreparedModule
-from lockstep.user_code import Location, user_call, user_location
+from lockstep.user_code import Location, user_location
 
 MAX_LINES_AFTER_SUM = 6
 """A script is read this far from a sum on, to see if it divides by the number of ranks."""
@@ -69,7 +69,6 @@ class UnpreparedSumCheck(Check):
         """Watches all DataLoaders that are not prepared. None on one process."""
         if not run.collectives.single_process:
             run.collectives.rank_histories.append(self)
-            run.collectives.sum_listeners.append(self._look_at_sum)
             self.unprepared_loaders = UnpreparedLoaders(self._remember_pass)
 
     def before_backward(self, loss: Any, micro_batch: MicroBatch) -> None:
@@ -150,8 +149,8 @@ class UnpreparedSumCheck(Check):
             at=doubtful_sum.location,
         )
 
-    def _look_at_sum(self, local_leaves: Sequence[Any], summed_leaves: Sequence[Any]) -> None:
-        """Remembers a doubtful sum in `_doubtful_sum`. It is called after every sum over the ranks.
+    def summed(self, value: Any, total: Any) -> None:
+        """Remembers a doubtful sum in `_doubtful_sum`.
 
         For example, each of 2 ranks has read the same 100 samples, of which 80 are classified
         correctly:
@@ -161,8 +160,8 @@ class UnpreparedSumCheck(Check):
           160 / 200, which is right. Then no sum after this pass is doubtful.
 
         Args:
-            local_leaves: the tensors and numbers that this rank has given to the sum.
-            summed_leaves: the sums, in the same order.
+            value: the nest of tensors and numbers that this rank has given to the sum.
+            total: the sum over the ranks, a nest like `value`.
         """
         # All ranks have read the same samples in this pass: otherwise `compare_histories`, at the
         # beginning of `world.sum`, would have set `_latest_pass` to None.
@@ -170,10 +169,8 @@ class UnpreparedSumCheck(Check):
         size = self.run.collectives.data_parallel.size
         if latest_pass is None or size == 1 or self._has_warned:
             return
-        if user_call() != "world.sum()":
-            return  # Lockstep itself sums, inside another function that the script has called
 
-        numbers = list(zip(numbers_in(local_leaves), numbers_in(summed_leaves), strict=True))
+        numbers = list(zip(numbers_in(value), numbers_in(total), strict=True))
         num_samples = latest_pass.samples
         if _sums_sample_count(numbers, num_samples):
             self._has_summed_sample_counts = True
