@@ -10,31 +10,55 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from lockstep.columns import join_label, pad, width_of
-from lockstep.doctor.base import ERROR, OK, UNKNOWN, WARNING, Facts, Finding
+from lockstep.doctor import (
+    clock,
+    cores,
+    disk,
+    gpus,
+    hostname,
+    leftovers,
+    limits,
+    memory,
+    network,
+    shared_memory,
+    software,
+    token,
+    variables,
+)
+from lockstep.doctor.base import (
+    ERROR,
+    OK,
+    UNKNOWN,
+    WARNING,
+    Check,
+    Facts,
+    Finding,
+    RepairingCheck,
+)
 from lockstep.language import translate
 
-CHECKS = (
-    "software",
-    "gpus",
-    "cores",
-    "memory",
-    "shared_memory",
-    "limits",
-    "clock",
-    "disk",
-    "hostname",
-    "network",
-    "variables",
-    "token",
-    "leftovers",
-)
+CHECKS: Mapping[str, Check] = {
+    "software": software,
+    "gpus": gpus,
+    "cores": cores,
+    "memory": memory,
+    "shared_memory": shared_memory,
+    "limits": limits,
+    "clock": clock,
+    "disk": disk,
+    "hostname": hostname,
+    "network": network,
+    "variables": variables,
+    "token": token,
+    "leftovers": leftovers,
+}
+"""The checks in the order in which their findings are shown."""
 DEADLINE_S = 20.0
 """The time for all checks of a machine together, as a check of something broken may hang."""
 FIRST_EXAMINATION_SHARE = 0.75
@@ -44,7 +68,7 @@ LEVEL_WIDTH = 9
 
 
 def gather(
-    folder: Path, checks: Sequence[str] = CHECKS, deadline_s: float = DEADLINE_S
+    folder: Path, checks: Iterable[str] = CHECKS, deadline_s: float = DEADLINE_S
 ) -> dict[str, Facts]:
     """Gathers the facts of this machine, by the name of the check. All checks run at the same time.
 
@@ -55,12 +79,8 @@ def gather(
         checks: the names of the checks to run.
         deadline_s: the seconds after which unfinished checks are given up.
     """
-    gather_functions = {name: partial(_module_of(name).gather, folder) for name in checks}
+    gather_functions = {name: partial(CHECKS[name].gather, folder) for name in checks}
     return run_within(deadline_s, gather_functions)
-
-
-def _module_of(check: str) -> Any:
-    return import_module(f"lockstep.doctor.{check}")
 
 
 def run_within(seconds: float, functions: Mapping[str, Callable[[], Any]]) -> dict[str, Any]:
@@ -93,16 +113,17 @@ def run_within(seconds: float, functions: Mapping[str, Callable[[], Any]]) -> di
 
 def judge(facts: Mapping[str, Facts]) -> dict[str, Finding]:
     """Returns the finding of each check on the facts of a machine, by the name of the check."""
-    return {check: _judge_check(check, facts_of_check) for check, facts_of_check in facts.items()}
+    return {
+        name: _judge_check(CHECKS[name], facts_of_check) for name, facts_of_check in facts.items()
+    }
 
 
-def _judge_check(check: str, facts: Facts) -> Finding:
+def _judge_check(check: Check, facts: Facts) -> Finding:
     """Returns the finding of one check, which is a warning if its facts are not known."""
     if UNKNOWN in facts:
         do = "what it looked at may hang or be broken"
         return Finding(WARNING, f"not known: {facts[UNKNOWN]}", do)
-    finding: Finding = _module_of(check).judge(facts)
-    return finding
+    return check.judge(facts)
 
 
 def fix(facts: Mapping[str, Facts]) -> list[str]:
@@ -115,20 +136,17 @@ def fix(facts: Mapping[str, Facts]) -> list[str]:
         A line about each repair, and about each one that failed.
     """
     done: list[str] = []
-    for check, facts_of_check in facts.items():
+    for name, facts_of_check in facts.items():
+        check = CHECKS[name]
         facts_are_known = UNKNOWN not in facts_of_check
-        if not _can_fix(check) or not facts_are_known:
+        if not isinstance(check, RepairingCheck) or not facts_are_known:
             continue
         try:
-            done += _module_of(check).fix(facts_of_check)
+            done += check.fix(facts_of_check)
         except OSError as error:
-            done.append(f"{check}: cannot be fixed: {error}")
+            done.append(f"{name}: cannot be fixed: {error}")
 
     return done
-
-
-def _can_fix(check: str) -> bool:
-    return hasattr(_module_of(check), "fix")
 
 
 def examine(
@@ -152,7 +170,7 @@ def examine(
     done = fix(facts)
     if done:
         # Gather the facts of these checks again. The others have repaired nothing.
-        checks_to_repeat = [check for check in facts if _can_fix(check)]
+        checks_to_repeat = [name for name in facts if isinstance(CHECKS[name], RepairingCheck)]
         remaining_s = end - time.monotonic()
         facts.update(gather(folder, checks_to_repeat, remaining_s))
     return facts, done

@@ -7,7 +7,8 @@ is the check's verdict on its facts: a level, what was found, and what to do abo
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 Facts = Mapping[str, Any]
 OK = "ok"
@@ -24,6 +25,24 @@ class Finding(NamedTuple):
     """`OK`, `WARNING` or `ERROR`."""
     found: str
     do: str = ""
+
+
+class Check(Protocol):
+    """A check: a module of this package."""
+
+    def gather(self, folder: Path) -> Facts:
+        """Reads facts from this machine; `folder` is the folder for checkpoints."""
+
+    def judge(self, facts: Facts) -> Finding:
+        """Returns what is wrong, if anything."""
+
+
+@runtime_checkable
+class RepairingCheck(Check, Protocol):
+    """A check that can repair something without root."""
+
+    def fix(self, facts: Facts) -> list[str]:
+        """Repairs what it can, and returns a line about each repair."""
 
 
 def join_findings(summary: str, problems: Sequence[Finding]) -> Finding:
