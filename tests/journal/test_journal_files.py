@@ -199,6 +199,13 @@ def test_equal_journals(tmp_path: Path) -> None:
     ]
 
 
+def test_copies_that_a_file_manager_has_made_are_no_files_of_ranks(tmp_path: Path) -> None:
+    write_start(tmp_path / "a", 1, range(1, 5))
+    paths = write_start(tmp_path / "b", 2, range(1, 5))
+    paths[0].with_name(f"{paths[0].stem} (copy).journal").write_bytes(paths[0].read_bytes())
+    assert diff(tmp_path)[0] == 0
+
+
 def test_weights_that_differ_from_the_beginning(tmp_path: Path) -> None:
     write_start(tmp_path / "a", 1, range(2))
     write_start(tmp_path / "b", 1, range(2), weights_at_beginning={"b": 3, "frozen": 1})

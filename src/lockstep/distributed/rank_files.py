@@ -1,9 +1,14 @@
-"""Opens a file for each rank in a folder that all ranks share, such as the sample ledger's.
+"""Opens a file for each rank in a folder that all ranks share, and finds the files in a folder.
 
-Every *start* of a run (the first one, and each restart) writes new files. The ranks agree on a name
-for the start, `<time in ns>-<random hex>`, with which the names of its files begin. Names sort in
-the order of the starts, even if the clocks of two machines differ or a clock was set back: each
-time is larger than those that the folder already has.
+The sample ledger, the journal and the record of a run (`--report`) have such files. Every *start*
+of a run (the first one, and each restart) writes new ones, with names like
+
+    01764321000000000000-3f2a81c0.rank1.journal
+    START (time in ns, random)   RANK  SUFFIX
+
+The ranks agree on the name of the start. Names sort in the order of the starts, even if the clocks
+of two machines differ or a clock was set back: each time is larger than those that the folder
+already has.
 """
 
 from __future__ import annotations
@@ -20,21 +25,23 @@ from lockstep.errors import SettingError, warn
 if TYPE_CHECKING:
     from lockstep.distributed.collectives import Collectives
 
+RANK_INFIX = ".rank"
+
 
 def open_rank_file(
-    folder: str | Path, collectives: Collectives, suffix: str | None, setting: str
+    folder: str | Path, collectives: Collectives, rank: int | None, suffix: str, setting: str
 ) -> io.FileIO | None:
     """Opens a new file of this rank for the present start of the run. All ranks call this.
 
     Args:
         folder: the folder of the files, which is created if necessary.
         collectives: the collectives of the run, with which the ranks agree on a name of the start.
-        suffix: the end of the file's name, after the name of the start: ".rank3.record". None to
-            open no file on this rank.
+        rank: the rank in the file's name; None to open no file on this rank.
+        suffix: the end of the file's name, such as ".journal".
         setting: the argument of `lockstep.init` that asked for the files, for the error.
 
     Returns:
-        The open file, or None if `suffix` is None.
+        The open file, or None if `rank` is None.
 
     Raises:
         SettingError: some rank cannot write there; raised on all ranks.
@@ -42,10 +49,10 @@ def open_rank_file(
     start_name = _agree_on_start_name(Path(folder), collectives)
     file = None
     problem = ""
-    if suffix is not None:
+    if rank is not None:
         try:
             Path(folder).mkdir(parents=True, exist_ok=True)
-            file = io.FileIO(Path(folder, f"{start_name}{suffix}"), "x")
+            file = io.FileIO(Path(folder, f"{start_name}{RANK_INFIX}{rank}{suffix}"), "x")
         except OSError as error:
             problem = f"rank {collectives.topology.rank}: {error}"
 
@@ -56,6 +63,36 @@ def open_rank_file(
             file.close()
         raise cannot_write_error(setting, folder, problems[0])
     return file
+
+
+def start_and_rank(file_name: str, suffix: str) -> tuple[str, int] | None:
+    """Returns the name of the start and the rank of a rank's file; None for any other file.
+
+    For `01764321000000000000-3f2a81c0.rank3.record` these are `01764321000000000000-3f2a81c0` and
+    3. Other files are those of launchers, which have no ".rank", and copies: "... (copy).record".
+    """
+    start_name, _, rank = file_name.removesuffix(suffix).rpartition(RANK_INFIX)
+    nanoseconds, _, _ = start_name.partition("-")
+    is_rank_file = rank.isdecimal() and nanoseconds.isdecimal()
+    return (start_name, int(rank)) if is_rank_file else None
+
+
+def find_rank_files(folder: Path, suffix: str) -> dict[str, dict[int, Path]]:
+    """Finds the files of all ranks in a folder.
+
+    Returns:
+        The paths, by the name of their start, and within a start by rank. The starts are in the
+        order in which they took place.
+    """
+    paths_of_start: dict[str, dict[int, Path]] = {}
+
+    # The name of a start begins with its time, so sorted names are in the order of the starts.
+    for path in sorted(folder.glob(f"*{RANK_INFIX}*{suffix}")):
+        found = start_and_rank(path.name, suffix)
+        if found is not None:
+            start_name, rank = found
+            paths_of_start.setdefault(start_name, {})[rank] = path
+    return paths_of_start
 
 
 def append_or_end(

@@ -47,7 +47,6 @@ from lockstep.extensions.ledger.file_format import FRAME, JSON_RECORD, STEP_RECO
 FORMAT_VERSION = 2
 LOSS_RECORD = b"L"
 """The first byte of the content of a record that has only the losses of a step."""
-RANK_INFIX = ".rank"
 JOURNAL_SUFFIX = ".journal"
 
 STEP_FIELDS = struct.Struct("<QI")

@@ -14,11 +14,11 @@ from typing import NamedTuple
 
 import numpy as np
 
+from lockstep.distributed.rank_files import find_rank_files
 from lockstep.errors import CheckpointError
 from lockstep.extensions.journal.file_format import (
     JOURNAL_SUFFIX,
     NO_TENSORS,
-    RANK_INFIX,
     Hashes,
     RankFile,
     read_file,
@@ -175,11 +175,8 @@ def _read_files(folder: Path) -> dict[str, dict[int, RankFile]]:
         CheckpointError: if the folder has no journal, or a file cannot be read.
     """
     files_of_start: dict[str, dict[int, RankFile]] = {}
-    # The name of a start begins with its time, so sorting the names puts the starts in order.
-    for path in sorted(folder.glob(f"*{RANK_INFIX}*{JOURNAL_SUFFIX}")):
-        # "01764321000000000000-3f2a81c0.rank1.journal": the start, and the rank 1
-        start_name, _, rank = path.name.removesuffix(JOURNAL_SUFFIX).rpartition(RANK_INFIX)
-        files_of_start.setdefault(start_name, {})[int(rank)] = read_file(path)
+    for start_name, path_of_rank in find_rank_files(folder, JOURNAL_SUFFIX).items():
+        files_of_start[start_name] = {rank: read_file(path) for rank, path in path_of_rank.items()}
 
     if not files_of_start:
         raise CheckpointError(

@@ -30,7 +30,6 @@ from lockstep.errors import SettingError
 from lockstep.extensions.journal.file_format import (
     FORMAT_VERSION,
     JOURNAL_SUFFIX,
-    RANK_INFIX,
     TensorTable,
     json_record,
     loss_content,
@@ -149,8 +148,9 @@ class Journal(Extension):
         self._unwritten: list[bytes] = []
         """Complete records that will be written with the next system call."""
         self._written_at_s = 0.0
-        name = f"{RANK_INFIX}{rank}{JOURNAL_SUFFIX}"
-        self._file: io.FileIO | None = open_rank_file(folder, run.collectives, name, "journal")
+        self._file: io.FileIO | None = open_rank_file(
+            folder, run.collectives, rank, JOURNAL_SUFFIX, "journal"
+        )
         header = {
             "journal": FORMAT_VERSION,
             "rank": rank,

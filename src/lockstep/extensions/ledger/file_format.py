@@ -29,7 +29,6 @@ from lockstep.batch.indices import Indices
 from lockstep.errors import CheckpointError
 
 FORMAT_VERSION = 1
-RANK_INFIX = ".rank"
 LEDGER_SUFFIX = ".ledger"
 
 FRAME = struct.Struct("<II")

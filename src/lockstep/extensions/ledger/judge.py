@@ -23,11 +23,11 @@ import numpy as np
 from lockstep.batch.digest_matching import first_differing_sample
 from lockstep.batch.fingerprint import Fingerprint, compare
 from lockstep.batch.indices import Indices, ceil_div
+from lockstep.distributed.rank_files import find_rank_files
 from lockstep.errors import CheckpointError
 from lockstep.extensions.ledger.file_format import (
     LEDGER_SUFFIX,
     NO_LOADER,
-    RANK_INFIX,
     RankFile,
     TrainedBatch,
     read_file,
@@ -119,15 +119,11 @@ def read_folder(folder: Path) -> list[Attempt]:
     Raises:
         CheckpointError: there is no ledger, or one of another version.
     """
-    files_of_start: dict[str, dict[int, RankFile]] = defaultdict(dict)
-
-    # The name of a start begins with its time, so sorted names are in the order of the starts.
-    for path in sorted(folder.glob(f"*{RANK_INFIX}*{LEDGER_SUFFIX}")):
-        # Start and rank are taken from the name, such as
-        # "01764321000000000000-3f2a81c0.rank1.ledger", and not from the content, because the file
-        # may have been cut off within its first record.
-        start_name, _, rank = path.name.removesuffix(LEDGER_SUFFIX).rpartition(RANK_INFIX)
-        files_of_start[start_name][int(rank)] = read_file(path)
+    # Start and rank are taken from the name of a file, and not from its content, because the file
+    # may have been cut off within its first record.
+    files_of_start: dict[str, dict[int, RankFile]] = {}
+    for start_name, path_of_rank in find_rank_files(folder, LEDGER_SUFFIX).items():
+        files_of_start[start_name] = {rank: read_file(path) for rank, path in path_of_rank.items()}
 
     if not files_of_start:
         raise CheckpointError(

@@ -18,7 +18,6 @@ from lockstep.extensions.ledger.file_format import (
     FORMAT_VERSION,
     LEDGER_SUFFIX,
     NO_LOADER,
-    RANK_INFIX,
     json_content,
     record_bytes,
     step_content,
@@ -55,10 +54,8 @@ class Ledger(Extension):
         """The micro-batches of each loader's current global batch, until an optimizer steps."""
 
         # Only ranks that have samples of their own write a file.
-        name = None
-        if collectives.contributes:
-            name = f"{RANK_INFIX}{collectives.data_parallel.rank}{LEDGER_SUFFIX}"
-        self._file = open_rank_file(folder, collectives, name, "ledger")
+        rank = collectives.data_parallel.rank if collectives.contributes else None
+        self._file = open_rank_file(folder, collectives, rank, LEDGER_SUFFIX, "ledger")
         header = {"ledger": FORMAT_VERSION, "ranks": collectives.data_parallel.size}
         self._write(json_content(header))
 

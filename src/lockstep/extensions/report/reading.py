@@ -21,11 +21,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from lockstep.distributed.rank_files import start_and_rank
 from lockstep.errors import CheckpointError
 from lockstep.extensions.report.record_format import (
     COLUMN_INDEX,
     FORMAT_VERSION,
-    RANK_INFIX,
     RECORD_SUFFIX,
     Row,
     parse_line,
@@ -459,11 +459,11 @@ class Record:
             self._files[path.name] = _GrowingFile(path)
         lines = self._files[path.name].read_new_lines()
 
-        start_and_rank = _start_and_rank(path.name)
-        if start_and_rank is None:
+        found = start_and_rank(path.name, RECORD_SUFFIX)
+        if found is None:
             return self._add_launcher_lines(path.name, lines)
 
-        start_name, rank = start_and_rank
+        start_name, rank = found
         record = self._record_of_rank(start_name, rank)
         num_lines = 0  # counted in the loop, since `lines` are read one by one
         for line in lines:
@@ -616,18 +616,6 @@ def _logged_lines_by_key(record: RankRecord) -> dict[tuple[Any, ...], dict[str, 
             count = times_logged[step, name]
             lines[step, name, count] = line_of_name
     return lines
-
-
-def _start_and_rank(file_name: str) -> tuple[str, int] | None:
-    """Returns the name of the start and the rank of a rank's file; None for a launcher's file.
-
-    For 01764318000000000000-1f2e3d4c.rank3.record these are "01764318000000000000-1f2e3d4c" and 3.
-    The name of a launcher's file has no ".rank".
-    """
-    start_name, _, rank = file_name.removesuffix(RECORD_SUFFIX).rpartition(RANK_INFIX)
-    nanoseconds, _, _ = start_name.partition("-")
-    is_rank_file = rank.isdecimal() and nanoseconds.isdecimal()
-    return (start_name, int(rank)) if is_rank_file else None
 
 
 def _starts_with_ends(lines: Sequence[LauncherLine]) -> Iterator[tuple[LauncherLine, float]]:

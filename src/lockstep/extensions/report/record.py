@@ -48,7 +48,6 @@ from lockstep.extensions.report.record_format import (
     COLUMN_INDEX,
     COLUMNS,
     FORMAT_VERSION,
-    RANK_INFIX,
     RECORD_SUFFIX,
 )
 from lockstep.extensions.report.source_code import describe_commit
@@ -108,8 +107,9 @@ class Recorder(Extension):
         self._optimizers = optimizers
         self._device = run.device
         self._is_main = topology.is_main
-        name = f"{RANK_INFIX}{topology.rank}{RECORD_SUFFIX}"
-        self._file: io.FileIO | None = open_rank_file(folder, run.collectives, name, "report")
+        self._file: io.FileIO | None = open_rank_file(
+            folder, run.collectives, topology.rank, RECORD_SUFFIX, "report"
+        )
         self._unwritten_lines: list[object] = []
         self._write(
             {

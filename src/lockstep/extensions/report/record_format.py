@@ -22,7 +22,6 @@ FORMAT_VERSION = 2
 # A rank's file is named TIME-ID.rankN.record and a launcher's file TIME-ID.launcher.record, where
 # TIME is `time.time_ns()` and ID a random number. All ranks of a start have the same TIME and ID.
 RECORD_SUFFIX = ".record"
-RANK_INFIX = ".rank"
 
 COLUMNS = (
     "step",  # the number of the row's last step, counted from 1
