@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 
 from lockstep.errors import SettingError
-from lockstep.run.start.run_folder import make_folder
+from lockstep.run import run_folder
+from lockstep.run.run_folder import make_folder
+from lockstep.run.watch import evidence
 
 pytestmark = pytest.mark.launcher
 
@@ -27,3 +29,10 @@ def test_a_script_with_a_very_long_name_gets_a_folder(tmp_path: Path) -> None:
     folder = make_folder(str(tmp_path), "x" * 250)
     assert folder.is_dir()
     assert list(folder.iterdir()) == []
+
+
+def test_every_file_of_a_rank_is_explained_there() -> None:
+    names = [*evidence.FILE_NAMES, run_folder.ELASTIC_ERROR_NAME, run_folder.HANG_TEXT_NAME]
+    names += [run_folder.log_path(Path(), stream).name for stream in ("stdout", "stderr")]
+    explained = {line.split()[0] for line in run_folder.__doc__.splitlines() if line.strip()}
+    assert set(names) <= explained

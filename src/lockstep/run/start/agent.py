@@ -46,6 +46,7 @@ from lockstep.machine.topology import (
 from lockstep.run.machines.nodes import Node
 from lockstep.run.machines.open_rendezvous import open_rendezvous
 from lockstep.run.machines.rendezvous import Rendezvous
+from lockstep.run.run_folder import ELASTIC_ERROR_NAME
 from lockstep.run.start import job_control
 from lockstep.run.start.console import Console, console_for
 from lockstep.run.start.late_end import LateEnd, Progress
@@ -88,7 +89,6 @@ from lockstep.run.watch.take_snapshot import take_snapshot
 from lockstep.torch_compat import accepted, skip_exit_barrier
 from lockstep.wording import count_noun, format_ranks
 
-_ELASTIC_ERROR_FILE_NAME = "elastic_error.json"
 _NOT_STARTED_PID = 0
 """Stands for the process id of a rank whose process does not exist yet."""
 _EXIT_REPORT_KEY = "exit report"
@@ -539,7 +539,7 @@ class Agent(api.SimpleElasticAgent):
             variables.update(rank_environment(group, worker, restarts, variables_to_choose_from))
 
         variables[FOLDER_VARIABLE] = str(process.folder)
-        variables[TORCH_ERROR_FILE_VARIABLE] = str(process.folder / _ELASTIC_ERROR_FILE_NAME)
+        variables[TORCH_ERROR_FILE_VARIABLE] = str(process.folder / ELASTIC_ERROR_NAME)
         if process.evidence_memory is not None:
             variables.update(process.evidence_memory.variables)
         return variables
@@ -1538,7 +1538,7 @@ def _failed_processes(attempt: Attempt) -> dict[int, ProcessFailure]:
             local_rank=process.local_rank,
             pid=process.pid or 0,
             exitcode=process.code,
-            error_file=readable_torch_file(process.folder / _ELASTIC_ERROR_FILE_NAME),
+            error_file=readable_torch_file(process.folder / ELASTIC_ERROR_NAME),
         )
     return failures
 

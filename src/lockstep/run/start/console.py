@@ -34,6 +34,7 @@ from typing import IO
 
 from lockstep.errors import SettingError
 from lockstep.language import translate
+from lockstep.run.run_folder import log_path
 from lockstep.run.start.sink import FlushDeadline, Sink, open_sinks
 from lockstep.run.start.terminal_lines import RecentOutput, finished_lines, last_state
 from lockstep.run.watch.evidence import Evidence
@@ -300,7 +301,7 @@ class Console:
                 prefix="" if is_only_rank else prefix,
                 descriptor=reading_end,
                 sink=sink if name in shown else None,
-                log=folder / f"{name}.log",
+                log=log_path(folder, name),
                 filters=[text.encode() for text in self._filters.get(name, ())],
                 error_file=error_file or Evidence.in_folder(folder).error,
                 recent_output=recent if name == "stderr" else None,

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Literal
 
 from lockstep.errors import EXIT_SIGNAL
+from lockstep.run.run_folder import log_path
 from lockstep.run.start.process_memory import (
     OomCounts,
     oom_between,
@@ -234,7 +235,7 @@ def exit_status_of(process: Process, before: OomCounts, root: Path = Path("/")) 
             printed = printed_error(last_lines)
 
         # Python may have written its stacks at a fatal signal.
-        stderr_log = process.folder / "stderr.log"
+        stderr_log = log_path(process.folder, "stderr")
         crash = find_crash(code, evidence.crash, stderr_log, last_lines)
 
         # The kernel's counters only say that some process was killed for lack of memory. Its log

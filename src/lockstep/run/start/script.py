@@ -29,6 +29,7 @@ from lockstep.file_paths import check_path_of_this_system
 from lockstep.language import CHINESE, language, translate
 from lockstep.machine.network import address_reaching, interface_of
 from lockstep.machine.topology import THREADS_VARIABLE
+from lockstep.run.run_folder import make_folder
 from lockstep.run.start import worker
 from lockstep.run.start.machine import cores_allowed, read_machine
 from lockstep.run.start.openblas import limit_openblas
@@ -41,7 +42,6 @@ from lockstep.run.start.plan import (
     threads_per_process,
 )
 from lockstep.run.start.rank_imports import import_for_ranks, without_garbage_collection
-from lockstep.run.start.run_folder import make_folder
 from lockstep.run.start.source_hints import SourceHints, modules_hidden_by_loaded, read_script
 from lockstep.run.start.step_memory import check_keep_in_memory
 from lockstep.run.start.torchrun_flags import (

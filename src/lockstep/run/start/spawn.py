@@ -35,6 +35,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from lockstep.errors import EXIT_SIGNAL, RankFailedError, SettingError, UsageError
 from lockstep.keyword_arguments import check_keywords
 from lockstep.language import in_english, translate
+from lockstep.run.run_folder import make_folder
 from lockstep.run.start import worker
 from lockstep.run.start.cuda_state import how_cuda_was_initialised
 from lockstep.run.start.machine import read_machine
@@ -42,7 +43,6 @@ from lockstep.run.start.plan import LaunchPlan, LaunchSpec, choose_nproc, make_p
 from lockstep.run.start.process import Attempt
 from lockstep.run.start.process_exit import exit_now, exit_process
 from lockstep.run.start.rank_imports import import_for_ranks
-from lockstep.run.start.run_folder import make_folder
 from lockstep.run.start.source_hints import large_modules, read_script
 from lockstep.run.start.zygote import FreshZygote, Zygote, serve, unnamed_file
 from lockstep.wording import count_noun, format_ranks

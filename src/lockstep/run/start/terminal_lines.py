@@ -11,6 +11,8 @@ import os
 import re
 from pathlib import Path
 
+from lockstep.run.run_folder import log_path
+
 _MAX_LINE_BYTES = 1 << 20
 _TAIL_BYTES = 1 << 16
 
@@ -98,7 +100,7 @@ def read_last_lines(folder: Path, count: int, stream: str = "stderr") -> list[st
         stream: `stdout` or `stderr`.
     """
     try:
-        with open(folder / f"{stream}.log", "rb") as file:
+        with open(log_path(folder, stream), "rb") as file:
             size = file.seek(0, os.SEEK_END)
             file.seek(max(0, size - _TAIL_BYTES))
             data = file.read()

@@ -28,6 +28,7 @@ from types import TracebackType
 from typing import NamedTuple, NoReturn
 
 from lockstep import errors
+from lockstep.run.run_folder import log_path
 from lockstep.run.start.exec_hook import watch_executed
 from lockstep.run.start.openblas import limit_openblas
 from lockstep.run.start.process_exit import exit_process
@@ -353,7 +354,7 @@ def _leave_to_launcher(error: errors.LockstepError) -> bool:
     evidence = Evidence.of_this_process(os.environ, folder)
     launcher_prints_it = _launcher_can_print_all_of(error) and _is_recorded(evidence)
     if launcher_prints_it:
-        _log_traceback(error, folder / "stderr.log")
+        _log_traceback(error, log_path(folder, "stderr"))
     return launcher_prints_it
 
 

@@ -23,8 +23,8 @@ FOLDER_VARIABLE = "LOCKSTEP_RANK_FOLDER"
 EVIDENCE_VARIABLE = "LOCKSTEP_EVIDENCE"
 """Environment variable of a rank: the paths of its files, in the order of `Evidence`'s fields."""
 
-# In the order of `Evidence`'s fields.
-_FILE_NAMES = ("heartbeat", "stacks.txt", "crash.txt", "flight.json", "error.json", "ask")
+# In the order of `Evidence`'s fields. `run_folder` says who writes and who reads each file.
+FILE_NAMES = ("heartbeat", "stacks.txt", "crash.txt", "flight.json", "error.json", "ask")
 _PIPE_NAME = "ask"
 _FILES_WORTH_KEEPING = ("stacks.txt", "crash.txt", "flight.json", "error.json")
 
@@ -50,7 +50,7 @@ class Evidence:
     @classmethod
     def in_folder(cls, folder: Path) -> Evidence:
         """Returns the paths of the files in a folder, which need not exist."""
-        return cls(*(folder / name for name in _FILE_NAMES))
+        return cls(*(folder / name for name in FILE_NAMES))
 
     @classmethod
     def of_this_process(cls, environ: Mapping[str, str], folder: Path) -> Evidence:
@@ -82,7 +82,7 @@ class EvidenceMemory:
         self._folder = folder
         self._descriptors: dict[str, int] = {}
         try:
-            for name in _FILE_NAMES:
+            for name in FILE_NAMES:
                 if name == _PIPE_NAME:
                     self._descriptors[name] = _open_pipe()
                 else:
@@ -95,7 +95,7 @@ class EvidenceMemory:
             name: Path(f"/proc/{os.getpid()}/fd/{descriptor}")
             for name, descriptor in self._descriptors.items()
         }
-        self.evidence = Evidence(*paths.values())  # its fields are in the order of `_FILE_NAMES`
+        self.evidence = Evidence(*paths.values())  # its fields are in the order of `FILE_NAMES`
         self.variables = {EVIDENCE_VARIABLE: " ".join(str(path) for path in paths.values())}
         """The environment variables by which the rank finds the files."""
 

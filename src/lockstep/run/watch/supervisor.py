@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from lockstep.language import translate
+from lockstep.run.run_folder import HANG_JSON_NAME, HANG_TEXT_NAME
 from lockstep.run.start.plan import HangRules
 from lockstep.run.start.process import Process
 from lockstep.run.watch import hang, straggler
@@ -335,8 +336,8 @@ def write_report(folder: Path, snapshot: Snapshot, verdict: Verdict) -> None:
         OSError: the folder cannot be written.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    write_atomically(folder / "hang.json", to_json(snapshot))
+    write_atomically(folder / HANG_JSON_NAME, to_json(snapshot))
     parts = [render(verdict, translate)]
     for state in snapshot.ranks:
         parts.append(render_state(state))
-    write_atomically(folder / "hang.txt", "\n\n".join(parts) + "\n")
+    write_atomically(folder / HANG_TEXT_NAME, "\n\n".join(parts) + "\n")

@@ -1,0 +1,100 @@
+"""Creates the folder of a run, and says which files are in it, who writes them and who reads them.
+
+    <script>-<time>-<random>/       created by `make_folder`, in --log-dir
+        attempt_<n>/                one for each start of the ranks (`start.agent`)
+            rank_<r>/               one for each rank of this machine
+
+Files of an attempt, which the launcher writes:
+
+    hang.txt                        `watch.supervisor`; for people
+    hang.json                       `watch.supervisor`; for programs
+    filtered_stdout.log, ..._stderr.log
+                                    `start.console`, if torchrun's flags ask for it; for people
+
+Files of a rank. All but the logs and torch's file are its *evidence* (`watch.evidence`):
+
+    file                  written by                            read by
+    stdout.log            launcher: `start.console`             people
+    stderr.log            launcher: `start.console`;            launcher: `start.process`
+                          rank: `start.worker` (traceback)
+    heartbeat             rank: `watch.heartbeat`               launcher: `watch.supervisor`
+    ask                   launcher: `watch.take_snapshot`       rank: `watch.probe`
+    flight.json           rank: `watch.probe`, when asked       launcher: `watch.take_snapshot`
+    stacks.txt            rank: faulthandler, at a signal       launcher: `watch.take_snapshot`
+    crash.txt             rank: faulthandler, as it dies        launcher: `watch.stack_dump`
+    error.json            rank: `watch.error_record`            launcher: `start.process`
+    elastic_error.json    rank: `watch.error_record`            torch elastic, for its callers
+    own_<call>_<n>/rank_<i>/
+                          the same for <n> processes that the script has started itself
+                          (`watch.script_processes`)
+
+What the ranks record about the training (--report, --journal, --ledger) is in folders of its own:
+see `distributed.rank_files`.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from pathlib import Path
+
+from lockstep.errors import SettingError
+
+HANG_TEXT_NAME = "hang.txt"
+HANG_JSON_NAME = "hang.json"
+ELASTIC_ERROR_NAME = "elastic_error.json"
+_MAX_NAME_CHARACTERS = 60
+_PROBE_BYTES = 1 << 18
+"""About the size of the first files of a run."""
+
+
+def make_folder(log_dir: str | None, name: str) -> Path:
+    """Creates a new folder for a run, in `--log-dir` or in the system's temporary folder.
+
+    Args:
+        log_dir: the value of the flag; None if it is not given.
+        name: the name of the script, with which the name of the folder begins.
+
+    Raises:
+        SettingError: nothing can be written there.
+    """
+    try:
+        parent = _make_parent_folder(log_dir)
+        stamp = time.strftime("%Y%m%d-%H%M%S")
+        prefix = f"{name[:_MAX_NAME_CHARACTERS]}-{stamp}-"
+        folder = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
+
+        # A full disk is noticed here, before anything is started.
+        space_probe = folder / "room"
+        space_probe.write_bytes(bytes(_PROBE_BYTES))
+        space_probe.unlink()
+        return folder
+    except OSError as error:
+        raise SettingError(
+            f"--log-dir {log_dir}" if log_dir else "the temporary folder, as there is no --log-dir",
+            str(error),
+            "name a folder in which you may write: --log-dir FOLDER",
+        ) from None
+
+
+def log_path(rank_folder: Path, stream: str) -> Path:
+    """Returns the path of a rank's log for "stdout" or "stderr"."""
+    return rank_folder / f"{stream}.log"
+
+
+def _make_parent_folder(log_dir: str | None) -> Path:
+    """Makes the folder in which the folders of all runs are, if it does not exist yet."""
+    # The paths are absolute, as the ranks may change their working directory.
+    if log_dir:
+        parent = Path(log_dir).absolute()
+        parent.mkdir(parents=True, exist_ok=True)
+        return parent
+
+    parent = Path(tempfile.gettempdir(), f"lockstep-logs-{os.getuid()}").absolute()
+    parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+
+    # Another user may have made a folder of this name, and could read the logs there or replace
+    # them. Then the temporary folder itself is used.
+    belongs_to_another_user = parent.stat().st_uid != os.getuid()
+    return parent.parent if belongs_to_another_user else parent
