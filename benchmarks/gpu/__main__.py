@@ -30,10 +30,9 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
-
-import psutil
 
 from benchmarks.gpu import results
 from benchmarks.gpu.stages import (
@@ -45,8 +44,19 @@ from benchmarks.gpu.stages import (
     is_as_expected,
 )
 
-REQUIRED_PACKAGES = ("torch", "pytest", "pytest_timeout", "psutil", "click", "rich", "safetensors")
+REQUIRED_PACKAGES = (
+    *("torch", "numpy", "safetensors", "click", "rich", "psutil", "jinja2"),
+    *("pytest", "pytest_timeout"),
+)
+"""What Lockstep and the stages import. It runs from a checkout, so nothing has installed them."""
 MIN_SECONDS_FOR_A_STAGE = 5.0
+MAX_SECONDS_FOR_FIRST_LOOK = 120.0
+"""On a machine that was just started, the first import of torch reads gigabytes."""
+FIRST_LOOK = """
+import sys, torch
+print(torch.__version__, float(torch.ones(2, device=sys.argv[1]).sum()))
+"""
+"""A program that shows that torch can compute on the device that it is given."""
 SECONDS_TO_DUMP_STACKS = 1.5
 SECONDS_TO_DIE = 5.0
 """A process that SIGKILL has not ended after so long is left behind, and named."""
@@ -75,9 +85,9 @@ def main() -> None:
         stages = choose(given.stages, on_gpu)
     except UnknownStage as error:
         sys.exit(f"--stages {given.stages}: {error}")
-    missing = [name for name in REQUIRED_PACKAGES if importlib.util.find_spec(name) is None]
+    missing = missing_packages(REQUIRED_PACKAGES)
     if missing:
-        sys.exit(f"the stages need {', '.join(missing)}: install them, or run `make gpu`")
+        sys.exit(f"{sys.executable} lacks {', '.join(missing)}: install them, or run `make gpu`")
     folder = given.out or Path(os.environ.get("OUT") or results.DEFAULT_FOLDER)
     factor = given.factor or (1.0 if on_gpu else CPU_FACTOR)
     seconds = given.limit or TOTAL_SECONDS * factor
@@ -110,7 +120,19 @@ def run_stages(
     }
     results.write_result(folder, run, "run", "(begin)", "passed", 0.0, facts)
     deadline = time.monotonic() + seconds
+    problem = first_look(device, MAX_SECONDS_FOR_FIRST_LOOK)
+    if problem:
+        say(f"no stage is run, since torch cannot use the device: {problem}")
+        results.write_result(folder, run, "run", "(first look)", "failed", 0.0, {}, problem)
+        results.release_reserve(folder)
+        return False
     for stage in stages:
+        lacking = missing_packages(stage.needs)
+        if lacking:
+            reason = f"{sys.executable} lacks {', '.join(lacking)}"
+            say(f"{stage.name}: not run, {reason}")
+            results.write_result(folder, run, stage.name, "(stage)", "not run", 0.0, {}, reason)
+            continue
         left = deadline - time.monotonic()
         if left < MIN_SECONDS_FOR_A_STAGE:
             say(f"{stage.name}: no time is left")
@@ -120,6 +142,33 @@ def run_stages(
         run_stage(stage, folder, run, device, min(stage.seconds * factor, left))
     results.release_reserve(folder)
     return summarize(folder, run)
+
+
+def missing_packages(names: Sequence[str]) -> list[str]:
+    """Returns those of the packages that this Python does not have."""
+    return [name for name in names if importlib.util.find_spec(name) is None]
+
+
+def first_look(device: str, limit: float) -> str:
+    """Computes something on the device, in a process of its own.
+
+    Without it, each stage would fail by itself on a machine whose GPU torch cannot use, and the
+    first stage would pay for the first import of torch.
+
+    Returns:
+        What was wrong; empty if nothing was.
+    """
+    command = [sys.executable, "-c", FIRST_LOOK, device]
+    began = time.monotonic()
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=limit, check=False)
+    except subprocess.TimeoutExpired:
+        return f"importing torch and computing on {device} took more than {limit:.0f} s"
+    if done.returncode:
+        return done.stderr.strip() or f"the first program ended with exit code {done.returncode}"
+    torch_version = done.stdout.split()[0]
+    say(f"torch {torch_version} computes on {device}, after {time.monotonic() - began:.1f} s")
+    return ""
 
 
 def run_stage(stage: StageOfRun, folder: Path, run: str, device: str, limit: float) -> None:
@@ -198,6 +247,9 @@ def stage_environment(
         # Some versions of torch set this when they begin to use CUDA, which a test that watches
         # over the environment's variables would take for its own doing.
         "CUDA_MODULE_LOADING": os.environ.get("CUDA_MODULE_LOADING", "LAZY"),
+        # Torch asks NVML for GPUs, as it does once Lockstep is imported. Otherwise a process that
+        # looks for GPUs before it forks could not use them in the forked ones.
+        "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
         # A GPU of the machine must not be found in a rehearsal.
         **({"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {}),
         results.FOLDER_VARIABLE: str(folder),
@@ -255,6 +307,8 @@ class StageOutput:
 
 def dump_stacks(pid: int) -> None:
     """Has a stage that is over its time print where its threads are, before it is ended."""
+    import psutil  # here, so that `main` can say first that it is missing
+
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, signal.SIGABRT)  # faulthandler prints all stacks
     with contextlib.suppress(psutil.Error):
@@ -272,6 +326,8 @@ def end_processes() -> list[str]:
     Returns:
         Those that were not gone after some seconds, each with the state that the system gives.
     """
+    import psutil
+
     limit = time.monotonic() + SECONDS_TO_DIE
     left = psutil.Process().children(recursive=True)
     while left and time.monotonic() < limit:

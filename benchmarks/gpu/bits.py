@@ -65,8 +65,11 @@ def main() -> None:
         [
             partial(train, stage, found, name, num_processes, strategy, VIRTUAL_RANKS)
             for name, (num_processes, strategy) in RUNS.items()
+            if num_processes > 1
         ]
     )
+    # One after the other, since their times are compared.
+    train(stage, found, "1 process", 1, "single", VIRTUAL_RANKS)
     train(stage, found, plain, 1, "single", None)
     for name in RUNS:
         if name != "1 process":

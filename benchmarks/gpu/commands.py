@@ -105,8 +105,13 @@ def end_tree(pid: int) -> None:
 
 
 def at_once(checks: Iterable[Callable[[], None]]) -> None:
-    """Runs checks that wait for commands side by side, where there are cores enough."""
-    several = (psutil.cpu_count() or 1) >= MIN_CORES_FOR_COMMANDS_AT_ONCE
-    with ThreadPoolExecutor(max_workers=4 if several else 1) as pool:
+    """Runs checks that wait for processes side by side, where there are cores enough."""
+    with pool_of_checks() as pool:
         for finished in [pool.submit(check) for check in checks]:
             finished.result()
+
+
+def pool_of_checks() -> ThreadPoolExecutor:
+    """Threads that wait for processes: several where there are cores enough, else one."""
+    several = (psutil.cpu_count() or 1) >= MIN_CORES_FOR_COMMANDS_AT_ONCE
+    return ThreadPoolExecutor(max_workers=4 if several else 1)

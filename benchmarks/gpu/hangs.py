@@ -31,7 +31,7 @@ FAULTS: dict[str, Expected] = {
     "exception": Expected(r"FIRST FAILURE: rank 1", (1,)),
     "stage": Expected(r"rank 1 is stopped by a signal", (71,)),
 }
-SECONDS_FOR_A_FAULT = 55.0
+SECONDS_FOR_A_FAULT = 50.0
 MAX_VERDICT_CHARACTERS = 2500
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import platform
@@ -71,8 +72,10 @@ def idle_rank(device: str) -> dict[str, float]:
         x = torch.ones(8, 8, device=world.device)
         float((x @ x).sum())
         after = free_gpu_memory() if device == "cuda" else 0.0
-        host = psutil.Process().memory_full_info()
-    found = {"host_rss_mib": host.rss / 2**20, "host_own_mib": host.uss / 2**20}
+        process = psutil.Process()
+        found = {"host_rss_mib": process.memory_info().rss / 2**20}
+        with contextlib.suppress(psutil.Error, OSError):  # some sandboxes do not have it
+            found["host_own_mib"] = process.memory_full_info().uss / 2**20
     if device == "cuda":
         found["gpu_mib"] = before - after
     return {name: round(value, 1) for name, value in found.items()}

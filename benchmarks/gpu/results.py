@@ -205,7 +205,7 @@ class Stage:
         Yields:
             A dictionary for what was measured; what it holds at the end is written.
         """
-        print(f"{BEGIN_MARK}{name}", flush=True)
+        print_lines(f"{BEGIN_MARK}{name}")
         values: dict[str, Any] = {}
         result = "passed"
         reason = ""
@@ -230,8 +230,13 @@ class Stage:
     ) -> None:
         """Writes the line of a check."""
         write_result(self.folder, self.run, self.name, check, result, seconds, values, reason)
-        print(f"{END_MARK}{check}", flush=True)
-        print(f"    {result} {json.dumps(values, default=str)[:500]}", flush=True)
+        print_lines(f"{END_MARK}{check}", f"    {result} {json.dumps(values, default=str)[:500]}")
+
+
+def print_lines(*lines: str) -> None:
+    """Prints lines in one write: checks that run side by side would mix theirs otherwise."""
+    sys.stdout.write("".join(f"{line}\n" for line in lines))
+    sys.stdout.flush()
 
 
 def shortened(text: str, limit: int = MAX_REASON_CHARACTERS) -> str:

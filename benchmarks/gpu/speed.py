@@ -7,6 +7,7 @@ only SyncBatchNorm and FSDP are measured with two, against torch's own in the sa
 
 from __future__ import annotations
 
+import shutil
 import statistics
 import time
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from benchmarks.gpu.one_gpu import backend_for_several_ranks, init_options, on_r
 from benchmarks.gpu.results import NotRun, Stage
 
 BLOCKS = 9
+PREFETCH_FACTOR = 2
 EPOCHS_FOR_MEMORY = 40
 MIB_A_BATCH = 48
 
@@ -105,7 +107,12 @@ def endless(loader: Any) -> Any:
 
 
 def gpt_step(device_name: str, mode: str | None) -> dict[str, float]:
-    """A step of a GPT of 124 million parameters in bf16 (a small one in a rehearsal)."""
+    """A step of a GPT of 124 million parameters in bf16 (a small one in a rehearsal).
+
+    Args:
+        device_name: `cuda` or `cpu`.
+        mode: of `torch.compile`, with two layers instead of twelve; None to compile nothing.
+    """
     import torch
     import torch.nn.functional as F
     from torch.utils.data import TensorDataset
@@ -115,6 +122,8 @@ def gpt_step(device_name: str, mode: str | None) -> dict[str, float]:
 
     on_gpu = device_name == "cuda"
     width, layers, heads = (768, 12, 12) if on_gpu else (64, 2, 4)
+    if mode is not None:  # compiling twelve layers twice would take all of the stage's time
+        layers = 2
     words, length, batch = (50304, 512, 8) if on_gpu else (128, 32, 4)
     with lockstep.init(device=device_name, precision="bf16") as world:
         tokens = torch.randint(0, words, (batch * 4, length))
@@ -181,15 +190,20 @@ def prefetch(device_name: str) -> dict[str, float]:
         synchronize(device)
         return statistics.median(times[4:])
 
+    num_workers = 4 if on_gpu else 1
+    bytes_of_batch = batch * 3 * pixels * pixels * 4
+    num_batches_at_once = 2 * num_workers * PREFETCH_FACTOR  # of both loaders
+    if shutil.disk_usage("/dev/shm").free < num_batches_at_once * bytes_of_batch:
+        num_workers = 0  # workers pass their batches on through shared memory
     found: dict[str, list[float]] = {"torch_ms": [], "lockstep_ms": []}
     with lockstep.init(device=device_name) as world:
         data = Images(batch, number, pixels)
         options: dict[str, Any] = {
-            "num_workers": 4 if on_gpu else 1,
-            "prefetch_factor": 2,
+            "num_workers": num_workers,
+            "prefetch_factor": PREFETCH_FACTOR if num_workers else None,
             "collate_fn": unchanged,
             # As in a script; this process itself comes from a fork server.
-            "multiprocessing_context": "fork",
+            "multiprocessing_context": "fork" if num_workers else None,
         }
         plain = DataLoader(data, batch, pin_memory=on_gpu, **options)
         prepared = world.loader(data, batch, sample_rng=False, **options)
@@ -198,7 +212,8 @@ def prefetch(device_name: str) -> dict[str, float]:
             found["lockstep_ms"].append(time_of(prepared, False, world.device))
     best = {name: round(min(times), 2) for name, times in found.items()}
     best["ratio"] = round(best["lockstep_ms"] / best["torch_ms"], 3)
-    best["mb_a_batch"] = round(batch * 3 * pixels * pixels * 4 / 1e6, 1)
+    best["mb_a_batch"] = round(bytes_of_batch / 1e6, 1)
+    best["num_workers"] = num_workers
     return best
 
 
@@ -325,7 +340,8 @@ def compare_with_fsdp2(world: Any) -> dict[str, float]:
         optimizer.zero_grad()
 
     contestants = {"torch": step_of_torch, "lockstep": step_of_lockstep}
-    times = medians_of_blocks(contestants, 3, world.device, blocks=7)
+    # Few steps: the ranks on one GPU send hundreds of MB through sockets in each.
+    times = medians_of_blocks(contestants, 2, world.device, blocks=3)
     found = {f"{name}_us": time_us for name, time_us in times.items()}
     found["ratio"] = round(times["lockstep"] / times["torch"], 4)
     if on_gpu:
@@ -366,6 +382,12 @@ def main() -> None:
     measure(stage, "a step of a GPT in bf16", gpt_step, None)
     measure(stage, "prefetch of large batches", prefetch)
     check_memory_over_epochs(stage)
+    for name, autocast in {"fsdp in bf16": False, "fsdp in bf16 under autocast": True}.items():
+        with stage.check(f"a step of {name}, two ranks on one device") as values:
+            backend = backend_for_several_ranks(stage)
+            values["backend"] = backend
+            limit = stage.time_limit(reserve=1)
+            values.update(on_ranks(fsdp_step, 2, stage.device, backend, autocast, timeout=limit)[0])
     with stage.check("SyncBatchNorm, two ranks on one device") as values:
         backend = backend_for_several_ranks(stage)
         values["backend"] = backend
@@ -374,11 +396,6 @@ def main() -> None:
             raise NotRun("torch's SyncBatchNorm takes CUDA tensors alone, here over NCCL")
         values["torch_us"] = on_ranks(sync_batchnorm, 2, stage.device, backend, "torch")[0]
         values["ratio"] = round(values["lockstep_us"] / values["torch_us"], 3)
-    for name, autocast in {"fsdp in bf16": False, "fsdp in bf16 under autocast": True}.items():
-        with stage.check(f"a step of {name}, two ranks on one device") as values:
-            backend = backend_for_several_ranks(stage)
-            values["backend"] = backend
-            values.update(on_ranks(fsdp_step, 2, stage.device, backend, autocast)[0])
     for mode in ("default", "reduce-overhead"):
         with stage.check(f"a step of a GPT in bf16, compiled with mode={mode!r}") as values:
             if mode == "reduce-overhead" and not stage.on_gpu:

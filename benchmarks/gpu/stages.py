@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 TOTAL_SECONDS = 540.0
-"""Of the whole run on a GPU machine. One command may take 600 s there."""
+"""Of the whole run on a GPU machine. One command may take 600 s there. All stages but the last fit
+into this time even if each takes as long as it may; the last one gets what is left."""
 CPU_FACTOR = 4.0
 """A rehearsal on the CPU has so many times the seconds: its machine is small, and often busy."""
 
@@ -21,6 +22,8 @@ class StageOfRun:
     module: str
     about: str
     """What it shows, for the table."""
+    needs: tuple[str, ...] = ()
+    """Packages that it imports beside those of the whole run."""
     in_rehearsal_only: bool = False
     expected: str = "passed"
     """How it ends when all is well; a rehearsed failure is meant to fail."""
@@ -28,18 +31,22 @@ class StageOfRun:
 
 STAGES = (
     StageOfRun("machine", 20, "machine", "versions, `lockstep doctor`, memory of an idle rank"),
-    StageOfRun("probe", 35, "probe", "whether NCCL connects several ranks on one GPU"),
+    StageOfRun("probe", 30, "probe", "whether NCCL connects several ranks on one GPU"),
     StageOfRun(
-        "product", 70, "product", "`lockstep run` from the warm zygote: kill, resume, compile"
+        "product",
+        70,
+        "product",
+        "`lockstep run` from the warm zygote: kill, resume, compile",
+        needs=("sklearn",),
     ),
     StageOfRun(
-        "syncs", 60, "synchronizations", "host synchronizations with the device in a step, by place"
+        "syncs", 80, "synchronizations", "host synchronizations with the device in a step, by place"
     ),
     StageOfRun("nccl", 140, "nccl", "2 and 4 ranks over NCCL against one process on the CPU"),
-    StageOfRun("hangs", 60, "hangs", "verdicts on runs that hang or fail over NCCL"),
+    StageOfRun("hangs", 55, "hangs", "verdicts on runs that hang or fail over NCCL"),
     StageOfRun("speed", 75, "speed", "time and memory against plain PyTorch"),
     StageOfRun(
-        "bits", 60, "bits", "virtual ranks: the same bits with 1, 2 and 4 processes on one GPU"
+        "bits", 50, "bits", "virtual ranks: the same bits with 1, 2 and 4 processes on one GPU"
     ),
     StageOfRun("tests", 140, "pytest_files", "`pytest -m gpu`, file by file"),
     StageOfRun(

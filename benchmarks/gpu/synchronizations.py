@@ -2,25 +2,38 @@
 
 On a GPU torch itself warns at each call that synchronizes the host with the device
 (`torch.cuda.set_sync_debug_mode`); what autograd's own threads do is told of the line that called
-`backward`. On the CPU, where nothing is to be waited for, the rehearsal counts reads of a tensor's
-value by Python, which would synchronize on a GPU if the tensor were there.
+`backward`. Torch does not warn where Python waits for an event or for the whole device: these calls
+are counted here, unless what they wait for was done before. The thread that copies kept steps waits
+beside the training; its waits are listed, and not counted.
+
+On the CPU, where nothing is to be waited for, the rehearsal counts reads of a tensor's value by
+Python, which would synchronize on a GPU if the tensor were there.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import threading
 import traceback
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from benchmarks.gpu.aims import COUNTED_STEPS
+from benchmarks.gpu.commands import at_once
 from benchmarks.gpu.one_gpu import backend_for_several_ranks, init_options, on_ranks
-from benchmarks.gpu.results import ROOT, Stage
+from benchmarks.gpu.results import ROOT, NotRun, Stage
+from lockstep.checkpoint.background_copy import THREAD_NAME as COPYING_THREAD_NAME
 
+SYNC_WARNING = "called a synchronizing CUDA operation"
+"""What torch warns of. Switching the mode on warns of something else: that it is a prototype."""
+BESIDE_THE_TRAINING = "beside the training: "
+"""Stands before the place of a wait in the thread that copies kept steps."""
 WARM_UP_STEPS = 10
 """Ranks compare their parameters in the 10th step, and then seldom."""
 BATCH = 32
@@ -84,8 +97,14 @@ def counted(on_gpu: bool) -> Iterator[Counter[str]]:
     """Counts synchronizations by the lines, of Lockstep and of the loop, that led to them."""
     found: Counter[str] = Counter()
 
-    def note(*_: Any, **__: Any) -> None:
-        found[place(traceback.extract_stack())] += 1
+    def note() -> None:
+        in_copying_thread = threading.current_thread().name == COPYING_THREAD_NAME
+        where = place(traceback.extract_stack())
+        found[f"{BESIDE_THE_TRAINING}{where}" if in_copying_thread else where] += 1
+
+    def note_warning(message: Any, *_: Any, **__: Any) -> None:
+        if SYNC_WARNING in str(message):
+            note()
 
     with contextlib.ExitStack() as stack:
         if on_gpu:
@@ -93,12 +112,37 @@ def counted(on_gpu: bool) -> Iterator[Counter[str]]:
 
             stack.enter_context(warnings.catch_warnings())
             warnings.simplefilter("always")
-            warnings.showwarning = note
+            warnings.showwarning = note_warning
+            stack.enter_context(waits_for_events(note))
             torch.cuda.set_sync_debug_mode("warn")
             stack.callback(torch.cuda.set_sync_debug_mode, "default")
         else:
             stack.enter_context(reads_of_values(note))
         yield found
+
+
+@contextlib.contextmanager
+def waits_for_events(note: Callable[[], None]) -> Iterator[None]:
+    """Calls `note` whenever Python waits for an event that is not reached, or for the device."""
+    import torch
+
+    wait_for_event = torch.cuda.Event.synchronize
+    wait_for_device = torch.cuda.synchronize
+
+    def wait_for_event_and_note(event: Any) -> None:
+        if not event.query():
+            note()
+        wait_for_event(event)
+
+    def wait_for_device_and_note(*args: Any, **kwargs: Any) -> None:
+        note()
+        wait_for_device(*args, **kwargs)
+
+    with (
+        mock.patch.object(torch.cuda.Event, "synchronize", wait_for_event_and_note),
+        mock.patch.object(torch.cuda, "synchronize", wait_for_device_and_note),
+    ):
+        yield
 
 
 @contextlib.contextmanager
@@ -210,6 +254,7 @@ def count_of_case(name: str, device: str, backend: str) -> dict[str, int]:
             checkpoint.resume()
         batches = world.progress(loader) if loop == "progress" else loader
         found: Counter[str] = Counter()
+        found_in_steps: dict[str, int] = {}
         with contextlib.ExitStack() as counting:
             is_counting = False
             for x, y in batches:
@@ -224,16 +269,36 @@ def count_of_case(name: str, device: str, backend: str) -> dict[str, int]:
                 optimizer.zero_grad()
                 if loop == "progress":
                     world.log(loss=loss)
-        return dict(found)
+                found_in_steps = dict(found)  # without what the end of the pass waits for
+        return found_in_steps
+
+
+def check_case(stage: Stage, name: str, backend: str) -> None:
+    """Counts the synchronizations of one case, on its last rank."""
+    size, _, _ = CASES[name]
+    with stage.check(name) as values:
+        found = on_ranks(count_of_case, size, name, stage.device, backend)[-1]
+        values["backend"] = backend if size > 1 else "none, one process"
+        values["steps"] = COUNTED_STEPS
+        values["by_place"] = found
+        num_waits = sum(
+            count for where, count in found.items() if not where.startswith(BESIDE_THE_TRAINING)
+        )
+        if stage.on_gpu and size > 1 and backend != "nccl":
+            values["synchronizations_over_gloo"] = num_waits
+            raise NotRun("over Gloo every collective waits for the GPU; NCCL did not connect")
+        values["synchronizations"] = num_waits
 
 
 def main() -> None:
     stage = Stage("syncs")
     backend = backend_for_several_ranks(stage)
+    checks_of_one_process = []
+    checks_of_ranks = []
     for name, (size, _, _) in CASES.items():
-        with stage.check(name) as values:
-            ranks = on_ranks(count_of_case, size, name, stage.device, backend)
-            values["backend"] = backend if size > 1 else "none, one process"
-            values["steps"] = COUNTED_STEPS
-            values["synchronizations"] = sum(ranks[-1].values())
-            values["by_place"] = ranks[-1]
+        check = partial(check_case, stage, name, backend)
+        (checks_of_one_process if size == 1 else checks_of_ranks).append(check)
+    at_once(checks_of_one_process)
+    # Not side by side: the GPU would turn to all of their processes in every collective.
+    for check in checks_of_ranks:
+        check()

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import threading
+import warnings
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,13 +14,16 @@ from unittest import mock
 
 import pytest
 import torch
+from ranks import RankFailed
 
 from benchmarks.gpu import results, synchronizations, table
+from benchmarks.gpu.__main__ import REQUIRED_PACKAGES, missing_packages
 from benchmarks.gpu.aims import AIMS, ALL_CHECKS
-from benchmarks.gpu.one_gpu import SEPARATE_HOSTS, init_options
+from benchmarks.gpu.one_gpu import SEPARATE_HOSTS, init_options, on_ranks
 from benchmarks.gpu.page_texts import CHINESE, ENGLISH
 from benchmarks.gpu.results import read_lines, write_line
 from benchmarks.gpu.stages import STAGES, TOTAL_SECONDS, UnknownStage, choose, is_as_expected
+from lockstep.checkpoint import background_copy
 from lockstep.distributed.device import choose_device
 from lockstep.machine.topology import Topology
 
@@ -71,6 +76,69 @@ def test_a_run_without_time_says_what_it_left_out(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     line = by_check(tmp_path, "rehearse-kill")["(stage)"]
     assert (line["result"], line["reason"]) == ("not run", "the run's 1 s were over")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_device_that_torch_can_use_no_stage_is_run(tmp_path: Path) -> None:
+    """Each stage would fail by itself, and take its time."""
+    done = run_of_stages(tmp_path, "--device", "cuda")
+    assert done.returncode == 1
+    assert "no stage is run, since torch cannot use the device" in done.stdout
+    lines = read_lines(tmp_path / results.FILE_NAME)
+    assert [line["check"] for line in lines] == ["(begin)", "(first look)"]
+    assert lines[1]["result"] == "failed"
+    assert "CUDA" in lines[1]["reason"]
+
+
+def test_packages_that_are_missing_are_named() -> None:
+    assert missing_packages(("torch", "no_such_package", "neither_this")) == [
+        "no_such_package",
+        "neither_this",
+    ]
+    assert missing_packages(REQUIRED_PACKAGES) == []
+
+
+def test_a_check_that_this_torch_cannot_make_is_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    def raise_in_rank(*_: Any, **__: Any) -> None:
+        raise RankFailed({0: "SettingError: strategy='fsdp': torch 2.11.0 cannot do that; use"})
+
+    monkeypatch.setitem(sys.modules, "on_devices", SimpleNamespace(run_on=raise_in_rank))
+    with pytest.raises(results.NotRun, match=r"^torch 2\.11\.0 cannot do that$"):
+        on_ranks(raise_in_rank, 1)
+
+
+def test_only_waits_for_the_device_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Switching the mode on warns by itself, which counted as a wait in every case."""
+
+    def set_mode(mode: str) -> None:
+        warnings.warn("Synchronization debug mode is a prototype feature", stacklevel=1)
+
+    def wait() -> None:
+        warnings.warn("called a synchronizing CUDA operation", stacklevel=1)
+
+    class Event:
+        def __init__(self, is_reached: bool) -> None:
+            self.query = lambda: is_reached
+
+        def synchronize(self) -> None:
+            pass
+
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", set_mode)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: None)
+    with warnings.catch_warnings(), synchronizations.counted(on_gpu=True) as found:
+        assert not found
+        wait()
+        Event(is_reached=True).synchronize()
+        assert found.total() == 1
+        Event(is_reached=False).synchronize()
+        torch.cuda.synchronize(device="cuda")
+        assert found.total() == 3
+        thread = threading.Thread(target=wait, name=background_copy.THREAD_NAME)
+        thread.start()
+        thread.join()
+    beside = [name.startswith(synchronizations.BESIDE_THE_TRAINING) for name in found]
+    assert sorted(beside) == [False] * (len(beside) - 1) + [True]
 
 
 def test_the_last_lines_are_written_where_a_stage_has_filled_the_disk(tmp_path: Path) -> None:

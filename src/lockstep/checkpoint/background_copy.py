@@ -22,6 +22,8 @@ from torch import Tensor
 from lockstep.distributed.streams import side_stream, take_gpu_in_this_thread
 from lockstep.torch_compat import copy_to_each, write_counts
 
+THREAD_NAME = "lockstep-kept-step"
+
 
 class BackgroundCopy:
     """Runs one copy at a time, each in a thread of its own."""
@@ -59,7 +61,7 @@ class BackgroundCopy:
         self._thread = threading.Thread(
             target=self._copy_and_finish,
             args=(list(copies_by_device.values()), sources, write_counts_at_start, finish),
-            name="lockstep-kept-step",
+            name=THREAD_NAME,
         )
         self._thread.start()
 
