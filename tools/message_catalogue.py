@@ -23,8 +23,8 @@ import house
 
 sys.path.insert(0, str(house.SOURCE.parent))
 from lockstep.language import CATALOGUE_FILE, HEADING, read_po
-from lockstep.run.watch.messages import conjugate
 from lockstep.verify.catalogue import page_head_to_translate, paragraphs_to_translate
+from lockstep.wording import conjugate
 
 PO_FILE = CATALOGUE_FILE
 FunctionDef = ast.FunctionDef | ast.AsyncFunctionDef

@@ -15,6 +15,10 @@ V = TypeVar("V")
 
 MAX_RANGES_OF_RANKS = 24
 """`format_ranks` lists no more ranges than this."""
+PLURAL_OF_VERB = {
+    "is": "are", "was": "were", "has": "have", "waits": "wait", "holds": "hold", "works": "work",
+    "comes": "come", "says": "say",
+}  # fmt: skip
 SIMILARITY_OF_SECOND = 0.6
 """A second word is suggested if it is at least this similar, from 0 to 1, ..."""
 MAX_BEHIND_BEST = 0.15
@@ -29,6 +33,13 @@ def join_first(names: Sequence[str], max_names: int = 8) -> str:
     return text
 
 
+def join_and_count(names: Sequence[str], max_names: int) -> str:
+    """Joins the first names with commas, and says how many others there are: "a, b and 3 more"."""
+    text = ", ".join(names[:max_names])
+    num_more = len(names) - max_names
+    return f"{text} and {num_more} more" if num_more > 0 else text
+
+
 def count_noun(number: int, noun: str) -> str:
     """Returns the number with the noun in its right form: "1 step", "3 steps", "2 processes"."""
     if number == 1:
@@ -36,6 +47,15 @@ def count_noun(number: int, noun: str) -> str:
     if noun.endswith("s"):
         return f"{number} {noun}es"
     return f"{number} {noun}s"
+
+
+def conjugate(text: str, count: int) -> str:
+    """Adapts the verb that a text begins with to the count: `"has ended", 2` -> `"have ended"`."""
+    if count == 1:
+        return text
+    verb, space, rest = text.partition(" ")
+    plural = PLURAL_OF_VERB.get(verb, verb)  # other verbs, such as "may", have one form
+    return f"{plural}{space}{rest}"
 
 
 def with_article(noun: str) -> str:

@@ -6,9 +6,9 @@ import pytest
 from fake_snapshots import make_call, script_frame, stack_in_backward
 
 from lockstep.run.watch.call_table import Mismatch
-from lockstep.run.watch.messages import conjugate, describe, render
+from lockstep.run.watch.messages import describe, render
 from lockstep.run.watch.verdict import Row, Verdict
-from lockstep.wording import format_ranks
+from lockstep.wording import conjugate, format_ranks
 
 pytestmark = pytest.mark.unit
 

@@ -37,7 +37,7 @@ from lockstep import errors
 from lockstep.distributed.manifest import describe_mismatches, without_harmless_differences
 from lockstep.machine.network import boot_id, wait_until
 from lockstep.machine.topology import Topology
-from lockstep.wording import format_ranks, group_by_key
+from lockstep.wording import conjugate, format_ranks, group_by_key
 
 DECISION_GRACE_S = 5.0
 """How many seconds longer than the timeout a rank waits for the decision of a rank 0 that has
@@ -374,7 +374,7 @@ class Join:
         if len(ranks_of_size) > 1:
             texts = []
             for size, ranks in sorted(ranks_of_size.items()):
-                verb = "says" if len(set(ranks)) == 1 else "say"
+                verb = conjugate("says", len(set(ranks)))
                 texts.append(f"{format_ranks(ranks)} {verb} world size {size}")
             return errors.WorldSizeError(
                 f"processes that meet at {self.store_location}",

@@ -27,7 +27,7 @@ from lockstep.distributed.arguments import (
     command_of_script,
 )
 from lockstep.machine.topology import SET_BY_SCRIPT, Topology
-from lockstep.wording import format_ranks, group_by_key
+from lockstep.wording import conjugate, format_ranks, group_by_key
 
 MAX_VALUES_SHOWN = 4
 
@@ -122,7 +122,7 @@ def describe_mismatches(manifests: Sequence[Mapping[str, str]]) -> list[str]:
 
         texts = []
         for value, ranks in list(ranks_of_value.items())[:MAX_VALUES_SHOWN]:
-            verb = "has" if len(ranks) == 1 else "have"
+            verb = conjugate("has", len(ranks))
             shown_value = "none" if value is None else repr(value)
             texts.append(f"{format_ranks(ranks)} {verb} {shown_value}")
         num_hidden = len(ranks_of_value) - MAX_VALUES_SHOWN

@@ -24,7 +24,7 @@ import torch
 
 from lockstep.distributed.collectives import Collectives
 from lockstep.distributed.manifest import cuda_version
-from lockstep.wording import format_ranks, group_by_key
+from lockstep.wording import conjugate, format_ranks, group_by_key
 
 VARIABLES = (
     "ATEN_CPU_CAPABILITY",
@@ -181,7 +181,7 @@ def describe_rank_differences(numerics_of_ranks: Sequence[Mapping[str, str]]) ->
                 continue
 
             who = format_ranks(ranks)
-            verb = "has" if len(ranks) == 1 else "have"
+            verb = conjugate("has", len(ranks))
             differences.append(f"{who} {verb} another {label} ({value}, others {usual_value})")
     return "; ".join(differences)
 

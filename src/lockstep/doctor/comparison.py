@@ -17,7 +17,7 @@ from lockstep.communication.link import Link
 from lockstep.doctor.base import ERROR, OK, UNKNOWN, WARNING, Facts, Finding, join_findings
 from lockstep.machine.network import is_loopback_address
 from lockstep.run.machines.hosts import NAMES_OF_ONE_MACHINE
-from lockstep.wording import count_noun
+from lockstep.wording import count_noun, join_and_count
 
 VERSIONS = ("python", "torch", "cuda", "rocm", "nccl", "lockstep")
 MAX_SHOWN_DIFFERENCES = 5
@@ -98,9 +98,7 @@ def _differences(values_of_machine: Mapping[str, Mapping[str, Any]]) -> list[str
 
 def _name_machines(machines: Sequence[str]) -> str:
     """Lists the first few machines and the number of the others: `a, b, c and 2 more`."""
-    names = ", ".join(machines[:MAX_SHOWN_MACHINES])
-    num_more = len(machines) - MAX_SHOWN_MACHINES
-    return f"{names} and {num_more} more" if num_more > 0 else names
+    return join_and_count(machines, MAX_SHOWN_MACHINES)
 
 
 def _join_differences(differences: Sequence[str]) -> str:

@@ -11,6 +11,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
+from lockstep.wording import join_and_count
+
 MAX_ITEMS_IN_TEXT = 6
 
 # Prefixes that wrappers add to the names of parameters, as in "module.layer.weight".
@@ -44,17 +46,8 @@ def format_items(items: Sequence[object]) -> str:
         items: strings, numbers, or tuples. A tuple, such as a sample as (loader, epoch, index), is
             represented by its last element.
     """
-    words = []
-    for item in items[:MAX_ITEMS_IN_TEXT]:
-        shown = item[-1] if isinstance(item, tuple) else item
-        words.append(str(shown))
-
-    text = ", ".join(words)
-    num_left_out = len(items) - len(words)
-    if num_left_out:
-        text += f" and {num_left_out} more"
-
-    return text
+    names = [str(item[-1] if isinstance(item, tuple) else item) for item in items]
+    return join_and_count(names, MAX_ITEMS_IN_TEXT)
 
 
 def script_names(names: Iterable[str]) -> list[str]:

@@ -21,7 +21,7 @@ from lockstep.checkpoint import layout
 from lockstep.distributed.numerics import describe_rank_differences
 from lockstep.errors import CheckpointError, WrongDeviceError
 from lockstep.extensions.device_check.votes import Kind, Verdict
-from lockstep.wording import count_noun, format_ranks, join_first
+from lockstep.wording import conjugate, count_noun, format_ranks, join_first
 
 PARAMETERS = "parameters"
 OPTIMIZER_STATE = "optimizer state"
@@ -157,7 +157,7 @@ def _describe_holding(verdict: Verdict, difference: Holding, devices: Sequence[D
     """Describes which ranks hold different bits, as the end of a sentence."""
     wrong = name_devices(verdict.ranks, devices)
     if verdict.kind is Kind.WRONG:  # a majority of the others agrees
-        verb = "has" if len(verdict.ranks) == 1 else "have"
+        verb = conjugate("has", len(verdict.ranks))
         others = len(difference.ranks) - len(verdict.ranks)
         return f"{wrong} {verb} other bits than {count_noun(others, 'rank')} that agree"
 

@@ -23,7 +23,7 @@ from lockstep.extensions.journal.file_format import (
     RankFile,
     read_file,
 )
-from lockstep.wording import count_noun, format_ranks, group_by_key
+from lockstep.wording import conjugate, count_noun, format_ranks, group_by_key
 
 
 class JournalStep(NamedTuple):
@@ -329,7 +329,7 @@ def _complete_steps_of_attempt(
     complete_steps = sorted(set.intersection(*steps_of_ranks))
     num_incomplete = len(set.union(*steps_of_ranks)) - len(complete_steps)
     if num_incomplete:
-        verb = "is" if num_incomplete == 1 else "are"
+        verb = conjugate("is", num_incomplete)
         notes.append(
             f"{count_noun(num_incomplete, 'step')} that not all ranks have written down "
             f"{verb} left out"

@@ -12,12 +12,12 @@ from dataclasses import dataclass
 
 from lockstep.run.watch.activity import Activity, Kind
 from lockstep.run.watch.call_table import DEFAULT_GROUP, CallTable, Mismatch
-from lockstep.run.watch.messages import conjugate, describe
+from lockstep.run.watch.messages import describe
 from lockstep.run.watch.snapshot import CollectiveCall
 from lockstep.run.watch.stacks import is_at_exit
 from lockstep.run.watch.verdict import Row, Verdict, VerdictKind
 from lockstep.run.watch.wait_graph import WaitGraph
-from lockstep.wording import format_ranks
+from lockstep.wording import conjugate, format_ranks
 
 ADVICE: dict[VerdictKind, str] = {
     "stopped": "find out who has stopped it: a scheduler, a debugger, Ctrl-Z, or `kill -STOP`; "

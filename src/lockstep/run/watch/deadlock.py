@@ -18,7 +18,6 @@ from itertools import chain
 from lockstep.run.watch.activity import Activity
 from lockstep.run.watch.call_table import Mismatch, Signature, find_mismatch, signature
 from lockstep.run.watch.case import Case, may_wait_in
-from lockstep.run.watch.messages import conjugate
 from lockstep.run.watch.repeated_failure import key_of_error_in_flight
 from lockstep.run.watch.snapshot import CollectiveCall
 from lockstep.run.watch.stacks import (
@@ -29,7 +28,7 @@ from lockstep.run.watch.stacks import (
     user_frame,
 )
 from lockstep.run.watch.verdict import Verdict
-from lockstep.wording import format_ranks
+from lockstep.wording import conjugate, format_ranks
 
 
 def deadlock(case: Case) -> Verdict | None:

@@ -17,7 +17,6 @@ from lockstep.run.watch.activity import Kind, classify, is_still
 from lockstep.run.watch.call_table import CallTable
 from lockstep.run.watch.case import Case
 from lockstep.run.watch.deadlock import advice_on_p2p, deadlock, name_ops
-from lockstep.run.watch.messages import conjugate
 from lockstep.run.watch.snapshot import RankState, Snapshot, with_unique_group_names
 from lockstep.run.watch.stacks import LOCKSTEP_INIT
 from lockstep.run.watch.verdict import Verdict, VerdictKind
@@ -26,7 +25,7 @@ from lockstep.run.watch.wait_graph import (
     recognize_gpu_wait,
     recognize_possible_progress,
 )
-from lockstep.wording import format_ranks
+from lockstep.wording import conjugate, format_ranks
 
 P2P_MIN_STILL_S = 10.0
 """Ranks in sends and receives are called deadlocked only if nothing has moved for this long."""

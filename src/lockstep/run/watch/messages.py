@@ -18,7 +18,7 @@ from lockstep.run.watch.snapshot import CollectiveCall, RankState
 from lockstep.run.watch.stacks import Frame, user_frame
 from lockstep.run.watch.verdict import Row, Verdict
 from lockstep.user_code import format_source_line
-from lockstep.wording import format_ranks, join_first
+from lockstep.wording import conjugate, format_ranks, join_first
 
 MAX_WIDTH = 100
 MAX_ENTRIES_SHOWN = 10
@@ -157,21 +157,6 @@ def _mismatch_lines(mismatch: Mismatch, in_language: InLanguage) -> list[str]:
         lines.append(f"    {in_language(remark)}")
 
     return lines
-
-
-_PLURAL_OF_VERB = {
-    "is": "are", "was": "were", "has": "have", "waits": "wait", "holds": "hold", "works": "work",
-    "comes": "come",
-}  # fmt: skip
-
-
-def conjugate(text: str, count: int) -> str:
-    """Adapts the verb that a text begins with to the count: `"has ended", 2` -> `"have ended"`."""
-    if count == 1:
-        return text
-    verb, space, rest = text.partition(" ")
-    plural = _PLURAL_OF_VERB.get(verb, verb)  # other verbs, such as "may", have one form
-    return f"{plural}{space}{rest}"
 
 
 def describe(call: CollectiveCall) -> str:

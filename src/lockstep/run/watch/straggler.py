@@ -13,11 +13,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lockstep.run.watch.call_table import CallTable
-from lockstep.run.watch.messages import conjugate, describe
+from lockstep.run.watch.messages import describe
 from lockstep.run.watch.snapshot import CollectiveCall, Snapshot, with_unique_group_names
 from lockstep.run.watch.stacks import user_frame
 from lockstep.run.watch.verdict import Row, Verdict
-from lockstep.wording import format_ranks
+from lockstep.wording import conjugate, format_ranks
 
 # On a busy machine any rank may be slow for a moment, so the window must not be too short.
 WINDOW_MAX_S = 30.0
