@@ -190,22 +190,8 @@ def _kind_by_stack(earlier: RankState, later: RankState, seconds: float) -> Kind
     at_same_place = frames_to_user_line(earlier) == frames_to_user_line(later)
 
     # 1. Does it wait for other ranks?
-    if at_same_place:
-        # NCCL marks a call as "started" when the GPU executes it, and there it waits for the other
-        # ranks.
-        if any(call.state == "started" for call in pending):
-            return Kind.WAITING
-
-        wait = stacks.find_wait(later.stack)
-        if wait is not None and wait.certain:
-            return Kind.WAITING
-
-        # If the wait is not certain, torch may be computing or waiting at this place. The rank
-        # waits if it uses no processor time and a call has not completed. If its calls could not be
-        # read, there may be such a call.
-        may_have_pending_call = bool(pending) or later.calls is None
-        if wait is not None and is_idle and may_have_pending_call:
-            return Kind.WAITING
+    if at_same_place and _is_seen_to_wait(later, is_idle=is_idle):
+        return Kind.WAITING
 
     # 2. Does it work? `answered` is False if the rank was asked but its answering thread did not
     # get to run, because C code holds Python's lock. It is None if the rank was not asked.
@@ -225,6 +211,31 @@ def _kind_by_stack(earlier: RankState, later: RankState, seconds: float) -> Kind
     if _threads_or_children_compute(earlier, later, seconds):
         return Kind.CHILDREN
     return Kind.BLOCKED
+
+
+def _is_seen_to_wait(state: RankState, *, is_idle: bool) -> bool:
+    """Returns True if a rank, which has stayed at the same place, waits for other ranks there.
+
+    Args:
+        state: the state of the rank in the second snapshot.
+        is_idle: True if its main thread used almost no processor time since the first snapshot.
+    """
+    pending = state.pending_calls()
+
+    # NCCL marks a call as "started" when the GPU executes it, and there it waits for the other
+    # ranks.
+    if any(call.state == "started" for call in pending):
+        return True
+
+    wait = stacks.find_wait(state.stack)
+    if wait is None or wait.certain:
+        return wait is not None
+
+    # If the wait is not certain, torch may be computing or waiting at this place. The rank waits if
+    # it uses no processor time and a call has not completed. If its calls could not be read, there
+    # may be such a call.
+    may_have_pending_call = bool(pending) or state.calls is None
+    return is_idle and may_have_pending_call
 
 
 def frames_to_user_line(state: RankState) -> tuple[stacks.Frame, ...]:

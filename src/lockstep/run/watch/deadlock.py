@@ -47,8 +47,8 @@ def deadlock(case: Case) -> Verdict | None:
     if mismatch is not None:
         mismatch = _with_stacks_of_waiting_ranks(mismatch, waiting)
 
-    has_p2p = any(activity.waits_in_p2p for activity in waiting.values())
-    if has_p2p:
+    some_are_in_send_or_receive = any(activity.waits_in_p2p for activity in waiting.values())
+    if some_are_in_send_or_receive:
         is_deadlock = _is_deadlock_of_sends(case, waiting)
         advice = advice_on_p2p(waiting)
 
@@ -126,9 +126,9 @@ def _kinds_of_calls(
 ) -> set[Signature | str]:
     """Returns the different calls that ranks are in.
 
-    That is the signature of the rank's call at the mismatch, for example "all_reduce of 10 numbers
-    in float32", as sizes may differ. If that is not known, it is the function that the rank waits
-    in, for example "barrier".
+    For each rank, this is the signature of its call at the mismatch, such as "all_reduce of 10
+    numbers in float32". If no such call is known, it is the name of the function that the rank
+    waits in, such as "barrier".
     """
     calls_at_mismatch = {} if mismatch is None else dict(mismatch.calls)
     kinds: set[Signature | str] = set()

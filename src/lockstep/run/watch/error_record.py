@@ -17,7 +17,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
@@ -208,12 +208,6 @@ def describe_error(error: BaseException) -> ErrorRecord:
             handled = _describe_handled(cause)
 
     earlier_errors = _chain(cause)
-    chain: list[str] = []
-    for earlier in earlier_errors:
-        if _is_remote_traceback(earlier):
-            chain += _headlines_before_last(_message(earlier))
-        else:
-            chain.append(f"{_type_name(earlier)}: {_message(earlier)}")
 
     may_be_temporary = True
     failed_rank = None
@@ -229,7 +223,7 @@ def describe_error(error: BaseException) -> ErrorRecord:
         time=time.time(),
         exit_code=exit_code(error),
         traceback=_shorten(format_for_user(error)),
-        chain=tuple(chain),
+        chain=_describe_chain(earlier_errors),
         raised_meanwhile=tuple(raised_meanwhile),
         handled=handled,
         trained_steps=trained_steps(),
@@ -238,6 +232,21 @@ def describe_error(error: BaseException) -> ErrorRecord:
         of_rank=failed_rank,
         hiding_file=find_hiding_file([cause, *earlier_errors]),
     )
+
+
+def _describe_chain(errors: Sequence[BaseException]) -> tuple[str, ...]:
+    """Describes the exceptions that another one was raised from, each as `type: message`.
+
+    The exception of a pool's worker process is raised from the text of its traceback, which may
+    contain the tracebacks of further exceptions: these are described in its place.
+    """
+    descriptions: list[str] = []
+    for error in errors:
+        if _is_remote_traceback(error):
+            descriptions += _headlines_before_last(_message(error))
+        else:
+            descriptions.append(f"{_type_name(error)}: {_message(error)}")
+    return tuple(descriptions)
 
 
 def describe_in_flight(error: BaseException) -> ErrorInFlight | None:
@@ -294,7 +303,8 @@ def _describe_handled(error: BaseException) -> str:
     """Describes the exception that the user's code had caught when it raised another one.
 
     Returns:
-        The description; empty if there was none, or if the error was raised from it.
+        The description; empty if there was none, or if the other one was raised from it (then it
+        is in the chain of that exception).
     """
     for earlier in errors_before(error):
         if is_handled_by_user(earlier):
@@ -528,7 +538,8 @@ def _headlines_before_last(message: str) -> list[str]:
 
     The last one is that of the exception itself, and the others are those that it was raised from.
     """
-    return _headlines_of_tracebacks(message)[-2::-1]
+    headlines_before_last = _headlines_of_tracebacks(message)[:-1]
+    return list(reversed(headlines_before_last))
 
 
 def _headlines_of_tracebacks(message: str) -> list[str]:

@@ -165,43 +165,19 @@ def first_failure(
         The first failure, or None if nothing failed.
     """
     ends = _sort_ends(exits, interrupted)
-    roots = [_root_of_exit(end) for end in ends.failed]
-    roots += lost_nodes
-
-    if hang is not None:
-        # A hang that was found after a failure is only a consequence of it.
-        failed_before_hang = any(root.time <= hang.found_at + SAME_TIME_S for root in roots)
-        if not failed_before_hang:
-            roots += _roots_of_hang(hang, ends)
-
-    if interrupted is not None:
-        roots.append(_root_of_interruption(interrupted))
+    roots = _failures_without_lost_peer(ends, hang, interrupted, lost_nodes)
 
     # If no failure explains why ranks lost a peer, a rank may have ended without an error.
     lost_a_peer = [end for end in ends.followers if not _is_told_of_other_rank(end)]
     if lost_a_peer and not any(_has_cause(end, roots) for end in ends.followers):
         roots += _roots_without_error(ends, min(end.failed_at for end in lost_a_peer))
 
-    explained = [end for end in ends.followers if _has_cause(end, roots)]
-    unexplained = [end for end in ends.followers if not _has_cause(end, roots)]
-
-    # No rank was gone when these gave up waiting, or lost their connections.
-    gave_up = [end for end in unexplained if not _lost_connection(end)]
-    lost_connection = [end for end in unexplained if _lost_connection(end)]
-    roots += [_root_of_unexplained(end) for end in gave_up]
-
-    # The end of a rank that gave up has closed its connections.
-    roots_before_loss = list(roots)
-    for end in lost_connection:
-        if _has_cause(end, roots_before_loss):
-            explained.append(end)
-        else:
-            roots.append(_root_of_unexplained(end))
-
+    consequences, own_failures = _explain_followers(ends.followers, roots)
+    roots += own_failures
     if not roots:
         return None
 
-    first = _first_of_roots(roots, explained)
+    first = _first_of_roots(roots, consequences)
     if first.simultaneous_failures:
         # Another failure may have been the first, so this one cannot be recognized in a later
         # attempt.
@@ -217,6 +193,64 @@ def first_failure(
         is_repeated=first.key in earlier_failures,
         folder=folder,
     )
+
+
+def _failures_without_lost_peer(
+    ends: _Ends,
+    hang: Verdict | None,
+    interrupted: Interruption | None,
+    lost_nodes: Sequence[FirstFailure],
+) -> list[FirstFailure]:
+    """Returns the failures that no rank reports as the loss of another rank.
+
+    These are the errors of ranks, lost machines, a hang, and the signal that ended the launcher.
+    The arguments are those of `first_failure`.
+    """
+    failures = [_root_of_exit(end) for end in ends.failed]
+    failures += lost_nodes
+
+    if hang is not None:
+        # A hang that was found after a failure is only a consequence of it.
+        failed_before_hang = any(
+            failure.time <= hang.found_at + SAME_TIME_S for failure in failures
+        )
+        if not failed_before_hang:
+            failures += _roots_of_hang(hang, ends)
+
+    if interrupted is not None:
+        failures.append(_root_of_interruption(interrupted))
+    return failures
+
+
+def _explain_followers(
+    followers: Sequence[ExitStatus], roots: Sequence[FirstFailure]
+) -> tuple[list[ExitStatus], list[FirstFailure]]:
+    """Tells the followers whose loss a failure explains from those that are failures themselves.
+
+    Args:
+        followers: the ranks whose errors say that a peer was lost, or that another rank has failed.
+        roots: the failures that are known so far.
+
+    Returns:
+        The ends that are consequences, and the failures of the other ranks.
+    """
+    explained = [end for end in followers if _has_cause(end, roots)]
+    unexplained = [end for end in followers if not _has_cause(end, roots)]
+
+    # No rank was gone when these gave up waiting, or lost their connections.
+    gave_up = [end for end in unexplained if not _lost_connection(end)]
+    lost_connection = [end for end in unexplained if _lost_connection(end)]
+    own_failures = [_root_of_unexplained(end) for end in gave_up]
+
+    # The end of a rank that gave up has closed its connections, so it explains such a loss.
+    roots_before_loss = [*roots, *own_failures]
+    for end in lost_connection:
+        if _has_cause(end, roots_before_loss):
+            explained.append(end)
+        else:
+            own_failures.append(_root_of_unexplained(end))
+
+    return explained, own_failures
 
 
 def _first_of_roots(roots: Sequence[FirstFailure], followers: Sequence[ExitStatus]) -> FirstFailure:
@@ -387,8 +421,8 @@ def _merge_and_sort(roots: Iterable[FirstFailure]) -> list[FirstFailure]:
     Returns:
         The merged roots, the earliest first.
     """
-    # The roots are added in the order of time, so the groups are in this order too, by their
-    # earliest roots, and so are the roots in each group.
+    # As the roots are sorted by time, the earliest of each group is its first, and the group with
+    # the earliest root of all comes first.
     similar_roots: dict[object, list[FirstFailure]] = defaultdict(list)
     for root in sorted(roots, key=lambda root: (root.time, root.ranks)):
         similar_roots[root.likeness].append(root)
@@ -493,6 +527,8 @@ def _root_of_exit(end: ExitStatus, *, network_failed: bool = False) -> FirstFail
         headline = error.headline if error is not None else _headline_without_error(end)
         details = _last_lines(end)
 
+    # Only an exception says whether it would come again; any other failure may pass.
+    comes_again = kind == "exception" and error is not None and not error.may_be_temporary
     return FirstFailure(
         kind=kind,
         ranks=(end.rank,),
@@ -507,7 +543,7 @@ def _root_of_exit(end: ExitStatus, *, network_failed: bool = False) -> FirstFail
         advice=advise(kind, end, network_failed=network_failed),
         is_from_lockstep=error is not None and error.from_lockstep,
         key=failure_key(end) if kind == "exception" else "",
-        may_be_temporary=error is None or kind != "exception" or error.may_be_temporary,
+        may_be_temporary=not comes_again,
     )
 
 

@@ -11,9 +11,9 @@ ranks are found by `straggler`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 
-from lockstep.run.watch.activity import Kind, classify, is_still
+from lockstep.run.watch.activity import Activity, Kind, classify, is_still
 from lockstep.run.watch.call_table import CallTable
 from lockstep.run.watch.case import Case
 from lockstep.run.watch.deadlock import advice_on_p2p, deadlock, name_ops
@@ -42,21 +42,15 @@ def find(earlier: Snapshot, later: Snapshot, waited_s: float) -> Verdict | None:
     Returns:
         The verdict, or None if a rank makes progress or if no rank waits.
     """
-    seconds_between = later.time - earlier.time
-
     # Calls are compared by the names of their groups, so a name must not stand for two groups.
     earlier = with_unique_group_names(earlier)
     later = with_unique_group_names(later)
     states_before = {state.rank: state for state in earlier.ranks}
+    seconds_between = later.time - earlier.time
 
-    first_guesses = {}
-    for state in later.ranks:
-        if state.rank not in states_before:  # one snapshot does not show whether a rank moves
-            continue
-        activity = classify(states_before[state.rank], state, seconds_between)
-        if activity.kind is Kind.MOVING:
-            return None
-        first_guesses[state.rank] = activity
+    first_guesses = _classify_ranks(states_before, later, seconds_between)
+    if first_guesses is None:
+        return None
 
     # The first guesses are corrected: a rank that seems to work may be waiting for its GPU, and one
     # that seems deadlocked may yet be freed by a timeout or by another of its threads.
@@ -67,14 +61,7 @@ def find(earlier: Snapshot, later: Snapshot, waited_s: float) -> Verdict | None:
     }
     activities = recognize_possible_progress(activities, table)
     graph = build_wait_graph(activities, table)
-
-    # The time of a call is that of its host's clock, so it is only compared within one host.
-    since_call_s: dict[int, float] = {}
-    if later.one_host:
-        for rank in graph.waits_for:
-            call = activities[rank].call
-            if call is not None:
-                since_call_s[rank] = max(0.0, later.time - call.time_s)
+    since_call_s = _seconds_since_calls(graph.waits_for, activities, later)
 
     # Between two machines, data may be in transit that neither of them knows about.
     alive = [a.state for a in activities.values() if a.kind is not Kind.EXITED]
@@ -97,6 +84,43 @@ def find(earlier: Snapshot, later: Snapshot, waited_s: float) -> Verdict | None:
         if verdict is not None:
             return verdict
     return None
+
+
+def _classify_ranks(
+    states_before: Mapping[int, RankState], later: Snapshot, seconds_between: float
+) -> dict[int, Activity] | None:
+    """Judges what each rank does, by its own two states alone; returns None if a rank moves.
+
+    Args:
+        states_before: the state of each rank in the first snapshot.
+        later: the second snapshot.
+        seconds_between: the time between them.
+    """
+    activities = {}
+    for state in later.ranks:
+        if state.rank not in states_before:  # one snapshot does not show whether a rank moves
+            continue
+        activity = classify(states_before[state.rank], state, seconds_between)
+        if activity.kind is Kind.MOVING:
+            return None
+        activities[state.rank] = activity
+    return activities
+
+
+def _seconds_since_calls(
+    waiting_ranks: Iterable[int], activities: Mapping[int, Activity], snapshot: Snapshot
+) -> dict[int, float]:
+    """Returns the seconds since each waiting rank made the call that it waits in, where known.
+
+    The time of a call is that of its host's clock. So with several hosts the result is empty.
+    """
+    since_call_s: dict[int, float] = {}
+    if snapshot.one_host:
+        for rank in waiting_ranks:
+            call = activities[rank].call
+            if call is not None:
+                since_call_s[rank] = max(0.0, snapshot.time - call.time_s)
+    return since_call_s
 
 
 def _nothing_is_visible(case: Case) -> Verdict | None:

@@ -20,7 +20,6 @@ ACM Computing Surveys 19 (4), 1987.
 
 from __future__ import annotations
 
-import functools
 import math
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
@@ -110,15 +109,13 @@ class WaitGraph:
         Args:
             remaining: the waiting ranks that have not been found free so far.
         """
-
-        @functools.cache  # many ranks share one set of awaited ranks
-        def remaining_of(awaited: frozenset[int]) -> frozenset[int]:
-            return awaited & remaining
+        # Many ranks share one set of awaited ranks, so each set is looked at once.
+        awaited_sets = {self.waits_for[rank] for rank in remaining}
+        still_awaited = {awaited: awaited & remaining for awaited in awaited_sets}
 
         free_ranks = set()
         for rank in remaining - self.mismatched:
-            still_awaited = remaining_of(self.waits_for[rank])
-            if not _has_other_rank(still_awaited, rank):
+            if not _has_other_rank(still_awaited[self.waits_for[rank]], rank):
                 free_ranks.add(rank)
         return free_ranks
 
