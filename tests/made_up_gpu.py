@@ -117,6 +117,9 @@ class MadeUpGpu(TorchFunctionMode):
         non_blocking = bool(kwargs.get("non_blocking"))
         if name in READS:
             return any(on_gpu)
+        if name == "_foreach_copy_":
+            num_pairs = len(on_gpu) // 2
+            return on_gpu[:num_pairs] != on_gpu[num_pairs:] and not non_blocking
         if name == "copy_":
             non_blocking = non_blocking or (len(args) > 2 and bool(args[2]))
             return len(on_gpu) == 2 and on_gpu[0] != on_gpu[1] and not non_blocking
@@ -285,6 +288,14 @@ def make_up_gpu(patch: Callable[[Any, str, Any], None]) -> MadeUpGpu:
     patch(torch.cuda, "Stream", lambda *args, **kwargs: Stream(gpu))
     patch(torch.cuda, "current_stream", lambda *args: Stream(gpu))
     patch(torch.Tensor, "record_stream", lambda *args: None)
+    plain_from_numpy = torch.from_numpy
+
+    def from_numpy(array: Any) -> Tensor:
+        tensor = plain_from_numpy(array)  # which no mode sees
+        gpu.put(tensor, False)
+        return tensor
+
+    patch(torch, "from_numpy", from_numpy)
     patch(torch.cuda, "stream", nothing)
     patch(torch.cuda, "device", nothing)
     patch(torch.cuda, "synchronize", lambda *args: gpu.note(sys._getframe(1)))

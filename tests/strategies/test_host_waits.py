@@ -62,7 +62,7 @@ class Case:
     """How often each place may wait in the counted steps."""
 
 
-KEPT_STEP = {"checkpoint/background_copy.py _copy_and_finish": COUNTED_STEPS}
+KEPT_STEP = {"checkpoint/background_copy.py run": COUNTED_STEPS}
 """The thread that copies a step to host memory waits for its copies. The training thread computes
 the next gradients meanwhile."""
 ON_ONE_PROCESS = [

@@ -20,7 +20,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lockstep.checkpoint.modules import plain_names
-from lockstep.extensions.journal.hashing import TensorHasher, TensorPart, mixed_numbers
+from lockstep.extensions.journal.hashing import (
+    TensorHasher,
+    TensorPart,
+    copy_to_device,
+    mixed_numbers,
+)
 from lockstep.torch_compat import is_sharded, local_box, to_local
 
 
@@ -162,10 +167,17 @@ class HashedTensors:
         return total
 
     def _on_own_device(self, hashes: Any) -> Any:
-        """Returns hashes, which are an array of numpy if they are on the CPU, on this device."""
-        if isinstance(hashes, np.ndarray) and self._device.type != "cpu":
-            return torch.from_numpy(hashes).to(self._device)
-        return hashes
+        """Returns hashes on this device, without waiting for a GPU.
+
+        Args:
+            hashes: an array of numpy, of tensors on the CPU; or a tensor on a GPU. A model may be
+                spread over several GPUs.
+        """
+        if self._device.type == "cpu":
+            return hashes
+        if isinstance(hashes, np.ndarray):
+            return copy_to_device(torch.from_numpy(hashes), self._device)
+        return hashes.to(self._device, non_blocking=True)
 
     def _no_hashes(self) -> Any:
         """Returns what `hashes` returns on a rank that has nothing to hash."""

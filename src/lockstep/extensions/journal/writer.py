@@ -491,10 +491,17 @@ class Journal(Extension):
         """Returns the bits of each loss, as a float64, in an int64 array or tensor."""
         if self._device.type == "cpu":
             return np.array([float(loss) for loss in losses], np.float64).view(np.int64)
-        tensors = [torch.as_tensor(loss, device=self._device).double() for loss in losses]
-        if not tensors:
+        if not losses:
             return torch.zeros(0, dtype=torch.int64, device=self._device)
-        return torch.stack([tensor.reshape(()) for tensor in tensors]).view(torch.int64)
+        on_device: list[Tensor] = []
+        for loss in losses:
+            if isinstance(loss, Tensor):
+                moved = loss.detach().to(self._device, torch.float64, non_blocking=True)
+                on_device.append(moved.reshape(()))
+            else:  # a kernel fills this tensor; `torch.tensor(loss)` would be copied, and wait
+                filled = torch.full((), loss, dtype=torch.float64, device=self._device)
+                on_device.append(filled)
+        return torch.stack(on_device).view(torch.int64)
 
     # The file
 
