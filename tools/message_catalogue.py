@@ -67,6 +67,7 @@ FILES_OF_SENTENCES = (
     "extensions.report.network_advice",
     "extensions.report.network_forecast",
     "machine.interface",
+    "machine.process_copy",
     "run.machines.auth",
     "run.machines.helper",
     "run.machines.machine_connection",

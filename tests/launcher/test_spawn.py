@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import atexit
+import ctypes
 import errno
 import multiprocessing
 import os
@@ -13,6 +14,7 @@ import sys
 import tempfile
 import threading
 import time
+import warnings
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -27,8 +29,9 @@ from torch import nn
 
 import lockstep
 import lockstep.run.start.plan
+from lockstep.checkpoint import bits
 from lockstep.errors import RankFailedError, SettingError, UsageError
-from lockstep.run.start import spawn
+from lockstep.run.start import openblas, spawn
 from lockstep.run.start.machine import Machine
 from lockstep.run.start.spawn import launch
 
@@ -136,6 +139,38 @@ def test_a_closure_trains_in_copies_of_a_process_that_has_used_openmp() -> None:
         torch.set_num_threads(before)
     assert results[0] == results[1]
     assert results[0][0] == 1
+
+
+def openblas_threads() -> list[int]:
+    """Returns the number of threads of each OpenBLAS in this process that has NumPy's names."""
+    libraries = [ctypes.CDLL(path) for path in openblas._loaded_files()]
+    return [library.scipy_openblas_get_num_threads64_() for library in libraries]
+
+
+@in_clean_process
+def test_a_copy_computes_with_one_thread_whatever_is_asked_for() -> None:
+    for path in openblas._loaded_files():
+        ctypes.CDLL(path).scipy_openblas_set_num_threads64_(2)
+    assert 2 in openblas_threads()
+
+    def threads_and_texts() -> tuple[int, list[int], list[str]]:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            world = lockstep.init(virtual_ranks=2)
+        manifest = {"virtual_ranks": 2, "threads": 2}
+        said = bits.restore_threads_and_note_differences(manifest, 2, torch.device("cpu"))
+        threads = torch.get_num_threads()
+        world.close()
+        return threads, openblas_threads(), [*(str(each.message) for each in caught), said]
+
+    variables = {"OMP_NUM_THREADS": "2"}
+    ((threads, of_openblas, texts),) = launch(threads_and_texts, nproc=1, env=variables)
+    assert threads == 1
+    assert set(of_openblas) == {1}
+    warning, said = texts
+    assert "OMP_NUM_THREADS=2 with virtual_ranks" in warning
+    assert "the bits are those of one: OpenMP's threads do not survive" in warning
+    assert "bits are not promised: it was saved with 2 threads, and this process" in said
 
 
 @pytest.mark.parametrize(

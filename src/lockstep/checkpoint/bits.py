@@ -16,6 +16,7 @@ import torch
 from lockstep.distributed.determinism import pin_threads
 from lockstep.distributed.numerics import describe_differences, read_numerics
 from lockstep.errors import CheckpointError, warn
+from lockstep.machine import process_copy
 from lockstep.settings import Settings, is_whole_number
 from lockstep.wording import count_noun
 
@@ -127,7 +128,8 @@ def restore_threads_and_note_differences(
 ) -> str:
     """Sets the number of threads to that of a checkpoint, and compares the numerics.
 
-    With the same number of threads and the same numerics, the run goes on with the same bits.
+    With the same number of threads and the same numerics, the run goes on with the same bits. In a
+    copy of a process the number of threads stays 1 (`machine.process_copy`).
 
     Args:
         manifest: the manifest of the checkpoint.
@@ -148,8 +150,15 @@ def restore_threads_and_note_differences(
     num_threads = manifest.get("threads")
     threads_before = torch.get_num_threads()
     if is_whole_number(num_threads) and num_threads != threads_before:
-        pin_threads(num_threads)
-        text += f"; {count_noun(num_threads, 'thread')} as saved, not {threads_before}"
+        if process_copy.is_copy():
+            text += (
+                f"; bits are not promised: it was saved with {count_noun(num_threads, 'thread')}, "
+                f"and this process computes with one: {process_copy.WHY_ONE_THREAD}; to keep them, "
+                "define the function in a module: launch then runs it in new processes"
+            )
+        else:
+            pin_threads(num_threads)
+            text += f"; {count_noun(num_threads, 'thread')} as saved, not {threads_before}"
 
     saved_numerics = manifest.get("numerics")
     differences = ""

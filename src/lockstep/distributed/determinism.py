@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 from lockstep.distributed.collectives import Collectives
 from lockstep.distributed.numerics import compare_ranks, read_numerics
 from lockstep.errors import LockstepError, UsageError, add_note_once, warn
+from lockstep.machine import process_copy
 from lockstep.machine.topology import threads_set_by_user
 from lockstep.session.extension import Extension
 from lockstep.settings import Choice
@@ -69,8 +70,13 @@ class Determinism(Extension):
         self._computes_on_cpu = collectives.device.type == "cpu"
 
         # All ranks have the same OMP_NUM_THREADS: they compare it when they join.
-        self._users_threads = threads_set_by_user(os.environ)
-        pin_threads(self._users_threads or DEFAULT_NUM_THREADS)
+        if process_copy.is_copy():
+            self._users_threads = process_copy.threads_asked_for()
+            pin_threads(process_copy.THREADS_OF_COPY)
+            self._warn_if_copy_ignores_threads()
+        else:
+            self._users_threads = threads_set_by_user(os.environ)
+            pin_threads(self._users_threads or DEFAULT_NUM_THREADS)
 
         # In torch's deterministic mode, cuBLAS refuses to compute without a fixed workspace.
         os.environ.setdefault(CUBLAS_VARIABLE, ":4096:8")
@@ -84,8 +90,22 @@ class Determinism(Extension):
         self.differences = compare_ranks(collectives, read_numerics(collectives.device))
         """The numerics that differ between ranks, as a text; "" if all are equal."""
 
+    def _warn_if_copy_ignores_threads(self) -> None:
+        """Warns if the user has asked for several threads in a copy, which computes with one."""
+        if self._users_threads is None or self._users_threads == process_copy.THREADS_OF_COPY:
+            return
+        warn(
+            f"OMP_NUM_THREADS={self._users_threads} with virtual_ranks",
+            f"this process computes with one thread, so the bits are those of one: "
+            f"{process_copy.WHY_ONE_THREAD}",
+            "define the function in a module: launch then runs it in new processes",
+        )
+
     def choice(self) -> Choice:
         """Returns the number of threads and the reason for it, for the startup summary."""
+        if process_copy.is_copy():
+            return Choice("threads", str(process_copy.THREADS_OF_COPY), process_copy.WHY_ONE_THREAD)
+
         if self._users_threads is not None:
             return Choice(
                 "threads",

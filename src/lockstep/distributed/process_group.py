@@ -35,7 +35,7 @@ from lockstep.distributed.collectives import Collectives
 from lockstep.distributed.device import choose_device
 from lockstep.distributed.manifest import collect
 from lockstep.errors import LockstepError, SettingError, UsageError, set_rank, warn
-from lockstep.machine import network
+from lockstep.machine import network, process_copy
 from lockstep.machine.topology import (
     SET_BY_SCRIPT,
     Topology,
@@ -351,6 +351,8 @@ def _set_up_run(
         torch.cuda.set_device(device)
     elif settings.virtual_ranks is None:  # virtual ranks fix the number, which is logged elsewhere
         source = "OMP_NUM_THREADS" if environ.get("OMP_NUM_THREADS") else "torch's default"
+        if process_copy.is_copy():
+            source = process_copy.WHY_ONE_THREAD
         choices.append(Choice("threads", str(torch.get_num_threads()), f"per process; {source}"))
 
     backend = ""

@@ -35,10 +35,13 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from lockstep.errors import EXIT_SIGNAL, RankFailedError, SettingError, UsageError
 from lockstep.keyword_arguments import check_keywords
 from lockstep.language import in_english, translate
+from lockstep.machine import process_copy
+from lockstep.machine.topology import threads_set_by_user
 from lockstep.run.run_folder import make_folder
 from lockstep.run.start import worker
 from lockstep.run.start.cuda_state import how_cuda_was_initialised
 from lockstep.run.start.machine import read_machine
+from lockstep.run.start.openblas import limit_openblas
 from lockstep.run.start.plan import LaunchPlan, LaunchSpec, choose_nproc, make_plan
 from lockstep.run.start.process import Attempt
 from lockstep.run.start.process_exit import exit_now, exit_process
@@ -179,7 +182,7 @@ def launch(
     # OpenMP's other threads do not survive a fork.
     environment = {**plan.environment, **users_variables}
     if pickled_call is None:
-        environment["OMP_NUM_THREADS"] = "1"
+        environment["OMP_NUM_THREADS"] = str(process_copy.THREADS_OF_COPY)
     plan = replace(
         plan,
         environment=environment,
@@ -188,7 +191,8 @@ def launch(
         launcher="lockstep.launch",
     )
     if pickled_call is None:
-        return _run_with_zygote(_fork_zygote(call), None, plan, launch_text)
+        threads = threads_set_by_user({**os.environ, **users_variables})
+        return _run_with_zygote(_fork_zygote(call, threads), None, plan, launch_text)
     return run_in_fresh_processes(pickled_call, _probable_imports(fn), plan, launch_text)
 
 
@@ -346,12 +350,17 @@ def _check_copies_can_use_gpus(
 # Starting the zygote
 
 
-def _fork_zygote(call: FunctionCall) -> Zygote:
-    """Starts a zygote that is a copy of this process."""
+def _fork_zygote(call: FunctionCall, threads_asked_for: int | None) -> Zygote:
+    """Starts a zygote that is a copy of this process.
+
+    Args:
+        call: what the ranks run.
+        threads_asked_for: the user's OMP_NUM_THREADS, if there is one.
+    """
     with warnings.catch_warnings():
         # Since Python 3.12 os.fork warns if this process has threads.
         warnings.simplefilter("ignore", DeprecationWarning)
-        return Zygote(lambda: run_copy(call))
+        return Zygote(lambda: run_copy(call, threads_asked_for))
 
 
 def _probable_imports(fn: Callable[..., Any]) -> set[str]:
@@ -575,18 +584,24 @@ def _returned_value(folder: Path, rank: int, launch_text: str) -> Any:
 # In the ranks
 
 
-def run_copy(call: FunctionCall) -> NoReturn:
+def run_copy(call: FunctionCall, threads_asked_for: int | None = None) -> NoReturn:
     """Runs the call as a rank in this process, a copy of the launching process, and then ends the
     process.
 
     It does so as multiprocessing does in a process that it has forked: `_bootstrap` drops the
     children, finalizers and locks of the launching process, and calls the target.
+
+    Args:
+        call: the call.
+        threads_asked_for: the user's OMP_NUM_THREADS, which a copy cannot use.
     """
     worker.open_streams()
+    process_copy.become_copy(threads_asked_for)
     torch = sys.modules.get("torch")
     if torch is not None:
         # OpenMP's thread pool was not copied, and a parallel region would wait for it forever.
-        torch.set_num_threads(1)
+        torch.set_num_threads(process_copy.THREADS_OF_COPY)
+    limit_openblas(process_copy.THREADS_OF_COPY)  # NumPy's threads, of which each copy has as many
 
     # `_bootstrap` calls `run`, and ignores what that returns. So `run` leaves its exit code here.
     # The code stays 1 if `_bootstrap` fails before it calls `run`, and prints the exception.
