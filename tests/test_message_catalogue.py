@@ -87,6 +87,42 @@ def test_every_message_of_the_source_is_in_the_catalogue(extracted: messages.Mes
     assert in_catalogue - in_source == set(), "make messages: these are gone"
 
 
+def test_texts_that_are_listed_as_no_messages_are_in_the_source(
+    extracted: messages.Messages,
+) -> None:
+    assert set(messages.NO_MESSAGES) - extracted.no_messages_found == set()
+
+
+SENTENCES = '''
+"""A docstring of several words."""
+LIMITS = {"the key of a dictionary": "a limit that the user has set"}
+OUT_OF_MEMORY = re.compile("not enough memory for this")
+PATTERN = r"not enough memory for \\d+ bytes"
+
+def describe(number):
+    """Another docstring of several words."""
+    if "is not enough memory" in str(number):
+        raise AssertionError("this can not happen")
+    text = f"the {number} samples were left out"
+    text += f"; so were {number} of the others"
+    return text + f", and {number} of all of them", "two words"
+'''
+
+
+def test_a_sentence_anywhere_in_a_module_is_a_message(tmp_path: Path) -> None:
+    """Only those in calls of errors were found, and those of listed modules."""
+    file = tmp_path / "made.py"
+    file.write_text(SENTENCES)
+    modules = {**messages.house.read_house(), "made": messages.house.Module("made", file)}
+    found = messages.Reader(modules).read()
+    assert {message for message, places in found.places.items() if "made" in places} == {
+        "a limit that the user has set",
+        "the {number} samples were left out",
+        "so were {number} of the others",
+        "{text}, and {number} of all of them",
+    }
+
+
 def test_the_advice_of_every_error_is_found(extracted: messages.Messages) -> None:
     assert set(extracted.advice_not_found) == PASSED_ON
 
@@ -104,6 +140,18 @@ def test_both_languages_have_the_same_fields() -> None:
         translated_fields = set(fields_of(entry.translation))
         assert translated_fields <= fields, entry
         assert fields - translated_fields <= set(GRAMMATICAL_FIELDS), entry
+
+
+def test_messages_that_differ_only_in_names_of_fields_have_one_translation() -> None:
+    """With two translations a text would have two readings, and stay English."""
+    translations: dict[tuple[str, ...], set[str]] = {}
+    for entry in ENTRIES:
+        patterns = [pattern_of_field(field).pattern for field in fields_of(entry.message)]
+        number_of_field = {field: str(n) for n, field in enumerate(fields_of(entry.message))}
+        key = (entry.message.format(**number_of_field), *patterns)
+        translation = entry.translation.format(**number_of_field)
+        translations.setdefault(key, set()).add(without_spaces(translation))
+    assert [found for found in translations.values() if len(found) > 1] == []
 
 
 NAMES_IN_MESSAGES = re.compile(

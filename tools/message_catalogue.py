@@ -1,7 +1,7 @@
 """Keeps the catalogue of messages that `lockstep.language` translates with: `make messages`.
 
 1. The messages are *extracted* from the source: what errors and warnings have found and what to do
-   about it; all sentences of the files in `FILES_OF_SENTENCES`, which write verdicts; and
+   about it; every other sentence in the source, unless `NO_MESSAGES_BY_REASON` lists it; and
    `verify/catalogue.toml`. An f-string becomes a template: f"start {count}" is "start {count}".
 2. They are *merged* into `lockstep.po`: translations are kept, messages that are no longer in the
    source go, new ones come without a translation.
@@ -30,7 +30,7 @@ PO_FILE = CATALOGUE_FILE
 FunctionDef = ast.FunctionDef | ast.AsyncFunctionDef
 CATALOGUE_OF_FINDINGS = house.SOURCE / "verify" / "catalogue.toml"
 
-FILES_OF_SENTENCES = (
+FILES_OF_SHORT_TEXTS = (
     "batch.digest_matching",
     "batch.fingerprint",
     "batch.stream_consistency",
@@ -111,55 +111,175 @@ FILES_OF_SENTENCES = (
     "verify.verdict",
     "wording",
 )
-"""Modules, or beginnings of their names, in which every text of several words is a message."""
+"""Modules, or beginnings of their names, in which a text of two words is a message too, because
+they write verdicts, which consist of such parts."""
+MIN_WORDS_OF_SENTENCE = 3
+"""Anywhere in the source, a text with so many words of prose is a message."""
+WORD_OF_PROSE = re.compile(r"(?<![\w./_-])[A-Za-z][a-z']+(?![\w/_(=-])")
+SIGN_OF_A_PATTERN = re.compile(r"\\[a-zA-Z(\[.|]|\(\?|\.\*|\[\^|\w\|[A-Za-z]{2}")
+"""What a regular expression has, and a sentence has not."""
 NAMES_OF_OPTIONS = re.compile(r"--[\w-]+ [A-Z:|{}a-z_]+|lockstep run(?: --.*\.py.*)?")
 """An option with its value, and an example of the help: texts that are the same in Chinese."""
-NO_MESSAGES = {
-    "a list of {length}",
-    "tensors {leaf}",
-    "{first_leaves}, ... ({num_leaves} values)",
-    "Lockstep {facts}",
-    "Python {facts}",
-    "ROCm {hip}",
-    "made {facts}",
-    "statistics of {samples}",
-    "torch {facts}",
-    "{milliseconds} ms",
-    "{num_bytes} B",
-    "{names} from {file}",
-    "{number} {noun}es",
-    "{number} {noun}s",
-    "{value} GiB",
-    "{value} KiB",
-    "{value} MiB",
-    "LOCKSTEP_TOKEN",
-    "(?:Stack|.*hread 0x0*{thread}\\b.*) \\(most recent call first\\):\\n",
-    "Traceback (most recent call last)",
-    "exchange_identification|Connection closed by UNKNOWN port",
-    "no such file|not found|does not exist|permission denied|unknown command",
-    "With Lockstep",
-    "With plain DDP",
-    ', "checksum": "',
-    "rank 0",
-    "its value",
-    "whether it is set",
-    "world.broadcast(..., source={source})",
-    "--rsync-path=mkdir -p {quote} && rsync",
-    "--filter=:- .gitignore",
-    "saving weights to",
-    "looking for checkpoints in",
-    "{op} number {num_begun}",
-    "make all ranks equal in what decides bits, since they may have other bits without being "
-    "wrong; if they still differ: {do}",
-    "{describe_op} in slices",
-    "between machines",
-    "in a tree",
-    "other shape",
-    "import sys; sys.path.insert(0, {packages_folder}); from {name} import zygote_main; "
-    "zygote_main(*sys.argv[1:])",
+NO_MESSAGES_BY_REASON = {
+    "it would fit texts that were made from other templates": (
+        "a list of {length}",
+        "tensors {leaf}",
+        "{first_leaves}, ... ({num_leaves} values)",
+        "Lockstep {lockstep}",
+        "Python {python}",
+        "ROCm {hip}",
+        "made {folder}",
+        "statistics of {samples}",
+        "torch {torch}",
+        "{milliseconds} ms",
+        "{names} from {file}",
+        "{num_bytes} B",
+        "{number} {noun}es",
+        "{number} {noun}s",
+        "{value} GiB",
+        "{value} KiB",
+        "{value} MiB",
+        "{op} number {num_begun}",
+        "{describe_op} in slices",
+        "{op} of {shown} {unit}",
+        "(?:Stack|.*hread 0x0*{thread}\\b.*) \\(most recent call first\\):\\n",
+    ),
+    "it is what torch, Python, the system or another program says, and is looked for": (
+        "Application timeout caused pair closure",
+        "Connection was likely closed",
+        "Current thread's C stack",
+        "Failed to check the .should dump. flag on TCPStore",
+        "Heartbeat monitor timed out",
+        "Python runtime state:",
+        "Some NCCL operations have failed or timed out",
+        "The client socket has timed out",
+        "Traceback (most recent call last):",
+        "Watchdog caught collective operation timeout",
+        "[Ss]ocket [Tt]imeout",
+        "can't allocate memory",
+        "can't start new thread",
+        "does not have a deterministic implementation",
+        "exchange_identification|Connection closed by UNKNOWN port",
+        "no such file|not found|does not exist|permission denied|unknown command",
+        "not enough memory",
+        "out of memory",
+        "remote process exited or there was a network error",
+        "watchdog got stuck",
+    ),
+    "it is how a message of Lockstep's begins or what it contains, and is looked for": (
+        "all ranks have come, but one did not go on within",
+        "faulthandler writes into",
+        "its process was then",
+        "its store answered once and then went away",
+        "rank 0 or its store went away during the join",
+    ),
+    "it is Python's own text, printed as Python prints it": (
+        "Error in sys.excepthook:",
+        "Original exception was:",
+    ),
+    "it is a key, a name or a mark in records and between processes": (
+        "LOCKSTEP_TOKEN",
+        ', "checksum": "',
+        "at its end",
+        "in a tree",
+        "its value",
+        "other shape",
+        "rank 0",
+        "send or receive",
+        "snapshot asked for",
+        "the loss of a process",
+        "trained without prepare",
+        "version of the order",
+        "whether it is set",
+        # Of an enumeration.
+        "a rank has other bits each time, and the other rank the same both times",
+        "both ranks have other bits each time",
+        "no bits have a majority",
+        "some ranks had other bits than the majority, and the same the second time",
+        "some ranks have other bits than the majority",
+        "two ranks have different bits, and could not compute them again",
+        "two ranks have different bits, each the same both times",
+        # Of an exception that is caught.
+        "process {getpid} got signal {number}",
+        "the actor of Ray is lost",
+    ),
+    "it stands within what the script has raised, which stays as it is": (
+        "(its message cannot be shown)",
+        "the first of {count} exceptions",
+        "the only exception",
+        "{begin}... ({num_removed} characters are left out here) ...{end}",
+        "{headline} (in a worker process)",
+        "{text}... (see the logs for the rest)",
+    ),
+    "its parts are messages": (
+        "global batches were left out: {places}{explanation}",
+        "nothing to resume in {folder}{why_not_from_memory}",
+        "the last checkpoint on disk is of step {step_on_disk}{problems}",
+        "there is no checkpoint on disk{problems}",
+        "{rstrip}\nit started processes of its own, which are not seen: {line}",
+        "make all ranks equal in what decides bits, since they may have other bits without being "
+        "wrong; if they still differ: {do}",
+        "each micro-batch over all ranks, not of the global batch",
+        "of parameters: no example to measure with",
+        "of parameters: the model has no values yet to measure with",
+        "of time and memory, measured on an example",
+        "the replica's part of the global batch",
+        "the samples of all devices, as on one",
+    ),
+    "it is the name of a group in a debugger, or what Python shows for an object": (
+        "a parameter that was replaced in world.prepare",
+        "gradients {number} of model {model_number}",
+    ),
+    "it is a part of a first line in HEADINGS_MADE_ELSEWHERE": (
+        "list of tasks per node",
+        "{name}'s rank and size",
+    ),
+    "it is code, an option or JSON": (
+        '{{"request": {number}, "stacks": {stacks_json}, "groups": {dumps}, "making": '
+        '{group_being_made_json}, "in_flight": {error_json}, "trained_steps": {dumps_2}, '
+        '"records": {records_json}}}',
+        '{{"time": {dumps}, "frames": {dumps_2}, "groups": {dumps_3}, "ranks": {ranks_json}}}',
+        '<iframe srcdoc="{page}" sandbox="allow-scripts" title="lockstep report" '
+        'style="width: 100%; height: {frame_height_px}px; border: 0"></iframe>',
+        "--filter=:- .gitignore",
+        "world.broadcast(..., source={source})",
+        "--rsync-path=mkdir -p {quote} && rsync",
+        "import json, sys\nsys.path = json.loads(sys.argv[1])\n"
+        "from lockstep.run.start.spawn import zygote_main\n"
+        "zygote_main(*map(json.loads, sys.argv[2:]))",
+        "import sys; sys.path.insert(0, {packages_folder}); from {name} import zygote_main; "
+        "zygote_main(*sys.argv[1:])",
+        "import sys; sys.path.insert(0, {packages_folder}); import {name} as m; m.main()",
+    ),
 }
-"""Texts in these modules that are not shown, and templates that would fit texts of others."""
+"""Texts that are no messages, though they look like them, by the reason."""
+NO_MESSAGES = {text for texts in NO_MESSAGES_BY_REASON.values() for text in texts}
 SHORT_MESSAGES = {
+    "a block whole": "extensions.memory_table",
+    "a step": "extensions.memory_table",
+    "measured peak": "extensions.memory_table",
+    "parameter copies": "extensions.memory_table",
+    "replica {number}": "extensions.memory_table",
+    "steps {first} to {last}": "extensions.ledger.report",
+    "start {number}, {started}: {num_ranks}, {steps}": "extensions.ledger.report",
+    "trained {count_noun} again": "extensions.ledger.report",
+    "no step": "extensions.ledger.report",
+    "{number} left out: {examples_text}": "extensions.ledger.judge",
+    "global batches were left out: {places}": "extensions.ledger.judge",
+    "loader {loader} ({dataset}), epoch {epoch}: {what}": "extensions.ledger.judge",
+    "{name} now {dtype}, was {dtype_2}": "extensions.checks.parameters",
+    "{name} unfrozen": "extensions.checks.parameters",
+    "removed every {value}": "checkpoint.name_matching",
+    "it started processes of its own, which are not seen: {line}": "verify.reference_check",
+    "remove it": "cli.checkpoint",
+    "leave it": "cli.checkpoint",
+    "main thread": "run.watch.messages",
+    "another thread": "run.watch.messages",
+    "labels in {name}": "verify.recording.batches",
+    "values but {padding} in {name}": "verify.recording.batches",
+    "ones in {name}": "verify.recording.batches",
+    "non-zero values in {name}": "verify.recording.batches",
+    "tensor {number}": "verify.recording.batches",
     "Directory {name} does not exist.": "cli.help_text",
     "File {name} does not exist.": "cli.help_text",
     "Path {name} does not exist.": "cli.help_text",
@@ -188,9 +308,6 @@ SHORT_MESSAGES = {
     "{value} is not a valid integer range.": "cli.help_text",
     "{value} is not in the range {interval}.": "cli.help_text",
     "{value} is not one of {choices}.": "cli.help_text",
-    "No such command {name}. Did you mean {value}?": "cli.command_group",
-    "No such command {name}. Did you mean one of: {values}?": "cli.command_group",
-    "No such command {name}. There are: {commands}.": "cli.command_group",
     "No such option {name}: {advice}": "cli.unknown_option",
     "strategies are {known_words}": "strategies.find",
     "options of {name} are {known_words}": "strategies.find",
@@ -239,6 +356,7 @@ SHORT_MESSAGES = {
     "{checkpoint_name} ({checkpoint_problem})": "checkpoint.find_latest",
     "{checkpoint_name} ({checkpoint_problem}), {passed}": "checkpoint.find_latest",
     "incomplete": "checkpoint.find_latest",
+    "timed out": "distributed.rendezvous",
     "two copies": "checkpoint.kept_steps",
     "two copies on its machine and two on another one": "checkpoint.kept_steps",
     "one machine has more than {max_senders_per_rank} times as many ranks as the machine that "
@@ -294,9 +412,6 @@ SHORT_MESSAGES = {
     "process {pid} on host {host}": "run.machines.nodes",
     "node {rank} of {num_nodes} has not joined": "run.machines.nodes",
     "{name} is still ending its previous start": "run.machines.nodes",
-    "resumed {where} (epoch {epoch}, step {step}, strategy {strategy}, {count_noun})": (
-        "checkpoint.training_state"
-    ),
     "resumed from memory (epoch {epoch}, step {step}, strategy {strategy}, {count_noun})": (
         "checkpoint.checkpointer"
     ),
@@ -384,6 +499,13 @@ FUNCTIONS_THAT_TRANSLATE = (
     "_labelled_lines",
 )
 """Functions that are given an English text, and show or return it in the user's language."""
+FUNCTIONS_THAT_SHOW_NOTHING = (
+    *("AssertionError", "AttributeError"),  # of a mistake of Lockstep's, and of a missing name
+    *("open_group", "open_groups", "side_stream"),  # their names are for debuggers
+    # See POSITION_AND_HEADING_OF_ACTION.
+    *("check_not_in_main_process_first", "plain_errors", "run_on_all_ranks"),
+)
+"""Functions whose arguments are no messages, though they look like them."""
 HELP_ARGUMENTS = ("help", "short_help", "epilog")
 """Arguments of click's decorators that are texts of the help."""
 ERRORS_WITHOUT_SETTING = ("Problem", "ConnectionDropped")
@@ -397,6 +519,13 @@ DEPTH_OF_FOUND = 3
 """How many for what an error has found, which often quotes names and numbers of the script."""
 DEPTH_OF_WAS_SET = 1
 """How many for the first line of an error, which often quotes what the user has written."""
+POSITION_AND_HEADING_OF_ACTION = {
+    "plain_errors": (0, "{action} {path}"),
+    "run_on_all_ranks": (1, "{action}"),
+    "check_not_in_main_process_first": (0, "{action}"),
+}
+"""Functions that are told what is done, and raise errors with that in the first line: the position
+of this argument, and the line."""
 HEADINGS_MADE_ELSEWHERE = (
     "launch({name}) on {count_noun}",
     "launch({name}) on {count_noun} of a Ray cluster",
@@ -421,12 +550,16 @@ class Messages:
 
     places: dict[str, set[str]] = field(default_factory=dict)
     """The modules of each message."""
+    no_messages_found: set[str] = field(default_factory=set)
+    """The texts of `NO_MESSAGES` that are in the source."""
     advice_not_found: list[str] = field(default_factory=list)
     """Where the advice of an error is an expression whose texts are not found."""
 
     def add(self, message: str, module: str) -> None:
         """Adds a message, unless it has too few letters to be recognized."""
-        if message not in NO_MESSAGES and has_enough_letters(message):
+        if message in NO_MESSAGES:
+            self.no_messages_found.add(message)
+        elif has_enough_letters(message):
             self.places.setdefault(message, set()).add(module)
 
 
@@ -441,6 +574,17 @@ def has_enough_letters(message: str) -> bool:
     literal = re.sub(r"\{\w+\}", " ", message)
     num_letters = len(re.findall(r"[A-Za-z]", literal))
     return num_letters >= MIN_LETTERS
+
+
+def num_words_of_prose(message: str) -> int:
+    """Returns how many words a message has that are no names, options or parts of code.
+
+    A text that looks like a regular expression has none.
+    """
+    if SIGN_OF_A_PATTERN.search(message):
+        return 0
+    without_fields = re.sub(r"\{\w+\}", " ", message)
+    return len(WORD_OF_PROSE.findall(without_fields))
 
 
 def is_prose(heading: str) -> bool:
@@ -523,7 +667,8 @@ def field_name(node: ast.expr) -> str:
             return f"num_{inner}" if name == "len" else inner
         return name
     if isinstance(node, ast.Subscript):
-        return field_name(node.value)
+        key = node.slice.value if isinstance(node.slice, ast.Constant) else None
+        return key if isinstance(key, str) and key.isidentifier() else field_name(node.value)
     return "value"
 
 
@@ -564,8 +709,6 @@ class Reader:
     def read(self) -> Messages:
         """Reads everything."""
         for name, module in self._modules.items():
-            if name.startswith(FILES_OF_SENTENCES):
-                self._read_sentences(name, module.tree)
             if name.startswith("cli."):
                 self._read_help_of_commands(name, module.tree)
             if name.startswith("strategies"):
@@ -576,6 +719,9 @@ class Reader:
             self.messages.places.setdefault(word, set()).add(module_name)
         for heading in HEADINGS_MADE_ELSEWHERE:
             self.messages.places.setdefault(HEADING + heading, set()).add("run")
+        # Last, as first lines of errors are known then: they may look like sentences.
+        for name, module in self._modules.items():
+            self._read_sentences(name, module.tree)
         for message in messages_of_page():
             self.messages.add(message, "extensions.report.web.page")
         for message in messages_of_findings():
@@ -583,38 +729,62 @@ class Reader:
         return self.messages
 
     def _read_sentences(self, module: str, tree: ast.Module) -> None:
-        """Reads all texts of several words, except docstrings."""
-        parts_of_texts = set()  # of an f-string or a sum, which is one message
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
-                parts_of_texts.add(id(node.value))  # a docstring
-            elif isinstance(node, ast.JoinedStr | ast.BinOp):
-                parts_of_texts |= {id(part) for part in _literal_parts(node)}
-            elif isinstance(node, ast.Dict):
-                parts_of_texts |= {id(key) for key in node.keys}
-            elif isinstance(node, ast.Call) and self._has_heading(node):
-                heading = _argument(node, POSITION_OF_WAS_SET, "was_set")
-                parts_of_texts |= {id(part) for part in ast.walk(heading)} if heading else set()
-            elif isinstance(node, ast.Call) and _is_of_re(node):
-                parts_of_texts |= {id(part) for each in node.args for part in ast.walk(each)}
-            elif isinstance(node, ast.Call) and _called_name(node) == "Cause":
-                # A pattern in the output of ssh, or a code such as LS205.
-                parts_of_texts |= {id(part) for part in ast.walk(node.args[0])}
+        """Reads the sentences of a module, and all texts of two words in `FILES_OF_SHORT_TEXTS`."""
+        no_sentences = {id(node) for node in self._nodes_without_messages(tree)}
         for node in ast.walk(tree):
             if isinstance(node, ast.AugAssign) and isinstance(node.op, ast.Add):
+                if _begins_with_semicolon(node.value):
+                    continue  # the text that is added is a message of its own
                 whole = ast.BinOp(node.target, ast.Add(), node.value)
-                parts_of_texts |= {id(part) for part in _literal_parts(whole)}
-                self._add_sentence(whole, module)
-            elif isinstance(node, ast.expr) and id(node) not in parts_of_texts:
-                self._add_sentence(node, module)
+                no_sentences |= {id(part) for part in _literal_parts(whole)}
+                self._add_sentences(whole, module)
+            elif isinstance(node, ast.expr) and id(node) not in no_sentences:
+                self._add_sentences(node, module)
+
+    def _add_sentences(self, node: ast.expr, module: str) -> None:
+        writes_verdicts = module.startswith(FILES_OF_SHORT_TEXTS)
+        for message in messages_of(node):
+            if message.replace("{{}}", "{value}") in self.messages.places:
+                continue  # a text for `str.format`, which was found where it is formatted
+            if "\n\n" in message:
+                continue  # a page, which is translated by paragraphs
+            is_sentence = num_words_of_prose(message) >= MIN_WORDS_OF_SENTENCE
+            is_heading = HEADING + message in self.messages.places
+            if writes_verdicts or (is_sentence and not is_heading):
+                self._add_if_sentence(message, module)
+
+    def _nodes_without_messages(self, tree: ast.Module) -> Iterator[ast.expr]:
+        """Yields the texts of a module that are parts of others, or that nobody is shown."""
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+                yield node.value  # a docstring
+            elif isinstance(node, ast.JoinedStr | ast.BinOp):
+                yield from _literal_parts(node)  # the whole is one message
+            elif isinstance(node, ast.Dict):
+                yield from (key for key in node.keys if key is not None)
+            elif isinstance(node, ast.Subscript) and ast.unparse(node.value) == "Literal":
+                yield from _expressions_in(node.slice)
+            elif isinstance(node, ast.Compare):
+                yield node.left  # such as `"out of memory" in str(error)`
+            elif isinstance(node, ast.Call):
+                yield from self._arguments_without_messages(node)
+
+    def _arguments_without_messages(self, call: ast.Call) -> Iterator[ast.expr]:
+        """Yields the arguments of a call that nobody is shown, or that are read elsewhere."""
+        name = _called_name(call)
+        if self._has_heading(call):
+            heading = _argument(call, POSITION_OF_WAS_SET, "was_set")
+            if heading is not None:
+                yield from _expressions_in(heading)
+        elif _is_of_re(call) or name in FUNCTIONS_THAT_SHOW_NOTHING:
+            for argument in call.args:
+                yield from _expressions_in(argument)
+        elif name == "Cause":  # a pattern in the output of ssh, or a code such as LS205
+            yield from _expressions_in(call.args[0])
 
     def _has_heading(self, call: ast.Call) -> bool:
         """True for an error or a warning, whose first line is translated apart from other texts."""
         return _called_name(call) in {*self._error_classes, *FUNCTIONS_THAT_WARN}
-
-    def _add_sentence(self, node: ast.expr, module: str) -> None:
-        for message in messages_of(node):
-            self._add_if_sentence(message, module)
 
     def _add_if_sentence(self, message: str, module: str) -> None:
         """Adds a message of several words; one alone is a name in code, or a grammatical form.
@@ -630,10 +800,7 @@ class Reader:
         """Reads what an error or a warning has found, and what it says to do."""
         name = _called_name(call)
         if name in FUNCTIONS_THAT_TRANSLATE and call.args and module != "language":
-            for message in self._texts(call.args[0], module, function, MAX_DEPTH - 1):
-                has_letters = re.search("[A-Za-z]", re.sub(r"\{\w+\}", "", message))
-                if has_letters and message not in NO_MESSAGES:
-                    self.messages.places.setdefault(message, set()).add(module)
+            self._read_translated(call, module, function)
         if name == "count_noun":
             self._read_noun(call, module)
         if module == "settings" and name == "_setting":
@@ -642,6 +809,8 @@ class Reader:
             self._read_choice(call, module, function)
         if module.startswith("cli."):
             self._read_help(call, module, function)
+        if name in POSITION_AND_HEADING_OF_ACTION:
+            self._read_action(call, module, function)
         if not self._has_heading(call) and name not in ERRORS_WITHOUT_SETTING:
             return
         self._read_heading(call, module, function)
@@ -669,6 +838,24 @@ class Reader:
         for text in self._texts(was_set, module, function, MAX_DEPTH - DEPTH_OF_WAS_SET):
             if is_prose(text):
                 self.messages.places.setdefault(HEADING + text, set()).add(module)
+
+    def _read_translated(self, call: ast.Call, module: str, function: FunctionDef | None) -> None:
+        """Reads a text that is given to `translate`. It may be a single word."""
+        for message in self._texts(call.args[0], module, function, MAX_DEPTH - 1):
+            has_letters = re.search("[A-Za-z]", re.sub(r"\{\w+\}", "", message))
+            if message in NO_MESSAGES:
+                self.messages.no_messages_found.add(message)
+            elif has_letters:
+                self.messages.places.setdefault(message, set()).add(module)
+
+    def _read_action(self, call: ast.Call, module: str, function: FunctionDef | None) -> None:
+        """Reads what a call does, which is the first line of the error that it may raise."""
+        position, heading = POSITION_AND_HEADING_OF_ACTION[_called_name(call)]
+        action = _argument(call, position, "action")
+        if action is not None:
+            for text in self._texts(action, module, function, MAX_DEPTH - DEPTH_OF_WAS_SET):
+                whole = heading.replace("{action}", text)
+                self.messages.places.setdefault(HEADING + whole, set()).add(module)
 
     def _read_choice(self, call: ast.Call, module: str, function: FunctionDef | None) -> None:
         """Reads a line of the summary that is printed at the start: name, value and reason."""
@@ -909,6 +1096,20 @@ def _called_name(call: ast.Call) -> str:
     if isinstance(call.func, ast.Name):
         return call.func.id
     return call.func.attr if isinstance(call.func, ast.Attribute) else ""
+
+
+def _expressions_in(node: ast.expr) -> Iterator[ast.expr]:
+    """Yields an expression and all that it consists of."""
+    for part in ast.walk(node):
+        if isinstance(part, ast.expr):
+            yield part
+
+
+def _begins_with_semicolon(node: ast.expr) -> bool:
+    """True for a text such as `f"; {number} more"`."""
+    if isinstance(node, ast.JoinedStr) and node.values:
+        node = node.values[0]
+    return isinstance(node, ast.Constant) and str(node.value).startswith("; ")
 
 
 def _is_of_re(call: ast.Call) -> bool:

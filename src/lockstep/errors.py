@@ -433,12 +433,18 @@ def warn_about(error: LockstepError) -> None:
     warn(error.was_set, error.found, error.do, code=error.code)
 
 
-def add_note_once(error: BaseException, beginning: str, rest: str) -> None:
-    """Adds the note `beginning + rest` to an error, unless it has a note with that beginning."""
-    for note in getattr(error, "__notes__", ()):
-        if note.startswith(beginning):
-            return
-    error.add_note(beginning + rest)
+def add_note_once(error: BaseException, subject: str, note: str) -> None:
+    """Adds the note "lockstep: ..." to an error, unless one on the same subject was added before.
+
+    Args:
+        error: the error, of the user's script or of torch.
+        subject: what the note is about, such as "out of memory". It is not shown.
+        note: the note in the language of this process.
+    """
+    subjects: set[str] = error.__dict__.setdefault("_subjects_of_lockstep_notes", set())
+    if subject not in subjects:
+        subjects.add(subject)
+        error.add_note(f"lockstep: {note}")
 
 
 def explain_hint(code: str) -> str:

@@ -304,6 +304,12 @@ def translate(text: str) -> str:
     return chinese_catalogue().translate(text)
 
 
+def translate_sentences(*sentences: str) -> str:
+    """Returns English sentences one after the other, each in the language of this process."""
+    separator = " " if language() == ENGLISH else ""
+    return separator.join(translate(sentence) for sentence in sentences)
+
+
 def translate_names(text: str) -> str:
     """Returns a list of the user's names, such as "a, b and 3 more", in the language of this
     process.

@@ -18,6 +18,8 @@ from torch.utils.data import Dataset, Subset, TensorDataset, default_collate, ge
 
 from lockstep.batch.indices import Indices
 from lockstep.distributed.seeding import preserve_rng_state, seed_sample
+from lockstep.errors import add_note_once
+from lockstep.language import translate_sentences
 
 MicroBatchKey = tuple[int, Indices]
 """Epoch, and the indices of the samples of one micro-batch."""
@@ -142,9 +144,10 @@ def call_collate(collate: Callable[[Any], Any], samples: list[Any]) -> Any:
         return collate(samples)
     except (IndexError, RuntimeError, ValueError) as error:
         if collate is not default_collate:  # torch's own leaves no samples out
-            error.add_note(
-                f"lockstep: the collate function was given {len(samples)} of the samples of a "
-                "global batch. If it leaves samples out and none of these was left, let it return "
-                "None: this rank then takes part without samples."
+            note = translate_sentences(
+                f"the collate function was given {len(samples)} of the samples of a global batch.",
+                "If it leaves samples out and none of these was left, let it return None: this "
+                "rank then takes part without samples.",
             )
+            add_note_once(error, "collated part", note)
         raise

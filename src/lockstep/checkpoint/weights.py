@@ -59,7 +59,7 @@ from lockstep.optim.deferred_init import (
     sources_of,
 )
 from lockstep.torch_compat import is_sharded, storage_key, to_local
-from lockstep.wording import describe_type
+from lockstep.wording import count_noun, describe_type
 
 MAX_BYTES_IN_MEMORY = 2**24
 """How much `load_weights` reads at a time, besides the model and the mapped file."""
@@ -679,5 +679,6 @@ def _describe_casts(values: Mapping[str, Any], own: Mapping[str, Any]) -> list[s
 
     texts = []
     for (saved_dtype, own_dtype), count in counts.items():
-        texts.append(f"converted {count} tensors from {saved_dtype} to {own_dtype}")
+        tensors = count_noun(count, "tensor")
+        texts.append(f"converted {tensors} from {saved_dtype} to {own_dtype}")
     return texts

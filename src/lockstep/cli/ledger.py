@@ -7,6 +7,7 @@ from pathlib import Path
 import click
 
 from lockstep.cli.output import print_for_people, write_json
+from lockstep.language import translate
 
 
 @click.command(
@@ -25,6 +26,6 @@ def command(ctx: click.Context, /, run: Path, json_file: str | None) -> None:
     from lockstep.extensions.ledger.judge import judge
 
     report = judge(run)
-    print_for_people(report.lines(), json_file)
+    print_for_people(report.lines(translate), json_file)
     write_json(json_file, report.as_json())
     ctx.exit(1 if report.findings else 0)

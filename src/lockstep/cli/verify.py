@@ -273,7 +273,10 @@ def _plan_comparison(script: str, args: tuple[str, ...], options: dict[str, Any]
     reason = ""
     if options["accumulate"]:
         count = options["accumulate"]
-        reason = f"--accumulate {count} computes in pieces of another size, so sums are rounded"
+        reason = (
+            f"--accumulate {count} computes in pieces of another size, so sums are rounded "
+            "differently"
+        )
 
     excluded = [name for name in OPTIONS_WITHOUT_BITS if options[name]]
     return ComparisonPlan(

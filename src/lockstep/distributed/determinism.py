@@ -35,7 +35,6 @@ deterministic: Any = torch.utils.deterministic
 CUBLAS_VARIABLE = "CUBLAS_WORKSPACE_CONFIG"
 REFUSED_BY_TORCH = " does not have a deterministic implementation"
 """What follows the name of an operation in the error of torch's deterministic mode."""
-NOTE_BEGINNING = "lockstep: "
 DEFAULT_NUM_THREADS = 1
 
 _pinned_threads: int | None = None
@@ -194,4 +193,4 @@ def add_determinism_note(error: BaseException | None) -> None:
     operation = find_refused_operation(error)
     if error is None or operation is None:
         return
-    add_note_once(error, NOTE_BEGINNING, nondeterministic_error(operation).message)
+    add_note_once(error, "determinism", nondeterministic_error(operation).translated_message)

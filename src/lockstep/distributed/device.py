@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from lockstep.errors import LockstepError, SettingError, add_note_once
+from lockstep.language import translate_sentences
 from lockstep.machine.topology import Topology
 from lockstep.session.step import Step
 from lockstep.settings import SUPPORTED_DEVICES, check_device
@@ -295,8 +296,6 @@ OUT_OF_MEMORY_TEXTS = (
     "CUBLAS_STATUS_ALLOC_FAILED",
     "CUDNN_STATUS_ALLOC_FAILED",
 )
-ADVICE_BEGINNING = "lockstep: out of memory"
-"""The beginning of the note that `add_memory_advice` adds to an error."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -326,25 +325,24 @@ def add_memory_advice(error: BaseException | None, samples: int, devices: int = 
     if error is None or not is_out_of_memory(error):
         return
 
-    # This continues the sentence `ADVICE_BEGINNING`, by which `add_note_once` finds a note that the
-    # error has already.
-    text = f" with {count_noun(samples, 'sample')} at a time on this rank"
+    number = count_noun(samples, "sample")
     if devices > 1:
-        text += f" of {devices} devices"
-    text += "."
+        sentences = [f"out of memory with {number} at a time on this rank of {devices} devices."]
+    else:
+        sentences = [f"out of memory with {number} at a time on this rank."]
 
     samples_per_device = math.ceil(samples / devices)
     if samples_per_device > 1:
-        text += (
-            f" Take fewer at a time, say micro_batch_size={samples_per_device // 2}: the global "
+        sentences.append(
+            f"Take fewer at a time, say micro_batch_size={samples_per_device // 2}: the global "
             "batch and the numbers stay the same; micro_batch_size='auto' finds the largest that "
             "fits."
         )
-    text += (
-        " lockstep.checkpoint_activations(model) keeps less for the backward pass, as does "
+    sentences.append(
+        "lockstep.checkpoint_activations(model) keeps less for the backward pass, as does "
         "precision='bf16'; strategy='fsdp' divides the model over the ranks."
     )
-    add_note_once(error, ADVICE_BEGINNING, text)
+    add_note_once(error, "out of memory", translate_sentences(*sentences))
 
 
 def _add_no_other_notes(error: BaseException) -> None:

@@ -9,7 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from lockstep.columns import join_label, pad, width_of
+from lockstep.language import translate
+
 COLUMNS_PER_BLOCK = 8
+LABEL_WIDTH = 18
 COLUMN_WIDTH = 12
 ROWS = (
     ("samples at a time", "samples"),
@@ -85,16 +89,16 @@ class Memory:
 
     def __str__(self) -> str:
         unit_bytes, unit_name = _choose_unit(self.devices)
-        lines = [f"memory of each device in {unit_name}, strategy {self.strategy}"]
+        lines = [translate(f"memory of each device in {unit_name}, strategy {self.strategy}")]
         for begin in range(0, len(self.devices), COLUMNS_PER_BLOCK):
             lines += self._block(self.devices[begin : begin + COLUMNS_PER_BLOCK], unit_bytes)
         if any(device.peak is not None for device in self.devices):
             any_cuda = any(device.device.startswith("cuda") for device in self.devices)
-            lines.append(f"  measured: {_PEAK_ON_CUDA if any_cuda else _PEAK_ON_CPU}")
+            lines.append(_format_note("measured:", _PEAK_ON_CUDA if any_cuda else _PEAK_ON_CPU))
         if any(device.device.startswith(REPLICA_PREFIX) for device in self.devices):
-            lines.append(f"  counted: {_NOTE_ON_REPLICAS}")
+            lines.append(_format_note("counted:", _NOTE_ON_REPLICAS))
         if self.stages and any(device.activations for device in self.devices):
-            lines.append(f"  counted: {_NOTE_ON_STAGES}")
+            lines.append(_format_note("counted:", _NOTE_ON_STAGES))
         return "\n".join(lines)
 
     def _block(self, devices: tuple[DeviceMemory, ...], unit_bytes: int) -> list[str]:
@@ -106,7 +110,7 @@ class Memory:
         """
         lines = [
             _format_line("", [f"rank {device.rank}" for device in devices]),
-            _format_line("", [device.device for device in devices]),
+            _format_line("", [translate(device.device) for device in devices]),
         ]
         for label, attribute in ROWS:
             values = [getattr(device, attribute) for device in devices]
@@ -159,4 +163,13 @@ def _format_cell(attribute: str, value: float | None, unit_bytes: int) -> str:
 
 
 def _format_line(label: str, cells: Iterable[str]) -> str:
-    return f"  {label:<18}" + "".join(f"{cell:>{COLUMN_WIDTH}}" for cell in cells)
+    """Returns a line of the table: the label in the user's language, and the cells as they are."""
+    line = "  " + pad(translate(label), LABEL_WIDTH)
+    for cell in cells:
+        line += " " * (COLUMN_WIDTH - width_of(cell)) + cell
+    return line
+
+
+def _format_note(label: str, note: str) -> str:
+    """Returns a line below the table in the user's language: "  measured: tensors alive ..."."""
+    return "  " + join_label(translate(label), translate(note))

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from lockstep.errors import LockstepError, add_note_once
+from lockstep.language import translate_sentences
 from lockstep.session.micro_batch import MicroBatch
-
-_EMPTY_PART_NOTE = "lockstep: this rank"
-"""The beginning of the note that `note_empty_part` adds."""
 
 
 def note_empty_part(error: BaseException | None, micro_batch: MicroBatch) -> None:
@@ -30,13 +28,13 @@ def note_empty_part(error: BaseException | None, micro_batch: MicroBatch) -> Non
         return
 
     found, alternative = _why_part_is_empty(micro_batch)
-    add_note_once(
-        error,
-        beginning=_EMPTY_PART_NOTE,
-        rest=f" {found}, so its tensors have the shape (0, *). Functions of torch "
-        "that refuse these get one placeholder row; all else that the script computes beside the "
-        f"prepared model has to be right for any number of samples; or {alternative}.",
+    note = translate_sentences(
+        f"this rank {found}, so its tensors have the shape (0, *).",
+        "Functions of torch that refuse these get one placeholder row; all else that the script "
+        "computes beside the prepared model has to be right for any number of samples; or "
+        f"{alternative}.",
     )
+    add_note_once(error, "empty part", note)
 
 
 def _why_part_is_empty(micro_batch: MicroBatch) -> tuple[str, str]:

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from lockstep import torch_compat
 from lockstep.errors import LockstepError, UsageError, add_note_once
+from lockstep.language import translate
 from lockstep.wording import describe_type, join_first
 
 
@@ -151,13 +152,12 @@ def note_mixed_dtypes(error: BaseException | None, half_dtype: torch.dtype) -> N
         return
 
     if _ABOUT_DTYPES.search(str(error)):
-        add_note_once(
-            error,
-            beginning="lockstep: parameters are in",
-            rest=f" {half_dtype} in the forward pass, and there is no autocast that brings "
-            "operands to one dtype: convert them in the model, as by x.to(self.weight.dtype), or "
-            "use FSDP(autocast=True)",
+        note = (
+            f"parameters are in {half_dtype} in the forward pass, and there is no autocast that "
+            "brings operands to one dtype: convert them in the model, as by "
+            "x.to(self.weight.dtype), or use FSDP(autocast=True)"
         )
+        add_note_once(error, "mixed dtypes", translate(note))
 
 
 def outside_forward_error(found: str) -> UsageError:

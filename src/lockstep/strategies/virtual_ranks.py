@@ -29,6 +29,7 @@ from lockstep.communication.summation_tree import push
 from lockstep.communication.tree_sum import TreeSums
 from lockstep.distributed.process_group import Run
 from lockstep.errors import LockstepError, UsageError, add_note_once
+from lockstep.language import translate_sentences
 from lockstep.session.delivery import cleared_gradients_error
 from lockstep.session.extension import Extension
 from lockstep.session.micro_batch import MicroBatch
@@ -415,16 +416,11 @@ def check_virtual_rank_backward(step: Step, micro_batch: MicroBatch) -> None:
         )
 
 
-_SINGLE_SAMPLE_NOTE = "lockstep: virtual rank"
-"""The beginning of the note that `note_single_sample` adds."""
-
-
 def note_single_sample(error: BaseException | None, micro_batch: MicroBatch) -> None:
     """Explains torch's error about a BatchNorm layer that was called with a single sample.
 
     The message of that error is "Expected more than 1 value per channel when training". The note
-    is, for example, "lockstep: virtual rank 3 has one of the 9 samples of this batch, ...". Its
-    beginning is passed by itself to `add_note_once`, which adds no second note that begins with it.
+    is, for example, "lockstep: virtual rank 3 has one of the 9 samples of this batch, ...".
 
     Args:
         error: an uncaught error; None if there was none.
@@ -437,14 +433,13 @@ def note_single_sample(error: BaseException | None, micro_batch: MicroBatch) -> 
     if micro_batch.virtual_rank is None or micro_batch.local_rows != 1:
         return
 
-    add_note_once(
-        error,
-        beginning=_SINGLE_SAMPLE_NOTE,
-        rest=f" {micro_batch.virtual_rank.number} has one of the "
+    note = translate_sentences(
+        f"virtual rank {micro_batch.virtual_rank.number} has one of the "
         f"{micro_batch.global_samples} samples of this batch, and with virtual_ranks each takes "
-        "the statistics of its own part. Leave short batches out (drop_last=True), use fewer "
-        "virtual ranks, or a larger batch.",
+        "the statistics of its own part.",
+        "Leave short batches out (drop_last=True), use fewer virtual ranks, or a larger batch.",
     )
+    add_note_once(error, "a single sample", note)
 
 
 def counts_in_sum(micro_batch: MicroBatch) -> bool:

@@ -22,12 +22,12 @@ from torch import nn
 
 from lockstep.batch.loader import Loader
 from lockstep.errors import LockstepError, UsageError, add_note_once
+from lockstep.language import translate_sentences
 from lockstep.training.optimizer import PreparedOptimizer
 from lockstep.training.scheduler import PreparedScheduler
 from lockstep.user_code import is_user_file, parse_source
 from lockstep.wording import describe_type
 
-_NOTE_BEGINNING = "lockstep: world.prepare returned, in the order in which they were given: "
 MISSING_ATTRIBUTE = re.compile(r"'(?P<class>\w+)' object has no attribute '(?P<attribute>\w+)'")
 NOT_CALLABLE = re.compile(r"'(?P<class>\w+)' object is not callable")
 NOT_ITERABLE = re.compile(r"'(?P<class>\w+)' object is not iterable")
@@ -88,7 +88,11 @@ def note_order(error: BaseException | None, returned: Sequence[Sequence[Any]]) -
     for results in returned:
         if len(results) > 1 and _may_be_mixed_up(str(error), results):
             kinds = ", ".join(_describe_result(result) for result in results)
-            add_note_once(error, _NOTE_BEGINNING, f"{kinds}. Unpack them in this order.")
+            note = translate_sentences(
+                f"world.prepare returned, in the order in which they were given: {kinds}.",
+                "Unpack them in this order.",
+            )
+            add_note_once(error, "order", note)
             return
 
 

@@ -12,7 +12,9 @@ from dataclasses import asdict, dataclass, field
 from datetime import datetime
 from typing import Any
 
-from lockstep.errors import explain_hint
+from lockstep.columns import join_label, pad_label
+from lockstep.errors import explain_hint, hint_in_language
+from lockstep.language import InLanguage, in_english
 from lockstep.wording import count_noun
 
 MAX_FINDINGS_IN_TEXT = 20
@@ -61,21 +63,24 @@ class LedgerReport:
         """Adds a finding; `place` has further fields of `LedgerFinding`."""
         self.findings.append(LedgerFinding(code, what, **place))
 
-    def lines(self) -> list[str]:
+    def lines(self, in_language: InLanguage = in_english) -> list[str]:
         """Returns the report as lines of text. A finding is one entry of two lines."""
-        lines = [f"{self.folder}: {count_noun(self.steps, 'optimizer step')}"]
+        lines = [f"{self.folder}: {in_language(count_noun(self.steps, 'optimizer step'))}"]
         for number, attempt in enumerate(self.attempts, 1):
-            lines.append(_describe_attempt(number, attempt))
+            lines.append(in_language(_describe_attempt(number, attempt)))
         for epoch in self.epochs:
-            lines.append(_describe_epoch(epoch))
+            lines.append(in_language(_describe_epoch(epoch)))
         for note in self.notes:
-            lines.append(f"  note: {note}")
+            lines.append("  " + join_label(in_language("note:"), in_language(note)))
         for finding in self.findings[:MAX_FINDINGS_IN_TEXT]:
-            lines.append(f"{finding.what}\n  more:  {explain_hint(finding.code)}")
+            hint = hint_in_language(explain_hint(finding.code), in_language)
+            what = in_language(finding.what)
+            lines.append(f"{what}\n  {pad_label(in_language('more:'), hint)}")
         if len(self.findings) > MAX_FINDINGS_IN_TEXT:
-            lines.append(f"and {len(self.findings) - MAX_FINDINGS_IN_TEXT} more findings")
+            num_not_shown = len(self.findings) - MAX_FINDINGS_IN_TEXT
+            lines.append(in_language(f"and {count_noun(num_not_shown, 'more finding')}"))
         if not self.findings:
-            lines += self._describe_success()
+            lines += [in_language(line) for line in self._describe_success()]
         return lines
 
     def _describe_success(self) -> list[str]:

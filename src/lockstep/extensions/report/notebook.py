@@ -8,6 +8,8 @@ from pathlib import Path
 from lockstep.extensions.report import analysis
 from lockstep.extensions.report.console import number
 from lockstep.extensions.report.reading import Record
+from lockstep.language import translate
+from lockstep.wording import count_noun
 
 FRAME_HEIGHT_PX = 700
 
@@ -28,7 +30,7 @@ class Report:
         last = self._record.starts[-1]
 
         # The first line says how the run is, and the others what stands out.
-        lines = [f"report of {self._record.folder}: {last.num_ranks} ranks"]
+        lines = [f"report of {self._record.folder}: {count_noun(last.num_ranks, 'rank')}"]
         if last.end is not None:
             lines[0] += f", {last.end}"
 
@@ -45,7 +47,7 @@ class Report:
             if finding.advice:
                 lines.append(f"    {finding.advice}")
 
-        return "\n".join(lines)
+        return "\n".join(translate(line) for line in lines)
 
     def _repr_html_(self) -> str:
         """Returns the page in a frame, so that its styles and scripts do not affect the notebook.

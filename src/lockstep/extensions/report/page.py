@@ -533,6 +533,6 @@ def _judge_ledger(folder: Path, files_and_sizes: tuple[tuple[Path, int], ...]) -
 
     # The report may quote text from foreign files. It is joined and split before it is cleaned, as
     # an entry may itself have two lines, and cleaning would replace the line break.
-    text = "\n".join(judge(folder).lines())
+    text = "\n".join(judge(folder).lines(translate))
     clean_lines = [replace_unprintable(line) for line in text.split("\n")]
     return "\n".join(clean_lines)

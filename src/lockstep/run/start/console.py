@@ -321,11 +321,12 @@ class Console:
         folder = stream.log.parent.parent  # the attempt's folder, which holds those of its ranks
         if folder not in self._full_folders:
             self._full_folders.add(folder)
-            self._announcements.append(
-                f"lockstep: {folder}: {error.strerror}: the logs there end where nothing more can "
-                f"be written, the first of them is {stream.log.name} of rank {stream.rank}; the "
-                "training goes on. --log-dir names another folder"
+            consequence = translate(
+                "the logs there end where nothing more can be written, the first of them is "
+                f"{stream.log.name} of rank {stream.rank}; the training goes on. --log-dir names "
+                "another folder"
             )
+            self._announcements.append(f"lockstep: {folder}: {error.strerror}: {consequence}")
 
     def announce(self, text: str) -> None:
         """Shows lines of the launcher itself, above the status row. Any thread may call this."""

@@ -197,28 +197,27 @@ def _wrap(lines: Iterable[str]) -> list[str]:
     return wrapped
 
 
-def render_state(state: RankState) -> str:
+def render_state(state: RankState, in_language: InLanguage = in_english) -> str:
     """Writes everything that is known about a rank: process, steps, stacks and latest calls."""
-    heading = f"rank {state.rank} on {state.host}, process {state.pid}"
+    lines = [in_language(f"rank {state.rank} on {state.host}, process {state.pid}")]
     if state.code is not None:
         cause = f"exit code {state.code}" if state.code >= 0 else f"signal {-state.code}"
-        heading += f": ended, {cause}"
+        lines.append(in_language(f"  ended: {cause}"))
 
-    lines = [heading]
     if state.steps is not None:
-        lines.append(f"  optimizer steps: {state.steps}")
+        lines.append(in_language(f"  optimizer steps: {state.steps}"))
 
     if state.in_flight is not None:
-        lines.append(f"  while handling {state.in_flight.describe()}")
+        lines.append(in_language(f"  while handling {state.in_flight.describe()}"))
 
-    lines += _stack_lines("main thread", state.stack)
+    lines += _stack_lines("main thread", state.stack, in_language)
     for stack in state.threads or ():
-        lines += _stack_lines("another thread", stack)
+        lines += _stack_lines("another thread", stack, in_language)
 
     if state.calls is None:
-        lines.append("  collectives: not obtained")
+        lines.append(in_language("  collectives: not obtained"))
     else:
-        lines.append("  collectives, latest last:")
+        lines.append(in_language("  collectives, latest last:"))
     for call in (state.calls or ())[-_MAX_CALLS_SHOWN:]:
         called_at = time.strftime("%H:%M:%S", time.localtime(call.time_s))
         lines.append(
@@ -228,10 +227,10 @@ def render_state(state: RankState) -> str:
     return "\n".join(lines)
 
 
-def _stack_lines(name: str, stack: Sequence[Frame] | None) -> list[str]:
+def _stack_lines(name: str, stack: Sequence[Frame] | None, in_language: InLanguage) -> list[str]:
     if stack is None:
-        return [f"  {name}: no stack was obtained"]
-    lines = [f"  {name}, innermost first:"]
+        return [in_language(f"  {name}: no stack was obtained")]
+    lines = [in_language(f"  {name}, innermost first:")]
     for frame in stack:
         lines.append(f"    {frame.file}:{frame.line} in {frame.function}")
     return lines

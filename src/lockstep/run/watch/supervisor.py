@@ -339,5 +339,5 @@ def write_report(folder: Path, snapshot: Snapshot, verdict: Verdict) -> None:
     write_atomically(folder / HANG_JSON_NAME, to_json(snapshot))
     parts = [render(verdict, translate)]
     for state in snapshot.ranks:
-        parts.append(render_state(state))
+        parts.append(render_state(state, translate))
     write_atomically(folder / HANG_TEXT_NAME, "\n\n".join(parts) + "\n")

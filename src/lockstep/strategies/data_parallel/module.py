@@ -20,7 +20,8 @@ from torch import Tensor, nn
 
 from lockstep.batch.plan import part_sizes
 from lockstep.batch.pytree import join_trees, map_tensors, tensors
-from lockstep.errors import SettingError, UsageError
+from lockstep.errors import SettingError, UsageError, add_note_once
+from lockstep.language import translate
 from lockstep.settings import is_auto, parse_shares
 from lockstep.strategies.data_parallel.batchnorm import BatchNormOverReplicas, synchronise_batchnorm
 from lockstep.strategies.data_parallel.devices import parse_device_ids, parse_output_device
@@ -285,9 +286,9 @@ class DataParallel(nn.DataParallel[nn.Module]):
             error_note = ""
 
             if num_samples > 0 and self.num_replicas > 1:
-                error_note = (
-                    f"lockstep: in replica {number} on {device}, "
-                    f"which has {sizes[number]} of {num_samples} samples"
+                error_note = translate(
+                    f"in replica {number} on {device}, which has {sizes[number]} of {num_samples} "
+                    "samples"
                 )
 
             replicas.append(Replica(module, device, home, sizes[number], args, kwargs, error_note))
@@ -416,5 +417,5 @@ class Replica:
                 return self.module(*self.args, **self.kwargs)
         except Exception as error:
             if self.error_note:
-                error.add_note(self.error_note)
+                add_note_once(error, "replica", self.error_note)
             raise
