@@ -193,6 +193,14 @@ def test_what_is_written_is_read_again() -> None:
     assert language.read_po(text) == translations
 
 
+def test_a_message_whose_field_is_renamed_keeps_its_translation() -> None:
+    translations = {"{check} has {n} bytes": "{check}\u6709 {n} \u5b57\u8282", "gone": "x"}
+    renamed = "{name} has {n} bytes"
+    assert messages.translations_of_renamed([renamed, "new", "gone"], translations) == {
+        renamed: "{name}\u6709 {n} \u5b57\u8282"
+    }
+
+
 def test_entries_of_both_sides_of_a_conflict_are_read() -> None:
     text = (
         'msgid ""\nmsgstr ""\n"Language: zh_CN\\n"\n\n<<<<<<< ours\n#: a\nmsgid "one"\n'

@@ -16,13 +16,13 @@ import ast
 import re
 import sys
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import house
 
 sys.path.insert(0, str(house.SOURCE.parent))
-from lockstep.language import CATALOGUE_FILE, HEADING, read_po
+from lockstep.language import CATALOGUE_FILE, HEADING, fields_of, read_po
 from lockstep.verify.catalogue import page_head_to_translate, paragraphs_to_translate
 from lockstep.wording import conjugate
 
@@ -506,6 +506,7 @@ FUNCTIONS_THAT_SHOW_NOTHING = (
     *("check_not_in_main_process_first", "plain_errors", "run_on_all_ranks"),
 )
 """Functions whose arguments are no messages, though they look like them."""
+NAME_OF_FIELD = re.compile(r"\{\w+\}")
 HELP_ARGUMENTS = ("help", "short_help", "epilog")
 """Arguments of click's decorators that are texts of the help."""
 ERRORS_WITHOUT_SETTING = ("Problem", "ConnectionDropped")
@@ -1186,6 +1187,30 @@ def write_po(messages: Messages, translations: Mapping[str, str]) -> str:
     return "\n\n".join(blocks) + "\n"
 
 
+def translations_of_renamed(
+    messages: Iterable[str], translations: Mapping[str, str]
+) -> dict[str, str]:
+    """Returns translations of messages whose fields alone have other names than before.
+
+    A variable of the source that is renamed renames a field: "{check} failed" is "{name} failed",
+    whose translation is that of the former message, with the field's new name.
+    """
+    former_message_of: dict[str, str] = {}  # by the message without the names of its fields
+    for message, translation in translations.items():
+        if translation:
+            former_message_of[NAME_OF_FIELD.sub("{}", message)] = message
+
+    found: dict[str, str] = {}
+    for message in messages:
+        former_message = former_message_of.get(NAME_OF_FIELD.sub("{}", message))
+        if former_message is None or translations.get(message):
+            continue
+        names = zip(fields_of(former_message), fields_of(message), strict=True)
+        new_names = {former: f"{{{name}}}" for former, name in names}
+        found[message] = translations[former_message].format(**new_names)
+    return found
+
+
 def _quote(text: str) -> str:
     escaped = text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
     return f'"{escaped}"'
@@ -1196,6 +1221,7 @@ def main() -> None:
     argparse.ArgumentParser(description=__doc__).parse_args()
     messages = extract()
     translations = read_po(PO_FILE.read_text(encoding="utf-8"))
+    translations |= translations_of_renamed(messages.places, translations)
     PO_FILE.write_text(write_po(messages, translations), encoding="utf-8")
     missing = [message for message in messages.places if not translations.get(message)]
     stale = [message for message in translations if message not in messages.places]

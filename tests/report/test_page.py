@@ -751,7 +751,7 @@ def test_the_live_page_grows_with_the_run_and_is_for_this_machine_alone(
 
 def test_a_ledger_is_judged_again_where_it_has_grown(tmp_path: Path, monkeypatch: Any) -> None:
     judged: list[Path] = []
-    report = SimpleNamespace(lines=lambda: ["all is well", "a note"])
+    report = SimpleNamespace(lines=lambda _: ["all is well", "a note"])
     monkeypatch.setattr(ledger_judge, "judge", lambda folder: judged.append(folder) or report)
     made.write(tmp_path, 1, rows=2, ledger="/on/another/machine")
     rows = tmp_path / "1-a.rank0.ledger"
@@ -770,7 +770,7 @@ def test_a_ledger_is_judged_again_where_it_has_grown(tmp_path: Path, monkeypatch
 def test_a_finding_of_the_ledger_is_clean_in_both_of_its_lines(
     tmp_path: Path, monkeypatch: Any
 ) -> None:
-    report = SimpleNamespace(lines=lambda: ["all \x1b[2J", "sample \x1b[2J\n  more:  \x1b[2J"])
+    report = SimpleNamespace(lines=lambda _: ["all \x1b[2J", "sample \x1b[2J\n  more:  \x1b[2J"])
     monkeypatch.setattr(ledger_judge, "judge", lambda _: report)
     made.write(tmp_path, 1, rows=2, ledger="/on/another/machine")
     assert ledger_text(Record(tmp_path)) == "all ?[2J\nsample ?[2J\n  more:  ?[2J"
