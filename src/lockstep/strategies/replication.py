@@ -165,8 +165,8 @@ def norm_over_ranks(
         A tensor without dimensions, in the widest dtype of `local_tensors`.
     """
     result_dtype = _widest_dtype(local_tensors)
-    local_norm = _local_norm(local_tensors, norm_type)
-    local_norm = local_norm.double().to(carrier_device(device, group))
+    carrier = carrier_device(device, group)
+    local_norm = _local_norm(local_tensors, norm_type, carrier).double().to(carrier)
 
     # The largest or smallest norm. It is the same however many ranks hold it.
     if math.isinf(norm_type):
@@ -190,17 +190,24 @@ def _widest_dtype(tensors: Sequence[Tensor]) -> torch.dtype:
     return widest
 
 
-def _local_norm(local_tensors: Sequence[Tensor], norm_type: float) -> Tensor:
+def _local_norm(local_tensors: Sequence[Tensor], norm_type: float, device: torch.device) -> Tensor:
     """Returns the norm of this rank's tensors, or a neutral value if they have no elements.
 
     The neutral value does not change the norm over all ranks. It is 0 for a positive norm type, and
     infinity for a negative one, whose powers (inf ** -2) are 0.
+
+    Args:
+        local_tensors: the tensors of this rank, possibly none.
+        norm_type: the type of the norm.
+        device: the device of the neutral value.
     """
     # Torch raises an error for the largest element of an empty tensor, so these are left out.
     filled = [tensor for tensor in local_tensors if tensor.numel()]
     if filled:
         return torch.nn.utils.get_total_norm(filled, norm_type)
-    return torch.tensor(0.0) if norm_type > 0 else torch.tensor(math.inf)
+    neutral = 0.0 if norm_type > 0 else math.inf
+    # A kernel fills this tensor. One that was made on the CPU would be copied to a GPU, and wait.
+    return torch.full((), neutral, device=device)
 
 
 def make_buckets(

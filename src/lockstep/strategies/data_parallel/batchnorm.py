@@ -99,9 +99,7 @@ def synchronise_batchnorm(module: nn.Module) -> BatchNormNames:
         is_sync_batchnorm = isinstance(layer, sync_batchnorm.SyncBatchNorm)
         if is_sync_batchnorm or sync_batchnorm.is_plain(layer):
             layer.forward = BatchNormOverReplicas(layer, name)
-            layer.last_forward_met_replicas = (
-                False  # becomes True in a forward pass with all replicas
-            )
+            layer.last_forward_met_replicas = False  # True after a forward pass with all replicas
             names.converted.append(name)
             continue
 

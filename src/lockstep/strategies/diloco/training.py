@@ -393,9 +393,8 @@ class DiLoCoTraining(Extension):
         """
         every = self._options.every
         to_send: list[int] = []
-        present_step_in_round = (
-            steps_apart - 1
-        ) % every + 1  # in the example 1 to 10, then again 1
+        # In the example: 1, 2, ..., 10, and then 1 again.
+        present_step_in_round = (steps_apart - 1) % every + 1
         for fragment in range(self._options.fragments):
             # In the example, fragment 0 is sent in step 5 of a round, and fragment 1 in step 10.
             step_in_round = (fragment + 1) * every // self._options.fragments

@@ -260,8 +260,8 @@ class Pipeline(Strategy):
         """Returns the norm of the gradients of all stages.
 
         Args:
-            parameters: the parameters of the whole model. Those of other stages are on the meta
-                device and have no gradient here.
+            parameters: the parameters of the model, or of a part of it. Those of other stages are
+                on the meta device and have no gradient here.
             norm_type: the type of the norm, as for `torch.nn.utils.get_total_norm`.
         """
         num_ranks = dist.get_world_size() if dist.is_initialized() else 1
@@ -270,7 +270,7 @@ class Pipeline(Strategy):
 
         gradients = [p.grad for p in parameters if p.grad is not None]
         local_parameters = [p for p in parameters if not p.is_meta]
-        device = torch.device("cpu")
+        device = _device_of_default_group()
         if local_parameters:
             device = local_parameters[0].device
 
@@ -461,6 +461,17 @@ def _table_of_ranks(run: Run, place: PipelinePlace) -> Tensor:
     pipeline.
     """
     return torch.arange(run.topology.size).view(place.num_positions, place.num_pipelines)
+
+
+def _device_of_default_group() -> torch.device:
+    """Returns the GPU with which the default process group was opened; the CPU if without one.
+
+    A rank that holds nothing of a clipped part of the model must send from a GPU if the others do:
+    they would wait for it over NCCL, while it waited for them over Gloo.
+    """
+    group = dist.group.WORLD
+    gpu = None if group is None else group.bound_device_id
+    return torch.device("cpu") if gpu is None else gpu
 
 
 def _percentages(costs_of_stages: Sequence[float]) -> str:
