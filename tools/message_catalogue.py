@@ -461,6 +461,8 @@ SHORT_MESSAGES = {
     "the folder must be on a disk that all nodes of the cluster share": (
         "run.machines.ray_connection"
     ),
+    "local rank {local_rank}": "distributed.device",
+    "the one that this process is shown": "distributed.device",
     "the ranks went different ways at {test}: {outcomes}": "verify.line_findings",
     "the script is given {local_rank_flag}": "run.start.script",
     "the script starts its own processes": "run.start.script",

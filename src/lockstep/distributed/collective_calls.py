@@ -382,22 +382,7 @@ def calls_differ_error(calls: Sequence[CallDescription]) -> RanksDifferError:
     collective_names = list(dict.fromkeys(call.name for call in calls))  # without duplicates
     user_calls = [call.user_call or _usual_user_call(call.name) for call in calls]
 
-    # The error lists the call of each rank. The structures of the nests are shown if they differ
-    # and the names of the collectives do not, as the structures may then be the only difference.
-    structures = {call.structure for call in calls}
-    shortened = _shorten_to_difference(structures)
-    show_structure = len(structures) > 1 and len(collective_names) == 1
-    found = []
-    for rank, call in enumerate(calls):
-        # Users never call "exchange" themselves, so only their own call says something to them.
-        if call.name == "exchange" and call.user_call:
-            description = call.user_call
-        else:
-            description = str(call)
-        # The description of a long list begins with its structure already.
-        if show_structure and call.structure not in description:
-            description += f" in {shortened[call.structure]}"
-        found.append(f"rank {rank}: {description}")
+    found = "; ".join(_describe_call_of_each_rank(calls))
 
     # First case: the user's script called different functions on different ranks. A barrier is
     # named last, since it is rarely the mistake: it waits for anything that the other ranks do.
@@ -407,7 +392,7 @@ def calls_differ_error(calls: Sequence[CallDescription]) -> RanksDifferError:
         was_set = ", ".join(
             f"{name} on {format_ranks(ranks_of_user_call[name])}" for name in ordered
         )
-        return RanksDifferError(was_set, "; ".join(found), advise_call_on_all_ranks(ordered))
+        return RanksDifferError(was_set, found, advise_call_on_all_ranks(ordered))
 
     # Second case: all ranks called the same function, but with different arguments.
     if len(collective_names) == 1:
@@ -416,15 +401,10 @@ def calls_differ_error(calls: Sequence[CallDescription]) -> RanksDifferError:
         was_set = f"collectives: {' and '.join(collective_names)}"
 
     # Lists of text of different lengths are usually names that each rank has collected.
-    are_gathered_texts = True
-    for call in calls:
-        has_texts_only = all(leaf.kind == "text" for leaf in call.leaves)
-        if call.name != "gather" or not call.is_list or not has_texts_only:
-            are_gathered_texts = False
-    if are_gathered_texts:
+    if all(_gathers_list_of_texts(call) for call in calls):
         return RanksDifferError(
             was_set,
-            "; ".join(found),
+            found,
             "gather one text of each rank instead, such as json.dumps(the_list), and take the "
             "result apart with json.loads; the items of a list are gathered one by one, so all "
             "ranks need the same number of them",
@@ -432,9 +412,42 @@ def calls_differ_error(calls: Sequence[CallDescription]) -> RanksDifferError:
 
     return RanksDifferError(
         was_set,
-        "; ".join(found),
+        found,
         "call the same collective with the same structure, shapes and types on every rank",
     )
+
+
+def _describe_call_of_each_rank(calls: Sequence[CallDescription]) -> list[str]:
+    """Describes the calls: `["rank 0: sum of float32[2]", "rank 1: sum of float32[3]"]`.
+
+    Args:
+        calls: the call of each rank, in the order of the ranks.
+    """
+    # The structures of the nests are shown if they differ and the names of the collectives do not,
+    # as the structures may then be the only difference.
+    structures = {call.structure for call in calls}
+    collective_names = {call.name for call in calls}
+    shows_structures = len(structures) > 1 and len(collective_names) == 1
+    shortened = _shorten_to_difference(structures)
+
+    texts = []
+    for rank, call in enumerate(calls):
+        # Users never call "exchange" themselves, so only their own call says something to them.
+        if call.name == "exchange" and call.user_call:
+            description = call.user_call
+        else:
+            description = str(call)
+        # The description of a long list begins with its structure already.
+        if shows_structures and call.structure not in description:
+            description += f" in {shortened[call.structure]}"
+        texts.append(f"rank {rank}: {description}")
+    return texts
+
+
+def _gathers_list_of_texts(call: CallDescription) -> bool:
+    """Returns True for a call such as `world.gather(["a", "b"])`."""
+    has_texts_only = all(leaf.kind == "text" for leaf in call.leaves)
+    return call.name == "gather" and call.is_list and has_texts_only
 
 
 def _shorten_to_difference(structures: Collection[str]) -> dict[str, str]:

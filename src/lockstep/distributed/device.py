@@ -76,7 +76,28 @@ def choose_device(
         _check_given_gpu(given, topology, num_gpus)
         return given, "as set" + _format_physical_gpu(given.index, environ)
 
-    # Any GPU will do: each process on the machine takes one, by its local rank.
+    # Any GPU will do.
+    index, reason = _choose_gpu_by_local_rank(
+        topology, num_gpus, environ, may_share=may_share, on_this_machine=on_this_machine
+    )
+    return torch.device("cuda", index), reason + _format_physical_gpu(index, environ)
+
+
+def _choose_gpu_by_local_rank(
+    topology: Topology,
+    num_gpus: int,
+    environ: Mapping[str, str],
+    *,
+    may_share: bool,
+    on_this_machine: Callable[[str], Sequence[str] | None],
+) -> tuple[int, str]:
+    """Returns the number of the GPU that this process takes, and the reason for the choice.
+
+    The arguments are those of `choose_device`, and the number of visible GPUs.
+
+    Raises:
+        SettingError: there are fewer GPUs than processes on this machine.
+    """
     index = topology.local_rank % num_gpus
     reason = f"local rank {topology.local_rank}"
 
@@ -91,8 +112,7 @@ def choose_device(
             raise _too_few_gpus_error(topology, num_gpus, environ, has_slices=has_slices)
         if too_few:  # each process sees only one GPU, and each sees a different one
             reason = "the one that this process is shown"
-
-    return torch.device("cuda", index), reason + _format_physical_gpu(index, environ)
+    return index, reason
 
 
 def _parse_device(wanted: str) -> torch.device:

@@ -329,18 +329,8 @@ class Join:
             self._find_contradiction() or self._find_missing_ranks() or self._find_mismatch(members)
         )
 
-        # Consecutive ranks mostly share a host, so they are written as one pair:
-        # ["a", "a", "b"] -> [("a", 2), ("b", 1)]
         hosts = name_machines(members)
-        host_counts = [(host, len(list(ranks))) for host, ranks in groupby(hosts)]
-
-        # The members are written before the decision, since ranks look them up when they have read
-        # the decision.
-        if error is None:
-            for member in members:
-                self.store.set(f"member/{member.rank}", str(member.number))
-        error_fields = None if error is None else _to_fields(error)
-        self.store.set("decision", json.dumps({"hosts": host_counts, "error": error_fields}))
+        self._tell_decision(members, hosts, error)
 
         if error is not None:
             self._wait_for_readers(own_request, error)
@@ -348,6 +338,28 @@ class Join:
                 self.file.unlink(missing_ok=True)
             raise error
         return hosts
+
+    def _tell_decision(
+        self, members: Sequence[JoinRequest], hosts: Sequence[str], error: JoinFailure | None
+    ) -> None:
+        """Writes the decision into the store, where the other ranks wait for it.
+
+        Args:
+            members: the request of each rank.
+            hosts: the name of each rank's machine.
+            error: the error that all ranks raise, or None if the run starts.
+        """
+        # The members are written before the decision, since ranks look them up when they have read
+        # the decision.
+        if error is None:
+            for member in members:
+                self.store.set(f"member/{member.rank}", str(member.number))
+
+        # Consecutive ranks mostly share a host, so they are written as one pair:
+        # ["a", "a", "b"] -> [("a", 2), ("b", 1)]
+        host_counts = [(host, len(list(ranks))) for host, ranks in groupby(hosts)]
+        error_fields = None if error is None else _to_fields(error)
+        self.store.set("decision", json.dumps({"hosts": host_counts, "error": error_fields}))
 
     def _can_decide(self) -> bool:
         """Reads new requests. Returns True if all ranks have come, or an error is certain."""

@@ -176,18 +176,7 @@ def join_run(
         UsageError: this process is in a run already.
     """
     global _current_run
-    found = None
-    if _current_run is not None:
-        found = "this process is in a run already"
-    elif dist.is_initialized():
-        found = "torch.distributed.init_process_group was called before it"
-    if found is not None:
-        raise UsageError(
-            "lockstep.init",
-            found,
-            "call lockstep.init once, and nothing else that opens a process group; "
-            "world.close() leaves the run",
-        )
+    _check_in_no_run()
 
     topology = _find_topology(environ, settings.init_method, rank, world_size)
     set_rank(topology.rank if topology.size > 1 else None)  # errors name this rank from here on
@@ -216,6 +205,23 @@ def join_run(
 
     _current_run = run
     return run, choices
+
+
+def _check_in_no_run() -> None:
+    """Raises UsageError if this process is in a run already, or has opened a process group."""
+    if _current_run is not None:
+        found = "this process is in a run already"
+    elif dist.is_initialized():
+        found = "torch.distributed.init_process_group was called before it"
+    else:
+        return
+
+    raise UsageError(
+        "lockstep.init",
+        found,
+        "call lockstep.init once, and nothing else that opens a process group; world.close() "
+        "leaves the run",
+    )
 
 
 def _find_topology(
@@ -258,9 +264,20 @@ def _find_topology(
             "leave them out under a launcher",
         )
 
-    # Without a launcher, it is not known which processes share this machine. If the address of rank
-    # 0 is a loopback address, all of them must be on this machine. Otherwise, each process is
-    # assumed to be alone on its machine until the ranks have met (`Topology.with_hosts`).
+    return _topology_set_by_script(environ, init_method, rank, world_size)
+
+
+def _topology_set_by_script(
+    environ: Mapping[str, str], init_method: str | None, rank: int, world_size: int
+) -> Topology:
+    """Returns the topology of a process whose rank the script has set, without a launcher.
+
+    Then it is not known which processes share this machine. If the address of rank 0 is a loopback
+    address, all of them must be on this machine. Otherwise, each process is assumed to be alone on
+    its machine until the ranks have met (`Topology.with_hosts`).
+
+    The arguments are those of `_find_topology`.
+    """
     master_host = environ.get("MASTER_ADDR")
     if init_method is not None and init_method.startswith("tcp://"):
         master_host = urlsplit(init_method).hostname
@@ -375,9 +392,7 @@ def _set_up_run(
     if several_machines and backend == "gloo" and settings.measure_link:
         link = _measure_link(collectives)
     if link is not None:
-        reason = "measured: each machine sends and receives at a time"
-        latency = f"{link.latency_s * 1e3:.2g} ms from one machine to the next"
-        choices.append(Choice("link", str(link), f"{reason}; {latency}"))
+        choices.append(_choice_of_link(link))
 
     run = Run(
         topology=topology,
@@ -445,6 +460,13 @@ def _share_memory(
     routing.use_shared_memory(shared_memory)
     carrier = "the backend" if shared_memory is None else "shared memory"
     return Choice("CPU tensors", f"through {carrier}", reason)
+
+
+def _choice_of_link(link: Link) -> Choice:
+    """Returns the line of the startup summary about the network between machines."""
+    reason = "measured: each machine sends and receives at a time"
+    latency = f"{link.latency_s * 1e3:.2g} ms from one machine to the next"
+    return Choice("link", str(link), f"{reason}; {latency}")
 
 
 def _measure_link(collectives: Collectives) -> Link | None:
