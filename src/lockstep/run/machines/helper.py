@@ -319,6 +319,25 @@ def forward_output(source: IO[bytes], target: int, nobody_reads: threading.Event
                 data = data[num_written:]
 
 
+def _start_forwarding_output(
+    launcher: subprocess.Popen[bytes], nobody_reads: threading.Event
+) -> list[threading.Thread]:
+    """Starts two threads, which copy the launcher's standard output and error to those here.
+
+    Args:
+        launcher: the process of the launcher.
+        nobody_reads: see `forward_output`.
+    """
+    threads = []
+    for target, source in ((STDOUT, launcher.stdout), (STDERR, launcher.stderr)):
+        thread = threading.Thread(
+            target=forward_output, args=(source, target, nobody_reads), daemon=True
+        )
+        thread.start()
+        threads.append(thread)
+    return threads
+
+
 def watch_launcher(
     launcher: subprocess.Popen[bytes],
     reader: RequestReader,
@@ -340,13 +359,7 @@ def watch_launcher(
         The launcher's exit code, or `EXIT_SIGNAL` + N if signal N ended it.
     """
     nobody_reads = threading.Event()
-    threads = []
-    for target, source in ((STDOUT, launcher.stdout), (STDERR, launcher.stderr)):
-        thread = threading.Thread(
-            target=forward_output, args=(source, target, nobody_reads), daemon=True
-        )
-        thread.start()
-        threads.append(thread)
+    threads = _start_forwarding_output(launcher, nobody_reads)
 
     first_machine_lost = False
     kill_at = float("inf")

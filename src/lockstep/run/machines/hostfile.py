@@ -36,21 +36,11 @@ def parse_hosts(text: str) -> list[Host]:
         SettingError: a part of it is not a host, or a host is named twice.
     """
     setting = f"--hosts {text}"  # every error begins with it
-    hosts: list[Host] = []
     # `Path.is_file` is not used, as it raises if a long list is not a valid file name.
     if os.path.isfile(text):
-        for line_number, line in enumerate(_read_lines(setting, text), start=1):
-            without_comment = line.partition("#")[0]
-            words = EQUALS_WITH_SPACES_PATTERN.sub("=", without_comment).split()
-            if words:
-                hosts.append(_parse_line(f"{setting}, line {line_number}", words))
-        if not hosts:
-            raise SettingError(
-                setting, "the file lists no hosts", "write one line per host: node1 slots=4"
-            )
+        hosts = _parse_file(setting, text)
     else:
-        for part in text.split(","):
-            hosts.append(_parse_list_item(setting, part.strip()))
+        hosts = [_parse_list_item(setting, part.strip()) for part in text.split(",")]
 
     host_of_address: dict[str, Host] = {}
     for host in hosts:
@@ -63,6 +53,27 @@ def parse_hosts(text: str) -> list[Host]:
             )
         host_of_address[host.address] = host
 
+    return hosts
+
+
+def _parse_file(setting: str, path: str) -> list[Host]:
+    """Parses a hostfile.
+
+    Args:
+        setting: the option as the user has set it, which an error begins with.
+        path: the path of the file.
+    """
+    hosts = []
+    for line_number, line in enumerate(_read_lines(setting, path), start=1):
+        without_comment = line.partition("#")[0]
+        words = EQUALS_WITH_SPACES_PATTERN.sub("=", without_comment).split()
+        if words:
+            hosts.append(_parse_line(f"{setting}, line {line_number}", words))
+
+    if not hosts:
+        raise SettingError(
+            setting, "the file lists no hosts", "write one line per host: node1 slots=4"
+        )
     return hosts
 
 

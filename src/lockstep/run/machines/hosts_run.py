@@ -336,14 +336,7 @@ class HostsRun:
         """
         spec = self._spec
         if spec.copy:
-            file_names = await asyncio.to_thread(list_git_files)
-
-            async def copy_folder(connection: MachineConnection) -> None:
-                # --copy is an option of --hosts, and so all connections are by ssh.
-                if isinstance(connection, SshConnection) and not connection.here:
-                    await connection.copy_folder(file_names)
-
-            await self._run_on_all_or_raise(self._connections, copy_folder)
+            await self._copy_folder()
 
         # Opening a connection starts the helper of a machine, which checks that the folder and the
         # script exist there.
@@ -369,16 +362,36 @@ class HostsRun:
             command = [spec.launcher[0], *arguments]
             connection.start_launcher(command, environment, spec.keep, self._shutdown_timeout_s)
 
-        names = ", ".join(host.name for host in spec.hosts)
-        if address:
-            line = (
-                f"{count_noun(len(self._connections), 'host')}: {names}; "
-                f"they meet at {address}, port {port}"
-            )
-        else:
-            line = f"{count_noun(len(self._connections), 'host')}: {names}"
         if not spec.quiet:
-            self._say(line)
+            self._say(self._starting_line(address, port))
+
+    def _starting_line(self, address: str, port: int) -> str:
+        """Returns the line about a run that begins: its hosts, and where their launchers meet.
+
+        Args:
+            address: the address of the first machine; empty if the run has only one machine.
+            port: the port there.
+        """
+        names = ", ".join(host.name for host in self._spec.hosts)
+        num_hosts = len(self._spec.hosts)
+        if not address:
+            return f"{count_noun(num_hosts, 'host')}: {names}"
+        return f"{count_noun(num_hosts, 'host')}: {names}; they meet at {address}, port {port}"
+
+    async def _copy_folder(self) -> None:
+        """Sends the working folder to all other machines (--copy).
+
+        Raises:
+            HostError: it could not be sent to some of them.
+        """
+        file_names = await asyncio.to_thread(list_git_files)
+
+        async def copy_to(connection: MachineConnection) -> None:
+            # --copy is an option of --hosts, and so all connections are by ssh.
+            if isinstance(connection, SshConnection) and not connection.here:
+                await connection.copy_folder(file_names)
+
+        await self._run_on_all_or_raise(self._connections, copy_to)
 
     def _warn_about_machines(self) -> None:
         """Warns the user if two hosts are one machine, or if a clock is wrong."""

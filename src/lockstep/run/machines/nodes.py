@@ -162,38 +162,52 @@ class Peers:
             DuplicateRankError: its rank is taken. (All three are a JoinError.)
             JoinError: it has another version of Lockstep.
         """
-        server = self.own
         nodes = self.all()
-        check_same_version(candidate, server)
-
-        if candidate.run_id != server.run_id:
-            raise MasterUnreachableError(
-                f"run {candidate.run_id!r} (--rdzv-id)",
-                f"the launcher there serves another run, {server.run_id!r}: {server.process_name}",
-                "start all nodes with the same --rdzv-id, or this run with another port",
-            )
-
-        if candidate.nodes != server.nodes:
-            raise WorldSizeError(
-                f"--nnodes {format_nnodes(candidate.nodes)} on {candidate.host}",
-                f"{server.name} was started with --nnodes {format_nnodes(server.nodes)}",
-                "start all nodes with the same --nnodes",
-            )
-
-        for node in nodes:
-            is_same_rank = candidate.rank is not None and node.rank == candidate.rank
-            if is_same_rank and node.state == HERE:
-                raise DuplicateRankError(
-                    f"--node-rank {candidate.rank} on {candidate.host} (process {candidate.pid})",
-                    f"node {candidate.rank} has already come: {node.process_name}",
-                    "give each machine its own --node-rank; the first one continues",
-                )
+        check_same_version(candidate, self.own)
+        _check_may_join(candidate, self.own, nodes)
 
         # Nodes stay in the table when they leave, so their count is the next free number. A node
         # that has just come is here, and has not published anything, whatever it may have sent.
         admitted = replace(candidate, number=len(nodes), state=HERE, why="", published={})
         self.write(admitted.number, vars(admitted))  # adds it to this table
         return admitted
+
+
+def _check_may_join(candidate: Node, server: Node, nodes: Sequence[Node]) -> None:
+    """Checks that a launcher belongs to the run of a server.
+
+    Args:
+        candidate: the launcher's description of itself.
+        server: the node of the server.
+        nodes: all nodes that have come.
+
+    Raises:
+        MasterUnreachableError: the launcher belongs to another run.
+        WorldSizeError: it has another --nnodes.
+        DuplicateRankError: its rank is taken.
+    """
+    if candidate.run_id != server.run_id:
+        raise MasterUnreachableError(
+            f"run {candidate.run_id!r} (--rdzv-id)",
+            f"the launcher there serves another run, {server.run_id!r}: {server.process_name}",
+            "start all nodes with the same --rdzv-id, or this run with another port",
+        )
+
+    if candidate.nodes != server.nodes:
+        raise WorldSizeError(
+            f"--nnodes {format_nnodes(candidate.nodes)} on {candidate.host}",
+            f"{server.name} was started with --nnodes {format_nnodes(server.nodes)}",
+            "start all nodes with the same --nnodes",
+        )
+
+    for node in nodes:
+        is_same_rank = candidate.rank is not None and node.rank == candidate.rank
+        if is_same_rank and node.state == HERE:
+            raise DuplicateRankError(
+                f"--node-rank {candidate.rank} on {candidate.host} (process {candidate.pid})",
+                f"node {candidate.rank} has already come: {node.process_name}",
+                "give each machine its own --node-rank; the first one continues",
+            )
 
 
 def check_same_version(joining: Node, server: Node) -> None:

@@ -208,12 +208,9 @@ class PeerServer:
         try:
             fields = await asyncio.wait_for(connection.receive(), HELLO_TIMEOUT_S)
             candidate = node_of(fields)
-        except (
-            OSError,
-            EOFError,
-            ValueError,
-            TypeError,
-        ):  # TypeError: these are no fields of a node
+        except TypeError:  # these are no fields of a node
+            return None
+        except (OSError, EOFError, ValueError):  # it sent nothing in time, or no message
             return None
 
         try:

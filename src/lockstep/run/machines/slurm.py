@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 from lockstep.errors import SettingError
-from lockstep.machine.topology import detect, expand_tasks
+from lockstep.machine.topology import Topology, detect, expand_tasks
 from lockstep.run.machines.run_token import TOKEN_VARIABLE
 
 INTERACTIVE_STEP_ID = "4294967290"
@@ -81,20 +81,7 @@ def find_placement(environ: Mapping[str, str], nproc: str | None = None) -> JobP
     if topology is not None:
         if topology.source != "Slurm":
             return None  # another launcher, such as torchrun, has started this process
-
-        if topology.local_size > 1:
-            raise SettingError(
-                "lockstep run, started by srun",
-                f"{topology.local_size} tasks of this machine start it, and each would start ranks",
-                "srun --ntasks-per-node=1 lockstep run ..., or srun python ... with a task a rank",
-            )
-
-        meeting_flags = (
-            f"--nnodes={topology.size}",
-            f"--node-rank={topology.node_rank}",
-            f"--master-addr={topology.master_addr}",
-            f"--master-port={topology.master_port}",
-        )
+        meeting_flags = _meeting_flags(topology)
         return JobPlacement(nproc=nproc or default_nproc, meeting_flags=meeting_flags)
 
     # 2. srun has started this process, in a step with one task.
@@ -103,6 +90,42 @@ def find_placement(environ: Mapping[str, str], nproc: str | None = None) -> JobP
         return JobPlacement(nproc=nproc or default_nproc)
 
     # 3. The job's script, or a shell of salloc, has started this process.
+    return _placement_of_job(environ, nproc, default_nproc)
+
+
+def _meeting_flags(topology: Topology) -> tuple[str, ...]:
+    """Returns torchrun's flags by which the launchers that srun has started meet.
+
+    Raises:
+        SettingError: several launchers share a machine.
+    """
+    if topology.local_size > 1:
+        raise SettingError(
+            "lockstep run, started by srun",
+            f"{topology.local_size} tasks of this machine start it, and each would start ranks",
+            "srun --ntasks-per-node=1 lockstep run ..., or srun python ... with a task a rank",
+        )
+    return (
+        f"--nnodes={topology.size}",
+        f"--node-rank={topology.node_rank}",
+        f"--master-addr={topology.master_addr}",
+        f"--master-port={topology.master_port}",
+    )
+
+
+def _placement_of_job(
+    environ: Mapping[str, str], nproc: str | None, default_nproc: str
+) -> JobPlacement:
+    """Returns the placement if the job's script, or a shell of salloc, has started this process.
+
+    Args:
+        environ: environment variables.
+        nproc: processes on each machine, if the user has given their number.
+        default_nproc: processes on this machine, if neither the user nor the job says how many.
+
+    Raises:
+        SettingError: the job is heterogeneous, or its tasks are spread unevenly.
+    """
     num_components = _number_from_slurm(environ, "SLURM_HET_SIZE") or 1
     if num_components > 1:
         raise SettingError(
