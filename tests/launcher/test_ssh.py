@@ -372,6 +372,33 @@ def test_output_that_nobody_reads_does_not_keep_the_launcher_waiting() -> None:
             os.close(target)
 
 
+class EndedInput(helper.RequestReader):
+    """The requests of a first machine that is lost."""
+
+    def receive(self, timeout: float) -> None:
+        return None
+
+
+@pytest.mark.parametrize(
+    ("script", "keep", "exit_code"),
+    [
+        ("trap '' TERM; echo ready; while :; do sleep 0.01; done", False, 128 + signal.SIGKILL),
+        ("trap 'exit 5' TERM; echo ready; while :; do sleep 0.01; done", False, 5),
+        ("trap 'exit 5' TERM; echo ready; exit 3", True, 3),
+    ],
+)
+def test_a_launcher_without_its_first_machine_is_ended_unless_it_is_kept(
+    script: str, keep: bool, exit_code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    must_be_killed = exit_code == 128 + signal.SIGKILL
+    monkeypatch.setattr(helper, "KILL_LAUNCHER_AFTER_S", 0.1 if must_be_killed else 600.0)
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(["sh", "-c", script], **pipes) as launcher:  # type: ignore[call-overload]
+        launcher.stdout.readline()
+        ended = helper.watch_launcher(launcher, EndedInput(), [], keep=keep, grace=0.0)
+    assert ended == exit_code
+
+
 def test_many_machines_reach_the_first_at_once() -> None:
     most = int(Path("/proc/sys/net/core/somaxconn").read_text())
     listener, found = helper.listen(0, False)

@@ -361,38 +361,24 @@ def watch_launcher(
     nobody_reads = threading.Event()
     threads = _start_forwarding_output(launcher, nobody_reads)
 
-    first_machine_lost = False
-    kill_at = float("inf")
     next_heartbeat = 0.0
-    while True:
-        exit_code = launcher.poll()
-        if exit_code is not None:
-            break
-
+    exit_code = launcher.poll()  # None while it is running
+    while exit_code is None:
         for request in requests:
             launcher.send_signal(signal.Signals[request["signal"]])
-        requests = []
-
-        if first_machine_lost:  # no requests can arrive, and no answers can be sent
-            time.sleep(POLL_INTERVAL_S)
-            if time.monotonic() > kill_at:
-                launcher.kill()
-            continue
 
         received = reader.receive(POLL_INTERVAL_S)
-        if received is None or reader.is_silent:
-            first_machine_lost = True
+        if received is None or reader.is_silent:  # the first machine is lost
             nobody_reads.set()
-            if not keep:
-                launcher.send_signal(signal.SIGTERM)
-                kill_at = time.monotonic() + KILL_LAUNCHER_AFTER_S + grace
-            continue
+            exit_code = _wait_without_first_machine(launcher, keep=keep, grace=grace)
+            break
         requests = received
 
         if time.monotonic() >= next_heartbeat:
             with contextlib.suppress(OSError):
                 if write_if_possible(STDOUT, _encode_answer(ALIVE)):
                     next_heartbeat = time.monotonic() + HEARTBEAT_S
+        exit_code = launcher.poll()
 
     # The wait is limited, as a process that the ranks have left behind may hold the output open.
     for thread in threads:
@@ -403,6 +389,25 @@ def watch_launcher(
         signal_number = -exit_code
         return EXIT_SIGNAL + signal_number
     return exit_code
+
+
+def _wait_without_first_machine(
+    launcher: subprocess.Popen[bytes], *, keep: bool, grace: float
+) -> int:
+    """Waits until the launcher has ended, once the first machine is lost; returns its exit code.
+
+    No requests can arrive any more, and no answers can be sent. The arguments are those of
+    `watch_launcher`.
+    """
+    if keep:
+        return launcher.wait()
+
+    launcher.send_signal(signal.SIGTERM)
+    try:
+        return launcher.wait(KILL_LAUNCHER_AFTER_S + grace)
+    except subprocess.TimeoutExpired:
+        launcher.kill()
+        return launcher.wait()
 
 
 def _ignore_in_this_process(*signals: signal.Signals) -> None:
