@@ -25,6 +25,7 @@ from launched import Launched, launch
 from namespaces import until
 
 from lockstep.run.machines import helper, hosts_run, machine_connection, ssh_connection
+from lockstep.run.machines.helper_output import HelperOutput
 from lockstep.run.machines.hosts import Host
 from lockstep.run.machines.machine_connection import Problem
 from lockstep.run.machines.ssh_command import DEFAULT_SSH_COMMAND, SshCommand
@@ -163,9 +164,10 @@ def test_an_answer_that_arrives_in_two_parts_is_understood(before: bytes, cut: i
 
     async def both() -> SshConnection:
         one = SshConnection(Host(HOST), DEFAULT_SSH_COMMAND, show)
-        one._answer_mark, one._answers = b"\x1elockstep 0123456789abcdef ", asyncio.Queue()
+        mark = b"\x1elockstep 0123456789abcdef "
+        one._outputs, one._answers = {"stdout": HelperOutput(mark)}, asyncio.Queue()
         one._launcher_started = True
-        answer = one._answer_mark + b'{"exit": 7}\n'
+        answer = mark + b'{"exit": 7}\n'
         await one._process_output("stdout", before + answer[:cut])
         await one._process_output("stdout", answer[cut:])
         await one._process_output("stdout", b"\n")

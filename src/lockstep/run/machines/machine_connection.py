@@ -21,9 +21,9 @@ from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from lockstep.run.machines.helper import ALIVE, ANSWER_MARK, SILENCE_TIMEOUT_S, versions
+from lockstep.run.machines.helper_output import HelperOutput
 from lockstep.run.machines.hosts import Host
 from lockstep.run.start.late_end import GIVE_UP_IDLE_AFTER_S
-from lockstep.run.start.terminal_lines import finished_lines
 
 T = TypeVar("T")
 ShowLine = Callable[[Host, str, bytes], Awaitable[None]]
@@ -104,11 +104,8 @@ class MachineConnection(ABC):
         """By how many seconds at least the clock there is ahead; negative if it is behind."""
         self.listen_address = ("", 0)
         """The address and port at which the helper listens."""
-        self.unfinished_lines = {"stdout": b"", "stderr": b""}
-        """The output after the last newline, by stream, without the beginning of an answer. It may
-        be shown on a terminal."""
-        self._begun_answers = {"stdout": b"", "stderr": b""}
-        """What follows the unfinished line, by stream: the beginning of an answer, or empty."""
+        self._outputs: dict[str, HelperOutput] = {}
+        """The two streams of the helper's output, "stdout" and "stderr", once it is started."""
         self._error_output = b""
         """The standard error from before the launcher was started."""
         self._launcher_started = False
@@ -168,7 +165,8 @@ class MachineConnection(ABC):
         # Each answer begins with a mark. It contains a random number, which output of the ranks
         # cannot contain by accident.
         nonce = secrets.token_hex(8)
-        self._answer_mark = ANSWER_MARK + f"{nonce} ".encode()
+        answer_mark = ANSWER_MARK + f"{nonce} ".encode()
+        self._outputs = {stream: HelperOutput(answer_mark) for stream in ("stdout", "stderr")}
 
         # asyncio's own subprocesses are not used: closing the event loop would wait until all
         # processes have ended that have inherited the output, also those left behind by ssh.
@@ -186,10 +184,8 @@ class MachineConnection(ABC):
             self._reading_tasks.append(reading)
 
     def _forget_earlier_helper(self) -> None:
-        """Drops what a helper has printed whose connection was dropped, and its answers."""
+        """Drops the answers and the error output of a helper whose connection was dropped."""
         self._error_output = b""
-        self.unfinished_lines = {"stdout": b"", "stderr": b""}
-        self._begun_answers = {"stdout": b"", "stderr": b""}
         self._reading_tasks = []
 
         # The queue receives the answers, and None when there will be no more.
@@ -320,7 +316,8 @@ class MachineConnection(ABC):
         """
         self._shutdown_timeout_s = shutdown_timeout_s
         self._launcher_started = True
-        self.unfinished_lines = {"stdout": b"", "stderr": b""}
+        for output in self._outputs.values():
+            output.unfinished_line = b""
 
         # The request `{"start": ..., "environment": ..., ...}`.
         self.send(
@@ -352,7 +349,7 @@ class MachineConnection(ABC):
             transport.close()
 
         # Show the last line even if it does not end with a newline.
-        has_unfinished_line = bool(self.unfinished_lines[stream].strip())
+        has_unfinished_line = bool(self._outputs[stream].unfinished_line.strip())
         if has_unfinished_line:
             await self._process_output(stream, b"\n")
 
@@ -364,7 +361,7 @@ class MachineConnection(ABC):
         is_closed = await self._read_while_running(stream, reader)
         if not is_closed:
             await self._read_rest(stream, reader)
-        self._begun_answers[stream] = b""  # drops an answer that has not arrived completely
+        self._outputs[stream].drop_begun_answer()
 
     async def _read_while_running(self, stream: str, reader: asyncio.StreamReader) -> bool:
         """Reads a stream as long as the process is running.
@@ -421,7 +418,9 @@ class MachineConnection(ABC):
         Before the launcher was started, no line is shown. Standard error is then kept in
         `_error_output`, because it says why ssh has failed.
         """
-        lines = self._handle_answers_and_return_lines(stream, data)
+        answers, lines = self._outputs[stream].add(data)
+        for answer in answers:
+            self._take_answer(answer)
 
         if not self._launcher_started:
             if stream == "stderr":
@@ -432,65 +431,18 @@ class MachineConnection(ABC):
             if self._show is not None:
                 await self._show(self.host, stream, line)
 
-    def _handle_answers_and_return_lines(self, stream: str, data: bytes) -> list[bytes]:
-        r"""Takes the answers out of new data of a stream, and returns the other finished lines.
+    def _take_answer(self, answer: dict[str, Any]) -> None:
+        """Puts an answer of the helper into the queue, unless it is only a heartbeat."""
+        if answer == ALIVE:
+            return
+        # The last answer has the launcher's exit code. In all others there is none.
+        self.exit_code = answer.get("exit")
+        self._answers.put_nowait(answer)
 
-        An answer may interrupt a line, and data may end at any byte. The unfinished line and the
-        unfinished answer at the end of the data are kept for the next call. They are kept apart, as
-        an unfinished line may be shown at the end of the run, but not an answer. Example:
-
-            kept from before, a line       b"loss "
-            kept from before, an answer    b'\x1elockstep 5f {"ali'
-            the new data                   b've": true}\n0.25\n'
-            the result                     [b"loss 0.25"]
-        """
-        from_before = self.unfinished_lines[stream] + self._begun_answers[stream]
-        text = self._take_answers(from_before + data)
-
-        start_of_answer = self._find_begun_answer(text)  # the end of the text if there is none
-        lines, unfinished_line = finished_lines(text[:start_of_answer])
-        self.unfinished_lines[stream] = unfinished_line
-        self._begun_answers[stream] = text[start_of_answer:]
-        return lines
-
-    def _take_answers(self, text: bytes) -> bytes:
-        """Removes complete answers from the output. Each is a mark, JSON and a newline.
-
-        The answers are put into the queue `_answers`, except for heartbeats. The last answer
-        contains the launcher's exit code, which is kept in `exit_code`.
-
-        Returns:
-            The rest of the output.
-        """
-        while True:
-            start = text.find(self._answer_mark)
-            if start < 0:
-                return text
-
-            end = text.find(b"\n", start)
-            if end < 0:  # the rest of this answer has not arrived yet
-                return text
-
-            answer = json.loads(text[start + len(self._answer_mark) : end])
-            text = text[:start] + text[end + 1 :]
-
-            is_heartbeat = answer == ALIVE
-            if not is_heartbeat:
-                # Only the last answer has an exit code, so until then this stays None.
-                self.exit_code = answer.get("exit")
-                self._answers.put_nowait(answer)
-
-    def _find_begun_answer(self, text: bytes) -> int:
-        """Finds an incomplete answer, or the beginning of its mark, at the end of the output.
-
-        Returns:
-            The index at which it begins, or the length of the text if there is none.
-        """
-        start = text.rfind(self._answer_mark[:1])
-        if start < 0:
-            return len(text)
-        begun_mark = text[start : start + len(self._answer_mark)]
-        return start if self._answer_mark.startswith(begun_mark) else len(text)
+    @property
+    def unfinished_lines(self) -> dict[str, bytes]:
+        """The output after the last newline, by stream, which may be shown on a terminal."""
+        return {stream: output.unfinished_line for stream, output in self._outputs.items()}
 
     async def wait_for_end(self) -> None:
         """Waits until the launcher there has ended, or the connection to it has."""
