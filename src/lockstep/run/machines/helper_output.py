@@ -30,10 +30,9 @@ class HelperOutput:
     def add(self, data: bytes) -> tuple[list[dict[str, Any]], list[bytes]]:
         r"""Adds a piece of the output.
 
-        The unfinished line and the unfinished answer at its end are kept for the next call. They are
-        kept apart, as an unfinished line may be shown at the end of the run, but not an answer.
+        The unfinished line and the unfinished answer at its end are kept for the next call. They
+        are kept apart, as an unfinished line may be shown at the end of the run, but not an answer.
 
-        Example:
             kept from before, a line       b"loss "
             kept from before, an answer    b'\x1elockstep 5f {"ali'
             the new data                   b've": true}\n0.25\n'
