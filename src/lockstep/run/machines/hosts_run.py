@@ -497,7 +497,6 @@ class HostsRun:
             asyncio.create_task(connection.wait_for_end()): connection
             for connection in self._connections
         }
-        end_timeout_s = LAUNCHER_END_S + self._shutdown_timeout_s
         while connection_of_task:
             timeout = None
             if failed:
@@ -508,9 +507,7 @@ class HostsRun:
 
             is_timeout_over = not done
             if is_timeout_over:
-                self._send_signal("SIGTERM", connection_of_task.values())
-                endings = [connection.wait_for_end() for connection in connection_of_task.values()]
-                await wait_all(endings, end_timeout_s)
+                await self._end_launchers(list(connection_of_task.values()))
                 break
 
             for task in done:
@@ -530,14 +527,17 @@ class HostsRun:
                 failed = True
                 self._send_signal(FAILED_ELSEWHERE_SIGNAL, connection_of_task.values())
 
-        for exit_code in exit_codes:
-            if exit_code != 0:
-                return exit_code
-
         # With --on-lost keep, there is no exit code if all connections were lost.
         if connection_lost and not exit_codes:
             return EXIT_LOST_RANK
-        return 0
+        failures = [exit_code for exit_code in exit_codes if exit_code != 0]
+        return failures[0] if failures else 0
+
+    async def _end_launchers(self, connections: Sequence[MachineConnection]) -> None:
+        """Asks launchers that have not noticed the failure of another one to end."""
+        self._send_signal("SIGTERM", connections)
+        endings = [connection.wait_for_end() for connection in connections]
+        await wait_all(endings, LAUNCHER_END_S + self._shutdown_timeout_s)
 
     def _say_connection_lost(self, connection: MachineConnection) -> None:
         """Tells the user that the connection to a machine is lost, and what follows from that."""
