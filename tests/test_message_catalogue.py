@@ -514,6 +514,8 @@ def test_what_a_script_has_raised_is_not_touched(chinese: None) -> None:
         "traceback 和日志：logs"
     )
     assert "Diverged: last is missing" in render_briefly(failure, 2, language.translate)
+    long_one = replace(failure, headline="x" * 2000)
+    assert "xxx... （其余见日志）\n" in render_failure(long_one, language.translate)
     of_ours = replace(failure, is_from_lockstep=True, details=("  found: it is empty",))
     assert "原因：它是空的" in render_failure(of_ours, language.translate)
     hint = "  more:  [LS407: lockstep explain LS407]"

@@ -37,7 +37,7 @@ def render_failure(failure: FirstFailure, in_language: InLanguage = in_english) 
     if failure.simultaneous_failures:
         lines.append(in_language("at the same time (order unknown):"))
         for text in failure.simultaneous_failures[:_MAX_FAILURES_SHOWN]:
-            lines.append(f"  {_shorten(text)}")
+            lines.append(f"  {_shorten(text, in_language)}")
         num_hidden = len(failure.simultaneous_failures) - _MAX_FAILURES_SHOWN
         if num_hidden > 0:
             lines.append(f"  {in_language(f'and {num_hidden} more; see their logs')}")
@@ -51,7 +51,7 @@ def render_failure(failure: FirstFailure, in_language: InLanguage = in_english) 
         consequences.append(in_language(f"ended by lockstep: {ranks}"))
     if consequences:
         text = join_label(in_language("consequences:"), ", ".join(consequences))
-        lines.append(_shorten(text))
+        lines.append(_shorten(text, in_language))
 
     for text in failure.not_ended[:_MAX_FAILURES_SHOWN]:
         lines.append(in_language(f"not ended: {text}"))
@@ -75,7 +75,7 @@ def render_briefly(failure: FirstFailure, times: int, in_language: InLanguage = 
     if failure.line:
         text += f", {failure.line}"
     remark = f"(failure {times} of this kind; logs: {failure.folder})"
-    return f"{_shorten(text)} {in_language(remark)}"
+    return f"{_shorten(text, in_language)} {in_language(remark)}"
 
 
 def _heading_lines(failure: FirstFailure, in_language: InLanguage) -> list[str]:
@@ -104,9 +104,9 @@ def _heading_lines(failure: FirstFailure, in_language: InLanguage) -> list[str]:
     if failure.simultaneous_subjects:
         heading += in_language(f", together with {join_first(failure.simultaneous_subjects)}")
 
-    lines = [heading, f"  {_shorten(_headline(failure, in_language))}"]
+    lines = [heading, f"  {_shorten(_headline(failure, in_language), in_language)}"]
     for text in failure.details:
-        lines.append(f"  {_shorten(_detail(failure, text, in_language))}")
+        lines.append(f"  {_shorten(_detail(failure, text, in_language), in_language)}")
     if failure.hang is not None:
         lines += detail_lines(failure.hang, in_language)
     return lines
@@ -148,7 +148,8 @@ def _detail(failure: FirstFailure, text: str, in_language: InLanguage) -> str:
     return f"  {pad_label(in_language(label), translated)}"
 
 
-def _shorten(text: str) -> str:
+def _shorten(text: str, in_language: InLanguage) -> str:
+    """Cuts off a line that is too long for a report, and says where the rest is."""
     if len(text) <= _MAX_LINE_CHARS:
         return text
-    return f"{text[:_MAX_LINE_CHARS]}... (see the logs for the rest)"
+    return f"{text[:_MAX_LINE_CHARS]}... {in_language('(see the logs for the rest)')}"
