@@ -209,7 +209,6 @@ NO_MESSAGES_BY_REASON = {
         "the only exception",
         "{begin}... ({num_removed} characters are left out here) ...{end}",
         "{headline} (in a worker process)",
-        "{text}... (see the logs for the rest)",
     ),
     "its parts are messages": (
         "global batches were left out: {places}{explanation}",
@@ -458,11 +457,7 @@ SHORT_MESSAGES = {
     "statistics of the samples of all devices, as on one": "training.prepare",
     "the global batch, as on one device": "training.prepare",
     "each micro-batch over all virtual ranks, not of the global batch": "training.prepare",
-    "the folder must be on a disk that all nodes of the cluster share": (
-        "run.machines.ray_connection"
-    ),
     "local rank {local_rank}": "distributed.device",
-    "the one that this process is shown": "distributed.device",
     "the ranks went different ways at {test}: {outcomes}": "verify.line_findings",
     "the script is given {local_rank_flag}": "run.start.script",
     "the script starts its own processes": "run.start.script",
@@ -473,7 +468,6 @@ SHORT_MESSAGES = {
     "versions": "doctor",
     "wait in {name_call}, {context}": "run.watch.case",
     "waits in {name_call}, {context}": "run.watch.case",
-    "see the traceback of that rank": "distributed.collectives",
     "warning": "doctor",
     "{number} ({optimizer_class} of {models})": "verify.finding",
     "{operation_name} and {operation_name_2}": "run.watch.deadlock",
