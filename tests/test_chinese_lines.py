@@ -15,7 +15,21 @@ from lockstep import language
 pytestmark = pytest.mark.unit
 
 SAME_IN_BOTH_LANGUAGES = {
-    *("rank", "ranks", "loss", "epoch", "batch", "hook", "hooks", "stage", "token", "dtype"),
+    *(
+        "rank",
+        "ranks",
+        "loss",
+        "inf",
+        "list",
+        "forward",
+        "epoch",
+        "batch",
+        "hook",
+        "hooks",
+        "stage",
+        "token",
+        "dtype",
+    ),
     *("ddp", "fsdp", "cuda", "cpu", "torch", "numpy", "lockstep", "run", "prepare", "loader"),
     *("shares", "auto", "store", "seed", "worker", "dropout", "hsdp", "ms", "slurm", "traceback"),
     "ctrl",
@@ -104,6 +118,26 @@ LINES = {
     ),
     "optimizer.x is a numpy value of dtype <U1": "optimizer.x 是 dtype 为 <U1 的 numpy 值",
     "a[0] contains itself": "a[0] 包含它自己",
+    "w claims 400 bytes and has 4": "w 声称有 400 字节，实际只有 4 字节",
+    "its largest value inf is beyond what that dtype can hold (65504)": (
+        "其中最大的值 inf 超出了该 dtype 的范围（65504）"
+    ),
+    # Models and settings that do not fit the devices.
+    "the module has a forward set on the object; such code is bound to one object on one device": (
+        "模块有直接赋给实例的 forward；这样的代码绑定在一个设备的一个对象上"
+    ),
+    "layers.0 is compiled; such code is bound to one object on one device": (
+        "layers.0 已被编译；这样的代码绑定在一个设备的一个对象上"
+    ),
+    "2 shares for 3 devices": "有 3 个设备，却给出了 2 份",
+    "a list of 8 values, beside tensors of 8 samples: it is not split, so every replica gets all "
+    "of it": (
+        "8 个值的 list，与 8 个样本的张量一起传入：它不会被划分，因此每个副本都得到全部"
+    ),
+    "an array of shape (8, 3), beside tensors of 8 samples: it is not split, so every replica "
+    "gets all of it": (
+        "形状为 (8, 3) 的数组，与 8 个样本的张量一起传入：它不会被划分，因此每个副本都得到全部"
+    ),
     # Ranks that do not come together.
     "two processes claim rank 0: process 2442 on host0 and process 2443 on host1": None,
     "ranks 3, 5 did not come within 1 s; came: ranks 0-1 on host0; rank 2 on host1": None,

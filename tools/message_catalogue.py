@@ -254,6 +254,9 @@ NO_MESSAGES_BY_REASON = {
 """Texts that are no messages, though they look like them, by the reason."""
 NO_MESSAGES = {text for texts in NO_MESSAGES_BY_REASON.values() for text in texts}
 SHORT_MESSAGES = {
+    "{count_noun} for {count_noun_2}": "settings",
+    "{number} device": "settings",
+    "{number} devices": "settings",
     "a block whole": "extensions.memory_table",
     "a step": "extensions.memory_table",
     "measured peak": "extensions.memory_table",

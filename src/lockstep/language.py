@@ -48,7 +48,7 @@ LANGUAGE_OF_WORD = {
 """The language that a word means with which LOCKSTEP_LANG may be set by mistake."""
 GRAMMATICAL_FIELDS = ("conjugate", "has_or_have", "it_or_them", "plural", "pronoun", "verb")
 """Fields of one word that only English needs: a translation may leave them out."""
-NUMBER = r"-?\d(?:[\d.,]*\d)?(?:e[+-]?\d+)?"
+NUMBER = r"-?(?:\d(?:[\d.,]*\d)?(?:e[+-]?\d+)?|inf)|nan"
 RANGES = r"\d+(?:-\d+)?(?:, \d+(?:-\d+)?)*(?:, \.\.\.)?"  # of `format_ranges`
 RANKS = rf"ranks? {RANGES}|\d+ ranks \({RANGES}\)"  # of `format_ranks`
 PERCENT = r"\d[\d.]*%"
@@ -177,6 +177,7 @@ PATTERN_OF_FIELD = {
     "problem_of_value": (
         r"(?:contains itself|has a key that is \S+ \S+|is a numpy value of [^\n]*"
         r"|is a parameter without [^\n]*|is a tensor o[fn] [^\n]*"
+        r"|claims \d+ bytes and has \d+"
         rf"|is {CLASS_WITH_ARTICLE}(?:, a kind of tensor [^\n]*)?)"
     ),
     "quoted_value": r"'[^']*'|\"[^\"]*\"|None|True|False|[\d.]+",
@@ -200,7 +201,7 @@ PATTERN_OF_FIELD = {
     "name_call": r"(?:(?![,;] | \(step )[^\n])*",  # of one call
     "signal_name": r"SIG\w+",
     "single": r"(?:(?![,;] )[^\n])*",  # one entry of a list, and not several
-    **dict.fromkeys(("factor", "ratio"), rf"{NUMBER}(?:/{NUMBER})?"),
+    **dict.fromkeys(("factor", "ratio"), rf"(?:{NUMBER})(?:/(?:{NUMBER}))?"),
     "subject": r"(?:(?! on host |;(?:\s|\Z))[^\n])*",  # not a list of several on several hosts
     "table": r"(?:.|\n)*",
     "tuple": r"\([\d, ]*\)",

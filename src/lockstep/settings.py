@@ -277,11 +277,10 @@ def parse_shares(
         raise SettingError(f"shares={shares!r}", "these are not whole numbers", advice)
 
     if len(numbers) != size:
-        given = count_noun(len(numbers), "share")
         if of == "rank":
-            found = f"{given} for a world size of {size}"
+            found = f"{count_noun(len(numbers), 'share')} for a world size of {size}"
         else:
-            found = f"{given} for {count_noun(size, of)}"
+            found = f"{count_noun(len(numbers), 'share')} for {count_noun(size, of)}"
         raise SettingError(f"shares={shares!r}", found, advice)
 
     check_shares(shares)  # that none is below 0, and one is above 0

@@ -431,7 +431,7 @@ def replicas_that_are_compiled() -> list[str]:
             model = torch.compile(model, backend="eager") if way == "before" else model
             if way == "in place before":
                 model.compile(backend="eager")
-            with pytest.raises(UsageError, match="compiled, which is bound to one object") as error:
+            with pytest.raises(UsageError, match="compiled; such code is bound to") as error:
                 world.prepare(model)(x)
             said.append(str(error.value))
     return said

@@ -162,8 +162,8 @@ def test_lists_with_an_entry_a_sample():
     import numpy as np
 
     for entries, words in (
-        (["a"] * 8, "a list of 8"),
-        ((1, 2, 3, 4, 5, 6, 7, 8), "a tuple of 8"),
+        (["a"] * 8, "a list of 8 values"),
+        ((1, 2, 3, 4, 5, 6, 7, 8), "a tuple of 8 values"),
         ({"lengths": np.arange(8)}, "an array of shape (8,)"),
     ):
         wrapped = DataParallel(made(lambda s, x, more: s.layer(x)), replicas=3)

@@ -144,18 +144,18 @@ def _check_tensor(path: Path, name: str, value: Tensor) -> None:
     Raises:
         CheckpointError: it cannot be stored, or claims too much memory.
     """
-    problem = why_unstorable(value)
-    if problem is None:
+    problem_of_value = why_unstorable(value)
+    if problem_of_value is None:
         # An expanded tensor has more elements than memory: `torch.zeros(1).expand(10**12)` in a
         # small file would take terabytes when it is written out.
         storage_nbytes = value.untyped_storage().nbytes()
         if value.nbytes > storage_nbytes + MAX_EXPANSION_BYTES:
-            problem = f"claims {value.nbytes} bytes and has {storage_nbytes}"
+            problem_of_value = f"claims {value.nbytes} bytes and has {storage_nbytes}"
 
-    if problem is not None:
+    if problem_of_value is not None:
         raise unreadable(
             path,
-            f"{name} {problem}",
+            f"{name} {problem_of_value}",
             "save plain tensors, as the state_dict of a model on the CPU has them",
         )
 

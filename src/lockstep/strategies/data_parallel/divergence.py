@@ -49,19 +49,19 @@ def warn_of_lists(num_replicas: int, batch: Any, num_samples: int) -> None:
 
 
 def describe_sample_lists(batch: Any, num_samples: int) -> list[str]:
-    """Describes the lists and arrays in a batch with one entry per sample, such as `a list of 8`.
+    """Describes the lists and arrays in a batch with one entry per sample: "a list of 8 values".
 
     Only lists of strings or numbers count.
     """
     if isinstance(batch, np.ndarray):
         if batch.shape[:1] == (num_samples,):
-            return [f"an array of shape {batch.shape}"]
+            return [f"an array of shape {tuple(batch.shape)}"]
         return []
 
     has_entry_per_sample = isinstance(batch, list | tuple) and len(batch) == num_samples
     if has_entry_per_sample:
         if all(isinstance(value, str | bytes | int | float) for value in batch):
-            return [f"{describe_type(batch)} of {num_samples}"]
+            return [f"{describe_type(batch)} of {num_samples} values"]
 
     # Search any other container for such lists and arrays, also a list of tensors, for example.
     values: Sequence[Any] = ()

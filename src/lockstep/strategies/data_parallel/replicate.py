@@ -148,18 +148,19 @@ def _copy_slots(part: nn.Module, new_part: nn.Module) -> None:
 
 def _check_can_be_copied(name: str, part: nn.Module) -> None:
     """Raises UsageError for code that is bound to one module object, which a copy cannot run."""
+    module_name = name or "the module"
     if is_compiled(part):
-        found = "is compiled"
+        found = f"{module_name} is compiled"
     elif isinstance(part, torch.jit.ScriptModule):
-        found = "is scripted"
+        found = f"{module_name} is scripted"
     elif not _can_be_rebound(part):
-        found = "has a forward set on the object"
+        found = f"{module_name} has a forward set on the object"
     else:
         return
 
     raise UsageError(
         f"several replicas of {describe_type(part)}",
-        f"{name or 'the module'} {found}, which is bound to one object on one device",
+        f"{found}; such code is bound to one object on one device",
         "use strategy='ddp' for it, or leave torch.compile, torch.jit and the like out",
     )
 
