@@ -117,6 +117,11 @@ NOTHING_LOCAL = frozenset({"local_rank", "local_size", "node_rank"})
             topology((1, 2), (0, 1), 1, M, BY_HAND, unknown=NOTHING_LOCAL),
         ),
         (
+            {**MASTER, "RANK": "1", "WORLD_SIZE": "2", "LOCAL_SIZE": "0"},
+            [],
+            topology((1, 2), (0, 1), 1, M, BY_HAND, unknown=NOTHING_LOCAL),
+        ),
+        (
             {**MASTER, "RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"},
             [],
             topology((1, 2), (1, 2), 1, M, BY_HAND, unknown=NOTHING_LOCAL - {"local_rank"}),

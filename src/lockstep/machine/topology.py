@@ -21,6 +21,7 @@ import re
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from lockstep.errors import SettingError
 from lockstep.machine.network import LOOPBACK, means_loopback
@@ -261,41 +262,23 @@ def _read_torchrun(environ: Environ, argv: Sequence[str]) -> Topology | None:
 
     rank = _number(environ, "RANK")
     size = _number(environ, "WORLD_SIZE")
-    local_rank = _local_rank(environ, argv)
     master_addr = environ.get("MASTER_ADDR") or None
-    local_size = _optional_number(environ, "LOCAL_WORLD_SIZE")
-    if not local_size:
-        local_size = _optional_number(environ, "LOCAL_SIZE")  # as other launchers call it
-    if local_size is None and (size == 1 or means_loopback(master_addr)):
-        local_size = size  # only processes of one machine can meet at a loopback address
-    node_rank = _optional_number(environ, "GROUP_RANK")
-    unknown = set()
-    if local_size is not None:
-        if local_rank is None:
-            local_rank = rank % local_size
-        if node_rank is None:
-            # rank - local_rank is the first rank of this machine; those before fill whole machines.
-            node_rank = (rank - local_rank) // local_size
-    else:
-        # Nothing says which ranks share this machine, so it is seen when they have met.
-        unknown.add("local_size")
-        if local_rank is None:
-            unknown.add("local_rank")
-            local_rank = 0
-        if node_rank is None:
-            unknown.add("node_rank")
-            node_rank = rank
-        local_size = local_rank + 1
+    local_rank, local_size, node_rank, unknown = _place_on_machine(
+        environ, argv, rank, size, master_addr
+    )
+
     by_torch_elastic = "TORCHELASTIC_RUN_ID" in environ
     source = environ.get(LAUNCHER_VARIABLE)
     if not source:
         source = "torchrun" if by_torch_elastic else SET_BY_VARIABLES
+
     topology = Topology(
         rank=rank,
         size=size,
         local_rank=local_rank,
         local_size=local_size,
         node_rank=node_rank,
+        unknown=unknown,
         master_addr=master_addr,
         master_port=port(environ),
         agent_store=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
@@ -303,8 +286,8 @@ def _read_torchrun(environ: Environ, argv: Sequence[str]) -> Topology | None:
         memory=tuple(environ.get("LOCKSTEP_STEP_MEMORY", "").split()),
         restarts=_number(environ, RESTART_COUNT) if environ.get(RESTART_COUNT) else 0,
         keeps_every_step=environ.get("LOCKSTEP_KEEP_EVERY_STEP") == "1",
-        unknown=frozenset(unknown),
     )
+
     if local_size > size or rank < local_rank:
         raise SettingError(
             f"RANK={rank} and LOCAL_RANK={local_rank}, LOCAL_WORLD_SIZE={local_size} and "
@@ -315,6 +298,54 @@ def _read_torchrun(environ: Environ, argv: Sequence[str]) -> Topology | None:
     if not by_torch_elastic:
         _check_agrees_with_scheduler(topology, environ)
     return topology
+
+
+class _PlaceOnMachine(NamedTuple):
+    """A rank's place among those of its machine, as in `Topology`."""
+
+    local_rank: int
+    local_size: int
+    node_rank: int
+    unknown: frozenset[str]
+
+
+def _place_on_machine(
+    environ: Environ, argv: Sequence[str], rank: int, size: int, master_addr: str | None
+) -> _PlaceOnMachine:
+    """Reads a rank's place on its machine; what no variable says follows from the others.
+
+    Args:
+        environ: the environment variables.
+        argv: the script's arguments, where old launchers put `--local_rank`.
+        rank: RANK.
+        size: WORLD_SIZE.
+        master_addr: MASTER_ADDR, if it is set.
+    """
+    local_rank = _local_rank(environ, argv)
+    node_rank = _optional_number(environ, "GROUP_RANK")
+    local_size = _optional_number(environ, "LOCAL_WORLD_SIZE")
+    if not local_size:
+        local_size = _optional_number(environ, "LOCAL_SIZE")  # as other launchers call it
+    if not local_size and (size == 1 or means_loopback(master_addr)):
+        local_size = size  # only processes of one machine can meet at a loopback address
+
+    if local_size:
+        if local_rank is None:
+            local_rank = rank % local_size
+        if node_rank is None:
+            # rank - local_rank is the first rank of this machine; those before fill whole machines.
+            node_rank = (rank - local_rank) // local_size
+        return _PlaceOnMachine(local_rank, local_size, node_rank, unknown=frozenset())
+
+    # Nothing says which ranks share this machine, so it is seen when they have met.
+    unknown = {"local_size"}
+    if local_rank is None:
+        unknown.add("local_rank")
+        local_rank = 0
+    if node_rank is None:
+        unknown.add("node_rank")
+        node_rank = rank
+    return _PlaceOnMachine(local_rank, local_rank + 1, node_rank, frozenset(unknown))
 
 
 def _check_agrees_with_scheduler(topology: Topology, environ: Environ) -> None:

@@ -55,10 +55,12 @@ _RANGES: dict[str, _Range] = {
 class _LayerwiseOptimizer(Optimizer, ABC):
     """The base class of LARS and LAMB.
 
-    Both have these options of a parameter group: adapt: which tensors get a trust ratio and weight
-        decay. None: tensors of two or more dimensions get both, and others (biases, scales and
-        shifts of normalisation layers) get neither. True: all get both. False: none gets a trust
-        ratio, and all get weight decay. max_ratio: the largest trust ratio; None for no limit.
+    Both have these options of a parameter group:
+
+    - `adapt`: which tensors get a trust ratio and weight decay. None: tensors of two or more
+      dimensions get both, and others (biases, scales and shifts of normalisation layers) get
+      neither. True: all get both. False: none gets a trust ratio, and all get weight decay.
+    - `max_ratio`: the largest trust ratio; None for no limit.
     """
 
     @torch.no_grad()
