@@ -67,6 +67,32 @@ def on_post_page(output: str, config: Any, **_: Any) -> str:
     return output
 
 
+CHINESE_IN_ENGLISH_BOOST = 0.01
+"""Multiplies the scores of Chinese pages in the English search, where they come last."""
+PAGES_OF_RESULTS = ("gpu.html",)
+RESULTS_BOOST = 0.3
+"""Multiplies the scores of these pages, so that others that are about GPUs as well come first."""
+SECTION_OF_RESULTS_BOOST = 0.001
+"""Multiplies the scores of their sections. Their headings name what was run, such as "kill, resume,
+compile". As a word in a heading counts a thousand times, they would come before the pages that say
+how to resume."""
+
+
+def search_boost(location: str) -> float:
+    """Returns what multiplies the score of an entry of an index.
+
+    Args:
+        location: the address of a page or a section, such as "zh/gpu.html#on-a-gpu".
+    """
+    boost = 1.0
+    if location.startswith("zh/"):
+        boost *= CHINESE_IN_ENGLISH_BOOST
+    page, _, section = location.removeprefix("zh/").partition("#")
+    if page in PAGES_OF_RESULTS:
+        boost *= SECTION_OF_RESULTS_BOOST if section else RESULTS_BOOST
+    return boost
+
+
 @event_priority(-200)  # after the plugins, which write one index for both languages
 def on_post_build(config: Any) -> None:
     """MkDocs calls it when all pages are written.
@@ -79,11 +105,11 @@ def on_post_build(config: Any) -> None:
     english = []
     chinese = []
     for entry in index["docs"]:
-        if entry["location"].startswith("zh/"):
-            chinese.append({**entry, "location": entry["location"].removeprefix("zh/")})
-            english.append({**entry, "boost": 0.01})
-        else:
-            english.append(entry)
+        location = entry["location"]
+        english.append({**entry, "boost": search_boost(location)})
+        if location.startswith("zh/"):
+            own_location = location.removeprefix("zh/")
+            chinese.append({**entry, "location": own_location, "boost": search_boost(own_location)})
     for folder, entries in ((site / "search", english), (site / "zh" / "search", chinese)):
         folder.mkdir(parents=True, exist_ok=True)
         text = json.dumps({**index, "docs": entries}, ensure_ascii=False, separators=(",", ":"))

@@ -71,6 +71,7 @@ QUERIES = {
         "port": "reference",
         "learning rate": "from_one_device_to_many",
         "dropout": "same_bits",
+        "make gpu": "gpu",
         **SAME_QUERIES,
     },
     "zh": {
@@ -88,7 +89,7 @@ QUERIES = {
     },
 }
 NUM_SHOWN = 3
-WRITE_VARIABLE = "LOCKSTEP_TEST_WRITES_SEARCH_TABLE"
+WRITE_VARIABLE = "WRITE_SEARCH_TABLE"
 TABLE = pages.ROOT / "benchmarks" / "results" / "search.md"
 
 
@@ -206,5 +207,13 @@ def test_the_page_that_answers_is_among_the_first_hits(site: Path) -> None:
             if f"{page}.html" not in found_pages[language][word]:
                 not_found.append((language, word, found_pages[language][word]))
     assert not_found == []
+    # Headings of results name what was run: "kill, resume, compile".
+    assert [
+        (language, word)
+        for language, found_of_word in found_pages.items()
+        for word, found_names in found_of_word.items()
+        if found_names[0].endswith("gpu.html")
+    ] == []
+    assert found_pages["en"]["resume"][0] == "checkpoints.html"
     if os.environ.get(WRITE_VARIABLE):
         TABLE.write_text(table_of(found_pages), encoding="utf-8")
