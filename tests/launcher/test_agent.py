@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import itertools
+import math
 import signal
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,6 +25,7 @@ from lockstep.run.start.process import Attempt, Process
 from lockstep.run.start.rank_environment import rank_environment
 from lockstep.run.start.worker import Script
 from lockstep.run.start.zygote import Event
+from lockstep.run.watch.exit_status import ExitReport
 
 pytestmark = pytest.mark.launcher
 
@@ -111,6 +114,50 @@ def test_a_signal_that_comes_while_a_ranks_end_is_read_waits_until_it_is_noted()
     agent.received_signal = None
     with pytest.raises(SignalException):
         agent.interrupt(signal.SIGTERM)
+
+
+def test_a_signal_that_comes_in_a_block_that_fails_ends_the_run_there() -> None:
+    """Kept until another block, it would cut off the end of the ranks, in the middle."""
+
+    class Zygote:
+        def events(self, timeout: float) -> list[Event]:
+            agent.interrupt(signal.SIGTERM)
+            raise OSError("the socket is gone")
+
+    agent: Any = object.__new__(Agent)
+    agent.attempts = [Attempt([], world_size=1, node=0, num_nodes=1, folder=Path())]
+    agent.received_signal, agent._delayed_interrupt, agent._zygote = None, None, Zygote()
+    with pytest.raises(SignalException) as caught:
+        agent._read_events()
+    assert isinstance(caught.value.__context__, OSError)
+    agent._zygote = SimpleNamespace(events=lambda timeout: [])
+    agent._read_events()
+
+
+@pytest.mark.parametrize("why", ["hang", "ended elsewhere", "lost"])
+def test_ranks_that_can_make_no_step_are_not_waited_for(
+    monkeypatch: pytest.MonkeyPatch, why: str
+) -> None:
+    """Before they are ended because a machine joins, they hang, or those of another one end."""
+    process = Process(rank=0, local_rank=0, folder=Path(), pid=4321)
+    attempt = Attempt([process], world_size=2, node=0, num_nodes=2, folder=Path())
+    agent: Any = object.__new__(Agent)
+    agent._timeout_at, agent._next_slow_checks = math.inf, math.inf
+    report = ExitReport(host="b", complete=why == "ended elsewhere")
+    agent._rdzv = SimpleNamespace(
+        departed_nodes=list,
+        published=lambda key: {1: report.to_values()},
+        has_node_left_attempt=lambda: why == "lost",
+    )
+    agent._step_memory = SimpleNamespace(seals=lambda: [frozenset()])
+    agent._snapshot_exchange = SimpleNamespace(answer=lambda: None)
+    agent._supervisor = SimpleNamespace(check=lambda: why == "hang")
+    clock = itertools.count()
+    monkeypatch.setattr(agent_module, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    agent._read_events = lambda timeout: None
+    monkeypatch.setattr(agent_module, "_MAX_WAIT_FOR_KEPT_STEP_S", 10_000)
+    agent._wait_for_kept_step(attempt)
+    assert next(clock) < 100
 
 
 @pytest.mark.parametrize(

@@ -322,6 +322,28 @@ def test_an_error_is_the_reason_that_other_nodes_are_given(
     assert (nodes.own.state, nodes.own.why) == ("left", reason)
 
 
+@pytest.mark.parametrize(
+    ("other", "has_left"),
+    [
+        ({"started": 2}, False),
+        ({"started": 2, "round": 3}, False),  # it has asked for the next attempt too
+        ({"started": 3, "round": 3}, True),
+        ({"started": 2, "round": 2, "state": "lost", "why": "its machine"}, True),
+        ({"started": 1, "round": 1, "state": "lost", "why": "its machine"}, False),  # long ago
+        ({"started": 0, "round": 3}, False),  # it wants to join
+    ],
+)
+def test_after_a_restart_was_asked_for_nodes_that_leave_the_attempt_are_known(
+    other: dict[str, Any], has_left: bool
+) -> None:
+    about = {"host": "h", "pid": 1, "run_id": "r", "nodes": "1:2"}
+    peers = Peers(Node(number=0, rank=0, started=2, round=2, **about))
+    peers.write(1, {"number": 1, "rank": 1, **about, **other})
+    rendezvous = DynamicRendezvous(config(nodes=2), peers, None, print, None)
+    rendezvous.request_restart()
+    assert rendezvous.has_node_left_attempt() is has_left
+
+
 def test_other_backends_are_torchs_own(tmp_path: Path) -> None:
     said: list[str] = []
     fields = {"endpoint": str(tmp_path / "store"), "nodes": 2, "store_type": "file"}

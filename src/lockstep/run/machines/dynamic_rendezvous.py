@@ -130,6 +130,19 @@ class DynamicRendezvous(Rendezvous):
         """Asks for the next round, so that the other nodes know why the ranks of this node end."""
         self._peers.update(round=self._peers.own.started + 1)
 
+    def has_node_left_attempt(self) -> bool:
+        """Returns True if a node of the present attempt has gone, or has begun a later one.
+
+        Unlike `departed_nodes`, this is about the present attempt even after `request_restart`.
+        """
+        own_started = self._peers.own.started
+        for node in self._peers.all():
+            has_begun_later_attempt = node.started > own_started
+            has_gone = node.gone_early and node.started == own_started
+            if has_begun_later_attempt or has_gone:
+                return True
+        return False
+
     def describe_lost_nodes(self) -> str:
         """Names the lost nodes, for the announcement of a restart without them. Never waits.
 

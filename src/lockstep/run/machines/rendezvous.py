@@ -109,6 +109,12 @@ class Rendezvous(RendezvousHandler):
         """Returns True if nodes were lost, and the run can go on without them. Never waits."""
         return bool(self.describe_lost_nodes())
 
+    def has_node_left_attempt(self) -> bool:
+        """Returns True if a node of the present attempt has gone, or has begun a later one. Never
+        waits. Only a dynamic rendezvous needs this.
+        """
+        return False
+
     def departed_nodes(self) -> list[Node]:
         """Returns the nodes of the current round that have left early. Never waits."""
         own_round = self._peers.own.round

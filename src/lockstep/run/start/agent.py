@@ -105,6 +105,9 @@ _MAX_START_S = 60.0
 _MAX_WAIT_FOR_KEPT_STEP_S = 30.0
 """How long ranks go on training, before they are ended because a machine joins, until they have
 kept a step in memory."""
+_MAX_COPY_OF_STEP_S = 5.0
+"""How long ranks may take, in that time, to keep the last step that they have made together with
+those of another machine, which have ended."""
 _INTERRUPT_GRACE_S = 10.0
 """The time that a script gets after Ctrl-C, for example to save."""
 _EXIT_AFTER_EXCEPTION_S = 10.0
@@ -850,13 +853,35 @@ class Agent(api.SimpleElasticAgent):
         self._end_ranks(end_signal, before_restart=True)
 
     def _wait_for_kept_step(self, attempt: Attempt) -> None:
-        """Lets the ranks train until each of them has kept another step, or one of them fails."""
+        """Lets the ranks train until each of them has kept another step, or one of them fails.
+
+        The ranks are watched meanwhile, since torch elastic's loop, which watches them otherwise,
+        waits for this. If they hang, the wait ends, and they are restarted after that verdict.
+        """
         seals = self._step_memory.seals()
+        next_check_at = 0.0  # at once
         deadline = time.monotonic() + _MAX_WAIT_FOR_KEPT_STEP_S
         while _all_are_running(attempt) and time.monotonic() < deadline:
             if self._all_have_kept_a_step_since(seals, attempt):
                 return
+
+            now = time.monotonic()
+            if now >= next_check_at:
+                next_check_at = now + _MAX_MONITOR_INTERVAL_S
+                if self._check_whether_ranks_must_end(attempt):
+                    return
+                # The ranks here cannot train on without those of another machine. Each may still
+                # copy the step that they have made together.
+                if self._other_ranks_have_ended(attempt):
+                    deadline = min(deadline, now + _MAX_COPY_OF_STEP_S)
+
             self._read_events(timeout=0.005)
+
+    def _other_ranks_have_ended(self, attempt: Attempt) -> bool:
+        """Returns True if the ranks of another machine of the attempt are known to have ended."""
+        if self._rdzv.has_node_left_attempt():
+            return True
+        return any(report.complete for report in self._reports_of_others(attempt).values())
 
     def _all_have_kept_a_step_since(
         self, seals_before: Sequence[frozenset[bytes]], attempt: Attempt
@@ -1259,12 +1284,12 @@ class Agent(api.SimpleElasticAgent):
         finally:
             self._interrupts_delayed = False
 
-        # If a signal came in the block, its handler has kept the exception here. Raise it now. (If
-        # the block has raised one itself, this is only reached at the end of the next block.)
-        interrupt = self._delayed_interrupt
-        self._delayed_interrupt = None
-        if interrupt is not None:
-            raise interrupt
+            # If a signal came in the block, its handler has kept the exception here. It is raised
+            # even if the block has raised another one, as the user wants the run to end.
+            interrupt = self._delayed_interrupt
+            self._delayed_interrupt = None
+            if interrupt is not None:
+                raise interrupt
 
     def stop(self, number: int) -> None:
         """Stops the ranks and this process at Ctrl-Z, and continues the ranks when it continues.
