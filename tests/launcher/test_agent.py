@@ -24,7 +24,7 @@ from lockstep.run.start.plan import LaunchSpec, make_plan
 from lockstep.run.start.process import Attempt, Process
 from lockstep.run.start.rank_environment import rank_environment
 from lockstep.run.start.worker import Script
-from lockstep.run.start.zygote import Event
+from lockstep.run.start.zygote_messages import Event
 from lockstep.run.watch.exit_status import ExitReport
 
 pytestmark = pytest.mark.launcher

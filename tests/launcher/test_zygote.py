@@ -15,13 +15,9 @@ from typing import NoReturn
 import psutil
 import pytest
 
-from lockstep.run.start.zygote import (
-    FreshZygote,
-    Server,
-    Zygote,
-    _has_ended_completely,
-    control_sockets,
-)
+from lockstep.run.start import left_behind
+from lockstep.run.start.left_behind import _has_ended_completely, end_with_descendants
+from lockstep.run.start.zygote import FreshZygote, Zygote
 
 pytestmark = pytest.mark.launcher
 
@@ -323,14 +319,11 @@ def test_zombies_are_not_among_the_processes_that_do_not_end(
         zombie = psutil.Process(ended.pid)
         assert becomes_true(lambda: zombie.status() == psutil.STATUS_ZOMBIE)
         left = [psutil.Process(endless.pid), zombie]
-        monkeypatch.setattr("lockstep.run.start.zygote._KILL_TIMEOUT_S", 0.1)
-        monkeypatch.setattr("lockstep.run.start.zygote._wait_for_ends", lambda pids, timeout: set())
-        monkeypatch.setattr(Server, "_children_left_behind", lambda server: left)
+        monkeypatch.setattr(left_behind, "KILL_TIMEOUT_S", 0.1)
+        monkeypatch.setattr(left_behind, "wait_for_ends", lambda pids, timeout: set())
         for name in ("terminate", "kill", "resume"):  # as if it were in state D
             monkeypatch.setattr(psutil.Process, name, lambda process: None)
-        control, other_end = control_sockets()
-        with control, other_end:
-            assert Server(control, work)._end_left_behind(0.0) == [endless.pid]
+        assert end_with_descendants(lambda: left, 0.0) == [endless.pid]
     finally:
         for process in (endless, ended):
             process.kill()
@@ -362,7 +355,7 @@ def test_a_process_whose_main_thread_has_ended_has_not_ended_itself() -> None:
 FRESH = """
 import os, sys
 sys.path.insert(0, sys.argv[1])
-from lockstep.run.start.zygote import serve
+from lockstep.run.start.zygote_server import serve
 from test_zygote import work
 serve(int(sys.argv[2]), work)
 """

@@ -51,7 +51,7 @@ from lockstep.machine.network import (
     is_loopback_address,
     wait_until,
 )
-from lockstep.run.start.zygote import die_with_parent
+from lockstep.run.start.parent_death import die_with_parent
 
 ANSWER_MARK = b"\x1elockstep "
 """The beginning of an answer; \\x1e is the record separator, as in RFC 7464."""

@@ -51,6 +51,7 @@ from lockstep.run.start import job_control
 from lockstep.run.start.console import Console, console_for
 from lockstep.run.start.late_end import LateEnd, Progress
 from lockstep.run.start.launcher_record import LauncherRecord
+from lockstep.run.start.left_behind import end_process_groups
 from lockstep.run.start.plan import LaunchPlan
 from lockstep.run.start.process import (
     Attempt,
@@ -64,7 +65,8 @@ from lockstep.run.start.rank_environment import rank_environment
 from lockstep.run.start.step_memory import StepMemory, step_memory_for
 from lockstep.run.start.system_limits import can_hold_evidence, explain_scarcity
 from lockstep.run.start.torchrun_flags import rendezvous_parameters, shutdown_timeout
-from lockstep.run.start.zygote import Event, Zygote, end_process_groups
+from lockstep.run.start.zygote import Zygote
+from lockstep.run.start.zygote_messages import Event
 from lockstep.run.watch.dataclass_json import from_values
 from lockstep.run.watch.error_record import (
     TORCH_ERROR_FILE_VARIABLE,

@@ -51,7 +51,8 @@ from lockstep.run.start.torchrun_flags import (
     parse_flags,
 )
 from lockstep.run.start.worker import LOCAL_RANK_MACRO, Command, Script
-from lockstep.run.start.zygote import FreshZygote, Zygote, serve
+from lockstep.run.start.zygote import FreshZygote, Zygote
+from lockstep.run.start.zygote_server import serve
 
 THIS_PACKAGE = __name__.partition(".")[0]
 

@@ -47,7 +47,9 @@ from lockstep.run.start.process import Attempt
 from lockstep.run.start.process_exit import exit_now, exit_process
 from lockstep.run.start.rank_imports import import_for_ranks
 from lockstep.run.start.source_hints import large_modules, read_script
-from lockstep.run.start.zygote import FreshZygote, Zygote, serve, unnamed_file
+from lockstep.run.start.zygote import FreshZygote, Zygote
+from lockstep.run.start.zygote_messages import unnamed_file
+from lockstep.run.start.zygote_server import serve
 from lockstep.wording import count_noun, format_ranks
 
 if TYPE_CHECKING:

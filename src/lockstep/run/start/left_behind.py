@@ -1,0 +1,174 @@
+"""Ends processes that ranks have started and that have outlived them.
+
+Such a process is *left behind*. A worker of a DataLoader, for example, looks for its parent every
+5 s only, and until then keeps what it has inherited from it. Some processes do not end at any
+signal, see `late_end`; those are not waited for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import psutil
+
+KILL_TIMEOUT_S = 2.0
+"""How long a process may take to end after SIGKILL."""
+MAX_POLL_S = 0.02
+_RECHECK_S = 0.1
+
+
+def end_with_descendants(
+    find_processes: Callable[[], list[psutil.Process]], term_grace_s: float
+) -> list[int]:
+    """Ends children of this process and all processes below them, first by SIGTERM, then by
+    SIGKILL.
+
+    They are listed again and again, as they may start others in the meantime.
+
+    Args:
+        find_processes: function that lists the children to end.
+        term_grace_s: time between SIGTERM and SIGKILL, in seconds.
+
+    Returns:
+        The ids of processes that have not ended some seconds after SIGKILL. A zombie has ended,
+        though its parent has not collected its exit status.
+    """
+    import psutil
+
+    kill_at = time.monotonic() + term_grace_s
+    deadline = kill_at + KILL_TIMEOUT_S
+    terminated: set[psutil.Process] = set()
+    processes: list[psutil.Process] = []
+    while time.monotonic() < deadline:
+        children = find_processes()
+        processes = list(children)
+        for child in children:
+            with contextlib.suppress(psutil.Error):
+                processes += child.children(recursive=True)
+        if not processes:
+            break
+
+        is_time_to_kill = time.monotonic() >= kill_at
+        for process in processes:
+            with contextlib.suppress(psutil.Error):
+                if is_time_to_kill:
+                    process.kill()
+                elif process not in terminated:
+                    process.terminate()
+                    process.resume()  # a stopped process handles no other signal
+        terminated.update(processes)
+
+        # A process can only wait for its own children. Grandchildren become children of this
+        # process when their parents have ended, as it is a subreaper (see `parent_death`).
+        wait_for_ends({child.pid for child in children}, _RECHECK_S)
+        time.sleep(MAX_POLL_S)  # as the call does not wait for children of given-up ranks
+
+    return [process.pid for process in processes if not _has_ended_completely(process)]
+
+
+def end_process_groups(leaders: Iterable[int]) -> list[int]:
+    """Kills the process groups of ranks whose zygote is gone, and waits until they have ended.
+
+    The kernel kills these ranks, but not the processes that they have started, which keep what they
+    have inherited, such as the connection to the launcher's store.
+
+    This is called right after the end of the zygote, so no other process has been given the id of
+    a rank yet.
+
+    Args:
+        leaders: the process ids of ranks that were running when the zygote ended. Each rank leads a
+            process group of its own.
+
+    Returns:
+        The ids of processes that have not ended although they were killed.
+    """
+    import psutil
+
+    groups = set(leaders)
+    deadline = time.monotonic() + KILL_TIMEOUT_S
+    while True:
+        # They are listed again each time, as they may have started others in the meantime.
+        processes = _running_members(groups)
+        for process in processes:
+            with contextlib.suppress(psutil.Error):
+                process.kill()
+        if not processes or time.monotonic() >= deadline:
+            return [process.pid for process in processes]
+        time.sleep(MAX_POLL_S)
+
+
+def running_children(process: psutil.Process) -> list[psutil.Process]:
+    """Returns the children of a process without the zombies, which it may never collect."""
+    import psutil
+
+    running = []
+    with contextlib.suppress(psutil.Error):
+        for child in process.children():
+            if not _has_ended_completely(child):
+                running.append(child)
+    return running
+
+
+def _running_members(groups: set[int]) -> list[psutil.Process]:
+    """Returns the processes in the given process groups that are still running."""
+    import psutil
+
+    members = []
+    for pid in psutil.pids():
+        with contextlib.suppress(ProcessLookupError, psutil.Error):  # it has just ended
+            if os.getpgid(pid) in groups:
+                process = psutil.Process(pid)
+                if not _has_ended_completely(process):
+                    members.append(process)
+    return members
+
+
+def wait_for_ends(pids: set[int], timeout: float) -> set[int]:
+    """Waits for children of this process to end, for at most `timeout` seconds.
+
+    `psutil.wait_procs` is not used, as it waits without limit for a process that a debugger holds.
+
+    Returns:
+        The ids of those that have not ended.
+    """
+    deadline = time.monotonic() + timeout
+    while True:
+        pids = {pid for pid in pids if not _has_ended(pid)}
+        if not pids or time.monotonic() >= deadline:
+            return pids
+        time.sleep(MAX_POLL_S)
+
+
+def _has_ended_completely(process: psutil.Process) -> bool:
+    """Returns True if a process has ended, whether or not its parent has collected its exit status.
+
+    The kernel shows a process as a zombie as soon as its main thread has ended. While another
+    thread still runs, or waits for a device, the process has not ended.
+    """
+    import psutil
+
+    try:
+        # The status is read first. If another process was given the process id before that,
+        # `is_running` notices it.
+        is_zombie = process.status() == psutil.STATUS_ZOMBIE
+        if not process.is_running():
+            return True
+
+        only_main_thread_is_left = process.num_threads() <= 1
+        return bool(is_zombie and only_main_thread_is_left)
+    except psutil.NoSuchProcess:
+        return True
+
+
+def _has_ended(pid: int) -> bool:
+    """Returns True if a child of this process has ended, after collecting its exit status."""
+    try:
+        ended_pid, _ = os.waitpid(pid, os.WNOHANG)
+    except ChildProcessError:  # it was collected before, or is not a child of this process
+        return True
+    return ended_pid == pid
