@@ -8,7 +8,7 @@ import math
 import signal
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from older_torch import needs_torchrun_flag
@@ -17,12 +17,21 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing import SignalException
 
 from lockstep.run.machines.static_rendezvous import StaticRendezvous
-from lockstep.run.start import agent as agent_module
+from lockstep.run.start import (
+    agent as agent_module,
+    rank_environment as rank_environment_module,
+)
 from lockstep.run.start.agent import Agent
+from lockstep.run.start.exit_reports import ExitReports
+from lockstep.run.start.interrupts import Interrupts
+from lockstep.run.start.local_ranks import LocalRanks
 from lockstep.run.start.machine import Machine
 from lockstep.run.start.plan import LaunchSpec, make_plan
 from lockstep.run.start.process import Attempt, Process
-from lockstep.run.start.rank_environment import rank_environment
+from lockstep.run.start.process_memory import OomCounts
+from lockstep.run.start.rank_environment import rank_environment, variables_of_all_ranks
+from lockstep.run.start.rank_watch import RankWatch
+from lockstep.run.start.step_memory import StepMemory
 from lockstep.run.start.worker import Script
 from lockstep.run.start.zygote_messages import Event
 from lockstep.run.watch.exit_status import ExitReport
@@ -96,42 +105,57 @@ def test_with_virtual_local_ranks_each_sees_its_own_gpu(
     assert (found["LOCAL_RANK"], found["CUDA_VISIBLE_DEVICES"]) == ("0", device)
 
 
+def an_attempt(*pids: int, num_nodes: int = 1) -> Attempt:
+    processes = [
+        Process(rank=number, local_rank=number, folder=Path(), pid=pid)
+        for number, pid in enumerate(pids)
+    ]
+    num_ranks = len(pids)
+    return Attempt(processes, num_ranks * num_nodes, 0, num_nodes, num_ranks, folder=Path())
+
+
 def test_a_signal_that_comes_while_a_ranks_end_is_read_waits_until_it_is_noted() -> None:
     class Zygote:
+        has_ended = False
+
         def events(self, timeout: float) -> list[Event]:
-            agent.interrupt(signal.SIGTERM)
+            interrupts.interrupt(signal.SIGTERM)
             return [Event(0, 4321, 0)]
 
-    process = Process(rank=0, local_rank=0, folder=Path(), pid=4321)
-    agent: Any = object.__new__(Agent)
-    agent.attempts = [Attempt([process], world_size=1, node=0, num_nodes=1, folder=Path())]
-    agent.received_signal, agent._delayed_interrupt, agent._zygote = None, None, Zygote()
+    attempt = an_attempt(4321)
+    interrupts = Interrupts()
+    ranks = LocalRanks(cast(Any, Zygote()), None, interrupts)
+    ranks.begin(attempt)
     with pytest.raises(SignalException):
-        agent._read_events()
-    assert process.code == 0
-    agent._read_events()  # a second signal ends nothing a second time
-    assert agent._kill_at_once
-    agent.received_signal = None
+        ranks.read_events()
+    assert attempt.processes[0].code == 0
+    ranks.read_events()  # a second signal ends nothing a second time
+    assert interrupts.kill_at_once
+    interrupts.received = None
     with pytest.raises(SignalException):
-        agent.interrupt(signal.SIGTERM)
+        interrupts.interrupt(signal.SIGTERM)
 
 
 def test_a_signal_that_comes_in_a_block_that_fails_ends_the_run_there() -> None:
     """Kept until another block, it would cut off the end of the ranks, in the middle."""
-
-    class Zygote:
-        def events(self, timeout: float) -> list[Event]:
-            agent.interrupt(signal.SIGTERM)
-            raise OSError("the socket is gone")
-
-    agent: Any = object.__new__(Agent)
-    agent.attempts = [Attempt([], world_size=1, node=0, num_nodes=1, folder=Path())]
-    agent.received_signal, agent._delayed_interrupt, agent._zygote = None, None, Zygote()
-    with pytest.raises(SignalException) as caught:
-        agent._read_events()
+    interrupts = Interrupts()
+    with pytest.raises(SignalException) as caught, interrupts.delayed():
+        interrupts.interrupt(signal.SIGTERM)
+        raise OSError("the socket is gone")
     assert isinstance(caught.value.__context__, OSError)
-    agent._zygote = SimpleNamespace(events=lambda timeout: [])
-    agent._read_events()
+    with interrupts.delayed():
+        pass
+
+
+class Memory(StepMemory):
+    """Has the given seals."""
+
+    def __init__(self, *seals: bytes) -> None:
+        super().__init__(0)
+        self.found = [frozenset(seals)]
+
+    def seals(self) -> list[frozenset[bytes]]:
+        return self.found
 
 
 @pytest.mark.parametrize("why", ["hang", "ended elsewhere", "lost"])
@@ -139,22 +163,27 @@ def test_ranks_that_can_make_no_step_are_not_waited_for(
     monkeypatch: pytest.MonkeyPatch, why: str
 ) -> None:
     """Before they are ended because a machine joins, they hang, or those of another one end."""
-    process = Process(rank=0, local_rank=0, folder=Path(), pid=4321)
-    attempt = Attempt([process], world_size=2, node=0, num_nodes=2, folder=Path())
-    agent: Any = object.__new__(Agent)
-    agent._timeout_at, agent._next_slow_checks = math.inf, math.inf
+    attempt = an_attempt(4321, num_nodes=2)
     report = ExitReport(host="b", complete=why == "ended elsewhere")
-    agent._rdzv = SimpleNamespace(
+    rendezvous: Any = SimpleNamespace(
         departed_nodes=list,
         published=lambda key: {1: report.to_values()},
         has_node_left_attempt=lambda: why == "lost",
     )
-    agent._step_memory = SimpleNamespace(seals=lambda: [frozenset()])
-    agent._snapshot_exchange = SimpleNamespace(answer=lambda: None)
-    agent._supervisor = SimpleNamespace(check=lambda: why == "hang")
+    agent: Any = object.__new__(Agent)
+    agent.attempts, agent._rdzv, agent._step_memory = [attempt], rendezvous, Memory()
+    agent._exit_reports = ExitReports(rendezvous, attempt, [], OomCounts(None, None), Interrupts())
+    plan: Any = SimpleNamespace(timeout=None, hang=None)
+    record: Any = SimpleNamespace(find=None)
+    unused: Any = None
+    watch: Any = RankWatch(attempt, plan, rendezvous, agent._exit_reports, unused, record, unused)
+    watch._next_slow_checks = math.inf
+    watch._snapshot_exchange = SimpleNamespace(answer=lambda: None)
+    watch._supervisor = SimpleNamespace(check=lambda: why == "hang", verdict=None)
+    agent._watch = watch
+    agent.ranks = SimpleNamespace(read_events=lambda timeout: None)
     clock = itertools.count()
     monkeypatch.setattr(agent_module, "time", SimpleNamespace(monotonic=lambda: next(clock)))
-    agent._read_events = lambda timeout: None
     monkeypatch.setattr(agent_module, "_MAX_WAIT_FOR_KEPT_STEP_S", 10_000)
     agent._wait_for_kept_step(attempt)
     assert next(clock) < 100
@@ -178,16 +207,15 @@ def test_ranks_that_keep_no_steps_may_save_before_a_machine_joins(
     expected: int,
 ) -> None:
     monkeypatch.setattr(agent_module, "_MAX_WAIT_FOR_KEPT_STEP_S", 0.0)
-    seals = [frozenset([b"an earlier step"] * steps_before)]
+    memory = Memory(*[b"an earlier step"] * steps_before)
+    monkeypatch.setattr(Memory, "is_used", steps_before > 0)
     signals = []
     agent: Any = object.__new__(Agent)
-    process = Process(rank=0, local_rank=0, folder=Path(), pid=4321)
-    agent.attempts = [Attempt([process], world_size=2, node=0, num_nodes=2, folder=Path())]
+    agent.attempts = [an_attempt(4321, num_nodes=2)]
     agent._rdzv = SimpleNamespace(elastic=True, request_restart=lambda: None)
-    agent._seals_at_start = seals
+    agent._step_memory, agent._seals_at_start = memory, memory.seals()
     if steps_in_attempt:
-        seals = [frozenset([b"step of this attempt"])]
-    agent._step_memory = SimpleNamespace(seals=lambda: seals, is_used=steps_before > 0)
+        memory.found = [frozenset([b"step of this attempt"])]
     agent._end_ranks = lambda number, before_restart: signals.append(number)
     agent._end_ranks_for_other_machines(a_machine_was_lost=a_machine_was_lost)
     assert signals == [expected]
@@ -204,16 +232,12 @@ def test_ranks_that_keep_no_steps_may_save_before_a_machine_joins(
 def test_ranks_are_told_nccls_interfaces_where_it_would_choose_wrong_ones(
     monkeypatch: pytest.MonkeyPatch, has_gpus: bool, interfaces: list[str], value: str | None
 ) -> None:
-    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
-    monkeypatch.delenv("NCCL_SOCKET_IFNAME", raising=False)
-    monkeypatch.setattr(agent_module, "running_interfaces", lambda: interfaces)
+    monkeypatch.setattr(rank_environment_module, "running_interfaces", lambda: interfaces)
     spec = LaunchSpec(script=Script(path="train.py"))
     machine = Machine(cores=2, gpus=2 if has_gpus else 0, loopback="lo")
     plan = make_plan(spec, machine, {}, 2, one_node=False)
     said: list[str] = []
-    console: Any = SimpleNamespace(announce=said.append, environment={})
-    rendezvous: Any = SimpleNamespace(interface="eth0")
-    variables = agent_module._variables_of_all_ranks(plan, console, rendezvous)
+    variables = variables_of_all_ranks(plan, {}, "eth0", said.append)
     assert variables["GLOO_SOCKET_IFNAME"] == "eth0"
     assert variables.get("NCCL_SOCKET_IFNAME") == value
     if value is None:

@@ -21,7 +21,7 @@ from held import MAY_BE_HELD, frozen, pid_in, traced
 from launched import Launched
 from ranks import HANG_S
 
-from lockstep.run.start import agent, late_end, machine, zygote
+from lockstep.run.start import late_end, local_ranks, machine, zygote
 from lockstep.run.watch.process_status import (
     ProcessStatus,
     describe_state,
@@ -311,7 +311,7 @@ def stop_fork_server(file: Path) -> None:
 
 def wait_for_starts(seconds: float) -> None:
     """Called in the launcher: how long the fork server may take to start a rank."""
-    agent._MAX_START_S = seconds
+    local_ranks._MAX_START_S = seconds
 
 
 @pytest.mark.parametrize("ends_by", ["itself", pytest.param("Ctrl-C", marks=pytest.mark.thorough)])

@@ -16,8 +16,12 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING
 
 from lockstep.run.watch.process_status import read_process
+
+if TYPE_CHECKING:
+    from lockstep.run.start.process import Process
 
 _PYTHON_DEFAULT_HANDLERS = (signal.SIG_DFL, signal.default_int_handler)
 _STANDARD_INPUT = 0
@@ -54,6 +58,45 @@ def handled(handlers: Mapping[int, Callable[[int], object]]) -> Iterator[None]:
     finally:
         for number, handler in default_handlers.items():
             signal.signal(number, handler)
+
+
+class Keyboard:
+    """The terminal's keyboard, which the only rank of a run may read, for pdb and `input()`."""
+
+    def __init__(self) -> None:
+        self.rank: Process | None = None
+        """The rank that reads it; None if the launcher's group stays in the foreground."""
+
+    def keep_in_step(self, signal_ranks: Callable[[int], object]) -> None:
+        """Stops this process after the user has stopped the rank by Ctrl-Z, and continues the rank
+        after the user has entered `fg`. It is called often.
+
+        Args:
+            signal_ranks: function that sends a signal to the rank.
+        """
+        pid = self._pid_of_running_rank()
+        if pid is not None:
+            pass_keyboard(pid, signal_ranks)
+
+    def give_again(self) -> None:
+        """Gives the rank the keyboard again, after the user has continued this process."""
+        pid = self._pid_of_running_rank()
+        if pid is not None:
+            give_keyboard(pid)
+
+    def take_back(self) -> None:
+        """Puts this process back in the foreground, after the rank has ended."""
+        if self.rank is not None and self.rank.pid:
+            take_keyboard_from(self.rank.pid)
+
+    def _pid_of_running_rank(self) -> int | None:
+        """Returns the process id of the rank; None if there is no such rank, or if it has not been
+        started yet or has ended.
+        """
+        rank = self.rank
+        if rank is None or not rank.pid or rank.code is not None:
+            return None
+        return rank.pid
 
 
 def stop_this_process() -> None:

@@ -30,6 +30,7 @@ from lockstep.run.watch.heartbeat import read_heartbeat
 from lockstep.run.watch.printed_error import PrintedError, printed_error
 from lockstep.run.watch.script_processes import NOT_ONE_GROUP_FILE, RETURNED_FILE
 from lockstep.run.watch.stack_dump import Crash, find_crash
+from lockstep.run.watch.verdict import Verdict
 
 _SIGNAL_MEANINGS = {
     signal.SIGSEGV: "segmentation fault",
@@ -108,13 +109,17 @@ class Attempt:
     """Number of this machine among the machines of the run, from 0."""
     num_nodes: int
     """Number of machines of the run."""
+    nproc: int
+    """Number of ranks of this machine that are to be started."""
     folder: Path
     logs: list[Path] = field(default_factory=list)
     """The files to which the output of the ranks is written."""
     logs_deleted: bool = False
     """True once the user has been told that one of the logs is gone."""
-    end_published: bool = False
-    """True once the other launchers have been told that all ranks of this machine have ended."""
+    hang: Verdict | None = None
+    """Why the ranks cannot go on and must be ended; None if they can, as far as is known."""
+    timed_out_ranks: tuple[int, ...] = ()
+    """The ranks that must be ended because they have run for longer than the plan allows."""
     over: bool = False
     """True once all ranks have ended and `failure` is known."""
     failure: FirstFailure | None = None

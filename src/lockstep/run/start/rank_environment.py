@@ -1,12 +1,81 @@
-"""Builds the environment variables that tell a rank its numbers in the run, as torchrun sets
-them.
+"""Builds the environment variables that ranks get from their launcher.
+
+Some tell a rank its numbers in the run, as torchrun sets them. The others are the same for all
+ranks of a machine.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from torch.distributed.elastic.agent.server.api import Worker, WorkerGroup
+
+from lockstep.language import translate
+from lockstep.machine.interface import NCCL_INTERFACE, choose_nccl_interfaces, gloo_variables
+from lockstep.machine.network import running_interfaces
+from lockstep.machine.topology import (
+    CHOSEN_THREADS_VARIABLE,
+    LAUNCHER_VARIABLE,
+    THREADS_VARIABLE,
+)
+from lockstep.run.start.plan import LaunchPlan
+from lockstep.run.watch.probe import FLIGHT_RECORDER_VARIABLES
+
+
+def variables_of_all_ranks(
+    plan: LaunchPlan,
+    environ: Mapping[str, str],
+    interface: str | None,
+    announce: Callable[[str], object],
+) -> dict[str, str]:
+    """Returns the environment variables that every rank of this machine gets.
+
+    Args:
+        plan: what is started on this machine.
+        environ: the launcher's own variables. Those that the user has set stay as they are.
+        interface: name of the network interface that reaches the other machines, or of loopback;
+            None if not known.
+        announce: function that shows a line to the user.
+    """
+    variables: dict[str, str] = {}
+    for name, value in FLIGHT_RECORDER_VARIABLES.items():
+        if name not in environ:
+            variables[name] = value
+
+    variables.update(gloo_variables(environ, interface))
+    if plan.gpus > 0:  # the ranks may use NCCL
+        variables.update(_nccl_variables(plan, environ, interface, announce))
+    variables.update(plan.environment)
+    if plan.chooses_threads:
+        variables[CHOSEN_THREADS_VARIABLE] = plan.environment[THREADS_VARIABLE]
+
+    # LAUNCHER_VARIABLE tells a process that it is a rank. A script that spawns its own ranks
+    # must not mistake its first process for one.
+    if not plan.script_spawns_ranks:
+        variables[LAUNCHER_VARIABLE] = plan.launcher
+
+    return variables
+
+
+def _nccl_variables(
+    plan: LaunchPlan,
+    environ: Mapping[str, str],
+    interface: str | None,
+    announce: Callable[[str], object],
+) -> dict[str, str]:
+    """Returns the variable with NCCL's network interfaces, and announces it.
+
+    Returns:
+        Empty if NCCL is to choose the interfaces itself.
+    """
+    chosen = choose_nccl_interfaces(environ, running_interfaces(), interface)
+    if chosen is None:
+        return {}
+
+    interfaces, reason = chosen
+    if not plan.quiet:
+        announce(f"{NCCL_INTERFACE}={interfaces}: {translate(reason)}")
+    return {NCCL_INTERFACE: interfaces}
 
 
 def rank_environment(

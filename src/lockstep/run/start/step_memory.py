@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from collections.abc import Iterable, Sequence
 
 from lockstep.errors import SettingError
 from lockstep.machine.topology import (
@@ -77,6 +78,24 @@ class StepMemory:
                     seals.add(head)
             seals_of_ranks.append(frozenset(seals))
         return seals_of_ranks
+
+    def have_all_kept_since(
+        self, seals_before: Sequence[frozenset[bytes]], local_ranks: Iterable[int]
+    ) -> bool:
+        """Returns True if each of the given ranks has kept a step since its seals were read.
+
+        Args:
+            seals_before: what `seals` has returned then.
+            local_ranks: the ranks.
+        """
+        seals = self.seals()
+        if not seals:  # there is no memory for steps
+            return False
+        for local_rank in local_ranks:
+            has_new_seal = bool(seals[local_rank] - seals_before[local_rank])
+            if not has_new_seal:
+                return False
+        return True
 
     @property
     def is_used(self) -> bool:
