@@ -545,6 +545,12 @@ class Agent(api.SimpleElasticAgent):
     def _end_ranks_for_other_machines(self, *, a_machine_was_lost: bool) -> None:
         """Ends the ranks to restart them on the machines that the run has now.
 
+        In an elastic run, how they are ended depends on what they have kept in memory:
+
+            they train, and keep steps            after the next kept step, by SIGKILL
+            they cannot train on, and kept some   at once, by SIGKILL
+            they keep none                        by SIGTERM, at which they may write a checkpoint
+
         Args:
             a_machine_was_lost: True if the ranks may wait for those of a lost machine.
         """
@@ -556,18 +562,14 @@ class Agent(api.SimpleElasticAgent):
 
         attempt = self.attempts[-1]
         self._rdzv.request_restart()  # tells the other launchers that this one restarts
-        can_go_on = not a_machine_was_lost and _all_are_running(attempt)
-        if can_go_on and self._all_have_kept_a_step_since(self._seals_at_start):
-            # They have nothing to save, as their steps are in memory. They may keep only every k-th
-            # step, so they are killed right after one.
-            self._wait_for_kept_step(attempt)
-            end_signal = signal.SIGKILL
-        elif not can_go_on and self._step_memory.is_used:
-            end_signal = signal.SIGKILL
+        can_train_on = not a_machine_was_lost and _all_are_running(attempt)
+        if can_train_on:
+            has_steps = self._all_have_kept_a_step_since(self._seals_at_start)
+            if has_steps:
+                self._wait_for_kept_step(attempt)  # they may keep only every k-th step
         else:
-            # At SIGTERM, ranks that write checkpoints save their last step together.
-            end_signal = signal.SIGTERM
-        self._end_ranks(end_signal, before_restart=True)
+            has_steps = self._step_memory.is_used
+        self._end_ranks(signal.SIGKILL if has_steps else signal.SIGTERM, before_restart=True)
 
     def _wait_for_kept_step(self, attempt: Attempt) -> None:
         """Lets the ranks train until each of them has kept another step, or one of them fails.

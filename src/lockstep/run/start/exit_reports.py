@@ -135,38 +135,31 @@ class ExitReports:
 
         reports_of_others = self.of_others()
         reports = [own_report, *reports_of_others.values()]
-        exits: list[ExitStatus] = []
-        earlier_failures: set[str] = set()
-        for report in reports:
-            exits.extend(report.exits)
-            earlier_failures.update(report.earlier_failures)
-
+        exits = [status for report in reports for status in report.exits]
         hangs = [report.hang for report in reports if report.hang is not None]
-        first_hang = min(hangs, key=lambda hang: hang.found_at, default=None)
-
         # The user may have interrupted this launcher, or that of another machine.
-        interrupted_reports = [report for report in reports if report.interrupted is not None]
-        interruption = interrupted_reports[0].interrupted if interrupted_reports else None
-
-        folder = str(self._attempt.folder)
-        if self._attempt.logs_deleted:
-            folder += " (its logs were deleted)"
+        interrupted = [report for report in reports if report.interrupted is not None]
 
         failure = first_failure(
             exits,
-            hang=first_hang,
-            interrupted=interruption,
+            hang=min(hangs, key=lambda hang: hang.found_at, default=None),
+            interrupted=interrupted[0].interrupted if interrupted else None,
             lost_nodes=self._failures_of_lost_nodes(reports_of_others, exits),
-            earlier_failures=earlier_failures,
-            folder=folder,
+            earlier_failures={key for report in reports for key in report.earlier_failures},
+            folder=self._describe_folder(),
         )
         is_interruption = failure is not None and failure.kind == "interrupted"
-        if failure is None or not is_interruption or own_report.interrupted is not None:
+        if failure is None or not is_interruption or interrupted[0] is own_report:
             return failure
 
         # The user has interrupted the launcher of another machine. The message says which.
-        host = interrupted_reports[0].host
+        host = interrupted[0].host
         return replace(failure, headline=f"{failure.headline} on host {host}")
+
+    def _describe_folder(self) -> str:
+        """Returns the folder of the logs, for the report on a failure."""
+        deleted = " (its logs were deleted)" if self._attempt.logs_deleted else ""
+        return f"{self._attempt.folder}{deleted}"
 
     def _failures_of_lost_nodes(
         self, reports_of_others: Mapping[int, ExitReport], exits: Sequence[ExitStatus]

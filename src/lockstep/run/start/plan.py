@@ -246,7 +246,7 @@ def make_plan(
         environment[f"LOCKSTEP_{name.upper()}"] = str(value)
 
     if spec.from_file:
-        file, _, names = spec.from_file.rpartition(": ")
+        file, _, names = spec.from_file.rpartition(": ")  # "lockstep.toml: nproc, precision"
         notes.append(f"{names} from {file}")
 
     chooses_threads = THREADS_VARIABLE not in environ

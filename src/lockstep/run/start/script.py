@@ -99,14 +99,7 @@ def run_script(spec: LaunchSpec, announce: Callable[[str], None]) -> int:
     cold_reason = _why_cold(request, environ)
     nproc = _nproc_known_early(request.flags)
 
-    # Libraries read this variable when they are imported, so it cannot wait for the plan.
-    early_variables = {}
-    if nproc and THREADS_VARIABLE not in environ:
-        num_threads = threads_per_process(cores_allowed(), nproc, request.spec.settings)
-        early_variables[THREADS_VARIABLE] = str(num_threads)
-        limit_openblas(num_threads)  # it was loaded with torch if torchrun's flags were parsed
-
-    with _environment_with(early_variables):
+    with _environment_with(_variables_for_imports(nproc, request.spec.settings, environ)):
         if cold_reason is None:
             import_for_ranks(request.hints.imports)
             cold_reason = _why_not_copied(script)
@@ -132,12 +125,8 @@ def run_script(spec: LaunchSpec, announce: Callable[[str], None]) -> int:
                     plan.command.for_rank(local_rank)
 
             folder = make_folder(flags.log_dir, Path(script.path).name.removesuffix(".py"))
-            headline = f"{plan.nproc} x {script.path}"
-            if plan.notes:
-                separator = "；" if language() == CHINESE else "; "
-                headline += ": " + separator.join(translate(note) for note in plan.notes)
             if not request.spec.quiet:
-                announce(headline)
+                announce(_headline(plan))
 
             imports = [] if cold_reason else request.hints.imports
             start_zygote = partial(_start_another_zygote, script, plan, imports)
@@ -148,6 +137,39 @@ def run_script(spec: LaunchSpec, announce: Callable[[str], None]) -> int:
     if agent.failure is not None:
         announce(render_failure(agent.failure, translate))
     return agent.exit_code
+
+
+def _variables_for_imports(
+    nproc: int, settings: Mapping[str, object], environ: Mapping[str, str]
+) -> dict[str, str]:
+    """Returns the variable with the number of threads, unless the user has set it.
+
+    Libraries read it when they are imported, so it cannot wait for the plan. A library that has
+    been loaded already is told the number here.
+
+    Args:
+        nproc: number of ranks on this machine; 0 if it is not known yet.
+        settings: the settings that were given.
+        environ: the launcher's own variables.
+    """
+    if nproc == 0 or THREADS_VARIABLE in environ:
+        return {}
+    num_threads = threads_per_process(cores_allowed(), nproc, settings)
+    limit_openblas(num_threads)  # it was loaded with torch if torchrun's flags were parsed
+    return {THREADS_VARIABLE: str(num_threads)}
+
+
+def _headline(plan: LaunchPlan) -> str:
+    """Returns the line that says what is started, in the language of the user.
+
+    For example `2 x train.py: 1 thread per process (...); Gloo on lo alone (...)`.
+    """
+    headline = f"{plan.nproc} x {plan.script.path}"
+    if not plan.notes:
+        return headline
+    separator = "；" if language() == CHINESE else "; "
+    notes = separator.join(translate(note) for note in plan.notes)
+    return f"{headline}: {notes}"
 
 
 def _start_another_zygote(script: Script, plan: LaunchPlan, imports: Sequence[str]) -> Zygote:

@@ -487,8 +487,8 @@ def _returned_values(agent: Agent, launch_text: str, timeout: float | None) -> l
 def _error_of_failure(failure: FirstFailure, attempt: Attempt, launch_text: str) -> Exception:
     """Returns the error that `launch` raises for the first failure of a run.
 
-    The error names the first of the failed ranks that recorded an exception, or the lowest of them
-    if none did.
+    The error names one of the failed ranks, and has the traceback of the exception that it has
+    recorded, if it has recorded one.
     """
     from lockstep.run.watch.failure_report import render_failure
 
@@ -505,17 +505,18 @@ def _error_of_failure(failure: FirstFailure, attempt: Attempt, launch_text: str)
                 'put the call of launch() under `if __name__ == "__main__":`',
             )
 
-    if record_of_rank:
-        failed_rank = next(iter(record_of_rank))
-        traceback = record_of_rank[failed_rank].traceback
-        # The message of an error of Lockstep's own says everything, including the user's line.
-        is_told = record_of_rank[failed_rank].from_lockstep
-        usual_advice = "as its message says" if is_told else "fix what its traceback shows"
-    else:
-        failed_rank = min(failure.ranks, default=0)
-        traceback = ""
-        is_told = False
+    # The first of the ranks that have recorded an exception, or the lowest one if none has.
+    failed_rank = next(iter(record_of_rank), min(failure.ranks, default=0))
+    first_record = record_of_rank.get(failed_rank)
+
+    # The message of an error of Lockstep's own says everything, including the user's line.
+    is_told = first_record is not None and first_record.from_lockstep
+    if first_record is None:
         usual_advice = "look at what the process printed last"
+    elif is_told:
+        usual_advice = "as its message says"
+    else:
+        usual_advice = "fix what its traceback shows"
 
     # The advice is left out of the text, as the error has a field of its own for it.
     failure_without_advice = replace(failure, advice=())
@@ -526,7 +527,7 @@ def _error_of_failure(failure: FirstFailure, attempt: Attempt, launch_text: str)
         _as_found(found, in_english("FIRST FAILURE:")),
         "; ".join(failure.advice) or usual_advice,
         failed_rank,
-        traceback,
+        "" if first_record is None else first_record.traceback,
         is_told=is_told,
         found_for_people=_as_found(found_for_people, translate("FIRST FAILURE:")),
     )
@@ -590,8 +591,8 @@ def run_copy(call: FunctionCall, threads_asked_for: int | None = None) -> NoRetu
     """Runs the call as a rank in this process, a copy of the launching process, and then ends the
     process.
 
-    It does so as multiprocessing does in a process that it has forked: `_bootstrap` drops the
-    children, finalizers and locks of the launching process, and calls the target.
+    It does so as multiprocessing does in a process that it has forked: `Process._bootstrap` drops
+    the children, finalizers and locks of the launching process, and calls `Process.run`.
 
     Args:
         call: the call.
@@ -605,19 +606,29 @@ def run_copy(call: FunctionCall, threads_asked_for: int | None = None) -> NoRetu
         torch.set_num_threads(process_copy.THREADS_OF_COPY)
     limit_openblas(process_copy.THREADS_OF_COPY)  # NumPy's threads, of which each copy has as many
 
-    # `_bootstrap` calls `run`, and ignores what that returns. So `run` leaves its exit code here.
-    # The code stays 1 if `_bootstrap` fails before it calls `run`, and prints the exception.
-    exit_code = 1
-
-    def run() -> None:
-        nonlocal exit_code
-        exit_code = worker.run_recorded(lambda folder: _run_call(call, folder))
-
-    process: Any = multiprocessing.Process(target=run, name=_process_name(), daemon=False)
-    process._bootstrap()
+    process: Any = _ProcessOfCopy(call)
+    process._bootstrap()  # calls `run`
 
     # `exit_now` does not call what the launching process has registered with `atexit`.
-    exit_now(exit_code)
+    exit_now(process.exit_code_of_call)
+
+
+class _ProcessOfCopy(multiprocessing.Process):
+    """What multiprocessing knows of a copy of the launching process.
+
+    Args:
+        call: what the copy runs.
+    """
+
+    def __init__(self, call: FunctionCall) -> None:
+        super().__init__(name=_process_name(), daemon=False)
+        self._call = call
+        self.exit_code_of_call = 1
+        """1 until `run` has ended, as `_bootstrap` may fail before it, and then prints why."""
+
+    def run(self) -> None:
+        """Runs the call. `_bootstrap`, which calls this, would ignore a returned exit code."""
+        self.exit_code_of_call = worker.run_recorded(lambda folder: _run_call(self._call, folder))
 
 
 def zygote_main(modules: Sequence[str], file: int, control: int) -> NoReturn:

@@ -69,14 +69,11 @@ class StepMemory:
         for other machines are left out.
         """
         seals_of_ranks = []
-        for begin in range(0, len(self._descriptors), AREAS_PER_RANK):
-            seals = set()
-            for descriptor in self._descriptors[begin : begin + OWN_AREAS_PER_RANK]:
-                head = os.pread(descriptor, SEAL_BYTES, 0)
-                is_sealed = head[SEALED_FLAG_AT : SEALED_FLAG_AT + 8] == (1).to_bytes(8, "little")
-                if is_sealed:
-                    seals.add(head)
-            seals_of_ranks.append(frozenset(seals))
+        # The areas of one rank follow each other; those for its own steps come first.
+        for first_area in range(0, len(self._descriptors), AREAS_PER_RANK):
+            own_areas = self._descriptors[first_area : first_area + OWN_AREAS_PER_RANK]
+            heads = [os.pread(area, SEAL_BYTES, 0) for area in own_areas]
+            seals_of_ranks.append(frozenset(head for head in heads if _is_sealed(head)))
         return seals_of_ranks
 
     def have_all_kept_since(
@@ -112,6 +109,12 @@ class StepMemory:
         """Frees the memory."""
         while self._descriptors:
             os.close(self._descriptors.pop())
+
+
+def _is_sealed(head: bytes) -> bool:
+    """Returns True if the head of an area says that the area has a complete step."""
+    flag = head[SEALED_FLAG_AT : SEALED_FLAG_AT + 8]  # zeros before the first step
+    return int.from_bytes(flag, "little") == 1
 
 
 def step_memory_for(plan: LaunchPlan, flags: argparse.Namespace) -> StepMemory:

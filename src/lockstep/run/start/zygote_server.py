@@ -30,7 +30,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from lockstep.run.machines.run_token import TOKEN_VARIABLE
@@ -363,24 +363,8 @@ class ZygoteServer:
         with contextlib.suppress(BlockingIOError):
             os.read(self.wake_reader, 4096)
 
-        for pid, status in self._ended_children():
-            # A rank that the launcher has given up on may end after all. It is no longer in
-            # `rank_of_pid`, so it is not reported below: for the launcher it has ended before.
-            self.given_up.discard(pid)
-
-            rank = self.rank_of_pid.pop(pid, None)
-            if rank is not None:
-                # If the rank was killed, its DataLoader workers may be left in its process group.
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(pid, signal.SIGKILL)
-                self._report(Event(rank, pid, os.waitstatus_to_exitcode(status)))
-
-    def _ended_children(self) -> Iterator[tuple[int, int]]:
-        """Collects the children that have ended, and yields the process id and the status of each.
-
-        Stops when the caller has removed the last rank: all other children are processes left
-        behind by ranks, which `end_with_descendants` collects.
-        """
+        # Processes that ranks have left behind are collected too while ranks are running. Later all
+        # children are such processes, and `end_with_descendants` collects them.
         while self.rank_of_pid or self.spares or self.given_up:
             try:
                 pid, status = os.waitpid(-1, os.WNOHANG)
@@ -388,7 +372,25 @@ class ZygoteServer:
                 return
             if pid == 0:  # all children are still running
                 return
-            yield pid, status
+            self._note_end(pid, os.waitstatus_to_exitcode(status))
+
+    def _note_end(self, pid: int, code: int) -> None:
+        """Notes the end of a child, and reports it if the child was a rank.
+
+        Args:
+            pid: process id of the child.
+            code: its exit code, or minus the number of the signal that ended it.
+        """
+        # A rank that the launcher has given up on may end after all. It is no longer in
+        # `rank_of_pid`, so it is not reported below: for the launcher it has ended before.
+        self.given_up.discard(pid)
+
+        rank = self.rank_of_pid.pop(pid, None)
+        if rank is not None:
+            # If the rank was killed, its DataLoader workers may be left in its process group.
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(pid, signal.SIGKILL)
+            self._report(Event(rank, pid, code))
 
     def _signal(self, number: int, ranks: set[int]) -> None:
         """Sends a signal to the process groups of ranks, or only to their main processes.
