@@ -344,20 +344,19 @@ class Agent(api.SimpleElasticAgent):
 
     def _begin_attempt(self, attempt: Attempt) -> None:
         """Makes an attempt the present one, and replaces everything that was about the last one."""
-        earlier_failures = [each.failure.key for each in self.attempts if each.failure]
-        self.attempts.append(attempt)
+        earlier_failures = [earlier.failure for earlier in self.attempts if earlier.failure]
+        keys = [failure.key for failure in earlier_failures if failure.key]
         self._exit_reports = ExitReports(
-            self._rdzv,
-            attempt,
-            [key for key in earlier_failures if key],
-            self._oom_counts_before,
-            self.interrupts,
+            self._rdzv, attempt, keys, self._oom_counts_before, self.interrupts
         )
         self._ending = RankEnding(attempt, self.ranks, self.interrupts, self._grace_s, self._say)
         self._keyboard = job_control.Keyboard()
 
         # A restart compares these seals with the later ones: has each rank kept a step since?
         self._seals_at_start = self._step_memory.seals()
+
+        # From here on a signal may end the run in the middle. `_end_ranks` then ends this attempt.
+        self.attempts.append(attempt)
         self.ranks.begin(attempt)
 
     def _start_rank(self, group: api.WorkerGroup, worker: api.Worker, attempt: Attempt) -> None:
@@ -419,11 +418,11 @@ class Agent(api.SimpleElasticAgent):
                 restarts = self._failed_attempts
 
             # If a GPU was left out after a failure, the ranks only see the GPUs that remain. With
-            # --virtual-local-rank a rank sees one GPU: `rank_environment` chooses it from those of
-            # CUDA_VISIBLE_DEVICES in `variables_to_choose_from`, and overwrites the variable.
-            variables.update(self._gpus.variables)
-            variables_to_choose_from = {**os.environ, **self._gpus.variables}
-            variables.update(rank_environment(group, worker, restarts, variables_to_choose_from))
+            # --virtual-local-rank a rank sees one of these, which `rank_environment` chooses.
+            visible_gpus = self._gpus.variables  # CUDA_VISIBLE_DEVICES, or nothing
+            variables.update(visible_gpus)
+            environ = {**os.environ, **visible_gpus}
+            variables.update(rank_environment(group, worker, restarts, environ))
 
         variables[FOLDER_VARIABLE] = str(process.folder)
         variables[TORCH_ERROR_FILE_VARIABLE] = str(process.folder / ELASTIC_ERROR_NAME)

@@ -258,11 +258,9 @@ class LocalRanks:
                 return self._zygote.end_left_behind()
 
             # Something has killed the zygote, and the kernel then killed the ranks.
-            leaders = []
-            for process in self._present_attempt().processes:
-                if process.was_killed_with_zygote and process.pid:
-                    leaders.append(process.pid)
-            return end_process_groups(leaders)
+            processes = [] if self._attempt is None else self._attempt.processes
+            killed = [process for process in processes if process.was_killed_with_zygote]
+            return end_process_groups(process.pid for process in killed if process.pid)
 
 
 def _is_end_of(process: Process, event: Event) -> bool:

@@ -199,8 +199,9 @@ def _assigned_names(nodes: list[ast.AST]) -> set[str]:
 
 
 def _constants_assigned_to(nodes: list[ast.AST]) -> list[ast.Constant]:
-    """Finds each NAME in `x[NAME] = y`, `{NAME: y}`, `setdefault(NAME, y)` and `putenv(NAME,
-    y)`.
+    """Finds the constants that serve as keys or names in assignments.
+
+    Each is a NAME in `x[NAME] = y`, `{NAME: y}`, `setdefault(NAME, y)` or `putenv(NAME, y)`.
     """
     keys: list[ast.AST | None] = []
     for node in nodes:
@@ -255,17 +256,21 @@ def _nodes_that_certainly_run(tree: ast.AST) -> list[ast.AST]:
     functions whose names are not mentioned by code that certainly runs. The bodies of loops and of
     `try` are assumed to run.
     """
-    unseen_functions = {}
+    unseen_bodies: dict[str, list[ast.stmt]] = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef):
-            unseen_functions[node.name] = node
+            unseen_bodies[node.name] = node.body
 
     nodes: list[ast.AST] = []
     pending = [tree]
     while pending:
         node = pending.pop()
         nodes.append(node)
-        pending += _take_body_of_named_function(node, unseen_functions)
+
+        # A function whose name is mentioned is called, or passed on as in `mp.spawn(train)`. Its
+        # body is taken only once, also if it calls itself.
+        name = _last_name(node)  # empty if the node is no name
+        pending += unseen_bodies.pop(name, [])
 
         for child in ast.iter_child_nodes(node):
             if isinstance(child, ast.FunctionDef):
@@ -277,24 +282,6 @@ def _nodes_that_certainly_run(tree: ast.AST) -> list[ast.AST]:
             pending.append(child)
 
     return nodes
-
-
-def _take_body_of_named_function(
-    node: ast.AST, unseen_functions: dict[str, ast.FunctionDef]
-) -> list[ast.stmt]:
-    """Returns the body of the function that a node names, which is assumed to run as well, and
-    removes the function from `unseen_functions`.
-
-    The name may be called, or passed on as in `mp.spawn(train)`. When it comes again, nothing is
-    returned, so the caller sees each body once and gets to an end.
-
-    Args:
-        node: any node.
-        unseen_functions: by name, the functions of the script whose bodies are still to be taken.
-    """
-    name = _last_name(node)  # empty if the node is no name
-    function = unseen_functions.pop(name, None)
-    return [] if function is None else function.body
 
 
 def _is_spawn_of_generator(call: ast.Call) -> bool:
