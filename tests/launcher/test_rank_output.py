@@ -25,7 +25,8 @@ from hypothesis import given, settings, strategies as st
 from ranks import HANG_S
 
 from lockstep.errors import SettingError
-from lockstep.run.start.console import COLUMNS, Console, choose_streams, console_for
+from lockstep.run.start.console import COLUMNS, Console
+from lockstep.run.start.console_flags import choose_streams, console_for
 from lockstep.run.start.sink import FlushDeadline, open_sinks
 from lockstep.run.start.terminal_lines import last_state, read_last_lines
 from lockstep.wording import format_ranks

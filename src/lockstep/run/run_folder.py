@@ -9,13 +9,13 @@ Files of an attempt, which the launcher writes:
     hang.txt                        `watch.supervisor`; for people
     hang.json                       `watch.supervisor`; for programs
     filtered_stdout.log, ..._stderr.log
-                                    `start.console`, if torchrun's flags ask for it; for people
+                                    `start.rank_stream`, if torchrun's flags ask for it; for people
 
 Files of a rank. All but the logs and torch's file are its *evidence* (`watch.evidence`):
 
     file                  written by                            read by
-    stdout.log            launcher: `start.console`             people
-    stderr.log            launcher: `start.console`;            launcher: `start.process`
+    stdout.log            launcher: `start.rank_stream`         people
+    stderr.log            launcher: `start.rank_stream`;        launcher: `start.process`
                           rank: `start.worker` (traceback)
     heartbeat             rank: `watch.heartbeat`               launcher: `watch.supervisor`
     ask                   launcher: `watch.take_snapshot`       rank: `watch.probe`

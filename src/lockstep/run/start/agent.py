@@ -44,7 +44,8 @@ from lockstep.run.machines.open_rendezvous import open_rendezvous
 from lockstep.run.machines.rendezvous import Rendezvous
 from lockstep.run.run_folder import ELASTIC_ERROR_NAME
 from lockstep.run.start import job_control
-from lockstep.run.start.console import Console, console_for
+from lockstep.run.start.console import Console
+from lockstep.run.start.console_flags import console_for
 from lockstep.run.start.exit_reports import ExitReports
 from lockstep.run.start.interrupts import Interrupts
 from lockstep.run.start.launcher_record import LauncherRecord

@@ -16,27 +16,23 @@ ranks wait, as they would for any slow terminal.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import math
 import os
 import re
 import select
-import socket
 import threading
 import time
 from collections import deque
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from string import Template
-from typing import IO
 
-from lockstep.errors import SettingError
 from lockstep.language import translate
 from lockstep.run.run_folder import log_path
+from lockstep.run.start.rank_stream import TRACEBACK_HEADING, RankStream
 from lockstep.run.start.sink import FlushDeadline, Sink, open_sinks
-from lockstep.run.start.terminal_lines import RecentOutput, finished_lines, last_state
+from lockstep.run.start.terminal_lines import RecentOutput
 from lockstep.run.watch.evidence import Evidence
 from lockstep.wording import format_ranks
 
@@ -46,121 +42,13 @@ COLUMNS = "LOCKSTEP_TERMINAL_COLUMNS"
 lines.
 """
 
-_DEFAULT_PREFIX = "[rank ${rank}] "
+DEFAULT_PREFIX = "[rank ${rank}] "
 _MAX_WAITING_BYTES = 4 << 20
-_READ_BYTES = 1 << 16
 _TICK_S = 0.05
 _LAST_WORDS_S = 1.0
 """The last words of a rank are complete if it has written nothing more for this time."""
-_TRACEBACK_HEADING = b"Traceback (most recent call last)"
 # Numbers in which the last words of two ranks may differ, such as "0x7f3a" and "4711".
 _NUMBER = re.compile(rb"0x[0-9a-f]+|\d+")
-
-
-def console_for(flags: argparse.Namespace, nproc: int) -> Console:
-    """Creates the console that torchrun's flags ask for.
-
-    Args:
-        flags: torchrun's flags.
-        nproc: number of ranks on this machine.
-
-    Raises:
-        SettingError: torchrun refuses the value of a flag.
-    """
-    shown = choose_streams(nproc, flags.redirects, flags.tee, flags.local_ranks_filter)
-
-    # --duplicate-stdout-filters and --duplicate-stderr-filters, which older versions of torch do
-    # not have. They are None if they were not given.
-    filters = {}
-    for stream in STREAMS:
-        filters[stream] = getattr(flags, f"duplicate_{stream}_filters", None) or ()
-
-    # --log-line-prefix-template, which torch has since 2.14.
-    flag_template = getattr(flags, "log_line_prefix_template", "")
-    environment_template = os.environ.get("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE")
-    template = flag_template or environment_template or _DEFAULT_PREFIX
-    # `${rank}` and the like stay in the text, as they are replaced for each rank later.
-    prefix = Template(template).safe_substitute(role_name=flags.role, hostname=socket.gethostname())
-
-    # With --tee (any value except "0", the default) the user has asked for log files, so a single
-    # rank gets them too.
-    return Console(shown, filters, prefix, always_logged=flags.tee != "0")
-
-
-def choose_streams(
-    nproc: int, redirects: str = "0", tee: str = "0", local_ranks_filter: str = ""
-) -> dict[int, frozenset[str]]:
-    """Chooses which streams of each local rank are shown on the console, from torchrun's flags.
-
-    By default all of them are. The values of `redirects` and `tee` are described in
-    `torch.distributed.elastic.multiprocessing`: 0 stands for no stream, 1 for stdout, 2 for stderr
-    and 3 for both, either for all ranks ("3") or for some of them ("0:3,1:2").
-
-    Args:
-        nproc: number of ranks on this machine.
-        redirects: streams that are only written to files, and not shown.
-        tee: streams that are shown as well, in spite of `redirects`.
-        local_ranks_filter: the ranks that are shown at all, such as "0,2"; empty for all of them.
-
-    Returns:
-        The names of the streams, by local rank: `{0: {"stdout", "stderr"}, 1: {"stderr"}}`.
-
-    Raises:
-        SettingError: torchrun refuses a value.
-    """
-    from torch.distributed.elastic.multiprocessing import Std
-
-    redirected_of_rank = _streams_of_ranks("--redirects", redirects, nproc)
-    teed_of_rank = _streams_of_ranks("--tee", tee, nproc)
-    shown_ranks = _parse_ranks_filter(local_ranks_filter, nproc)
-
-    shown: dict[int, frozenset[str]] = {}
-    for rank in range(nproc):
-        streams = set()
-        if rank in shown_ranks:
-            for name, flag in (("stdout", Std.OUT), ("stderr", Std.ERR)):
-                is_redirected = bool(flag & redirected_of_rank[rank])
-                is_teed = bool(flag & teed_of_rank[rank])
-                is_shown = is_teed or not is_redirected
-                if is_shown:
-                    streams.add(name)
-        shown[rank] = frozenset(streams)
-    return shown
-
-
-def _parse_ranks_filter(local_ranks_filter: str, nproc: int) -> set[int]:
-    """Returns the ranks that a value of `--local-ranks-filter` names; all ranks if it is empty."""
-    if not local_ranks_filter:
-        return set(range(nproc))
-
-    try:
-        return {int(part) for part in local_ranks_filter.split(",")}
-    except ValueError:
-        raise SettingError(
-            f"--local-ranks-filter {local_ranks_filter}",
-            "not a list of ranks",
-            "write such as 0,2",
-        ) from None
-
-
-def _streams_of_ranks(flag: str, text: str, nproc: int) -> Mapping[int, int]:
-    """Parses a value of `--redirects` or `--tee`, such as `3` or `0:1,1:3`.
-
-    Returns:
-        The streams of each local rank, as a bit set of `Std.OUT` and `Std.ERR`.
-    """
-    from torch.distributed.elastic.multiprocessing import Std, to_map
-
-    try:
-        streams: Mapping[int, int] = to_map(Std.from_str(text), nproc)
-    except ValueError:
-        raise SettingError(
-            f"{flag} {text}",
-            "neither one of 0 to 3 nor a list such as 0:1,1:3",
-            "0: none, 1: stdout, 2: stderr, 3: both; RANK:NUMBER for single ranks",
-        ) from None
-
-    return streams
 
 
 class Console:
@@ -183,7 +71,7 @@ class Console:
         self,
         shown: Mapping[int, Collection[str]] | None = None,
         filters: Mapping[str, Collection[str]] | None = None,
-        prefix: str = _DEFAULT_PREFIX,
+        prefix: str = DEFAULT_PREFIX,
         *,
         always_logged: bool = False,
         environ: Mapping[str, str] = os.environ,
@@ -195,7 +83,7 @@ class Console:
         self._prefix = Template(prefix)
         self._always_logged = always_logged
         self._sinks = open_sinks(environ, stdout, stderr)
-        self._streams: list[_Stream] = []
+        self._streams: list[RankStream] = []
         self._announcements: deque[str] = deque()
         self._full_folders: set[Path] = set()
         """The log folders that were announced to be full."""
@@ -296,7 +184,7 @@ class Console:
             os.set_blocking(reading_end, False)
             rank_descriptors.append(writing_end)
 
-            stream = _Stream(
+            stream = RankStream(
                 rank=rank,
                 prefix="" if is_only_rank else prefix,
                 descriptor=reading_end,
@@ -316,7 +204,7 @@ class Console:
         output, error = rank_descriptors
         return _copy_standard_input(), output, error
 
-    def _note_full_disk(self, stream: _Stream, error: OSError) -> None:
+    def _note_full_disk(self, stream: RankStream, error: OSError) -> None:
         """Announces that a log cannot be written, once for all logs of an attempt."""
         folder = stream.log.parent.parent  # the attempt's folder, which holds those of its ranks
         if folder not in self._full_folders:
@@ -468,7 +356,7 @@ class Console:
             sink.write(text, self._status_row(sink))
             sink.ends_mid_line = False
 
-    def _read(self, stream: _Stream) -> None:
+    def _read(self, stream: RankStream) -> None:
         """Reads what has arrived on a stream, writes it to the log, and shows it if it is shown.
 
         Last words are held back in the stream. At the end of the stream, the stream is closed.
@@ -504,7 +392,7 @@ class Console:
         if stream.sink.can_draw and not is_drawing_planned:
             self._draw_at = time.monotonic() + _TICK_S
 
-    def _show(self, stream: _Stream, sink: Sink, lines: list[bytes]) -> None:
+    def _show(self, stream: RankStream, sink: Sink, lines: list[bytes]) -> None:
         """Shows lines, each with the prefix of its rank."""
         if not lines:
             return
@@ -518,7 +406,7 @@ class Console:
 
         sink.write(b"".join(shown), self._status_row(sink))
 
-    def _show_last_words(self, stream: _Stream) -> None:
+    def _show_last_words(self, stream: RankStream) -> None:
         """Shows the last words that were held back, unless another rank has printed the same.
 
         They are the same if they differ only in numbers. The rank is added to
@@ -532,7 +420,7 @@ class Console:
         # If an error of Lockstep's has ended the rank, the rank prints no traceback: the launcher
         # prints the error. The last words are then other lines, such as one that is printed at
         # exit. They are shown for each rank.
-        has_traceback = any(_TRACEBACK_HEADING in line for line in lines)
+        has_traceback = any(TRACEBACK_HEADING in line for line in lines)
         if not has_traceback:
             self._show(stream, stream.sink, lines)
             return
@@ -576,7 +464,7 @@ class Console:
         prefix = sink.colour_prefix(lowest.prefix, lowest.rank)
         return sink.crop(prefix + lowest.unfinished_line)
 
-    def _end(self, stream: _Stream) -> None:
+    def _end(self, stream: RankStream) -> None:
         """Shows the rest of a stream, and closes it.
 
         The rest is a last line without a newline, and the last words that were held back: the
@@ -605,141 +493,3 @@ def _copy_standard_input() -> int:
         return os.dup(0)
     except OSError:
         return os.open(os.devnull, os.O_RDONLY)
-
-
-@dataclass(eq=False, kw_only=True)
-class _Stream:
-    """One stream of one rank."""
-
-    rank: int
-    prefix: str
-    """The prefix of each of its lines; empty if the stream is passed on unchanged."""
-    descriptor: int
-    """The reading end of its pipe."""
-    sink: Sink | None
-    """The sink on which it is shown; None if it is not shown."""
-    log: Path
-    """The file to which all of it is written."""
-    filters: list[bytes]
-    """A shown line that contains one of these is also written to a file beside the rank's
-    folder.
-    """
-    error_file: Path
-    """The file in which the rank records the exception that ends it."""
-    recent_output: RecentOutput | None
-    """Keeps the end of the stream for messages; None if it is not needed."""
-    unfinished: bytes = b""
-    """The line that is not finished yet."""
-    last_words: list[bytes] = field(default_factory=list)
-    """Lines that the rank printed while an exception ended it, and that are not shown yet."""
-    last_read: float = 0.0
-    """When data last arrived (monotonic). Last words are shown once no more data arrives."""
-
-    def __post_init__(self) -> None:
-        self._file: IO[bytes] | None = None
-        self._filtered_log = self.log.parent.with_name(f"filtered_{self.log.name}")
-
-    def open_log(self) -> None:
-        """Opens the files that the stream is written to.
-
-        Raises:
-            OSError: the disk is full.
-        """
-        self.log.parent.mkdir(parents=True, exist_ok=True)
-        self._file = open(self.log, "ab", buffering=0)  # noqa: SIM115
-        if self.filters:
-            self._filtered_log.touch()
-
-    @property
-    def unfinished_line(self) -> bytes:
-        """What a terminal would show of the unfinished line."""
-        return last_state(self.unfinished)
-
-    @property
-    def has_unfinished_line_to_show(self) -> bool:
-        """True if an unfinished line is not blank, and not on the console yet.
-
-        A stream that is passed on unchanged, without a prefix, is shown as it arrives.
-        """
-        is_passed_on_unchanged = not self.prefix
-        return not is_passed_on_unchanged and self.unfinished_line.strip() != b""
-
-    def read(self) -> bytes | None:
-        """Reads the data that has arrived, which may be empty; returns None at the end of the
-        stream.
-        """
-        try:
-            return os.read(self.descriptor, _READ_BYTES) or None
-        except BlockingIOError:
-            return b""
-
-    def finish_lines(self, data: bytes) -> list[bytes]:
-        """Adds data to the unfinished line, and returns the lines that are now finished."""
-        lines, self.unfinished = finished_lines(self.unfinished + data)
-        # torch's hook for exceptions puts the rank before each line, as the console does.
-        prefix_of_torch = f"[rank{self.rank}]: ".encode()
-        return [line.removeprefix(prefix_of_torch) for line in lines]
-
-    def split_off_last_words(self, lines: list[bytes]) -> list[bytes]:
-        """Moves last words from the given lines into `last_words`, and returns the other lines.
-
-        Last words are printed on standard error after the rank has recorded the exception that ends
-        it. They begin with the heading of the traceback, or with the first line if there is no
-        heading.
-        """
-        self.last_read = time.monotonic()
-        is_standard_error = self.log.stem == "stderr"  # the log is `stdout.log` or `stderr.log`
-        if not lines or not is_standard_error or not self._has_raised():
-            return lines
-
-        begin = 0  # stays 0 if the last words have begun before, or if there is no heading
-        have_begun_before = bool(self.last_words)
-        if not have_begun_before:
-            for index, line in enumerate(lines):
-                if _TRACEBACK_HEADING in line:
-                    begin = index
-                    break
-
-        self.last_words += lines[begin:]
-        return lines[:begin]
-
-    def _has_raised(self) -> bool:
-        """Returns True if the rank has recorded an exception that ends it."""
-        try:
-            return self.error_file.stat().st_size > 0
-        except OSError:
-            return False
-
-    def write_files(self, data: bytes, lines: list[bytes]) -> None:
-        """Writes data to the log, and lines that match the filters to a second file.
-
-        Args:
-            data: the data that has arrived.
-            lines: the lines that are finished since this data has arrived, without newlines.
-
-        Raises:
-            OSError: the disk is full.
-        """
-        if self._file is None:
-            return
-        self._file.write(data)
-
-        # The filters only apply to streams that are shown on the console.
-        is_shown = self.sink is not None
-        if not is_shown:
-            return
-        prefix = self.prefix.encode()
-        filtered = []
-        for line in lines:
-            if any(text in line for text in self.filters):
-                filtered.append(prefix + line + b"\n")
-
-        if filtered:
-            with open(self._filtered_log, "ab") as file:
-                file.write(b"".join(filtered))
-
-    def close_files(self) -> None:
-        """Closes the log. Nothing is written to files from now on."""
-        if self._file is not None:
-            self._file.close()
-            self._file = None

@@ -140,13 +140,17 @@ class ExitReports:
         # The user may have interrupted this launcher, or that of another machine.
         interrupted = [report for report in reports if report.interrupted is not None]
 
+        folder = str(self._attempt.folder)
+        if self._attempt.logs_deleted:
+            folder += " (its logs were deleted)"
+
         failure = first_failure(
             exits,
             hang=min(hangs, key=lambda hang: hang.found_at, default=None),
             interrupted=interrupted[0].interrupted if interrupted else None,
             lost_nodes=self._failures_of_lost_nodes(reports_of_others, exits),
             earlier_failures={key for report in reports for key in report.earlier_failures},
-            folder=self._describe_folder(),
+            folder=folder,
         )
         is_interruption = failure is not None and failure.kind == "interrupted"
         if failure is None or not is_interruption or interrupted[0] is own_report:
@@ -155,11 +159,6 @@ class ExitReports:
         # The user has interrupted the launcher of another machine. The message says which.
         host = interrupted[0].host
         return replace(failure, headline=f"{failure.headline} on host {host}")
-
-    def _describe_folder(self) -> str:
-        """Returns the folder of the logs, for the report on a failure."""
-        deleted = " (its logs were deleted)" if self._attempt.logs_deleted else ""
-        return f"{self._attempt.folder}{deleted}"
 
     def _failures_of_lost_nodes(
         self, reports_of_others: Mapping[int, ExitReport], exits: Sequence[ExitStatus]

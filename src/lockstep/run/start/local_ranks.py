@@ -11,6 +11,7 @@ import math
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 
 from lockstep.errors import LockstepError
 from lockstep.run.start.interrupts import Interrupts
@@ -45,8 +46,8 @@ class LocalRanks:
         self._zygote = zygote
         self._start_zygote = start_zygote
         self._interrupts = interrupts
-        self._attempt: Attempt | None = None
-        """The present attempt; None before the first one."""
+        self._attempt = Attempt([], world_size=0, node=0, num_nodes=1, nproc=0, folder=Path())
+        """The present attempt; before the first one, an attempt without ranks."""
         self._why_not_started: str | None = None
         """Why the system refused to start a rank; None if it has not."""
 
@@ -92,7 +93,7 @@ class LocalRanks:
         Raises:
             LockstepError: the zygote is gone.
         """
-        attempt = self._present_attempt()
+        attempt = self._attempt
         with self._interrupts.delayed():
             try:
                 self._zygote.start(
@@ -119,7 +120,7 @@ class LocalRanks:
         Raises:
             LockstepError: the zygote does not answer.
         """
-        attempt = self._present_attempt()
+        attempt = self._attempt
         progress_before: tuple[int, float] | None = None
         deadline = math.inf
         while True:
@@ -161,11 +162,6 @@ class LocalRanks:
             "or a file server, which must be repaired",
         )
 
-    def _present_attempt(self) -> Attempt:
-        if self._attempt is None:
-            raise RuntimeError("no attempt has begun")
-        return self._attempt
-
     # Starts and ends of ranks
 
     def read_events(self, timeout: float = 0.0) -> None:
@@ -174,7 +170,7 @@ class LocalRanks:
         Args:
             timeout: how long to wait for the first event, in seconds.
         """
-        attempt = self._present_attempt()
+        attempt = self._attempt
         with self._interrupts.delayed():
             process_of_local_rank = {process.local_rank: process for process in attempt.processes}
 
@@ -220,7 +216,7 @@ class LocalRanks:
 
     def signal(self, number: int) -> None:
         """Sends a signal to the ranks that are running."""
-        running = self._attempt.running if self._attempt is not None else []
+        running = self._attempt.running
         if running:
             self._zygote.signal([process.local_rank for process in running], number)
 
@@ -241,7 +237,7 @@ class LocalRanks:
         """Kills the zygote, and treats the ranks that it was asked for and has not started as
         killed.
         """
-        for process in self._present_attempt().running:
+        for process in self._attempt.running:
             if process.pid is None:
                 process.code = -signal.SIGKILL
                 process.ended_at = time.time()
@@ -258,7 +254,7 @@ class LocalRanks:
                 return self._zygote.end_left_behind()
 
             # Something has killed the zygote, and the kernel then killed the ranks.
-            processes = [] if self._attempt is None else self._attempt.processes
+            processes = self._attempt.processes
             killed = [process for process in processes if process.was_killed_with_zygote]
             return end_process_groups(process.pid for process in killed if process.pid)
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lockstep.errors import SettingError
 from lockstep.file_paths import check_path_of_this_system
-from lockstep.run.start.console import choose_streams
+from lockstep.run.start.console_flags import choose_streams
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.rendezvous import RendezvousParameters
