@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from string import Template
 
 from lockstep.errors import SettingError
-from lockstep.run.start.console import DEFAULT_PREFIX, STREAMS, Console
+from lockstep.run.start.console import DEFAULT_PREFIX, Console
 
 
 def console_for(flags: argparse.Namespace, nproc: int) -> Console:
@@ -24,11 +24,11 @@ def console_for(flags: argparse.Namespace, nproc: int) -> Console:
     """
     shown = choose_streams(nproc, flags.redirects, flags.tee, flags.local_ranks_filter)
 
-    # --duplicate-stdout-filters and --duplicate-stderr-filters, which older versions of torch do
-    # not have. They are None if they were not given.
-    filters = {}
-    for stream in STREAMS:
-        filters[stream] = getattr(flags, f"duplicate_{stream}_filters", None) or ()
+    # Older versions of torch do not have these flags. They are None if they were not given.
+    filters = {
+        "stdout": getattr(flags, "duplicate_stdout_filters", None) or (),
+        "stderr": getattr(flags, "duplicate_stderr_filters", None) or (),
+    }
 
     # --log-line-prefix-template, which torch has since 2.14.
     flag_template = getattr(flags, "log_line_prefix_template", "")
