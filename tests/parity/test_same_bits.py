@@ -479,3 +479,23 @@ def test_signs_of_zeros_do_not_depend_on_the_processes(refuses: bool) -> None:
             assert run_ranks(signs_of_gradients, size, refuses, env=env) == [alone] * size
     env = {"LOCKSTEP_STRATEGY": "hsdp:shard_size=2"}
     assert run_ranks(signs_of_gradients, 4, refuses, env=env) == [alone] * 4
+
+
+def clip_each_virtual_rank(max_value: float | None) -> None:
+    with lockstep.init(virtual_ranks=3) as world:
+        model = nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model, optimizer = world.prepare(model, optimizer)
+        for (rows,) in world.loader(TensorDataset(torch.ones(18, 2)), 6):
+            world.backward(model(rows).mean())
+            if max_value is not None:
+                nn.utils.clip_grad_value_(model.parameters(), max_value)
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def test_gradients_of_one_virtual_rank_must_not_be_changed() -> None:
+    """The last gradient on a process is that of the global batch, and others are not."""
+    run_ranks(clip_each_virtual_rank, 1, None)
+    with pytest.raises(RankFailed, match="written to between the micro-batches of a global batch"):
+        run_ranks(clip_each_virtual_rank, 1, 0.01)

@@ -85,3 +85,35 @@ def test_buffers_of_a_model_are_compared_after_the_step_of_its_own_optimizer() -
     first, second = run_ranks(digests_in_two_ways, 2)
     assert first == second
     assert first[1] == of_virtual_ranks_alone
+
+
+def digests_of_alternating_steps() -> list[str]:
+    """Trains a critic in two of three steps, and the generator in the third; with virtual ranks."""
+    with lockstep.init(seed=1, virtual_ranks=4) as world:
+        torch.manual_seed(0)
+        generator, critic = network(4, 6), network(6, 1)
+        makes = torch.optim.Adam(generator.parameters(), lr=1e-2)
+        judges = torch.optim.Adam(critic.parameters(), lr=1e-2)
+        generator, critic, makes, judges = world.prepare(generator, critic, makes, judges)
+        numbers = torch.Generator().manual_seed(3)
+        real = torch.randn(72, 6, generator=numbers, dtype=torch.float64)
+        noise = torch.randn(72, 4, generator=numbers, dtype=torch.float64)
+        for x, z in world.loader(TensorDataset(real, noise), 8, shuffle=True):
+            if world.step % 3 == 2:
+                world.backward(-critic(generator(z)).mean())
+                makes.step()
+                makes.zero_grad()
+            else:
+                fake = generator(z).detach()
+                world.backward((critic(fake) - critic(x)).mean())
+                judges.step()
+            judges.zero_grad()
+        return [digest_of(generator), digest_of(critic)]
+
+
+@pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp", marks=pytest.mark.thorough)])
+def test_a_generator_that_rests_in_some_steps_has_the_bits_of_one_process(strategy: str) -> None:
+    """Its forward passes make DDP expect gradients that do not come before its own next step."""
+    (alone,) = run_ranks(digests_of_alternating_steps, 1)
+    env = {"LOCKSTEP_STRATEGY": strategy}
+    assert run_ranks(digests_of_alternating_steps, 2, env=env) == [alone] * 2

@@ -163,6 +163,9 @@ class VirtualRankGradients(Extension):
         """The previous micro-batch; None if there was none."""
         self._backward_left_gradients = False
         """True if there were gradients at the end of the latest backward pass."""
+        self._are_in_buckets = False
+        """True if the gradients in `parameter.grad` are views of DDP's buckets, although they are
+        those of a single virtual rank."""
         self._sum_lacks_gradients = False
         """True if the script has cleared gradients of the present global batch, which are therefore
         missing from the sum."""
@@ -256,7 +259,23 @@ class VirtualRankGradients(Extension):
         for parameter, gradient in zip(self._parameters, sums_of_parameters, strict=True):
             parameter.grad = gradient
 
-    def start_bucket_sum(self, bucket: dist.GradBucket) -> Callable[[], None]:
+    def handle_bucket(self, bucket: dist.GradBucket) -> Callable[[], None]:
+        """Starts the sum of a bucket of DDP in the last micro-batch, and leaves it alone in others.
+
+        DDP communicates in the last micro-batch only, except in this case: a forward pass of an
+        earlier global batch had gradients that no backward pass has computed, such as that of a
+        GAN's generator while the critic is trained. DDP still expects them, and takes the next
+        gradients for them, in whichever micro-batch these come.
+
+        Returns:
+            A function that waits for the result.
+        """
+        if self._step.micro_batch.last:
+            return self._start_bucket_sum(bucket)
+        self._are_in_buckets = True
+        return lambda: None
+
+    def _start_bucket_sum(self, bucket: dist.GradBucket) -> Callable[[], None]:
         """Starts replacing the gradients in a bucket of DDP by those of the global batch.
 
         It is called in the last backward pass of this process. The bucket then has the gradients of
@@ -372,6 +391,10 @@ class VirtualRankGradients(Extension):
         for gradient in gradients:
             if gradient is not None and gradient.layout is not torch.strided:
                 raise sparse_gradients_error()
+
+        if self._are_in_buckets:  # which DDP will overwrite
+            self._are_in_buckets = False
+            return [None if gradient is None else gradient.clone() for gradient in gradients]
         return gradients
 
 
@@ -505,4 +528,4 @@ class BucketTreeSum:
         """
         if bucket.buffer().layout is not torch.strided:
             raise sparse_gradients_error()
-        return self._pending.add(bucket, self._gradients.start_bucket_sum(bucket))
+        return self._pending.add(bucket, self._gradients.handle_bucket(bucket))

@@ -144,13 +144,31 @@ class GradientVersionCheck(Check):
         if not (has_earlier_micro_batch and is_first_backward_of_micro_batch):
             return
 
+        self._check_partial_gradients()
+
+    def batch_is_done(self) -> None:
+        """Raises UsageError if the gradients of a virtual rank were written to.
+
+        When the next virtual rank begins, they are taken out of `parameter.grad`, and
+        `before_backward` finds nothing to compare.
+        """
+        micro_batch_of_step = self.run.step.micro_batch
+        virtual_rank = micro_batch_of_step.virtual_rank
+        are_taken_out = virtual_rank is not None and not virtual_rank.has_own_step
+        are_complete = micro_batch_of_step.closes_step
+        had_backward = self._num_backwards_of_micro_batch > 0
+        if are_taken_out and had_backward and not are_complete:
+            self._check_partial_gradients()
+
+    def _check_partial_gradients(self) -> None:
+        """Raises UsageError if the script has written to gradients that are not complete yet."""
         if self._finds_write(self._parameters or ()):
             raise UsageError(
                 "gradients that are written to between the micro-batches of a global batch",
                 "they are those of a part of it; clipped there, by torch's clip_grad_norm_ say, "
                 "they add up to something else",
-                "use world.clip_grad_norm_(model, max_norm); change gradients by hand only where "
-                "loader.current.last",
+                "use world.clip_grad_norm_(model, max_norm); change gradients by hand only "
+                "if world.is_last_micro_batch",
                 code="LS406",
             )
 
