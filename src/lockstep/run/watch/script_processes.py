@@ -177,21 +177,36 @@ def _run_process(group_folder: Path, run: Callable[[], object]) -> None:
             added to its name: `own_000000` becomes `own_000000_2`.
         run: the original `Process.run`.
     """
-    folder_of_this_rank: Path | None = None  # set by `install_probe`, if the program opens a group
+    late_probe = _LateProbe(group_folder)
+    torch_compat.call_on_new_default_group(late_probe.install)
+    run()
 
-    def install_probe(group: Any) -> None:
-        """Installs the probe. Called when the program opens its default group.
+    # This is not reached if `run` raises, as the process has failed then.
+    if late_probe.rank_folder is not None:
+        (late_probe.rank_folder / RETURNED_FILE).touch()
 
-        Sets `folder_of_this_rank`, which is known then: `own_000000_2/rank_1` for rank 1 of 2.
-        """
-        nonlocal folder_of_this_rank
+
+class _LateProbe:
+    """Installs the probe of a process once its program opens the default process group.
+
+    Args:
+        group_folder: see `_run_process`.
+    """
+
+    def __init__(self, group_folder: Path) -> None:
+        self._group_folder = group_folder
+        self.rank_folder: Path | None = None
+        """The folder of this rank, `own_000000_2/rank_1` for rank 1 of 2; None without a probe."""
+
+    def install(self, group: Any) -> None:
+        """Installs the probe. It is called when the program opens its default group."""
         if probe.has_probe():  # since an earlier group
             return
         in_main_thread = threading.current_thread() is threading.main_thread()
         if not in_main_thread:  # only the main thread may set the signal handlers of a probe
             return
 
-        folder = group_folder.with_name(f"{group_folder.name}_{group.size()}")
+        folder = self._group_folder.with_name(f"{self._group_folder.name}_{group.size()}")
         rank_folder = folder / f"rank_{group.rank()}"
 
         # If the folder exists, another process has the same rank, so it is in another group of the
@@ -201,12 +216,5 @@ def _run_process(group_folder: Path, run: Callable[[], object]) -> None:
             (folder / NOT_ONE_GROUP_FILE).touch()
             return
 
-        folder_of_this_rank = rank_folder
+        self.rank_folder = rank_folder
         probe.install(Evidence.in_folder(rank_folder), spawn_index=group.rank())
-
-    torch_compat.call_on_new_default_group(install_probe)
-    run()
-
-    # This is not reached if `run` raises, as the process has failed then.
-    if folder_of_this_rank is not None:
-        (folder_of_this_rank / RETURNED_FILE).touch()
