@@ -7,8 +7,14 @@ from hypothesis import given, strategies as st
 
 from lockstep.batch.plan import VirtualRankPiece, part_sizes, split_over_virtual_ranks
 from lockstep.batch.repeats import CheckedGlobalBatch, add_repeats, pieces_of_virtual_rank
+from lockstep.session.micro_batch import VirtualRanks
 
 pytestmark = pytest.mark.unit
+
+
+def one_model(num_virtual_ranks: int) -> VirtualRanks:
+    """The virtual ranks of a run, which train one model together."""
+    return VirtualRanks(count=num_virtual_ranks, train_copies=False)
 
 
 @st.composite
@@ -19,7 +25,9 @@ def global_batches(draw: st.DrawFn) -> list[list[VirtualRankPiece]]:
     if 0 in part_sizes(num_virtual_ranks, shares):
         shares = (1,) * len(shares)
     count = draw(st.integers(1, 30))
-    return split_over_virtual_ranks(count, shares, draw(st.integers(1, 3)), num_virtual_ranks)
+    return split_over_virtual_ranks(
+        count, shares, draw(st.integers(1, 3)), one_model(num_virtual_ranks)
+    )
 
 
 def virtual_ranks_compared(checked: CheckedGlobalBatch, rank: int, is_repeat: bool) -> set[int]:
@@ -87,7 +95,7 @@ def test_no_virtual_rank_is_interrupted(
 
 
 def test_in_time_every_rank_checks_every_other_and_all_its_virtual_ranks() -> None:
-    pieces_of_ranks = split_over_virtual_ranks(16, (1, 1, 1), 1, 8)
+    pieces_of_ranks = split_over_virtual_ranks(16, (1, 1, 1), 1, one_model(8))
     pairs = set()
     compared = set()
     for number in range(12):
@@ -108,7 +116,7 @@ def test_in_time_every_rank_checks_every_other_and_all_its_virtual_ranks() -> No
 
 
 def test_one_virtual_rank_for_each_process() -> None:
-    checked = add_repeats(split_over_virtual_ranks(8, (1, 1), 1, 2), 0)
+    checked = add_repeats(split_over_virtual_ranks(8, (1, 1), 1, one_model(2)), 0)
     numbers = [piece.piece.virtual_rank for piece in checked.pieces_of_ranks[0]]
     assert numbers == [0, 1, 0]  # its own, that of rank 1, and something for the optimizer's step
     assert [piece.is_repeat for piece in checked.pieces_of_ranks[0]] == [False, True, True]

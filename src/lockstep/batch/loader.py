@@ -533,12 +533,11 @@ class Loader:
         self.coverage.begin(epoch, start, epoch_plan)
 
         # A rank needs an empty batch for each micro-batch in which it has no samples. Under DiLoCo
-        # there are none: training is refused if some replica would have no samples.
+        # there are none: training is refused if some copy of the model would have no samples.
         virtual_ranks = self._plan.virtual_ranks
-        trains_replicas = virtual_ranks is not None and virtual_ranks.train_copies
-        self._needs_empty_batches = not (
-            trains_replicas or self._plan.every_rank_has_samples(epoch_plan)
-        )
+        trains_copies = virtual_ranks is not None and virtual_ranks.train_copies
+        some_rank_lacks_samples = not self._plan.every_rank_has_samples(epoch_plan)
+        self._needs_empty_batches = some_rank_lacks_samples and not trains_copies
 
         # Plan the micro-batches. They come in segments: groups that are planned and read together.
         segments = self._plan.plan_training(epoch_plan, start, self._step.number)

@@ -28,10 +28,10 @@ from lockstep.batch.plan import (
     Plan,
     VirtualRankPiece,
     micro_batches_needed,
+    part_sizes,
     split_batch,
     split_over_virtual_ranks,
     split_sizes,
-    virtual_ranks_of_rank,
 )
 from lockstep.batch.repeats import CheckedPiece, add_repeats, pieces_of_virtual_rank
 from lockstep.batch.shares import first_micro_batch
@@ -189,14 +189,14 @@ class MicroBatchPlan:
         """
         if self.virtual_ranks is None:
             return self._num_micro_batches_of_ranks(count)
-        if self.virtual_ranks.train_copies:
-            return self._num_micro_batches_of_replica(count, self.virtual_ranks.count)
 
-        # All virtual ranks train one model. A single rank processes all samples of a virtual rank,
-        # so they are divided over one rank, with the share 1.
+        # The part of a virtual rank is divided over the ranks that process it together, usually a
+        # single one. For example, 4 virtual ranks that train copies get 3, 3, 2 and 2 of 10
+        # samples. On 8 ranks, each of them is processed by two ranks. With `micro_batch_size=1`,
+        # two ranks with 3 samples need 2 micro-batches.
         largest_part = ceil_div(count, self.virtual_ranks.count)
-        shares = (1,)
-        needed = micro_batches_needed(largest_part, shares, self.micro_batch_size)
+        equal_shares = (1,) * self.virtual_ranks.ranks_of_each(len(self.shares))
+        needed = micro_batches_needed(largest_part, equal_shares, self.micro_batch_size)
 
         # This may be more than the virtual rank has samples, e.g. 4 micro-batches for 3 samples.
         # `split_over_virtual_ranks` then makes one micro-batch for each sample.
@@ -207,31 +207,6 @@ class MicroBatchPlan:
         needed = micro_batches_needed(count, self.shares, self.micro_batch_size)
         minimum = min(self.min_micro_batches, count)
         return max(needed, minimum)
-
-    def _num_micro_batches_of_replica(self, count: int, num_replicas: int) -> int:
-        """Returns how many micro-batches each replica needs for its part under DiLoCo.
-
-        Each virtual rank trains a replica of its own. If there are more ranks than replicas,
-        several ranks process one replica together, with equal shares.
-
-        For example, 4 replicas on 8 ranks get 3, 3, 2 and 2 of 10 samples. With
-        `micro_batch_size=1`, the two ranks of a replica with 3 samples need 2 micro-batches, so all
-        replicas have 2.
-
-        Args:
-            count: number of samples in the global batch.
-            num_replicas: number of virtual ranks, and so of replicas.
-        """
-        ranks_per_replica = max(1, len(self.shares) // num_replicas)
-        equal_shares = (1,) * ranks_per_replica
-        largest_part = ceil_div(count, num_replicas)
-        needed = micro_batches_needed(largest_part, equal_shares, self.micro_batch_size)
-
-        # The smallest replica needs a sample in each micro-batch, so the minimum that the user has
-        # asked for is lowered to the number of its samples.
-        smallest_part = count // num_replicas
-        lowered_minimum = min(self.min_micro_batches, smallest_part)
-        return max(needed, lowered_minimum)
 
     def _num_micro_batches_of_short(self, count: int, num_of_full_batch: int) -> int:
         """Returns the number of micro-batches of the short global batch at the end of an epoch.
@@ -259,24 +234,21 @@ class MicroBatchPlan:
                 return False
         return True
 
-    def check_every_replica_has_samples(self, smallest: int) -> None:
-        """Checks that under DiLoCo each replica of the model has samples in each global batch.
+    def check_every_copy_has_samples(self, smallest: int) -> None:
+        """Checks that each copy of the model has samples in each global batch.
+
+        Only under DiLoCo does each virtual rank train a copy, which is called a replica there.
 
         Args:
             smallest: number of samples in the smallest global batch.
 
         Raises:
-            DataError: some replica would have no samples, and so no gradient for its step.
+            DataError: some copy would have no samples, and so no gradient for its step.
         """
         virtual_ranks = self.virtual_ranks
-        if virtual_ranks is None:
+        if virtual_ranks is None or not virtual_ranks.train_copies:
             return
 
-        is_diloco = virtual_ranks.train_copies
-        if not is_diloco:
-            return
-
-        # Under DiLoCo each virtual rank trains one replica, so `count` is the number of replicas.
         if smallest < virtual_ranks.count:
             raise DataError(
                 f"a global batch of {smallest} samples for {virtual_ranks.count} replicas",
@@ -318,7 +290,7 @@ class MicroBatchPlan:
                 decides in which global batches the devices are checked.
         """
         smallest = min(plan.sizes(start), default=self.batch_size)
-        self.check_every_replica_has_samples(smallest)
+        self.check_every_copy_has_samples(smallest)
 
         # The request is open until autotuning has measured all that this loader asked for.
         while self.request.is_open and start < len(plan):
@@ -451,7 +423,7 @@ class MicroBatchPlan:
         return planned
 
     def _pieces_of_ranks(self, count: int) -> list[list[VirtualRankPiece]]:
-        """Divides a global batch over virtual ranks that train one model together.
+        """Divides a global batch over the virtual ranks.
 
         Args:
             count: number of samples in the global batch.
@@ -461,7 +433,7 @@ class MicroBatchPlan:
         """
         assert self.virtual_ranks is not None
         return split_over_virtual_ranks(
-            count, self.shares, self.micro_batches_of(count), self.virtual_ranks.count
+            count, self.shares, self.micro_batches_of(count), self.virtual_ranks
         )
 
     def _micro_batches_of_pieces(
@@ -475,7 +447,7 @@ class MicroBatchPlan:
         """
         assert self.virtual_ranks is not None
         return _micro_batches_of_virtual_ranks(
-            pieces, count, self.virtual_ranks.count, num_ranks=len(self.shares)
+            pieces, count, self.virtual_ranks, num_ranks=len(self.shares)
         )
 
     def plan_autotuning(self, position: int, batch: Indices) -> Generator[Segment, None, None]:
@@ -614,8 +586,8 @@ class MicroBatchPlan:
             has_last=end_of_split == count,
         )
 
-        # `make_micro_batches` may return fewer micro-batches than `split` has rows: with 3 replicas
-        # on 2 ranks, rank 1 has a single replica, and so no micro-batch for the last row.
+        # `make_micro_batches` may return fewer micro-batches than `split` has rows: if 2 ranks
+        # train 3 copies of the model, rank 1 has one copy, and so no micro-batch for the last row.
         rows = slice(len(micro_batches))
         bounds_of_rank = split[rows, rank].tolist()  # where each micro-batch begins and ends
         templates = []
@@ -632,10 +604,9 @@ class MicroBatchPlan:
     ) -> list[MicroBatch]:
         """Makes this rank's micro-batches of a global batch, in order.
 
-        - Without virtual ranks, there is one for each row of `sizes`.
-        - Under DiLoCo, a rank that trains fewer replicas than others has none for the last rows.
-        - If virtual ranks train one model, there is one for each piece of the rank's virtual ranks,
-          which follow from `count` alone.
+        Without virtual ranks, there is one for each row of `sizes`. Otherwise there is one for each
+        piece of the rank's virtual ranks, which follow from `count` alone. If they train copies, a
+        rank that trains fewer copies than others has fewer micro-batches.
 
         Args:
             sizes: number of samples in each part, shape `(micro-batches, ranks)`. Without virtual
@@ -649,12 +620,11 @@ class MicroBatchPlan:
         if self.virtual_ranks is None:
             return make_micro_batches(sizes, rank, count, has_first=has_first, has_last=has_last)
 
-        is_diloco = self.virtual_ranks.train_copies
-        if is_diloco:
-            return _micro_batches_of_copies(sizes, rank, count, self.virtual_ranks.count)
-
-        pieces_of_rank = self._pieces_of_ranks(count)[rank]
-        unchecked = [CheckedPiece.unchecked(piece) for piece in pieces_of_rank]
+        unchecked = []
+        for piece in self._pieces_of_ranks(count)[rank]:
+            is_left_out = piece.is_padding and self.virtual_ranks.train_copies
+            if not is_left_out:
+                unchecked.append(CheckedPiece.unchecked(piece))
         return self._micro_batches_of_pieces(unchecked, count)
 
 
@@ -742,15 +712,15 @@ def make_micro_batches(
 
 
 def _micro_batches_of_virtual_ranks(
-    pieces: Sequence[CheckedPiece], count: int, num_virtual_ranks: int, *, num_ranks: int
+    pieces: Sequence[CheckedPiece], count: int, virtual_ranks: VirtualRanks, *, num_ranks: int
 ) -> list[MicroBatch]:
-    """Makes a micro-batch of each piece of a rank, if all virtual ranks train one model.
+    """Makes a micro-batch of each piece of a rank.
 
     Args:
         pieces: the pieces of a global batch that the rank processes, in this order. Repeated pieces
             do not contribute to the gradient.
         count: number of samples in the whole global batch, over all ranks.
-        num_virtual_ranks: number of virtual ranks in the run.
+        virtual_ranks: the virtual ranks of the run.
         num_ranks: number of ranks that process them.
     """
     virtual_ranks_of_this_rank = set()
@@ -760,7 +730,13 @@ def _micro_batches_of_virtual_ranks(
 
     # A loss that a rank reports is divided by this number: the sum over the virtual ranks becomes a
     # mean over them when the ranks take their mean.
-    virtual_ranks_per_rank = num_virtual_ranks / num_ranks
+    virtual_ranks_per_rank = max(1.0, virtual_ranks.count / num_ranks)
+
+    # The scale is `n * ranks / N`, as in the module's docstring. The gradients that are averaged
+    # take the place of the ranks. `N` is the size of the global batch, or if virtual ranks train
+    # copies, of the virtual rank's part.
+    num_averaged_gradients = virtual_ranks.num_averaged_gradients(num_ranks)
+    samples_of_virtual_ranks = part_sizes(count, (1,) * virtual_ranks.count)
 
     micro_batches = []
     for index, checked_piece in enumerate(pieces):
@@ -772,81 +748,25 @@ def _micro_batches_of_virtual_ranks(
             piece=piece.piece_number,
             num_on_process=len(virtual_ranks_of_this_rank),
             virtual_ranks_per_process=virtual_ranks_per_rank,
-            has_own_step=False,
+            has_own_step=virtual_ranks.train_copies,
             is_padding=piece.is_padding,
             is_repeat=checked_piece.is_repeat,
             is_compared=checked_piece.is_compared,
         )
         local_rows = piece.end - piece.begin
+        num_samples = count
+        if virtual_ranks.train_copies:
+            num_samples = samples_of_virtual_ranks[piece.virtual_rank]
         micro_batch = MicroBatch(
             global_samples=count,
             local_rows=local_rows,
             first=index == 0,
             last=index == len(pieces) - 1,
             num_micro_batches=len(pieces),
-            # As in the module's docstring, with virtual ranks in the place of ranks: the gradient
-            # is the mean over the virtual ranks.
-            scale=local_rows * num_virtual_ranks / max(1, count),
+            scale=local_rows * num_averaged_gradients / max(1, num_samples),
             # The loss needs `world.backward`, even where its factor happens to be 1.
             plain=False,
             virtual_rank=virtual_rank,
         )
         micro_batches.append(micro_batch)
-    return micro_batches
-
-
-def _micro_batches_of_copies(
-    sizes: Indices, rank: int, count: int, num_virtual_ranks: int
-) -> list[MicroBatch]:
-    """Returns a rank's micro-batches under DiLoCo, in which each virtual rank trains a replica.
-
-    A rank processes its replicas one after the other.
-
-    Args:
-        sizes: number of samples in each part, shape `(micro-batches, ranks)`. The column of a rank
-            lists the pieces of its first replica, then those of its second replica, and so on.
-        rank: the rank whose micro-batches are returned.
-        count: number of samples in the whole global batch.
-        num_virtual_ranks: number of virtual ranks, and so of replicas, in the run.
-    """
-    max_micro_batches, num_ranks = sizes.shape
-    replicas = virtual_ranks_of_rank(rank, num_ranks, num_virtual_ranks)
-    max_replicas_per_rank = ceil_div(num_virtual_ranks, num_ranks)
-    pieces_per_replica = max(1, max_micro_batches // max_replicas_per_rank)
-    num_micro_batches = len(replicas) * pieces_per_replica
-
-    # If there are more ranks than replicas, neighbouring ranks process one replica together: with
-    # 4 ranks and 2 replicas, ranks 0 and 1 the first, ranks 2 and 3 the second.
-    ranks_per_replica = max(1, num_ranks // num_virtual_ranks)
-    first_rank = rank - rank % ranks_per_replica
-    ranks_of_replica = slice(first_rank, first_rank + ranks_per_replica)
-
-    micro_batches = []
-    for index, replica in enumerate(replicas):
-        first_piece = index * pieces_per_replica
-        piece_sizes = sizes[first_piece : first_piece + pieces_per_replica]
-        samples_of_replica = int(piece_sizes[:, ranks_of_replica].sum())
-
-        for piece, local_rows in enumerate(piece_sizes[:, rank].tolist()):
-            virtual_rank = VirtualRank(
-                number=replica,
-                begins=piece == 0,
-                ends=piece == pieces_per_replica - 1,
-                num_on_process=len(replicas),
-                virtual_ranks_per_process=max(1.0, num_virtual_ranks / num_ranks),
-                has_own_step=True,
-            )
-            position = first_piece + piece
-            micro_batch = MicroBatch(
-                global_samples=count,
-                local_rows=local_rows,
-                first=position == 0,
-                last=position == num_micro_batches - 1,
-                num_micro_batches=num_micro_batches,
-                # The mean over the samples of this replica, not over the global batch.
-                scale=local_rows * ranks_per_replica / max(1, samples_of_replica),
-                plain=False,
-                virtual_rank=virtual_rank,
-            )
-            micro_batches.append(micro_batch)
     return micro_batches

@@ -203,7 +203,7 @@ def split_batch(
             as rank 0.
         micro_batches: number of micro-batches, which are processed one after the other.
         virtual_ranks: the virtual ranks of the run, or None. With virtual ranks, see
-            `split_over_virtual_ranks` and `_split_over_replicas`.
+            `split_over_virtual_ranks`: the shape is then `(pieces, ranks, 2)`.
 
     Returns:
         The first sample of each part, and the one after its last, within the global batch. The
@@ -211,10 +211,7 @@ def split_batch(
     """
     if virtual_ranks is None:
         return _split_over_ranks(count, shares, micro_batches)
-    if virtual_ranks.train_copies:
-        return _split_over_replicas(count, len(shares), micro_batches, virtual_ranks.count)
-    pieces_of_ranks = split_over_virtual_ranks(count, shares, micro_batches, virtual_ranks.count)
-    return _as_array(pieces_of_ranks)
+    return _as_array(split_over_virtual_ranks(count, shares, micro_batches, virtual_ranks))
 
 
 def _split_over_ranks(count: int, shares: tuple[int, ...], micro_batches: int) -> Indices:
@@ -288,7 +285,7 @@ def _deal_out_samples(sizes: Sequence[int]) -> Indices:
 
 
 class VirtualRankPiece(NamedTuple):
-    """A micro-batch of a virtual rank: some consecutive samples of the global batch."""
+    """A micro-batch of a virtual rank on one rank: some consecutive samples of the global batch."""
 
     virtual_rank: int
     piece_number: int
@@ -305,21 +302,34 @@ class VirtualRankPiece(NamedTuple):
 
 @lru_cache(maxsize=256)
 def split_over_virtual_ranks(
-    count: int, shares: tuple[int, ...], micro_batches: int, num_virtual_ranks: int
+    count: int, shares: tuple[int, ...], micro_batches: int, virtual_ranks: VirtualRanks
 ) -> list[list[VirtualRankPiece]]:
-    """Divides a global batch over virtual ranks that train one model together.
+    """Divides a global batch over virtual ranks, and each virtual rank's part over its ranks.
 
     Each virtual rank gets consecutive samples, and the sizes differ by at most one. Which samples
-    these are does not depend on the ranks. Each rank processes neighbouring virtual ranks, as many
-    as its share allows. If a short global batch has fewer samples than there are virtual ranks,
-    those without samples are left out.
+    these are does not depend on the ranks. A rank processes neighbouring virtual ranks one after
+    the other; with more ranks than virtual ranks, several ranks process one together. Virtual ranks
+    without samples, of a short global batch, are left out.
+
+    Example: 12 samples, 3 virtual ranks of 4, and 1 piece for each. On 2 ranks, rank 0 processes
+    two virtual ranks, and rank 1 has padding in the place of its second piece:
+
+        piece   rank 0       rank 1
+        0       [0, 4]       [8, 12]
+        1       [4, 8]       [12, 12]
+
+    On 6 ranks, the ranks 0 and 1 process the first virtual rank together, and so on:
+
+        piece   rank 0       rank 1       rank 2       rank 3       rank 4       rank 5
+        0       [0, 2]       [2, 4]       [4, 6]       [6, 8]       [8, 10]      [10, 12]
 
     Args:
         count: number of samples in the global batch.
-        shares: a whole number for each rank, see `split_batch`.
+        shares: a whole number for each rank, see `split_batch`. They say how many virtual ranks
+            each rank processes, and are equal if there are more ranks than virtual ranks.
         micro_batches: number of pieces in which a virtual rank's part is processed. A part with
             fewer samples than that has one piece for each sample.
-        num_virtual_ranks: number of virtual ranks in the run.
+        virtual_ranks: the virtual ranks of the run.
 
     Returns:
         For each rank, its pieces in order. All ranks have the same number of pieces, because the
@@ -327,27 +337,39 @@ def split_over_virtual_ranks(
         without samples.
     """
     # Virtual rank v has the samples begins[v] to begins[v + 1] - 1 of the global batch.
-    sizes = part_sizes(count, (1,) * num_virtual_ranks)
+    sizes = part_sizes(count, (1,) * virtual_ranks.count)
     begins = np.cumsum([0, *sizes]).tolist()
 
-    # Rank r processes the virtual ranks bounds_of_ranks[r] to bounds_of_ranks[r + 1] - 1.
-    bounds_of_ranks = virtual_rank_bounds(shares, num_virtual_ranks)
-    pieces_of_ranks = []
-    for first_virtual_rank, end_virtual_rank in itertools.pairwise(bounds_of_ranks):
+    # Copies of the model are not padded (`make_micro_batches`), so all of them are trained in the
+    # same number of pieces.
+    if virtual_ranks.train_copies:
+        micro_batches = min(micro_batches, max(1, min(sizes)))
+
+    ranks_of_each = virtual_ranks.ranks_of_each(len(shares))
+    virtual_ranks_of_rank = virtual_ranks_of_ranks(shares, virtual_ranks.count)
+    pieces_of_ranks: list[list[VirtualRankPiece]] = []
+    for rank, own_virtual_ranks in enumerate(virtual_ranks_of_rank):
         pieces = []
-        for virtual_rank in range(first_virtual_rank, end_virtual_rank):
-            begin = begins[virtual_rank]
-            pieces += _cut_into_pieces(virtual_rank, begin, sizes[virtual_rank], micro_batches)
+        for number in own_virtual_ranks:
+            if sizes[number] == 0:
+                continue
+
+            # The part of a virtual rank is divided over its ranks as a whole global batch is over
+            # all ranks. `split` has the shape (pieces, ranks of this virtual rank, 2).
+            split = split_batch(sizes[number], (1,) * ranks_of_each, micro_batches)
+            parts_of_rank = begins[number] + split[:, rank % ranks_of_each]
+            for piece_number, (begin, end) in enumerate(parts_of_rank.tolist()):
+                pieces.append(VirtualRankPiece(number, piece_number, len(split), begin, end))
+
         pieces_of_ranks.append(pieces)
 
     longest_list = max(len(pieces) for pieces in pieces_of_ranks)
     max_pieces = max(1, longest_list)
-    for rank, pieces in enumerate(pieces_of_ranks):
-        end_of_virtual_ranks = bounds_of_ranks[rank + 1]  # its last virtual rank, plus 1
+    for pieces, own_virtual_ranks in zip(pieces_of_ranks, virtual_ranks_of_rank, strict=True):
         # A piece belongs to some virtual rank. If rank 0 has none at all, virtual rank 0 is taken.
-        last_virtual_rank = max(0, end_of_virtual_ranks - 1)
+        last_virtual_rank = max(0, own_virtual_ranks.stop - 1)
         # `begins` also has the end of the last virtual rank, so this is the end of this one.
-        end_of_samples = begins[end_of_virtual_ranks]
+        end_of_samples = begins[own_virtual_ranks.stop]
         padding = _padding(last_virtual_rank, end_of_samples)
         pieces += [padding] * (max_pieces - len(pieces))
 
@@ -370,30 +392,8 @@ def _padding(virtual_rank: int, position: int) -> VirtualRankPiece:
     )
 
 
-def _cut_into_pieces(
-    virtual_rank: int, begin: int, size: int, micro_batches: int
-) -> list[VirtualRankPiece]:
-    """Cuts the part of a virtual rank into pieces whose sizes differ by at most one.
-
-    A part of 5 samples that begins at 10 becomes, in 2 pieces, the samples 10 to 12 and 13 to 14.
-
-    Args:
-        virtual_rank: number of the virtual rank.
-        begin: position of its first sample in the global batch.
-        size: number of its samples.
-        micro_batches: number of pieces, unless there are fewer samples.
-    """
-    num_pieces = min(micro_batches, size)
-    pieces = []
-    for number in range(num_pieces):
-        piece_begin = begin + ceil_div(size * number, num_pieces)
-        piece_end = begin + ceil_div(size * (number + 1), num_pieces)
-        pieces.append(VirtualRankPiece(virtual_rank, number, num_pieces, piece_begin, piece_end))
-    return pieces
-
-
 def virtual_rank_bounds(shares: tuple[int, ...], num_virtual_ranks: int) -> tuple[int, ...]:
-    """Returns which virtual ranks each rank processes, if all virtual ranks train one model.
+    """Returns which virtual ranks each rank processes, if there are at least as many as ranks.
 
     Args:
         shares: a whole number for each rank, see `split_batch`.
@@ -407,22 +407,28 @@ def virtual_rank_bounds(shares: tuple[int, ...], num_virtual_ranks: int) -> tupl
     return (0, *itertools.accumulate(virtual_ranks_per_rank))
 
 
-def virtual_ranks_of_rank(rank: int, num_ranks: int, num_virtual_ranks: int) -> range:
-    """Returns the virtual ranks that a rank processes under DiLoCo, where ranks have equal shares.
+def virtual_ranks_of_ranks(shares: tuple[int, ...], num_virtual_ranks: int) -> list[range]:
+    """Returns the virtual ranks that each rank processes.
 
     With more ranks than virtual ranks, neighbouring ranks process one together. Otherwise each rank
     processes one or more:
 
     - 4 ranks, 2 virtual ranks: ranks 0 and 1 process virtual rank 0, ranks 2 and 3 virtual rank 1.
     - 2 ranks, 5 virtual ranks: rank 0 processes 0, 1 and 2, rank 1 processes 3 and 4.
-    """
-    if num_ranks > num_virtual_ranks:  # a multiple of it
-        ranks_of_each = num_ranks // num_virtual_ranks
-        virtual_rank = rank // ranks_of_each
-        return range(virtual_rank, virtual_rank + 1)
 
-    bounds = virtual_rank_bounds((1,) * num_ranks, num_virtual_ranks)
-    return range(bounds[rank], bounds[rank + 1])
+    Args:
+        shares: a whole number for each rank, see `split_over_virtual_ranks`.
+        num_virtual_ranks: number of virtual ranks in the run. If there are more ranks, their number
+            is a multiple of it.
+    """
+    num_ranks = len(shares)
+    if num_ranks > num_virtual_ranks:
+        ranks_of_each = num_ranks // num_virtual_ranks
+        virtual_rank_of_rank = [rank // ranks_of_each for rank in range(num_ranks)]
+        return [range(number, number + 1) for number in virtual_rank_of_rank]
+
+    bounds = virtual_rank_bounds(shares, num_virtual_ranks)
+    return [range(begin, end) for begin, end in itertools.pairwise(bounds)]
 
 
 def _as_array(pieces_of_ranks: list[list[VirtualRankPiece]]) -> Indices:
@@ -440,73 +446,6 @@ def _as_array(pieces_of_ranks: list[list[VirtualRankPiece]]) -> Indices:
 
     begins_and_ends.setflags(write=False)  # the result is cached, and callers share it
     return begins_and_ends
-
-
-def _split_over_replicas(
-    count: int, num_ranks: int, micro_batches: int, num_virtual_ranks: int
-) -> Indices:
-    """Divides a global batch under DiLoCo, where each virtual rank trains a replica of the model.
-
-    The samples of a replica do not depend on the number of ranks. If there are fewer ranks than
-    replicas, a rank processes several replicas one after the other. If there are more, several
-    neighbouring ranks process one replica together.
-
-    Example: 12 samples in 3 replicas of 4, and 1 micro-batch for each part. On 2 ranks, rank 0
-    processes two replicas, and rank 1 has nothing to do in the second micro-batch:
-
-        micro-batch  rank 0       rank 1
-        0            [0, 4]       [8, 12]
-        1            [4, 8]       [0, 0]
-
-    On 6 ranks, the ranks 0 and 1 process the first replica together, and so on:
-
-        micro-batch  rank 0       rank 1       rank 2       rank 3       rank 4       rank 5
-        0            [0, 2]       [2, 4]       [4, 6]       [6, 8]       [8, 10]      [10, 12]
-
-    Args:
-        count: number of samples in the global batch.
-        num_ranks: number of ranks, which is at most `num_virtual_ranks` or a multiple of it.
-        micro_batches: number of pieces in which a replica's part is processed. It is reduced to the
-            size of the smallest part.
-        num_virtual_ranks: number of virtual ranks, and so of replicas, in the run.
-
-    Returns:
-        The first sample of each part, and the one after its last, within the global batch. The
-        shape is `(micro-batches, ranks, 2)`; the micro-batches of a rank's first replica come
-        first.
-    """
-    max_replicas_per_rank = ceil_div(num_virtual_ranks, num_ranks)
-    ranks_per_replica = max(1, num_ranks // num_virtual_ranks)
-
-    # Replica v has sizes[v] samples of the global batch, and the first of them is begins[v].
-    sizes = part_sizes(count, (1,) * num_virtual_ranks)
-    begins = np.cumsum([0, *sizes])
-    num_pieces = max(1, min(micro_batches, *sizes))
-
-    # The table, filled with [0, 0]: no samples. A rank that processes fewer replicas than another
-    # one keeps this in its last rows.
-    num_rows = max_replicas_per_rank * num_pieces
-    split = np.zeros((num_rows, num_ranks, 2), dtype=np.int64)
-
-    # The columns of the table form groups of ranks that process the same replicas. On 2 ranks the
-    # groups are (0) and (1); on 6 ranks they are (0, 1), (2, 3) and (4, 5).
-    for first_rank in range(0, num_ranks, ranks_per_replica):
-        ranks_of_group = slice(first_rank, first_rank + ranks_per_replica)
-        replicas_of_group = virtual_ranks_of_rank(first_rank, num_ranks, num_virtual_ranks)
-
-        # The group's first replica has the first `num_pieces` rows, the second has the next ones.
-        for index, replica in enumerate(replicas_of_group):
-            first_row = index * num_pieces
-            rows_of_replica = slice(first_row, first_row + num_pieces)
-
-            # Divide the samples of the replica, counted from its own first sample, over the group.
-            # The result has the shape (pieces, ranks of the group, 2), like the part of the table.
-            equal_shares = (1,) * ranks_per_replica
-            split_of_replica = split_batch(sizes[replica], equal_shares, num_pieces)
-            split[rows_of_replica, ranks_of_group] = begins[replica] + split_of_replica
-
-    split.setflags(write=False)  # the result is cached, and callers share it
-    return split
 
 
 def part_sizes(count: int, shares: tuple[int, ...]) -> list[int]:

@@ -392,7 +392,7 @@ class IterableLoader(Loader):
                 yield from micro_batches
                 continue
 
-            self._plan.check_every_replica_has_samples(int(rank_batch.samples_of_ranks.sum()))
+            self._plan.check_every_copy_has_samples(int(rank_batch.samples_of_ranks.sum()))
 
             # With `check_devices`, the states of the devices are compared after some of the steps.
             # Micro-batches of these steps are marked.
@@ -440,7 +440,7 @@ class IterableLoader(Loader):
         global_samples = int(rank_batch.samples_of_ranks.sum())
         micro_batches = self._plan.make_micro_batches(sizes[numbers_of_filled], global_samples)
 
-        # Under DiLoCo, a rank may train fewer replicas than others. With 3 replicas on 2 ranks and
+        # Under DiLoCo, a rank may train fewer copies than others. With 3 copies on 2 ranks and
         # the sizes [[2, 2], [2, 0]], rank 1 has one micro-batch: number 1 is not used.
         numbers_of_this_rank = numbers_of_filled[: len(micro_batches)]
         for number, micro_batch in zip(numbers_of_this_rank, micro_batches, strict=True):

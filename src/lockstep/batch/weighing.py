@@ -4,8 +4,8 @@ The *weight* of a batch is the value of the user's `weight` function (for exampl
 tokens). Without such a function it is the number of rows that the user's collate function has
 made. The *scale* of a micro-batch, the factor of its loss, is `w * ranks / W`, where `w` is its
 weight and `W` is the weight of the whole global batch over all ranks. With virtual ranks
-(`session.micro_batch`), `ranks` is their number. Under DiLoCo, `ranks` and `W` are those of one
-replica.
+(`session.micro_batch`), `ranks` is their number. Under DiLoCo, where each virtual rank trains a
+copy of the model, `ranks` and `W` are those of one virtual rank.
 
 `W` is the result of an all-reduce of a few bytes on the CPU. The loader reads one global batch
 ahead and starts the all-reduce a whole step before the result is needed, so no step waits for it,
@@ -366,11 +366,12 @@ class _PendingGlobalBatch:
     def _total_weight(self, counted: CountedBatch, weights: list[float]) -> float:
         """Returns the weight `W` over which the mean loss of a micro-batch is taken.
 
-        That is the weight of the global batch. Under DiLoCo each replica takes its own mean.
+        That is the weight of the global batch, or if virtual ranks train copies of the model, that
+        of the virtual rank's part.
         """
         virtual_ranks = self._virtual_ranks
-        trains_replicas = virtual_ranks is not None and virtual_ranks.train_copies
-        return weights[_index_of_weight(counted)] if trains_replicas else sum_in_order(weights)
+        trains_copies = virtual_ranks is not None and virtual_ranks.train_copies
+        return weights[_index_of_weight(counted)] if trains_copies else sum_in_order(weights)
 
     def _with_scale(self, counted: CountedBatch, total_weight: float) -> MicroBatch:
         """Returns a micro-batch with the factor of its loss, `w * ranks / W`.
@@ -395,20 +396,9 @@ class _PendingGlobalBatch:
     def _num_averaged_gradients(self) -> int:
         """Returns how many gradients are averaged before the optimizer steps."""
         num_ranks = self._collectives.data_parallel.size
-        virtual_ranks = self._virtual_ranks
-
-        # One gradient for each rank.
-        if virtual_ranks is None:
-            return num_ranks
-
-        # Under DiLoCo each replica has its own optimizer step: one gradient for each rank that
-        # processes the replica. With fewer ranks than replicas, this is a single rank.
-        if virtual_ranks.train_copies:
-            num_replicas = virtual_ranks.count  # each virtual rank is a replica
-            return max(1, num_ranks // num_replicas)
-
-        # One gradient for each virtual rank, whichever rank has computed it.
-        return virtual_ranks.count
+        if self._virtual_ranks is None:
+            return num_ranks  # one gradient for each rank
+        return self._virtual_ranks.num_averaged_gradients(num_ranks)
 
     def _is_one_micro_batch(self) -> bool:
         """Returns True if this rank alone processes the whole global batch in one micro-batch."""

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lockstep.batch.plan import virtual_ranks_of_rank
+from lockstep.batch.plan import virtual_ranks_of_ranks
 from lockstep.distributed.process_group import Run
 from lockstep.errors import UsageError, warn
 from lockstep.session.extension import Extension
@@ -56,9 +56,10 @@ class DiLoCoTraining(Extension):
         self._step = run.step
         num_ranks = run.topology.size
         num_virtual_ranks = options.replicas
-        self.own: Sequence[int] = virtual_ranks_of_rank(
-            run.topology.rank, num_ranks, num_virtual_ranks
-        )
+        equal_shares = (1,) * num_ranks
+        self.own: Sequence[int] = virtual_ranks_of_ranks(equal_shares, num_virtual_ranks)[
+            run.topology.rank
+        ]
         """The numbers of the virtual ranks that this process computes."""
         self._group: dist.ProcessGroup | None = None
         """The ranks that compute the same virtual rank as this one, if there are several."""
