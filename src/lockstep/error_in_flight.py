@@ -226,16 +226,18 @@ def _try_raises_again(node: ast.Try | ast.TryStar, raising_line: int, handling_l
     if not _contains(node.body, raising_line):
         return False
     for handler in node.handlers:
-        if not _contains(handler.body, handling_line):
-            continue
-        for statement in handler.body:
-            is_still_to_come = statement.lineno > handling_line
-            if is_still_to_come and isinstance(statement, ast.Raise):
-                raised = statement.exc
-                raises_by_name = isinstance(raised, ast.Name) and raised.id == handler.name
-                if raised is None or raises_by_name:
-                    return True
+        if _contains(handler.body, handling_line):
+            later_statements = [each for each in handler.body if each.lineno > handling_line]
+            return any(_raises_what_is_handled(each, handler) for each in later_statements)
     return False
+
+
+def _raises_what_is_handled(statement: ast.stmt, handler: ast.ExceptHandler) -> bool:
+    """Returns True for `raise`, and for `raise error` in a block `except ValueError as error:`."""
+    if not isinstance(statement, ast.Raise):
+        return False
+    raised = statement.exc
+    return raised is None or (isinstance(raised, ast.Name) and raised.id == handler.name)
 
 
 def _with_raises_again(

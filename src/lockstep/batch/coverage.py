@@ -262,7 +262,7 @@ class Coverage:
         self._comparison_is_due = is_first_pass or has_many_steps
 
     def _add_order(self, crc_of_order: int) -> None:
-        """Adds the order of a pass to `_crc_of_all_orders`: passes may be compared together."""
+        """Adds the order of a pass to the checksum of all passes since the last comparison."""
         bytes_of_crc = crc_of_order.to_bytes(4, "little")
         self._crc_of_all_orders = zlib.crc32(bytes_of_crc, self._crc_of_all_orders)
 

@@ -151,7 +151,6 @@ def check_fingerprint(source: Source, before: Fingerprint, now: Fingerprint) -> 
         )
 
     # Only some parts of the samples differ, for example the images but not the labels.
-    # Only some parts of the samples differ, for example the images but not the labels.
     warn(
         f"resuming a loader of {with_article(name)} of {source.length} samples",
         f"{difference.found}; other parts of them, such as the labels, are as in the checkpoint",

@@ -61,7 +61,7 @@ def match_parts(before: Sequence[Parts], now: Sequence[Parts]) -> Match:
 
     # Look for a part, such as the label, that is the same in both readings of every sample. It
     # shows that these are the same samples, of which only other parts have changed, e.g. images
-    # that are augmented differently.
+    # that are augmented differently. (There is a pair: without any, all samples would match.)
     first_sample, _ = pairs[0]
     for name in first_sample:
         values_before = [old.get(name) for old, _ in pairs]

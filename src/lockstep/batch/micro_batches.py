@@ -620,11 +620,10 @@ class MicroBatchPlan:
         if self.virtual_ranks is None:
             return make_micro_batches(sizes, rank, count, has_first=has_first, has_last=has_last)
 
-        unchecked = []
-        for piece in self._pieces_of_ranks(count)[rank]:
-            is_left_out = piece.is_padding and self.virtual_ranks.train_copies
-            if not is_left_out:
-                unchecked.append(CheckedPiece.unchecked(piece))
+        pieces = self._pieces_of_ranks(count)[rank]
+        if self.virtual_ranks.train_copies:
+            pieces = [piece for piece in pieces if not piece.is_padding]
+        unchecked = [CheckedPiece.unchecked(piece) for piece in pieces]
         return self._micro_batches_of_pieces(unchecked, count)
 
 

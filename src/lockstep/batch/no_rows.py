@@ -120,10 +120,10 @@ def _call_with_one_row(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
 
 
 def _nan_unless_empty(tensor: Tensor) -> Tensor:
-    """Fills what is left of a result without the placeholder's rows with NaN, in place.
+    """Fills a result that still has values after the placeholder's rows were removed with NaN.
 
-    Values are left if the result is no longer divided into rows: the mean of no rows is NaN. An
-    integer result keeps its values. Returns the tensor.
+    Such a result has no rows. It is a mean over them, for example, and the mean of no rows is NaN.
+    Integers keep their values. The tensor is changed in place, and returned.
     """
     if tensor.numel() and (tensor.is_floating_point() or tensor.is_complex()):
         with torch.no_grad():

@@ -363,8 +363,8 @@ def split_over_virtual_ranks(
 
         pieces_of_ranks.append(pieces)
 
-    longest_list = max(len(pieces) for pieces in pieces_of_ranks)
-    max_pieces = max(1, longest_list)
+    # Pad the shorter lists.
+    max_pieces = max(1, *[len(pieces) for pieces in pieces_of_ranks])
     for pieces, own_virtual_ranks in zip(pieces_of_ranks, virtual_ranks_of_rank, strict=True):
         # A piece belongs to some virtual rank. If rank 0 has none at all, virtual rank 0 is taken.
         last_virtual_rank = max(0, own_virtual_ranks.stop - 1)

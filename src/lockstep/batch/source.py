@@ -36,9 +36,8 @@ from lockstep.errors import DataError, LengthUnknownError, UsageError
 from lockstep.settings import check_whole_number
 from lockstep.wording import describe_type
 
-_SAMPLER = (
-    0x5A3  # used in the place of a sample's index when random numbers of a sampler are seeded
-)
+_SAMPLER = 0x5A3
+"""Takes the place of a sample's index when the random numbers of a sampler are seeded."""
 LOADER_OPTIONS = ("num_workers", "prefetch_factor", "persistent_workers", "timeout",
                   "worker_init_fn", "multiprocessing_context", "pin_memory")  # fmt: skip
 """The options of `torch.utils.data.DataLoader` that `world.loader` accepts."""

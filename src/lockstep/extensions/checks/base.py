@@ -59,7 +59,8 @@ class LateValue:
             step: the optimizer step that it belongs to, from 1.
         """
         if not self.is_pending:
-            self._pending = (*start_copy_to_host(tensor.detach().reshape(())), step)
+            on_host, has_arrived = start_copy_to_host(tensor.detach().reshape(()))
+            self._pending = (on_host, has_arrived, step)
 
     def take(self, *, wait: bool = False) -> tuple[float, int] | None:
         """Returns the value that was put and its step, once; None if there is none, or not yet.

@@ -69,7 +69,8 @@ class GradientVersionCheck(Check):
         """Forgets the parameters, to which those of this module belong."""
         self._parameters = None
         if self.run.settings.virtual_ranks is not None:
-            self._has_shards |= any(map(is_sharded, wrapped.module.parameters()))
+            if any(is_sharded(parameter) for parameter in wrapped.module.parameters()):
+                self._has_shards = True
 
     def optimizer_prepared(self, optimizer: Any, modules: Sequence[nn.Module]) -> None:
         """Remembers the prepared optimizer, which knows whether gradients were clipped."""
@@ -113,6 +114,8 @@ class GradientVersionCheck(Check):
                 parameters.append(parameter)
                 gradients.append(gradient)
 
+        # One record for each gradient. This runs in every micro-batch, and `map` is faster than a
+        # loop.
         gradient_ids = [id(gradient) for gradient in gradients]
         self._records = list(map(GradientRecord, parameters, gradient_ids, write_counts(gradients)))
         self._shard = _record_smallest_shard(parameters)

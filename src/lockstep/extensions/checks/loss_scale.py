@@ -137,7 +137,8 @@ def _sum_may_be_right(micro_batch: MicroBatch) -> bool:
     if is_whole_global_batch:
         return True  # one loss, which is not averaged with others
 
-    # A replica with a step of its own (DiLoCo) may compute all the samples of this step at once.
+    # Under DiLoCo, each copy of the model makes a step with its part of the global batch, and may
+    # compute all samples of this step at once.
     return micro_batch.has_own_step
 
 
@@ -186,8 +187,9 @@ def find_sum(node: Any, num_rows: int) -> Any:
         if visited is None:  # a term without a gradient
             continue
 
-        num_summed = rows_summed_by_loss_function(visited)  # None: it is no sum
-        if num_summed and num_summed % num_rows == 0:
+        num_summed = rows_summed_by_loss_function(visited)  # 0 if it is no sum
+        sums_over_samples = num_summed > 0 and num_summed % num_rows == 0
+        if sums_over_samples:
             return visited
 
         if visited.name() in NODES_THAT_KEEP_A_SUM:

@@ -62,7 +62,7 @@ class SumOfMeansCheck(Check):
         if are_counts:
             return
 
-        # The sum of the evaluation before, if no training step came after it.
+        # If no training step came since the evaluation before, its sum is not examined yet.
         self._examine_recorded_sum()
         self._evaluations_at_last_sum = num_evaluations_ended
         self._sum_location = user_location()

@@ -13,7 +13,7 @@ belong to them, because the checkpoint from which the run went on knew nothing o
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -244,24 +244,32 @@ def _collect_loaders(
     """
     loaders: dict[int, dict[str, Any]] = {}
     reported: set[tuple[int, str]] = set()  # a loader and the setting, or "data", that differs
+    for number, rank, description in _descriptions_of_loaders(attempts):
+        loader = description["loader"]
+        if loader not in loaders:
+            loaders[loader] = description
+        first_description = loaders[loader]
+
+        for name in _changed_settings(first_description, description):
+            if (loader, name) not in reported:
+                reported.add((loader, name))
+                where = f"rank {rank} of start {number}"
+                _report_changed_setting(first_description, description, name, where, report)
+
+        if (loader, "data") not in reported:
+            if _report_other_data(first_description, description, number, report):
+                reported.add((loader, "data"))
+    return loaders
+
+
+def _descriptions_of_loaders(
+    attempts: Sequence[Attempt],
+) -> Iterator[tuple[int, int, dict[str, Any]]]:
+    """Yields each description of a loader: the number of its start, its rank, the description."""
     for number, attempt in enumerate(attempts, 1):
         for rank, file in sorted(attempt.files.items()):
-            where = f"rank {rank} of start {number}"
             for description in file.loaders:
-                loader = description["loader"]
-                first_description = loaders.setdefault(loader, description)
-                for name in _changed_settings(first_description, description):
-                    if (loader, name) not in reported:
-                        reported.add((loader, name))
-                        _report_changed_setting(first_description, description, name, where, report)
-
-                if (loader, "data") not in reported:
-                    has_reported = _report_other_data(
-                        first_description, description, number, report
-                    )
-                    if has_reported:
-                        reported.add((loader, "data"))
-    return loaders
+                yield number, rank, description
 
 
 def _changed_settings(

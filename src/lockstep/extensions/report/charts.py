@@ -253,7 +253,8 @@ def logged_values(start: Start) -> dict[str, tuple[Floats, Floats]]:
 
     curves = {}
     for title, value_at_step in values_by_title.items():
-        steps, values = zip(*sorted(value_at_step.items()), strict=True)
+        steps = sorted(value_at_step)
+        values = [value_at_step[step] for step in steps]
         curves[title] = (np.array(steps, dtype=np.float64), np.array(values, dtype=np.float64))
     return curves
 

@@ -57,9 +57,8 @@ class DiLoCoTraining(Extension):
         num_ranks = run.topology.size
         num_virtual_ranks = options.replicas
         equal_shares = (1,) * num_ranks
-        self.own: Sequence[int] = virtual_ranks_of_ranks(equal_shares, num_virtual_ranks)[
-            run.topology.rank
-        ]
+        virtual_ranks_of_rank = virtual_ranks_of_ranks(equal_shares, num_virtual_ranks)
+        self.own: Sequence[int] = virtual_ranks_of_rank[run.topology.rank]
         """The numbers of the virtual ranks that this process computes."""
         self._group: dist.ProcessGroup | None = None
         """The ranks that compute the same virtual rank as this one, if there are several."""
