@@ -508,26 +508,23 @@ class IterableLoader(Loader):
                     break
 
                 if compares_samples and is_compared(rank_batch.position, start, self.batch_size):
-                    number_of_first_sample = rank_batch.position * self.batch_size
-                    digests = rank_batch.digests.get(rank_batch.position, [])
-                    check_global_batch(
-                        self._collectives, source, epoch, number_of_first_sample, digests
-                    )
+                    self._compare_first_samples(epoch, rank_batch)
 
                 work = self._start_count_exchange(rank_batch) if exchanges_counts else None
                 in_flight.append((rank_batch, work))
                 if exchanges_counts and len(in_flight) < 2:
                     continue  # the counts arrive while the next global batch is read
-                rank_batch, work = in_flight.popleft()
+                counted_batch, work = in_flight.popleft()
                 if work is not None:
                     work.wait()
 
-                count = int(rank_batch.samples_of_ranks.sum())
+                count = int(counted_batch.samples_of_ranks.sum())
                 num_samples_read += count
                 is_short = count < self.batch_size
                 if count == 0 or (is_short and source.drop_last):
                     break
-                yield rank_batch
+                yield counted_batch
+
                 # A short global batch is the last one, unless the stream splits itself: then one
                 # rank may run out of samples earlier than others.
                 if is_short and source.shard is not False:
@@ -547,6 +544,16 @@ class IterableLoader(Loader):
         self._check_stream_is_not_used_up(epoch, num_samples_read)
         if compares_samples and source.shard is None:
             check_length(self._collectives, epoch, num_samples_read)
+
+    def _compare_first_samples(self, epoch: int, rank_batch: RankBatch) -> None:
+        """Compares the first samples of a global batch over the ranks. A collective.
+
+        Raises:
+            RanksDifferError: the ranks have read the wrong samples.
+        """
+        number_of_first_sample = rank_batch.position * self.batch_size
+        digests = rank_batch.digests.get(rank_batch.position, [])
+        check_global_batch(self._collectives, self.source, epoch, number_of_first_sample, digests)
 
     def _check_stream_is_not_used_up(self, epoch: int, num_samples: int) -> None:
         """Raises DataError if a pass had no samples although an earlier pass had some.

@@ -14,7 +14,7 @@ from collections.abc import Collection, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -135,7 +135,7 @@ class _ModuleUsage:
         # all-reduce finds both, because the minimum is the negative of the maximum of the negative
         # values.
         maxima = torch.cat([values, -values])
-        work = cast(dist.Work, dist.all_reduce(maxima, dist.ReduceOp.MAX, async_op=True))
+        work: Any = dist.all_reduce(maxima, dist.ReduceOp.MAX, async_op=True)
         self._comparison = (work, maxima)  # `maxima` has the result when the work is done
 
     def _finish_comparison(self, timeout: timedelta | None = None) -> None:
