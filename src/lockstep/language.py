@@ -490,36 +490,44 @@ class Template:
             dead_ends: pairs of `field_number` and `begin` for which nothing was found before.
                 This call adds its own pair if it finds nothing.
         """
+        if field_number == len(self.fields):  # all fields have a value
+            yield ()
+            return
         if (field_number, begin) in dead_ends:
             return
 
-        # Literal 0 stands before field 0, literal 1 behind it, and so on.
-        literal_after_field = self.literals[field_number + 1]
         was_found = False
-
-        if field_number == len(self.fields) - 1:
-            # The last value extends to the literal at the end of the text.
-            end = len(text) - len(literal_after_field)
-            if begin <= end and self._fits(field_number, text, begin, end):
+        for end in self._possible_ends(text, field_number, begin):
+            begin_of_next_field = end + len(self.literals[field_number + 1])
+            for later_spans in self._match_fields_from(
+                text, field_number + 1, begin_of_next_field, dead_ends
+            ):
                 was_found = True
-                yield ((begin, end),)
-        else:
-            # Any other value may end wherever the literal behind it stands. `find` returns -1 if it
-            # does not occur again.
-            end = text.find(literal_after_field, begin)
-            while end != -1:
-                if self._fits(field_number, text, begin, end):
-                    next_begin = end + len(literal_after_field)
-                    for later_spans in self._match_fields_from(
-                        text, field_number + 1, next_begin, dead_ends
-                    ):
-                        was_found = True
-                        yield ((begin, end), *later_spans)
-                end = text.find(literal_after_field, end + 1)
+                yield ((begin, end), *later_spans)
 
         # All ends were tried, and none fits. The same field is not tried again from this place.
         if not was_found:
             dead_ends.add((field_number, begin))
+
+    def _possible_ends(self, text: str, field_number: int, begin: int) -> Iterator[int]:
+        """Yields where the value of a field may end: where the literal behind the field begins.
+
+        The value of the last field ends where the literal at the end of the text begins. Any other
+        value may end wherever its literal occurs.
+        """
+        literal_behind = self.literals[field_number + 1]  # literal 0 stands before field 0
+        is_last_field = field_number == len(self.fields) - 1
+        if is_last_field:
+            end = len(text) - len(literal_behind)
+            if begin <= end and self._fits(field_number, text, begin, end):
+                yield end
+            return
+
+        end = text.find(literal_behind, begin)
+        while end != -1:  # -1: it does not occur again
+            if self._fits(field_number, text, begin, end):
+                yield end
+            end = text.find(literal_behind, end + 1)
 
     def _fits(self, field_number: int, text: str, begin: int, end: int) -> bool:
         """Returns True if `text[begin:end]` may be the value of a field."""
@@ -544,11 +552,13 @@ class Cache:
     the catalogue has that word."""
     translations: dict[str, Translation | None] = field(default_factory=dict)
     """The translation of each part that is one message; None for a part that is no message."""
+    in_progress: set[str] = field(default_factory=set)
+    """The parts that are being translated: values of values are, before the whole text is."""
 
     @property
     def is_full(self) -> bool:
         """Whether so many parts were translated that no further one is."""
-        return len(self.translations) == MAX_PARTS
+        return len(self.translations) + len(self.in_progress) == MAX_PARTS
 
 
 @dataclass(frozen=True)
@@ -659,15 +669,17 @@ class Catalogue:
         if text in self._texts:  # a message without fields
             return Translation(self._texts[text], ())
         if text in cache.translations:
-            return cache.translations[text]  # None: no message, or the text is being translated
+            return cache.translations[text]
+        if text in cache.in_progress:
+            # This is a call from within the translation of the same text: with the template
+            # "{name}{note}" and an empty note, the value of `name` is the whole text.
+            return None
         if cache.is_full:
             return _leave_in_english(text)
 
-        # With the template "{name}{note}" and an empty note, the value of `name` is the whole text,
-        # so this method is called with the same text again. This None ends the recursion.
-        cache.translations[text] = None
-
+        cache.in_progress.add(text)
         translation = self._translate_by_templates(text, cache)
+        cache.in_progress.remove(text)
         cache.translations[text] = translation
         return translation
 
@@ -703,20 +715,18 @@ class Catalogue:
         # The example above has two readings with one template, and nothing shows which was meant.
         # So all readings with a best template must say the same in Chinese.
         best_templates = [reading.template for reading in best_readings]
-        chinese_texts: set[str] = set()
-        for reading in readings:
-            if reading.template in best_templates:
-                # Spaces depend on where the values begin, and say nothing.
-                chinese_texts.add(reading.translation.text.replace(" ", ""))
+        readings_that_count = [each for each in readings if each.template in best_templates]
+
+        # Spaces depend on where the values begin, and say nothing.
+        chinese_texts = {each.translation.text.replace(" ", "") for each in readings_that_count}
+        is_ambiguous = len(chinese_texts) > 1
 
         # A reading that was not looked for may translate less of a value, or more of it.
         further_reading_may_differ = any(
-            reading.template in templates_with_further_readings and reading.translates_a_value(text)
-            for reading in readings
-            if reading.template in best_templates
+            each.template in templates_with_further_readings and each.translates_a_value(text)
+            for each in readings_that_count
         )
 
-        is_ambiguous = len(chinese_texts) > 1
         if is_ambiguous or further_reading_may_differ:
             return _leave_in_english(text)
         return best_readings[0].translation
@@ -737,17 +747,17 @@ class Catalogue:
         """
         values = {}
         untranslated: list[Span] = []
-        for field_name, (begin, end) in zip(template.fields, spans, strict=True):
+        for field_name, span in zip(template.fields, spans, strict=True):
             name = name_of_value(field_name)
+            is_class_name = name in FIELDS_WITH_ARTICLE  # "a Linear"
+            begin, end = _span_without_article(text, span) if is_class_name else span
+            value_text = text[begin:end]
 
             # A value of a single word is usually a name of the user's: a parameter may be called
             # `gradients`. Only a few fields hold single words that are to be translated, and even
             # these stay English if the caller of `translate` has asked for that.
             may_be_word = name in FIELDS_OF_CATALOGUED_WORDS and not cache.single_words_stay_english
-            value_text = text[begin:end]
-            if name in FIELDS_WITH_ARTICLE:
-                value_text = ARTICLE.sub("", value_text)  # "a Linear": Chinese has no articles
-                begin = end - len(value_text)
+            if is_class_name:
                 value = _leave_in_english(value_text)  # a class may be called `batch`
             else:
                 value = self._translate_text(value_text, cache, may_be_word=may_be_word)
@@ -782,7 +792,8 @@ class Catalogue:
         separates_messages = separator in SEPARATORS_OF_MESSAGES
         if separates_messages:
             parts = self._rejoin_messages(parts, separator)
-            caches = self._new_caches(cache, len(parts))
+            # A cache takes a limited number of translations, so each message gets one of its own.
+            caches = [Cache(cache.single_words_stay_english) for _ in parts]
         else:
             caches = [cache] * len(parts)
 
@@ -799,14 +810,6 @@ class Catalogue:
         # The split may be wrong. In "give a number from 1 to x; y", "x; y" may be one value.
         translations = _keep_doubtful_parts_english(parts, translations)
         return _join_parts(parts, translations, separator)
-
-    @staticmethod
-    def _new_caches(cache: Cache, number: int) -> list[Cache]:
-        """Returns a cache for each message of a list, with the rule of a cache for single words.
-
-        A cache takes a limited number of translations, so a long list needs several.
-        """
-        return [Cache(cache.single_words_stay_english) for _ in range(number)]
 
     def _rejoin_messages(self, parts: Sequence[str], separator: str) -> list[str]:
         """Joins parts again that are one message, because the message itself has the separator.
@@ -835,11 +838,11 @@ class Catalogue:
         end_of_part = begin + 1
         end_of_two_parts = begin + 2
         largest_end = min(begin + MAX_PARTS_OF_MESSAGE, len(parts))
-        for end in reversed(range(end_of_two_parts, largest_end + 1)):  # the longest first
-            is_whole_text = end - begin == len(parts)
-            if is_whole_text:  # it is no message, or it would not have been split
-                continue
+        if begin == 0:
+            # All parts together are no message, or the text would not have been split.
+            largest_end = min(largest_end, len(parts) - 1)
 
+        for end in reversed(range(end_of_two_parts, largest_end + 1)):  # the longest first
             # Only whether there is a translation matters, so single words need not be looked up.
             candidate = separator.join(parts[begin:end])
             translation = self._translate_message(candidate, Cache(single_words_stay_english=True))
@@ -855,7 +858,10 @@ class Catalogue:
 
         The mark behind the part may belong to its message: "step 3: done" was split into "step 3"
         and "done", and the catalogue has "step {step}:", but no "step {step}". So the part is first
-        translated with its mark.
+        translated with its mark, and that counts if the translation ends with the Chinese mark:
+
+            "step 3:"    becomes "第 3 步：": the mark belongs to the message
+            "see a.py:"  becomes "见 a.py:" by the message "see {file}": it does not
 
         Args:
             part: the part, without the separator behind it.
@@ -869,12 +875,9 @@ class Catalogue:
             translation = self._translate_message(part + mark_behind, cache)
             chinese_mark = SEPARATORS[f"{mark_behind} "]
             if translation is not None and translation.text.endswith(chinese_mark):
-                # "step 3:" is "第 3 步：". The caller adds the mark.
-                without_mark = translation.text.removesuffix(chinese_mark)
+                without_mark = translation.text.removesuffix(chinese_mark)  # the caller adds it
                 return Translation(without_mark, translation.untranslated)
 
-        # The mark does not belong to the message. With the message "see {file}", for example, "see
-        # a.py:" was taken to name a file "a.py:", and the translation ends with the English mark.
         return self._translate_text(part, cache, may_be_word=may_be_word)
 
 
@@ -972,12 +975,13 @@ def _keep_doubtful_parts_english(
     checked = list(translations)
     num_separators = len(parts) - 1
 
-    # A part that is left in English may make its neighbour doubtful in turn. The first loop passes
-    # this on to all parts on the right, the second one to all parts on the left.
-    for index in range(num_separators):
-        _keep_english_beside_separator(parts, checked, index)
-    for index in reversed(range(num_separators)):
-        _keep_english_beside_separator(parts, checked, index)
+    # A part that is left in English may make its neighbour doubtful in turn, so this is repeated
+    # until nothing changes.
+    before: list[Translation] = []
+    while checked != before:
+        before = list(checked)
+        for index in range(num_separators):
+            _keep_english_beside_separator(parts, checked, index)
 
     return checked
 
@@ -988,7 +992,8 @@ def _keep_english_beside_separator(
     """Leaves a translated part in English if English words stand on both sides of a separator.
 
     For example, "see x; y" has the parts "see x" and "y". If they are translated to "见 x" and not
-    at all, "x" and "y" stand on both sides and may belong together, so "see x" stays English.
+    at all, "x" and "y" stand on both sides and may belong together, so "see x" stays English. Of
+    "x; y is missing", the second part stays English.
 
     Args:
         parts: all parts of the text.
@@ -1084,6 +1089,13 @@ def _with_spaces_of(text: str, translation: Translation) -> Translation:
         before + translation.text + after,
         _shift_spans(translation.untranslated, num_spaces_before),
     )
+
+
+def _span_without_article(text: str, span: Span) -> Span:
+    """Returns the span of "Linear" for that of "a Linear": Chinese has no articles."""
+    begin, end = span
+    without_article = ARTICLE.sub("", text[begin:end])
+    return end - len(without_article), end
 
 
 def _shift_spans(spans: Iterable[Span], offset: int) -> tuple[Span, ...]:

@@ -662,13 +662,14 @@ def _override_by_verify(values: dict[str, Any], settings_of_verify: Mapping[str,
     compares_bits = chosen_by_verify is not None
     is_reference = values.get("reference_of_verify")
     user_has_chosen = values.get("virtual_ranks") is not None
-    if compares_bits and user_has_chosen:
-        values["virtual_ranks_of_verify"] = None
-    elif compares_bits:
-        values["virtual_ranks"] = chosen_by_verify
-        # With one process for several virtual ranks, BatchNorm cannot compute the statistics of the
-        # global batch. `verify` compares them within a tolerance.
-        values["sync_batchnorm"] = False
+    if compares_bits:
+        if user_has_chosen:
+            values["virtual_ranks_of_verify"] = None
+        else:
+            values["virtual_ranks"] = chosen_by_verify
+            # With one process for several virtual ranks, BatchNorm cannot compute the statistics of
+            # the global batch. `verify` compares them within a tolerance.
+            values["sync_batchnorm"] = False
     elif is_reference and values.get("sync_batchnorm"):
         values["virtual_ranks"] = None  # synchronised BatchNorm must get the whole batch at once
 
