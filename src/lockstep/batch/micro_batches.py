@@ -272,8 +272,18 @@ class MicroBatchPlan:
         """
         templates_by_size = {}
         for count in plan.sizes(start):
-            templates_by_size[count] = self._templates_of_rank(count, self.split(count))
+            templates_by_size[count] = self._templates(count)
         return templates_by_size
+
+    def _templates(self, count: int) -> list[_MicroBatchTemplate]:
+        """Returns this rank's micro-batches of a global batch with a number of samples."""
+        if self.virtual_ranks is None:
+            return self._templates_of_split(count, self.split(count))
+
+        unchecked_pieces_of_ranks = []
+        for pieces in self._pieces_of_ranks(count):
+            unchecked_pieces_of_ranks.append([CheckedPiece.unchecked(piece) for piece in pieces])
+        return self._templates_of_pieces(count, unchecked_pieces_of_ranks)
 
     def plan_training(
         self, plan: Plan, start: int, steps_before: int = 0
@@ -363,29 +373,53 @@ class MicroBatchPlan:
             check_number: number of this global batch among those that are checked. It decides which
                 rank repeats which virtual rank.
         """
-        # A `CheckedPiece` consists of a piece (some consecutive samples of a virtual rank) and of
-        # marks that say whether it is repeated and compared.
         checked = add_repeats(self._pieces_of_ranks(count), check_number)
-        checked_pieces = checked.pieces_of_ranks[self.data_parallel.rank]
-        micro_batches = self._micro_batches_of_pieces(checked_pieces, count)
+        templates = []
+        for index, template in enumerate(self._templates_of_pieces(count, checked.pieces_of_ranks)):
+            micro_batch = replace(template.micro_batch, checks_devices=True)
+            is_compared_before = index == checked.compare_before
+            templates.append(
+                template._replace(micro_batch=micro_batch, compare_before=is_compared_before)
+            )
+        return templates
+
+    def _templates_of_pieces(
+        self, count: int, pieces_of_ranks: Sequence[Sequence[CheckedPiece]]
+    ) -> list[_MicroBatchTemplate]:
+        """Returns this rank's micro-batches of a global batch that virtual ranks divide.
+
+        Args:
+            count: number of samples in the global batch.
+            pieces_of_ranks: for each rank, its pieces: some consecutive samples of a virtual rank
+                each, with marks that say whether they are repeated and compared. All ranks have the
+                same number of pieces.
+        """
+        own_pieces = self._without_unused_padding(pieces_of_ranks[self.data_parallel.rank])
+        micro_batches = self._micro_batches_of_pieces(own_pieces, count)
 
         templates = []
         for index, micro_batch in enumerate(micro_batches):
-            # Does some rank have no samples left for this micro-batch? Its piece is then padding.
-            some_rank_has_none = False
-            for checked_pieces_of_rank in checked.pieces_of_ranks:
-                if checked_pieces_of_rank[index].piece.is_padding:
-                    some_rank_has_none = True
+            all_ranks_have_samples = True
+            for pieces in pieces_of_ranks:
+                piece_of_rank = pieces[index].piece
+                if piece_of_rank.begin == piece_of_rank.end:
+                    all_ranks_have_samples = False
 
-            samples = checked_pieces[index].piece
-            template = _MicroBatchTemplate(
-                micro_batch=replace(micro_batch, checks_devices=True),
-                samples=slice(samples.begin, samples.end),
-                all_ranks_have_samples=not some_rank_has_none,
-                compare_before=index == checked.compare_before,
-            )
-            templates.append(template)
+            own_piece = own_pieces[index].piece
+            samples = slice(own_piece.begin, own_piece.end)
+            templates.append(_MicroBatchTemplate(micro_batch, samples, all_ranks_have_samples))
         return templates
+
+    def _without_unused_padding(self, pieces: Sequence[CheckedPiece]) -> list[CheckedPiece]:
+        """Returns the pieces of a rank for which it gets a micro-batch.
+
+        A rank that trains fewer copies of the model than others has fewer micro-batches. Only if
+        all virtual ranks train one model does it get micro-batches without samples instead.
+        """
+        assert self.virtual_ranks is not None
+        if not self.virtual_ranks.train_copies:
+            return list(pieces)
+        return [piece for piece in pieces if not piece.piece.is_padding]
 
     def plan_repeat(
         self, position: int, global_batch: Indices, virtual_rank: int
@@ -554,11 +588,11 @@ class MicroBatchPlan:
             split: where each part begins and ends, shape `(micro-batches, ranks, 2)`.
         """
         planned = []
-        for template in self._templates_of_rank(len(batch), split):
+        for template in self._templates_of_split(len(batch), split):
             planned.append(_planned(position, template, batch))
         return planned
 
-    def _templates_of_rank(self, count: int, split: Indices) -> list[_MicroBatchTemplate]:
+    def _templates_of_split(self, count: int, split: Indices) -> list[_MicroBatchTemplate]:
         """Returns this rank's micro-batches of a global batch, or of consecutive samples of it.
 
         A template is a micro-batch of any global batch of this size: it says which positions in the
@@ -566,7 +600,7 @@ class MicroBatchPlan:
         positions 2 to 3 in the first template and 6 to 7 in the second.
 
         Args:
-            count: number of samples in the whole global batch.
+            count: number of samples in the whole global batch, which no virtual ranks divide.
             split: where each part begins and ends, shape `(micro-batches, ranks, 2)`. It may have
                 no micro-batches at all.
         """
@@ -579,52 +613,40 @@ class MicroBatchPlan:
         # whether `split` has that one, and whether it has the first one.
         begin_of_split = int(split[0, 0, 0])  # first micro-batch, rank 0
         end_of_split = int(split[-1, -1, 1])  # last micro-batch, last rank
-        micro_batches = self.make_micro_batches(
+        micro_batches = _micro_batches_of_sizes(
             sizes,
+            rank,
             count,
             has_first=begin_of_split == 0,
             has_last=end_of_split == count,
         )
 
-        # `make_micro_batches` may return fewer micro-batches than `split` has rows: if 2 ranks
-        # train 3 copies of the model, rank 1 has one copy, and so no micro-batch for the last row.
-        rows = slice(len(micro_batches))
-        bounds_of_rank = split[rows, rank].tolist()  # where each micro-batch begins and ends
+        bounds_of_rank = split[:, rank].tolist()  # where each micro-batch begins and ends
         templates = []
         for micro_batch, (begin, end), sizes_on_ranks in zip(
-            micro_batches, bounds_of_rank, sizes[rows], strict=True
+            micro_batches, bounds_of_rank, sizes, strict=True
         ):
             all_ranks_have_samples = bool((sizes_on_ranks > 0).all())
             template = _MicroBatchTemplate(micro_batch, slice(begin, end), all_ranks_have_samples)
             templates.append(template)
         return templates
 
-    def make_micro_batches(
-        self, sizes: Indices, count: int, *, has_first: bool = True, has_last: bool = True
-    ) -> list[MicroBatch]:
-        """Makes this rank's micro-batches of a global batch, in order.
+    def make_micro_batches(self, sizes: Indices, count: int) -> list[MicroBatch]:
+        """Makes this rank's micro-batches of a global batch of a stream, in order.
 
         Without virtual ranks, there is one for each row of `sizes`. Otherwise there is one for each
-        piece of the rank's virtual ranks, which follow from `count` alone. If they train copies, a
-        rank that trains fewer copies than others has fewer micro-batches.
+        piece of the rank's virtual ranks, which follow from `count` alone.
 
         Args:
-            sizes: number of samples in each part, shape `(micro-batches, ranks)`. Without virtual
-                ranks, these may be only some consecutive micro-batches of the global batch, for
-                example those after a measurement.
+            sizes: number of samples in each part, shape `(micro-batches, ranks)`.
             count: number of samples in the whole global batch.
-            has_first: True if `sizes` begins with the first micro-batch of the global batch.
-            has_last: True if `sizes` ends with the last micro-batch of the global batch.
         """
         rank = self.data_parallel.rank
         if self.virtual_ranks is None:
-            return make_micro_batches(sizes, rank, count, has_first=has_first, has_last=has_last)
+            return _micro_batches_of_sizes(sizes, rank, count)
 
-        pieces = self._pieces_of_ranks(count)[rank]
-        if self.virtual_ranks.train_copies:
-            pieces = [piece for piece in pieces if not piece.is_padding]
-        unchecked = [CheckedPiece.unchecked(piece) for piece in pieces]
-        return self._micro_batches_of_pieces(unchecked, count)
+        pieces = [CheckedPiece.unchecked(piece) for piece in self._pieces_of_ranks(count)[rank]]
+        return self._micro_batches_of_pieces(self._without_unused_padding(pieces), count)
 
 
 def _plan_batches(
@@ -665,7 +687,7 @@ def _planned(
     )
 
 
-def make_micro_batches(
+def _micro_batches_of_sizes(
     sizes: Indices,
     rank: int,
     count: int,

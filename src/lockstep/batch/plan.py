@@ -340,8 +340,8 @@ def split_over_virtual_ranks(
     sizes = part_sizes(count, (1,) * virtual_ranks.count)
     begins = np.cumsum([0, *sizes]).tolist()
 
-    # Copies of the model are not padded (`make_micro_batches`), so all of them are trained in the
-    # same number of pieces.
+    # If virtual ranks train copies of the model, ranks get no micro-batches for padding, so all
+    # copies are trained in the same number of pieces.
     if virtual_ranks.train_copies:
         micro_batches = min(micro_batches, max(1, min(sizes)))
 
