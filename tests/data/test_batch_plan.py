@@ -7,11 +7,14 @@ from hypothesis import given, settings, strategies as st
 from lockstep.batch.plan import (
     batches_in_epoch,
     micro_batches_needed,
+    part_sizes,
     plan_epoch,
     split_batch,
+    split_over_virtual_ranks,
 )
 from lockstep.batch.shuffling import shuffled_indices
 from lockstep.errors import DataError, SettingError
+from lockstep.session.micro_batch import VirtualRanks
 from lockstep.settings import parse_shares
 
 pytestmark = pytest.mark.unit
@@ -138,6 +141,43 @@ def test_the_documented_splits():
     assert sizes(16, (4, 6, 6), 2) == [[2, 3, 3], [2, 3, 3]]
     assert sizes(1, (1, 1, 1)) == [[1, 0, 0]]
     assert sizes(8, (0, 1)) == [[0, 8]]
+
+
+def test_the_documented_splits_over_virtual_ranks():
+    def parts(ranks: int, *, train_copies: bool = False) -> list[list[list[int]]]:
+        virtual_ranks = VirtualRanks(count=3, train_copies=train_copies)
+        return split_batch(12, (1,) * ranks, 1, virtual_ranks).tolist()
+
+    assert parts(1) == [[[0, 4]], [[4, 8]], [[8, 12]]]
+    assert parts(2) == [[[0, 4], [8, 12]], [[4, 8], [12, 12]]]
+    assert parts(3) == [[[0, 4], [4, 8], [8, 12]]]
+    six = parts(6, train_copies=True)
+    assert six == [[[0, 2], [2, 4], [4, 6], [6, 8], [8, 10], [10, 12]]]
+
+
+@many
+@given(
+    count=st.integers(0, 60), number=st.integers(1, 6), factor=st.integers(1, 3),
+    ranks=st.integers(1, 6), pieces=micro, train_copies=st.booleans(),
+)  # fmt: skip
+def test_a_virtual_rank_has_the_same_samples_on_any_number_of_ranks(
+    count, number, factor, ranks, pieces, train_copies
+):
+    virtual_ranks = VirtualRanks(count=number, train_copies=train_copies)
+    sizes = part_sizes(count, (1,) * number)
+    begins = np.cumsum([0, *sizes])
+    # Several ranks for each virtual rank, which only copies may have; or several of these on each.
+    num_ranks = number * factor if train_copies and factor > 1 else min(ranks, number)
+    pieces_of_ranks = split_over_virtual_ranks(count, (1,) * num_ranks, pieces, virtual_ranks)
+
+    samples: dict[int, list[int]] = {virtual_rank: [] for virtual_rank in range(number)}
+    for pieces_of_rank in pieces_of_ranks:
+        for piece in pieces_of_rank:
+            assert not (piece.is_padding and piece.begin < piece.end)
+            samples[piece.virtual_rank] += range(piece.begin, piece.end)
+    for virtual_rank, found in samples.items():
+        assert sorted(found) == list(range(begins[virtual_rank], begins[virtual_rank + 1]))
+    assert len({len(pieces_of_rank) for pieces_of_rank in pieces_of_ranks}) == 1
 
 
 @pytest.mark.parametrize("size", [0, -1, 2.0, True, "8", None])

@@ -73,21 +73,22 @@ def check_samples(source: Source, seed: int, collectives: Collectives) -> None:
         if not was_read_again:
             continue
 
-        digests_of_ranks = first_reading[place]
-        digests_of_ranks_again = second_reading[place]
-        is_random = False
-        for first, second in zip(digests_of_ranks, digests_of_ranks_again, strict=True):
-            if not digests_match(first, second):
-                is_random = True
-
-        if not is_random:
+        if not _is_random(first_reading[place], second_reading[place]):
             raise RanksDifferError(
                 f"{describe_type(source.dataset)} that is the same on every rank",
-                describe_difference(indices[place], digests_of_ranks),
+                describe_difference(indices[place], first_reading[place]),
                 "compare the copies of the data on the machines; sort what os.listdir or a set "
                 f"gives; shuffle, {DRAW_BEFORE_PREPARE}",
                 code="LS104",
             )
+
+
+def _is_random(digests_of_ranks: Sequence[Any], digests_of_ranks_again: Sequence[Any]) -> bool:
+    """Returns True if a sample differed from its own first reading on some rank."""
+    for first, second in zip(digests_of_ranks, digests_of_ranks_again, strict=True):
+        if not digests_match(first, second):
+            return True
+    return False
 
 
 def _spread_indices(length: int) -> list[int]:

@@ -237,15 +237,15 @@ def _gathered_bytes(units: Sequence[nn.Module]) -> int:
 
     # Inner units first: a parameter belongs to the innermost unit that has it.
     for unit in reversed(units):
-        num_bytes = 0
-        for parameter in unit.parameters():
-            if id(parameter) not in counted_ids:
-                counted_ids.add(id(parameter))
-                is_in_outermost = unit is units[0]
-                num_bytes += _bytes_while_gathered(
-                    parameter, gathered_dtype(unit), stays_gathered=is_in_outermost
-                )
-        largest = max(largest, num_bytes)
+        own_parameters = [each for each in unit.parameters() if id(each) not in counted_ids]
+        counted_ids.update(id(parameter) for parameter in own_parameters)
+
+        dtype = gathered_dtype(unit)
+        is_outermost = unit is units[0]
+        bytes_of_unit = 0
+        for parameter in own_parameters:
+            bytes_of_unit += _bytes_while_gathered(parameter, dtype, stays_gathered=is_outermost)
+        largest = max(largest, bytes_of_unit)
     return largest
 
 

@@ -276,10 +276,11 @@ class ProfilingRun:
 
         missing = 0
         states = _states_by_parameter(self._optimizers)
-        for key, parameter in parameters.items():
-            values_per_weight, existing_bytes = states.get(key, (STATE_VALUES_PER_WEIGHT, 0))
-            needed_bytes = values_per_weight * to_local(parameter).nbytes
-            missing += max(needed_bytes - existing_bytes, 0)
+        state_without_optimizer = _OptimizerState(STATE_VALUES_PER_WEIGHT, existing_bytes=0)
+        for parameter_id, parameter in parameters.items():
+            state = states.get(parameter_id, state_without_optimizer)
+            needed_bytes = state.values_per_weight * to_local(parameter).nbytes
+            missing += max(needed_bytes - state.existing_bytes, 0)
         return missing
 
     @contextmanager
@@ -331,12 +332,18 @@ class ProfilingRun:
             yield
 
 
-def _states_by_parameter(optimizers: Iterable[Optimizer]) -> dict[int, tuple[int, int]]:
-    """Returns, by the id of each parameter, what its optimizer keeps for it.
+class _OptimizerState(NamedTuple):
+    """What an optimizer keeps for a parameter."""
 
-    These are two numbers: how many values for each weight, and how many bytes exist already.
-    """
-    states: dict[int, tuple[int, int]] = {}
+    values_per_weight: int
+    """How many values it keeps for each weight from its first step on."""
+    existing_bytes: int
+    """How many bytes of these exist already."""
+
+
+def _states_by_parameter(optimizers: Iterable[Optimizer]) -> dict[int, _OptimizerState]:
+    """Returns what the optimizers keep for each parameter, by the id of the parameter."""
+    states: dict[int, _OptimizerState] = {}
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             values_per_weight = STATE_VALUES_PER_WEIGHT
@@ -346,7 +353,7 @@ def _states_by_parameter(optimizers: Iterable[Optimizer]) -> dict[int, tuple[int
             for parameter in group["params"]:
                 state = optimizer.state.get(parameter, {})
                 existing_bytes = sum(to_local(tensor).nbytes for tensor in tensors(state))
-                states[id(parameter)] = (values_per_weight, existing_bytes)
+                states[id(parameter)] = _OptimizerState(values_per_weight, existing_bytes)
     return states
 
 
