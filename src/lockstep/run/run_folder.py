@@ -43,6 +43,7 @@ from lockstep.errors import SettingError
 
 HANG_TEXT_NAME = "hang.txt"
 HANG_JSON_NAME = "hang.json"
+CRASH_NAME = "crash.txt"
 ELASTIC_ERROR_NAME = "elastic_error.json"
 _MAX_NAME_CHARACTERS = 60
 _PROBE_BYTES = 1 << 18

@@ -18,15 +18,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 
+from lockstep.run.run_folder import CRASH_NAME
+
 FOLDER_VARIABLE = "LOCKSTEP_RANK_FOLDER"
 """Environment variable of a rank: the folder of its logs and evidence."""
 EVIDENCE_VARIABLE = "LOCKSTEP_EVIDENCE"
 """Environment variable of a rank: the paths of its files, in the order of `Evidence`'s fields."""
 
 # In the order of `Evidence`'s fields. `run_folder` says who writes and who reads each file.
-FILE_NAMES = ("heartbeat", "stacks.txt", "crash.txt", "flight.json", "error.json", "ask")
+FILE_NAMES = ("heartbeat", "stacks.txt", CRASH_NAME, "flight.json", "error.json", "ask")
 _PIPE_NAME = "ask"
-_FILES_WORTH_KEEPING = ("stacks.txt", "crash.txt", "flight.json", "error.json")
+_FILES_WORTH_KEEPING = ("stacks.txt", CRASH_NAME, "flight.json", "error.json")
 
 
 @dataclass(frozen=True)

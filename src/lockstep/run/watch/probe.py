@@ -262,15 +262,12 @@ class Probe:
         # long: "[{...}, {...}]".
         records_json = torch_compat.flight_record(stacks=with_call_stacks)
 
-        # Lockstep's own collectives, in shared memory, have a record of their own. A rank that has
-        # not imported their module makes none.
-        routing = sys.modules.get("lockstep.communication.routing")
-        if routing is not None:
-            shared_memory = routing.shared_memory()
-            if shared_memory is not None:
-                group, record = shared_memory.flight_record()
-                groups.append(group)
-                records_json = _append_to_json_list(records_json, json.dumps(record))
+        # Lockstep's own collectives, in shared memory, have a record of their own.
+        shared_memory = _shared_memory_in_use()
+        if shared_memory is not None:
+            group, record = shared_memory.flight_record()
+            groups.append(group)
+            records_json = _append_to_json_list(records_json, json.dumps(record))
 
         # "request" must come first: of an old answer, the launcher reads only this field.
         return (
@@ -278,6 +275,13 @@ class Probe:
             f'"making": {group_being_made_json}, "in_flight": {error_json}, '
             f'"trained_steps": {json.dumps(trained_steps())}, "records": {records_json}}}'
         )
+
+
+def _shared_memory_in_use() -> Any:
+    """Returns the shared memory through which this rank exchanges tensors, or None without any."""
+    # A rank that has not imported this module uses none. Importing it here would take long.
+    routing = sys.modules.get("lockstep.communication.routing")
+    return None if routing is None else routing.shared_memory()
 
 
 def _open_to_append(path: Path) -> int:

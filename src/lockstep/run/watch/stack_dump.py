@@ -14,11 +14,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from lockstep.run.run_folder import CRASH_NAME
 from lockstep.run.watch.stacks import parse_frames, user_frame
 from lockstep.user_code import format_source_line
-
-CRASH_FILE = "crash.txt"
-"""The name of the crash file in the folder of a rank. The rank may know it by another path."""
 
 OTHER_FILE = "faulthandler writes into "
 """The beginning of a line in the crash file that names the file that the script has chosen."""
@@ -96,7 +94,7 @@ def _crash_by_signal(
     lines = _read_lines(crash_file)
     dump = find_dump(lines, _FATAL_HEADING)
     if dump is not None:
-        return Crash(line=dump.line, stacks_file=CRASH_FILE, last_lines=last_lines)
+        return Crash(line=dump.line, stacks_file=CRASH_NAME, last_lines=last_lines)
 
     named_file = _file_named_by_script(lines)
     if named_file is not None:
