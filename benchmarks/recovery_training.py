@@ -266,7 +266,7 @@ def measure_cost(kind: str, name: str, folder: Path) -> None:
         for path in os.environ["LOCKSTEP_STEP_MEMORY"].split():
             held += os.stat(path).st_blocks * 512
         if world.is_main:
-            every = with_memory._kept._interval.every
+            every = with_memory._kept._keeper.every
             found = {"steps": steps, "times": times, "held": held, "every": every}
             (folder / "found.json").write_text(json.dumps(found))
 

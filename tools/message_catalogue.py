@@ -42,6 +42,7 @@ FILES_OF_SHORT_TEXTS = (
     "checkpoint.formats.dcp",
     "checkpoint.formats.safetensors",
     "checkpoint.health",
+    "checkpoint.keeping_plan",
     "checkpoint.kept_reading",
     "checkpoint.layout",
     "checkpoint.lazy_tensor",
@@ -359,11 +360,11 @@ SHORT_MESSAGES = {
     "{checkpoint_name} ({checkpoint_problem}), {passed}": "checkpoint.find_latest",
     "incomplete": "checkpoint.find_latest",
     "timed out": "distributed.rendezvous",
-    "two copies": "checkpoint.kept_steps",
-    "two copies on its machine and two on another one": "checkpoint.kept_steps",
+    "two copies": "checkpoint.keeping_plan",
+    "two copies on its machine and two on another one": "checkpoint.keeping_plan",
     "one machine has more than {max_senders_per_rank} times as many ranks as the machine that "
     "would get its copies, so that no machine has a copy of the shards of another one": (
-        "checkpoint.kept_steps"
+        "checkpoint.keeping_plan"
     ),
     "{percentages} of parameters: no example to measure with": "strategies.pipeline.unit_costs",
     "{percentages} of parameters: the model has no values yet to measure with": (

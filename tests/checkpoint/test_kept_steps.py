@@ -25,7 +25,15 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import lockstep
-from lockstep.checkpoint import background_copy, copy_interval, kept_steps, memory_area
+from lockstep.checkpoint import (
+    background_copy,
+    copy_interval,
+    keeping_plan,
+    kept_steps,
+    memory_area,
+    state_copier,
+    step_keeper,
+)
 from lockstep.checkpoint.copy_interval import choose_every
 from lockstep.checkpoint.kept_layout import KeptLayout, Section, sections_of
 from lockstep.checkpoint.kept_reading import (
@@ -78,7 +86,7 @@ def header_of(rank: int, size: int, sections: str = "[]") -> bytes:
         "machine_has_whole_state": False,
         "strategy": "ddp",
         "epoch": 0,
-        "announced": kept_steps.NOT_ANNOUNCED,
+        "announced": keeping_plan.NOT_ANNOUNCED,
     }
     return f'{{"facts": {json.dumps(facts)}, "sections": {sections}}}'.encode()
 
@@ -156,7 +164,7 @@ def report(
         "num_bytes": 4096,
         "holder_rank": rank,
         "holder_machine": 0,
-        "announced": kept_steps.NOT_ANNOUNCED,
+        "announced": keeping_plan.NOT_ANNOUNCED,
     }
     where = (path, attempt, serial, 10 * serial, rank, size, ["folder", "its other path"])
     return PartReport(*where, **{**usual, **more})
@@ -562,7 +570,7 @@ KILLED = """
 import hashlib, os, signal, sys
 import torch, torch.nn.functional as F, lockstep
 from torch.utils.data import DataLoader, TensorDataset
-from lockstep.checkpoint import kept_steps
+from lockstep.checkpoint import state_copier
 from lockstep.checkpoint.memory_area import PAGE_BYTES, Area
 
 random = torch.Generator().manual_seed(0)
@@ -570,7 +578,7 @@ data = TensorDataset(
     torch.randn(60, 8, generator=random), torch.randint(3, (60,), generator=random)
 )
 if sys.argv[3:]:  # as from a GPU
-    kept_steps.BACKGROUND_DEVICES = ("cpu",)
+    state_copier.BACKGROUND_DEVICES = ("cpu",)
 # In each attempt: the step in which the last rank ends, and how.
 plan = [each.split(":") for each in sys.argv[1].split(",") if each]
 attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
@@ -692,7 +700,7 @@ def train_with_noise(folder: str) -> tuple[list[int], list[bool]]:
     Returns:
         The steps in memory, and for each step whether the run had noticed it before.
     """
-    kept_steps.BACKGROUND_DEVICES = ("cpu",)
+    state_copier.BACKGROUND_DEVICES = ("cpu",)
     changed = threading.Event()
 
     def copy_slowly(places: list[Tensor], sources: list[Tensor]) -> None:
@@ -711,11 +719,12 @@ def train_with_noise(folder: str) -> tuple[list[int], list[bool]]:
         assert kept is not None
         noticed = []
         for (x,) in loader:
-            noticed.append(kept._clones_every_source)
+            noticed.append(kept._copier.clones_every_source)
             with torch.no_grad():
                 model.weight += 1
             changed.set()
-            kept._background._thread and kept._background._thread.join()
+            background = kept._copier._background
+            background._thread and background._thread.join()
             with torch.no_grad():
                 model.weight -= 1
             world.backward(model(x).square().mean())
@@ -723,7 +732,7 @@ def train_with_noise(folder: str) -> tuple[list[int], list[bool]]:
             optimizer.zero_grad()
             changed.clear()
         changed.set()
-        kept._wait_for_copy()
+        kept._keeper.wait_for_copy()
         reports = [PartReport(**part) for part in kept.report()]
         steps = sorted(report.step for report in reports)
         chosen = choose_step(reports, [kept.folder])
@@ -743,6 +752,68 @@ def test_what_has_changed_while_it_was_copied_is_not_kept(
     # The copy of step 1 is worthless. From then on all is copied before the next forward pass.
     assert noticed == [False, False, True, True]
     assert steps == [3, 4]
+
+
+def go_back_while_a_step_is_copied(folder: str) -> list[int]:
+    """Resumes from the disk while step 2 is being copied to memory.
+
+    Returns:
+        The steps in memory after that.
+    """
+    state_copier.BACKGROUND_DEVICES = ("cpu",)
+    may_copy = threading.Event()
+    may_copy.set()
+
+    def copy_when_allowed(places: list[Tensor], sources: list[Tensor]) -> None:
+        assert may_copy.wait(timeout=60)
+        copy_to_each(places, sources)
+
+    wait = background_copy.BackgroundCopy.wait
+
+    def allow_and_wait(copy: background_copy.BackgroundCopy) -> bool:
+        may_copy.set()
+        return wait(copy)
+
+    background_copy.copy_to_each = copy_when_allowed
+    with lockstep.init(seed=5, device="cpu") as world:
+        model = nn.Linear(4, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model, optimizer = world.prepare(model, optimizer)
+        checkpoint = world.checkpoint(folder, model=model, optimizer=optimizer, memory=True)
+        checkpoint.resume()
+        kept = checkpoint._kept
+        assert kept is not None
+        kept._copier.clones_every_source = True  # so that loading does not change the sources
+        for number in (1, 2):
+            world.backward(model(torch.ones(2, 4)).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+            if number == 1:
+                checkpoint.save()
+                checkpoint.wait()
+            else:
+                may_copy.clear()
+            checkpoint.step()
+        thread = kept._copier._background._thread
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(background_copy.BackgroundCopy, "wait", allow_and_wait)
+            checkpoint.resume()
+        may_copy.set()
+        thread.join()
+        assert world.step == 1
+        return [part["step"] for part in kept.report()]
+
+
+def test_a_step_that_was_being_copied_is_not_in_memory_after_going_back(
+    memory: dict[str, str], tmp_path: Path
+) -> None:
+    """A restart would resume it otherwise, although the script has gone back to the disk."""
+
+    def environment(rank: int) -> dict[str, str]:
+        return {**rank_environment(rank, 1, 1), **memory}
+
+    (steps,) = run_ranks(go_back_while_a_step_is_copied, 1, str(tmp_path), environment=environment)
+    assert steps == []
 
 
 # How often, and whether at all
@@ -805,7 +876,8 @@ def train_briefly(
         patched.setattr(lockstep.World, "print", lambda _, line: said.append(line))
         if clock is not None:
             patched.setattr(kept_steps, "time", clock)
-            patched.setattr(kept_steps, "copy_to_each", clock.copy)
+            patched.setattr(step_keeper, "time", clock)
+            patched.setattr(state_copier, "copy_to_each", clock.copy)
         net = nn.Linear(4, 1)
         optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
         net, optimizer = world.prepare(net, optimizer)
@@ -825,7 +897,7 @@ def train_briefly(
             error = str(raised)
         held = 0
         if checkpoint._kept is not None:
-            held = sum(area.file_bytes for area in checkpoint._kept._own_areas)
+            held = sum(area.file_bytes for area in checkpoint._kept.open().own)
     lines = [*said, *(str(each.message) for each in warned)]
     return Brief(error, kept, "\n".join(lines), held)
 

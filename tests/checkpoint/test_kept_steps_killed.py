@@ -38,10 +38,10 @@ SCRIPT = """
 import hashlib, os, signal, sys
 import torch, torch.nn.functional as F, lockstep
 from torch.utils.data import DataLoader, TensorDataset
-from lockstep.checkpoint import kept_steps
+from lockstep.checkpoint import state_copier
 
 torch.set_num_threads(1)
-copy_all = kept_steps.copy_to_each
+copy_all = state_copier.copy_to_each
 
 
 def copy_or_die(places, sources):
@@ -55,7 +55,7 @@ def copy_or_die(places, sources):
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-kept_steps.copy_to_each = copy_or_die
+state_copier.copy_to_each = copy_or_die
 random = torch.Generator().manual_seed(0)
 data = TensorDataset(
     torch.randn(960, 32, generator=random), torch.randint(5, (960,), generator=random)

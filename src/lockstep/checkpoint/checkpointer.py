@@ -52,7 +52,7 @@ from lockstep.checkpoint.kept_reading import (
     choose_step,
     describe_incomplete,
 )
-from lockstep.checkpoint.kept_steps import KeptSteps, TakenState
+from lockstep.checkpoint.kept_steps import KeptSteps
 from lockstep.checkpoint.preemption import SignalRequests
 from lockstep.checkpoint.random_states import CommonStream, RandomStates
 from lockstep.checkpoint.rank_parts import (
@@ -62,6 +62,7 @@ from lockstep.checkpoint.rank_parts import (
 )
 from lockstep.checkpoint.save import RankPart, RankReports, write_checkpoint
 from lockstep.checkpoint.schedule import Policy, SaveSchedule
+from lockstep.checkpoint.step_keeper import KeptTraining, TakenState
 from lockstep.checkpoint.training_state import CheckpointWorld, Replicas, TrainingState
 from lockstep.checkpoint.writer import Writer
 from lockstep.distributed.collectives import (
@@ -259,10 +260,9 @@ class Checkpoint:
         if not can_be_opened:
             return None
 
-        return KeptSteps(
+        training = KeptTraining(
             self.folder,
             run.collectives,
-            run.step,
             take_state=self._take_state,
             steady_ids=self._state.ids_changed_only_by_optimizer,
             say=self._say,
@@ -270,6 +270,7 @@ class Checkpoint:
             timeout=run.settings.collective_timeout,
             bandwidth=None if run.link is None else run.link.bandwidth,
         )
+        return KeptSteps(training, run.step)
 
     def _say(self, line: str) -> None:
         """Prints an English line on rank 0, in the language of this process."""

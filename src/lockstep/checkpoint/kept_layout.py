@@ -272,7 +272,7 @@ class KeptLayout:
 
     def _assign_offsets(self) -> None:
         """Assigns each placement its offset in the area, one after the other."""
-        self.version += 1  # tells `KeptSteps` to make its views of the areas again
+        self.version += 1  # tells `OwnArea` to make its views of the memory again
         end = 0
         for encoded in self._encoded.values():
             encoded.offsets = []

@@ -1,0 +1,98 @@
+"""Copies the state of a step to a memory area.
+
+On the CPU, everything is copied at once: a thread would take the same time from the same cores.
+From a GPU, a thread copies while the next step computes (`background_copy`). Tensors that the
+forward pass may change, such as buffers, are first copied on the GPU, and the optimizer's step
+waits until the rest is copied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from lockstep.checkpoint.background_copy import BackgroundCopy
+from lockstep.checkpoint.kept_layout import KeptLayout
+from lockstep.torch_compat import copy_to_each
+
+BACKGROUND_DEVICES = ("cuda",)
+"""The types of devices from which a thread copies while the next step computes."""
+
+
+class StateCopier:
+    """Copies tensors to an area: those on the CPU at once, and those on a GPU in a thread.
+
+    Args:
+        device: the device of the training.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._background: BackgroundCopy | None = None
+        """Copies in a thread; None if everything is on the CPU."""
+        if device.type in BACKGROUND_DEVICES:
+            self._background = BackgroundCopy()
+        self.clones_every_source = False
+        """True once a tensor that was taken to be steady has changed outside the optimizer's step.
+        From then on the thread never copies from the training's own tensors."""
+
+    def copy(
+        self,
+        destinations: Sequence[Tensor],
+        layout: KeptLayout,
+        steady_ids: Callable[[], set[int]],
+        seal: Callable[[], None],
+    ) -> None:
+        """Copies the tensors of a layout, or starts to copy them.
+
+        A *steady* tensor changes only in the step of the optimizer, which waits for the thread. Any
+        other tensor may change in the next forward pass, so the thread copies from a clone of it.
+
+        Args:
+            destinations: the tensors to copy to, one for each source of the layout.
+            layout: which tensors are copied.
+            steady_ids: returns the ids of the steady tensors.
+            seal: the function that seals the area; it is called when everything is copied.
+        """
+        if self._background is None:
+            copy_to_each(list(destinations), layout.sources)
+            seal()
+            return
+
+        ids = steady_ids()
+        cpu_destinations: list[Tensor] = []
+        cpu_sources: list[Tensor] = []
+        gpu_destinations: list[Tensor] = []
+        gpu_sources: list[Tensor] = []
+        for destination, source, leaf in zip(
+            destinations, layout.sources, layout.leaves(), strict=True
+        ):
+            if source.device.type not in BACKGROUND_DEVICES:
+                cpu_destinations.append(destination)
+                cpu_sources.append(source)
+                continue
+
+            # The source is a tensor of the training state (the leaf), or some rows of it.
+            is_steady = id(leaf) in ids
+            needs_clone = self.clones_every_source or not is_steady
+            gpu_destinations.append(destination)
+            gpu_sources.append(source.clone() if needs_clone else source)
+
+        copy_to_each(cpu_destinations, cpu_sources)
+        self._background.start(gpu_destinations, gpu_sources, seal)
+
+    def wait(self) -> None:
+        """Waits until the last copy has ended.
+
+        Steady tensors, such as parameters, are copied without a clone: nothing should change them
+        until the optimizer steps, and it waits here first. If the script has changed one of them
+        nevertheless, all later copies are made from clones.
+
+        Raises:
+            Exception: the error that was raised in the thread.
+        """
+        if self._background is not None:
+            no_source_has_changed = self._background.wait()
+            if not no_source_has_changed:
+                self.clones_every_source = True
