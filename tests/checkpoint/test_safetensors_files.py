@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 from pathlib import Path
@@ -8,10 +9,15 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, strategies as st
 from safetensors.torch import load_file, save_file
-from torch import nn
+from torch import Tensor, nn
 
-from lockstep.checkpoint.formats.safetensors_files import parse_shard_size, write_weights
+from lockstep.checkpoint.formats.safetensors_files import (
+    largest_lost_value,
+    parse_shard_size,
+    write_weights,
+)
 from lockstep.checkpoint.lazy_tensor import TensorInMemory
 from lockstep.checkpoint.modules import plain_state_dict
 from lockstep.checkpoint.weights import load_weights, save_weights
@@ -47,10 +53,10 @@ def test_weights_are_saved_to_several_files_and_loaded(tmp_path: Path) -> None:
         held = load_file(path.parent / file)
         assert held.keys() == {n for n, f in content["weight_map"].items() if f == file}
         assert sum(v.nbytes for v in held.values()) <= 300
-    for given in (path, index, path.parent):
+    for source in (path, index, path.parent):
         other = net()
         assert not equal(model, other)
-        load_weights(other, given)
+        load_weights(other, source)
         assert equal(model, other)
 
 
@@ -223,3 +229,47 @@ def test_weights_are_saved_in_8_bits(tmp_path: Path) -> None:
         for dtype in dtypes:
             with pytest.raises(CheckpointError, match=found):
                 save_weights(model, path, dtype=dtype)
+
+
+NARROW = (torch.float16, torch.bfloat16, torch.float32, torch.float8_e5m2)
+
+
+@given(
+    values=st.lists(
+        st.one_of(
+            st.floats(width=64),
+            *(
+                st.sampled_from([torch.finfo(dtype).max, -torch.finfo(dtype).max])
+                for dtype in NARROW
+            ),
+            st.sampled_from([65519.9, 65520.0, 3.3961775e38, -3.3895e38, 61440.0, 61439.0]),
+        ),
+        max_size=5,
+    ),
+    own=st.sampled_from([torch.float16, torch.bfloat16, torch.float32, torch.float64]),
+    dtype=st.sampled_from(NARROW),
+)
+def test_a_lost_value_is_one_that_becomes_infinite(
+    values: list[float], own: torch.dtype, dtype: torch.dtype
+) -> None:
+    """Also those just beyond the largest value of a dtype, of which some are rounded to it."""
+    tensor = torch.tensor(values, dtype=torch.float64).to(own)
+    lost = []
+    for value in tensor.double().tolist():
+        converted = float(torch.tensor(value, dtype=own).to(dtype).float())
+        if math.isinf(converted) and not math.isinf(value):
+            lost.append(abs(value))
+    assert largest_lost_value(tensor, dtype) == (max(lost) if lost else None)
+
+
+def test_looking_for_lost_values_makes_no_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The values of a whole model are looked at before any is loaded."""
+
+    def no_copy(*_: object) -> Tensor:
+        raise AssertionError("the tensor was converted, or compared element by element")
+
+    tensor = torch.tensor([1.0, -2.0, 60000.0])
+    for name in ("to", "isinf", "abs"):
+        monkeypatch.setattr(Tensor, name, no_copy)
+    assert largest_lost_value(tensor, torch.float16) is None
+    assert largest_lost_value(tensor, torch.bfloat16) is None

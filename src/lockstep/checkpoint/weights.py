@@ -488,7 +488,7 @@ def _check_values(path: Path, values: Mapping[str, Any], own: Mapping[str, Any])
         if is_sparse or not can_lose_values:
             continue
         values_here = to_local(reshard(value, target))
-        largest = largest_lost_value(values_here, values_here.to(target.dtype))
+        largest = largest_lost_value(values_here, target.dtype)
         if largest is not None:
             raise CheckpointError(
                 f"loading {path}",
