@@ -188,6 +188,67 @@ def test_without_system_locks_the_text_of_the_file_decides(
     assert file.exists(), "it is the other's"
 
 
+HELD = {"run id": "run17", "attempt": 1, "job": "42", "job starts": 0}
+"""Whose lock file is found, see `locks._describe_this_process`."""
+
+
+@pytest.mark.parametrize(
+    ("run_id", "attempt", "job", "job_starts", "takes_over"),
+    [
+        ("run17", 2, "42", 0, True),  # the launcher has restarted it
+        ("run99", 0, "42", 1, True),  # Slurm has started the job again
+        ("run17", 2, "", 0, True),
+        ("run17", 1, "42", 0, False),  # a rank 0 of the same attempt
+        ("run17", 0, "42", 0, False),
+        ("run99", 2, "42", 0, False),  # another run of the job
+        ("run99", 0, "43", 1, False),
+        ("none", 2, "", 1, False),  # every torchrun on several machines may have this id
+    ],
+)
+def test_without_system_locks_a_later_attempt_takes_over_from_a_lost_machine(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    run_id: str,
+    attempt: int,
+    job: str,
+    job_starts: int,
+    takes_over: bool,
+) -> None:
+    """At once: the time of its last save says that the machine is alive, for a quarter of an hour.
+
+    A run that was only cut off notices at its next save that it was replaced.
+    """
+
+    def no_locks(*_: Any) -> None:
+        raise OSError(errno.ENOTSUP, "no locks here")
+
+    def sleep(seconds: float) -> None:
+        nonlocal num_waits
+        num_waits += 1
+
+    num_waits = 0
+    monkeypatch.setattr(fcntl, "lockf", no_locks)
+    monkeypatch.setattr(locks.time, "sleep", sleep)
+    own = {**locks._describe_this_process(), **HELD, "host": "lost", "run": "a"}
+    if run_id == "none":
+        own["run id"] = "none"
+    (tmp_path / locks.LOCK_FILE).write_text(json.dumps(own))
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", run_id)
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(attempt))
+    monkeypatch.setenv("SLURM_JOB_ID", job)
+    monkeypatch.setenv("SLURM_RESTART_COUNT", str(job_starts))
+    monkeypatch.setattr(locks, "MAX_WAIT_FOR_EARLIER_ATTEMPT_S", 0.0)
+    assert (find_other_writer(tmp_path) is None) == takes_over
+    lock = Lock(tmp_path)
+    if takes_over:
+        lock.acquire()
+        assert num_waits == 0
+        lock.release()
+    else:
+        with pytest.raises(CheckpointError, match=r"process \d+ on lost"):
+            lock.acquire()
+
+
 @pytest.mark.parametrize("asynchronous", [True, False])
 def test_a_folder_that_is_removed_meanwhile_is_reported(tmp_path: Path, asynchronous: bool) -> None:
     """As when its file system is unmounted: nothing is written below the empty mount point."""

@@ -5,7 +5,8 @@ and a system lock on the file says whether that run is alive. (It is a POSIX loc
 works over NFS too, is not inherited by child processes, and ends with its process.)
 
 Some network file systems have no such locks. Then only the text decides: a process of this machine
-can be looked up, and a process of another machine is considered alive if its last save is recent.
+can be looked up, and a process of another machine is considered alive if its last save is recent,
+unless it belongs to an earlier attempt of this run: then this attempt has replaced it.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import os
 import secrets
 import socket
 import time
+from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,6 +38,9 @@ MAX_WAIT_FOR_EARLIER_ATTEMPT_S = 120.0
 """How long a run that was restarted waits for the lock of its earlier attempt. A machine that was
 cut off from the others ends its ranks some seconds after the others have restarted theirs. If it
 was lost, a file server may keep its locks for 90 s."""
+RUN_IDS_OF_MANY_RUNS = ("", "none")
+"""Ids that do not tell a run from others: that of a run without a launcher, and torchrun's default
+for several machines."""
 MAX_CLOCK_CHANGE_S = 3.0
 """The start time of a process differs by less than this if the clock was adjusted meanwhile."""
 
@@ -245,8 +250,12 @@ def _seems_alive(text: bytes, path: Path) -> bool:
             return False
 
         # A process of another machine cannot be looked up, but each of its saves updates the time
-        # of the file.
+        # of the file. If this attempt has replaced its attempt, it begins no save any more: either
+        # its machine was lost, and a save needs all ranks; or it notices at its next save that the
+        # lock file is no longer its own.
         if run.get("host") != socket.gethostname():
+            if _is_replaced_by_this_attempt(run):
+                return False
             last_save_age_s = time.time() - path.stat().st_mtime
             return last_save_age_s < MAX_SAVE_AGE_S
 
@@ -265,7 +274,9 @@ def _seems_alive(text: bytes, path: Path) -> bool:
 
 
 def _is_of_earlier_attempt(text: bytes) -> bool:
-    """Returns True if a lock file is that of this run before it was restarted.
+    """Returns True if a lock file seems to be that of this run before it was restarted.
+
+    Another run may have the same id, so this is only good for waiting a while.
 
     Args:
         text: the text of the lock file, see `_describe_this_process`.
@@ -273,9 +284,32 @@ def _is_of_earlier_attempt(text: bytes) -> bool:
     own = _describe_this_process()
     try:
         run = layout.parse_object(text)
-        return bool(run["run id"] == own["run id"] and run["attempt"] < own["attempt"])
+        is_of_earlier_restart = run["run id"] == own["run id"] and run["attempt"] < own["attempt"]
+        return bool(is_of_earlier_restart or _is_replaced_by_this_attempt(run))
     except (KeyError, ValueError, TypeError):  # the text is not that of a lock file
         return False
+
+
+def _is_replaced_by_this_attempt(run: Mapping[str, Any]) -> bool:
+    """Returns True if the ranks that have written a lock file are over, as this attempt goes on.
+
+    That is so if the launcher has restarted them as the ranks of this attempt, or if Slurm has
+    started their job again, as it does after it has lost a machine.
+
+    Args:
+        run: the content of the lock file, see `_describe_this_process`.
+
+    Raises:
+        KeyError: it is not that of a lock file.
+    """
+    own = _describe_this_process()
+    is_of_same_job = own["job"] != "" and run["job"] == own["job"]
+    if is_of_same_job and run["job starts"] < own["job starts"]:
+        return True
+
+    has_id_of_its_own = own["run id"] not in RUN_IDS_OF_MANY_RUNS
+    is_same_run = has_id_of_its_own and run["run id"] == own["run id"]
+    return bool(is_same_run and run["attempt"] < own["attempt"])
 
 
 def _describe_this_process() -> dict[str, Any]:
@@ -289,7 +323,10 @@ def _describe_this_process() -> dict[str, Any]:
         "since": time.strftime("%Y-%m-%d %H:%M:%S"),
         # The id that the launchers of the run share, and how often its ranks were restarted.
         "run id": os.environ.get("TORCHELASTIC_RUN_ID", ""),
-        "attempt": int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
+        "attempt": int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0),
+        # The number of Slurm's job, and how often Slurm has started it again.
+        "job": os.environ.get("SLURM_JOB_ID", ""),
+        "job starts": int(os.environ.get("SLURM_RESTART_COUNT") or 0),
         # No other lock has this text, so that each process recognises its own lock file.
         "run": secrets.token_hex(8),
     }
