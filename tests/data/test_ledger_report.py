@@ -36,7 +36,9 @@ Change = Callable[[list[Any]], None]
 
 
 def framed(record: bytes) -> bytes:
-    return struct.pack("<II", len(record), zlib.crc32(record)) + record
+    length = struct.pack("<I", len(record))
+    checksum = zlib.crc32(length + record)
+    return b"\xa9rec" + length + struct.pack("<I", checksum) + record
 
 
 class Book:
@@ -45,7 +47,7 @@ class Book:
     def __init__(self, start: int, rank: int = 0, ranks: int = 1, **loader: Any) -> None:
         self.name = f"{start:020d}-cafe.rank{rank}.ledger"
         self.rank, self.ranks = rank, ranks
-        header = {"ledger": 1, "started_ns": start, "rank": rank, "ranks": ranks,
+        header = {"ledger": FORMAT_VERSION, "started_ns": start, "rank": rank, "ranks": ranks,
                   "step": NUMBERS.format, "no_loader": 0xFFFF}  # fmt: skip
         self.records = [self.json(header), self.json(LOADER | loader)]
 
@@ -277,7 +279,7 @@ def test_a_record_whose_length_is_damaged_does_not_hide_those_after_it(bit, tmp_
     file = read_file(path)
     (expected,), (rows,) = whole.batches_by_attempt, file.batches_by_attempt
     assert [row.step for row in rows] == [row.step for row in expected if row.step != 2]
-    assert (len(file.damaged_at), file.is_cut_off) == (1, False)
+    assert (len(file.damage.damaged_at), file.damage.is_cut_off) == (1, False)
 
 
 @pytest.mark.parametrize("cut", [0, 5])
@@ -290,8 +292,8 @@ def test_damaged_records_at_the_end_are_told(cut, tmp_path):
     path.write_bytes(data)
     file = read_file(path)
     assert [row.step for row in file.batches_by_attempt[0]] == [0, 1, 2]
-    assert file.is_cut_off
-    assert file.damaged_at == [sum(map(len, book.records[:5]))]
+    assert file.damage.is_cut_off
+    assert file.damage.damaged_at == [sum(map(len, book.records[:5]))]
 
 
 @pytest.mark.parametrize("cut", range(1, 120, 7))
@@ -300,8 +302,8 @@ def test_a_file_that_was_cut_off_anywhere_is_read_as_far_as_it_goes(cut, tmp_pat
     file = read_file(tmp_path / Book(1).steps(0, 3).write(tmp_path, cut).name)
     (expected,), (rows,) = whole.batches_by_attempt, file.batches_by_attempt
     assert [row[:5] for row in rows] == [row[:5] for row in expected][: len(rows)]
-    assert file.is_cut_off
-    assert not file.damaged_at
+    assert file.damage.is_cut_off
+    assert not file.damage.damaged_at
 
 
 @pytest.mark.parametrize(
@@ -354,15 +356,15 @@ def test_a_folder_without_a_ledger(tmp_path):
 
 def test_a_ledger_of_a_later_version(tmp_path):
     book = Book(1)
-    book.records = [book.json({"ledger": 2})]
+    book.records = [book.json({"ledger": FORMAT_VERSION + 1})]
     book.write(tmp_path)
-    with pytest.raises(CheckpointError, match="version 2"):
+    with pytest.raises(CheckpointError, match=f"version {FORMAT_VERSION + 1}"):
         judge(tmp_path)
 
 
 def test_the_format_is_that_which_is_written():
     assert STEP_FIELDS.format == NUMBERS.format
-    assert FORMAT_VERSION == 1
+    assert FORMAT_VERSION == 2
 
 
 @pytest.mark.parametrize("at_once", [1, 3, 7, 1000])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,18 +18,18 @@ from torch.utils.data import DataLoader, TensorDataset
 import lockstep
 from lockstep.cli.main import main
 from lockstep.errors import SettingError
+from lockstep.extensions.framed_records import MARK, framed, json_content
 from lockstep.extensions.journal.file_format import (
+    FORMAT_VERSION,
     TensorTable,
-    json_record,
     loss_content,
     step_head,
-    table_record,
+    table_content,
 )
 from lockstep.extensions.journal.hashing import TensorHasher, TensorPart
 from lockstep.extensions.journal.manifest import git_commit
 from lockstep.extensions.journal.reading import read_journal
 from lockstep.extensions.journal.tensors import owners_by_size
-from lockstep.extensions.ledger.file_format import record_bytes
 
 pytestmark = pytest.mark.unit
 
@@ -64,10 +65,10 @@ def step_record(
     if rank == 0:
         state = [number + changes.get(f"state {name}", 0) for name in NAMES[:NUM_PARAMETERS]]
     if not has_hashes:
-        return record_bytes(loss_content(number, virtual_ranks, losses))
-    head = step_head(number, virtual_ranks)
+        return framed(loss_content(number, virtual_ranks, losses))
+    head = step_head(number, virtual_ranks, table_number=1)
     hashes = np.array([*gradients, *weights, *state], np.uint64)
-    return record_bytes(head + np.array(losses, "<f8").tobytes() + hashes.tobytes())
+    return framed(head + np.array(losses, "<f8").tobytes() + hashes.tobytes())
 
 
 def write_start(
@@ -87,24 +88,24 @@ def write_start(
     paths = []
     for rank in range(2):
         header = {
-            "journal": 2, "rank": rank, "ranks": 2, "virtual_ranks": virtual_ranks,
+            "journal": FORMAT_VERSION, "rank": rank, "ranks": 2, "virtual_ranks": virtual_ranks,
             "every": every, "time": 0.0,
         }  # fmt: skip
         state = tuple(range(NUM_PARAMETERS)) if rank == 0 else ()
         table = TensorTable(NAMES, NUM_PARAMETERS, tuple(range(len(NAMES))), state)
         weights = {"a": 1, "b": 2, **(weights_at_beginning or {})}
         records = [
-            record_bytes(json_record(header)),
-            record_bytes(json_record({"manifest": {"threads": "1", **(manifest or {})}})),
-            record_bytes(
-                json_record(
+            framed(json_content(header)),
+            framed(json_content({"manifest": {"threads": "1", **(manifest or {})}})),
+            framed(
+                json_content(
                     {
                         "begins_at": steps[0] if begins_at is None else begins_at,
                         "weights": weights if rank == 0 else {"a": 5},
                     }
                 )
             ),
-            record_bytes(table_record(table)),
+            framed(table_content(table, 1)),
         ]
         half = (virtual_ranks or 0) // 2
         parts = range(half * rank, half * (rank + 1)) if virtual_ranks else [rank]
@@ -322,14 +323,30 @@ def test_a_torn_last_record_is_left_out(num_bytes_lost: int, tmp_path: Path) -> 
     ]
 
 
-def test_a_damaged_record_ends_what_is_read(tmp_path: Path) -> None:
+def test_a_damaged_step_is_left_out(tmp_path: Path) -> None:
     path, _ = write_start(tmp_path / "a", 1, range(4))
     data = bytearray(path.read_bytes())
-    data[-200] ^= 1
+    begin_of_step_2 = [match.start() for match in re.finditer(MARK, data)][-2]
+    data[begin_of_step_2 + 30] ^= 1
     path.write_bytes(data)
     journal = read_journal(tmp_path / "a")
-    assert journal.steps == [0, 1]
-    assert "rank 0: a record is damaged; what follows it was not read" in journal.notes[0]
+    assert journal.steps == [0, 1, 3]
+    assert journal.notes[0] == (
+        f"start 1, rank 0: 1 record of {path.name} cannot be read, "
+        f"the first at byte {begin_of_step_2}"
+    )
+
+
+def test_steps_without_their_table_of_tensors_are_left_out(tmp_path: Path) -> None:
+    """Which tensors their hashes belong to is not known."""
+    for rank, path in enumerate(write_start(tmp_path / "a", 1, range(2))):
+        data = path.read_bytes()
+        if rank == 0:
+            data = data.replace(b'"tensors"', b'"tensorz"')
+        path.write_bytes(data + framed(loss_content(2, [rank], [0.5])))
+    journal = read_journal(tmp_path / "a")
+    assert journal.steps == [2]
+    assert "1 record of" in journal.notes[0]
 
 
 def test_other_numbers_of_virtual_ranks(tmp_path: Path) -> None:
@@ -349,8 +366,8 @@ def test_other_numbers_of_virtual_ranks(tmp_path: Path) -> None:
         (lambda paths: paths[0].write_bytes(b""), "no start of the run got as far"),
         (lambda paths: [path.write_bytes(b"x" * 50) for path in paths], "no start of the run"),
         (
-            lambda paths: paths[0].write_bytes(record_bytes(json_record({"journal": 3}))),
-            "is of version 3, and 2 is read here",
+            lambda paths: paths[0].write_bytes(framed(json_content({"journal": 9}))),
+            f"is of version 9, and {FORMAT_VERSION} is read here",
         ),
     ],
 )

@@ -104,21 +104,21 @@ def append_or_end(
 
     Args:
         file: the result of `open_rank_file`; it may have been closed.
-        data: the data, which is written by one system call.
+        data: the data.
         setting: the argument of `lockstep.init` that asked for the files.
         folder: the value of that argument.
         content: what the file holds, for the warning: "record".
     """
-    if file is None or file.closed or not data:
+    if file is None or file.closed:
         return
 
     try:
-        num_bytes_written = file.write(data)
-        if num_bytes_written == len(data):
-            return
-
-        # A short write. A file takes only a part of the data if there is no room for the rest.
-        problem = "the disk is full"
+        # Usually, one system call writes all. If there is room for a part of the data only, it
+        # writes that part, and the next call says what is wrong: the disk is full, for example.
+        unwritten = memoryview(data)
+        while unwritten:
+            unwritten = unwritten[file.write(unwritten) :]
+        return
     except OSError as error:
         problem = str(error)
 

@@ -1,10 +1,9 @@
 """The format of the journal files, each of which holds what one rank computed in each step.
 
 A *start* of a run is its first start or a restart. The folder holds one file for each rank and each
-start, named `<start>.rank<rank>.journal`. A file is a sequence of *records* that are only ever
-appended, framed as in the sample ledger: 4 bytes with the length of the content, 4 bytes with its
-CRC-32, then the content. The content is `J` and a JSON object, or `S` and an optimizer step, or `L`
-and a step of which only the losses were written. Numbers are little-endian.
+start, named `<start>.rank<rank>.journal`. A file is a sequence of records (`framed_records`). The
+content of a record is `J` and a JSON object, or `S` and an optimizer step, or `L` and a step of
+which only the losses were written. Numbers are little-endian.
 
 The JSON objects, by their first key:
 
@@ -15,11 +14,11 @@ The JSON objects, by their first key:
   before that step, by name.
 - `tensors`: the names of the trained parameters, then those of the buffers, with `parameters`: how
   many of them are parameters, and `weights` and `state`: for which of them this file has hashes of
-  weights and of optimizer state. This applies to the steps that follow.
+  weights and of optimizer state. `table` is the number of this list, by which steps refer to it.
 
 A step consists of *parts*: the virtual ranks that the rank computed, or the rank itself if there
-are no virtual ranks. Its content is its number, the number of its parts, and 64-bit integers: the
-number of each part, the loss of each part (the bits of a float64), for each part the hashes of its
+are no virtual ranks. Its content is the fields of `STEP_FIELDS`, and 64-bit integers: the number of
+each part, the loss of each part (the bits of a float64), for each part the hashes of its
 gradients (one for each parameter, and only with virtual ranks), then the hashes of the weights and
 of the optimizer state. A step without hashes ends after the losses.
 
@@ -30,10 +29,8 @@ all ranks, modulo 2**64 (see `hashing`).
 from __future__ import annotations
 
 import json
-import mmap
 import struct
-import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -42,15 +39,23 @@ import numpy as np
 import numpy.typing as npt
 
 from lockstep.errors import CheckpointError
-from lockstep.extensions.ledger.file_format import FRAME, JSON_RECORD, STEP_RECORD
+from lockstep.extensions.framed_records import (
+    STEP_RECORD,
+    Damage,
+    Data,
+    find_contents,
+    json_content,
+    map_file,
+)
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 LOSS_RECORD = b"L"
 """The first byte of the content of a record that has only the losses of a step."""
 JOURNAL_SUFFIX = ".journal"
 
-STEP_FIELDS = struct.Struct("<QI")
-"""The number of the step, and how many parts it has."""
+STEP_FIELDS = struct.Struct("<QII")
+"""The number of the step, how many parts it has, and the number of the table of tensors that its
+hashes belong to: from 1, and 0 for a step without hashes."""
 
 Hashes = npt.NDArray[np.uint64]
 
@@ -101,7 +106,7 @@ class RankFile:
     """The file of one rank for one start of the run, as it was read."""
 
     path: Path
-    data: bytes | mmap.mmap = b""
+    data: Data = b""
     header: dict[str, Any] = field(default_factory=dict)
     """The first record; empty if the file has no complete record."""
     manifest: dict[str, str] = field(default_factory=dict)
@@ -111,10 +116,8 @@ class RankFile:
     steps_by_attempt: list[dict[int, StepLocation]] = field(default_factory=lambda: [{}])
     """Where each step is in the file, by its number. A new dict, an *attempt*, begins wherever the
     run went back to an earlier step."""
-    is_cut_off: bool = False
-    """True if the last record is incomplete."""
-    is_damaged: bool = False
-    """True if a record is damaged. The records after it were not read."""
+    damage: Damage = field(default_factory=Damage)
+    """What could not be read of the file."""
 
     def read_step(self, attempt: int, number: int) -> RankStep:
         """Reads a step of an attempt."""
@@ -128,15 +131,22 @@ class RankFile:
         return self.header.get("virtual_ranks") is not None
 
 
-def step_head(number: int, parts: Sequence[int]) -> bytes:
+def step_head(number: int, parts: Sequence[int], table_number: int) -> bytes:
     """Returns the beginning of the content of a step, to which losses and hashes are appended.
 
     Args:
         number: number of the step.
         parts: numbers of its parts, in the order of the losses and gradients that follow.
+        table_number: number of the table of tensors that the hashes belong to.
     """
+    return STEP_RECORD + _fields_and_parts(number, parts, table_number)
+
+
+def _fields_and_parts(number: int, parts: Sequence[int], table_number: int) -> bytes:
+    """Returns the fields of a step and the numbers of its parts."""
     count = len(parts)
-    return STEP_RECORD + STEP_FIELDS.pack(number, count) + struct.pack(f"<{count}q", *parts)
+    fields = STEP_FIELDS.pack(number, count, table_number)
+    return fields + struct.pack(f"<{count}q", *parts)
 
 
 def loss_content(number: int, parts: Sequence[int], losses: Sequence[float]) -> bytes:
@@ -147,29 +157,32 @@ def loss_content(number: int, parts: Sequence[int], losses: Sequence[float]) -> 
         parts: numbers of its parts.
         losses: loss of each part; empty if the caller appends the losses itself.
     """
-    head = LOSS_RECORD + step_head(number, parts)[len(STEP_RECORD) :]
+    head = LOSS_RECORD + _fields_and_parts(number, parts, table_number=0)
     return head + struct.pack(f"<{len(losses)}d", *losses)
 
 
 def read_file(path: Path) -> RankFile:
-    """Reads the file of one rank, up to the first record that is incomplete or damaged.
+    """Reads the file of one rank. What cannot be read is left out, and noted in `damage`.
 
     Raises:
         CheckpointError: if the file cannot be opened, or has another version of the format.
     """
-    file = _open_file(path)
-    table = NO_TENSORS  # the tensors to which the hashes of the next steps belong
-    for begin, end in _find_records(file):
+    file = RankFile(path, map_file(path, "the journal"))
+    tables: dict[int, TensorTable] = {}  # by their numbers
+    for begin, end in find_contents(file.data, file.damage):
         letter = file.data[begin : begin + 1]
         content_begin = begin + 1
         if letter == STEP_RECORD:
-            _add_step(file, StepLocation(content_begin, end, table))
+            _, _, table_number = STEP_FIELDS.unpack_from(file.data, content_begin)
+            table = tables.get(table_number)  # None if the record with the table is damaged
+            if table is not None:
+                _add_step(file, StepLocation(content_begin, end, table))
         elif letter == LOSS_RECORD:  # it has no hashes, and so needs no table of tensors
             _add_step(file, StepLocation(content_begin, end, table=None))
         else:
             values = json.loads(file.data[content_begin:end])
             if "tensors" in values:
-                table = _read_table(values)
+                tables[values["table"]] = _read_table(values)
             else:
                 _read_json_record(file, path, values)
     return file
@@ -206,59 +219,13 @@ def _read_table(values: dict[str, Any]) -> TensorTable:
     )
 
 
-def _open_file(path: Path) -> RankFile:
-    """Maps a file into memory, without reading its records."""
-    try:
-        file = RankFile(path)
-        with path.open("rb") as opened:
-            if path.stat().st_size:  # an empty file cannot be mapped, and its data stay b""
-                file.data = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)
-    except OSError as error:
-        raise CheckpointError(
-            f"the journal {path.parent}",
-            f"{path.name} cannot be read: {error}",
-            "make it readable, or copy the folder",
-        ) from error
-    return file
-
-
-def _find_records(file: RankFile) -> Iterator[tuple[int, int]]:
-    """Yields the begin and the end of the content of each record.
-
-    Stops at a record that is incomplete or damaged, and notes in `file` which of the two it is.
-    """
-    frame_begin = 0
-    while frame_begin < len(file.data):
-        # The frame (length and checksum) is followed by the content, which is never empty.
-        begin = frame_begin + FRAME.size
-        has_frame_and_content = begin < len(file.data)
-        if not has_frame_and_content:
-            file.is_cut_off = True
-            return
-
-        length, checksum = FRAME.unpack_from(file.data, frame_begin)
-        end = begin + length
-        content_is_whole = end <= len(file.data)
-        if not content_is_whole:
-            file.is_cut_off = True
-            return
-
-        is_known = file.data[begin : begin + 1] in (JSON_RECORD, STEP_RECORD, LOSS_RECORD)
-        if not is_known or zlib.crc32(memoryview(file.data)[begin:end]) != checksum:
-            file.is_damaged = True
-            return
-
-        yield begin, end
-        frame_begin = end
-
-
 def _add_step(file: RankFile, location: StepLocation) -> None:
     """Adds a step to the last attempt in a file.
 
     If the run went back to an earlier step, because it has loaded a checkpoint, a new attempt
     begins: the steps 1 to 9 and then 6 to 12 are two attempts.
     """
-    number, _ = STEP_FIELDS.unpack_from(file.data, location.begin)
+    number, _, _ = STEP_FIELDS.unpack_from(file.data, location.begin)
     steps = file.steps_by_attempt[-1]
     latest_number = next(reversed(steps), None)  # a dict keeps the order of insertion
     went_back = latest_number is not None and number <= latest_number
@@ -281,7 +248,7 @@ def _parse_step(content: bytes, table: TensorTable | None, has_gradients: bool) 
         has_gradients: True if the run has virtual ranks. Then each step with hashes also has hashes
             of gradients.
     """
-    _, num_parts = STEP_FIELDS.unpack_from(content)
+    _, num_parts, _ = STEP_FIELDS.unpack_from(content)
     numbers = np.frombuffer(content, "<u8", offset=STEP_FIELDS.size)
 
     step_has_gradients = has_gradients and table is not None
@@ -309,20 +276,19 @@ def _parse_step(content: bytes, table: TensorTable | None, has_gradients: bool) 
     )
 
 
-def json_record(values: dict[str, Any]) -> bytes:
-    """Returns the content of a record that holds a JSON object."""
-    return JSON_RECORD + json.dumps(values).encode()
-
-
-def table_record(table: TensorTable) -> bytes:
+def table_content(table: TensorTable, number: int) -> bytes:
     """Returns the content of a record that holds a table of tensors.
 
-    `weights` and `state` hold the indices of the tensors of which the file has hashes.
+    Args:
+        table: the table. `weights` and `state` are the indices of the tensors of which the file has
+            hashes.
+        number: the number of the table, from 1.
     """
     values: dict[str, Sequence[str] | Sequence[int] | int] = {
         "tensors": table.names,
         "parameters": table.num_parameters,
         "weights": table.hashed_weights,
         "state": table.hashed_states,
+        "table": number,
     }
-    return json_record(values)
+    return json_content(values)

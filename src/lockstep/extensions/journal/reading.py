@@ -196,14 +196,16 @@ def _notes_on_files(number: int, files: Mapping[int, RankFile]) -> list[str]:
     """
     notes: list[str] = []
     for rank, file in sorted(files.items()):
-        if file.is_cut_off:
+        if file.damage.is_cut_off:
             notes.append(
                 f"start {number}, rank {rank}: the last record is incomplete and left out, as if "
                 "the process was killed while it wrote"
             )
-        if file.is_damaged:
+        damaged_at = file.damage.damaged_at
+        if damaged_at:
             notes.append(
-                f"start {number}, rank {rank}: a record is damaged; what follows it was not read"
+                f"start {number}, rank {rank}: {count_noun(len(damaged_at), 'record')} of "
+                f"{file.path.name} cannot be read, the first at byte {damaged_at[0]}"
             )
     return notes
 
@@ -233,8 +235,8 @@ def _all_ranks_have_first_step(folder: Path, number: int, files: Mapping[int, Ra
             "copy the files of all machines into one folder",
         )
 
-    # `begins_at` is written when the first step begins.
-    return all(file.begins_at is not None for file in files.values())
+    # `begins_at` is written when the first step begins. A header may be damaged.
+    return all(file.header and file.begins_at is not None for file in files.values())
 
 
 def _join_manifests(files: Mapping[int, RankFile]) -> dict[str, str]:

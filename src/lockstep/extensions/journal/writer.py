@@ -27,14 +27,14 @@ from lockstep.distributed.process_group import Run
 from lockstep.distributed.rank_files import append_or_end, close_rank_file, open_rank_file
 from lockstep.distributed.streams import start_copy_to_host
 from lockstep.errors import SettingError
+from lockstep.extensions.framed_records import framed, json_content
 from lockstep.extensions.journal.file_format import (
     FORMAT_VERSION,
     JOURNAL_SUFFIX,
     TensorTable,
-    json_record,
     loss_content,
     step_head,
-    table_record,
+    table_content,
 )
 from lockstep.extensions.journal.hashing import TensorHasher, TensorPart, copy_to_device
 from lockstep.extensions.journal.manifest import run_manifest
@@ -45,7 +45,6 @@ from lockstep.extensions.journal.tensors import (
     owners_by_size,
     state_tensors,
 )
-from lockstep.extensions.ledger.file_format import record_bytes
 from lockstep.session.extension import Extension
 from lockstep.session.micro_batch import MicroBatch
 from lockstep.strategies.base import Strategy
@@ -143,6 +142,9 @@ class Journal(Extension):
 
         # The file.
         self._written_table: TensorTable | None = None
+        """The table that was written last."""
+        self._num_tables = 0
+        """How many tables were written; the last one has this number."""
         self._has_begun = False
         self._pending: list[_PendingRecord] = []
         self._unwritten: list[bytes] = []
@@ -159,7 +161,7 @@ class Journal(Extension):
             "every": every,
             "time": time.time(),
         }
-        self._write(json_record(header))
+        self._write(json_content(header))
 
     # Events
 
@@ -375,14 +377,14 @@ class Journal(Extension):
 
     def _write_beginning(self) -> None:
         """Writes the manifest, and hashes of all weights that the run starts from."""
-        self._write(json_record({"manifest": run_manifest(self._run, self._strategy)}))
+        self._write(json_content({"manifest": run_manifest(self._run, self._strategy)}))
 
         tensors: dict[str, Tensor] = {**self._tensors.trained, **self._tensors.frozen}
         for name, (module, name_in_module) in self._tensors.buffers.items():
             tensors[name] = getattr(module, name_in_module)
 
         hashes = self._hashes_by_name(tensors)
-        self._write(json_record({"begins_at": self._step.number, "weights": hashes}))
+        self._write(json_content({"begins_at": self._step.number, "weights": hashes}))
 
     def _hashes_by_name(self, tensors: Mapping[str, Tensor]) -> dict[str, int]:
         """Returns the hashes of those tensors that this rank owns, as numbers without a sign."""
@@ -416,7 +418,7 @@ class Journal(Extension):
             no_gradients = self._zeros(len(self._parameters))
             numbers += [self._gradient_hashes.get(part, no_gradients) for part in parts]
         numbers += [weight_hashes, state_hashes]
-        self._write_numbers(step_head(number, parts), numbers)
+        self._write_numbers(step_head(number, parts, self._num_tables), numbers)
 
         self._gradient_hashes.clear()
         self._losses = {}
@@ -475,11 +477,9 @@ class Journal(Extension):
             hashed_states=self._state_hasher.hashed_entries,
         )
         if table != self._written_table:
-            # In the file, a step belongs to the last table that was written before it. So the
-            # earlier steps, whose hashes may still be on their way from the GPU, are written first.
-            self._write_pending(wait=True)
             self._written_table = table
-            self._write(table_record(table))
+            self._num_tables += 1
+            self._write(table_content(table, self._num_tables))
 
     def _zeros(self, count: int) -> Any:
         """Returns `count` hashes that are zero: an array on the CPU, a tensor on a GPU."""
@@ -550,7 +550,7 @@ class Journal(Extension):
                 written to within the last `WRITE_INTERVAL_S`. With short steps, a system call for
                 each of them would be noticeable.
         """
-        self._unwritten.append(record_bytes(content))
+        self._unwritten.append(framed(content))
         now_s = time.monotonic()
         was_just_written = now_s - self._written_at_s < WRITE_INTERVAL_S
         if may_write_later and was_just_written:

@@ -181,13 +181,14 @@ def _check_files(attempt: Attempt, number: int, report: LedgerReport) -> None:
 
     # The files of a start belong to its first attempt, so each file is looked at once.
     for rank, file in sorted(attempt.files.items()):
-        if file.is_cut_off:
+        if file.damage.is_cut_off:
             report.notes.append(f"start {number}, rank {rank}: the last record is cut off")
-        if file.damaged_at:
+        damaged_at = file.damage.damaged_at
+        if damaged_at:
             report.add_finding(
                 "LS405",
-                f"start {number}, rank {rank}: {count_noun(len(file.damaged_at), 'record')} of "
-                f"{file.name} cannot be read, the first at byte {file.damaged_at[0]}",
+                f"start {number}, rank {rank}: {count_noun(len(damaged_at), 'record')} of "
+                f"{file.name} cannot be read, the first at byte {damaged_at[0]}",
             )
 
 

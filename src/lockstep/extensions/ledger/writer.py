@@ -13,13 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from lockstep.distributed.rank_files import cannot_write_error, open_rank_file
+from lockstep.distributed.rank_files import append_or_end, close_rank_file, open_rank_file
+from lockstep.extensions.framed_records import framed, json_content
 from lockstep.extensions.ledger.file_format import (
     FORMAT_VERSION,
     LEDGER_SUFFIX,
     NO_LOADER,
-    json_content,
-    record_bytes,
     step_content,
 )
 from lockstep.session.extension import DeliveredBatch, Extension
@@ -44,7 +43,7 @@ class Ledger(Extension):
     def __init__(
         self, folder: str | Path, collectives: Collectives, loaders: Sequence[Loader]
     ) -> None:
-        self._folder = Path(folder)
+        self._folder = str(folder)
         self._loaders = loaders
         self._described_loaders: set[int] = set()
         """The numbers of the loaders whose description is in the file."""
@@ -61,8 +60,7 @@ class Ledger(Extension):
 
     def close(self, failed: bool) -> None:
         """Closes the file."""
-        if self._file is not None:
-            self._file.close()
+        close_rank_file(self._file)
 
     def delivered(self, batch: DeliveredBatch) -> None:
         """Keeps a micro-batch that is about to be trained, until an optimizer steps."""
@@ -166,22 +164,9 @@ class Ledger(Extension):
     def _write(self, content: bytes) -> None:
         """Appends a record to the file, if this rank has one.
 
-        The record is written with a single system call. So it is complete even if this process is
-        killed right afterwards.
-
-        Raises:
-            SettingError: if not all bytes could be written, for example because the disk is full.
+        The record is written at once, so that it is there even if this process is killed right
+        afterwards. If that fails, the ledger ends here with a warning, and the training goes on.
         """
-        if self._file is None:  # this rank has no samples of its own
-            return
-        if self._file.closed:  # the run has ended
-            return
-
-        record = record_bytes(content)
-        try:
-            num_written = self._file.write(record)
-        except OSError as error:
-            raise cannot_write_error("ledger", self._folder, str(error)) from error
-        if num_written < len(record):
-            found = f"{num_written} of {len(record)} bytes were written"
-            raise cannot_write_error("ledger", self._folder, found)
+        append_or_end(
+            self._file, framed(content), setting="ledger", folder=self._folder, content="ledger"
+        )
