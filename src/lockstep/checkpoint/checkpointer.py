@@ -615,20 +615,9 @@ class Checkpoint:
         views: list[FolderView] | None = None
         resumed_step: KeptStep | None = None
         if chosen is not None:
-            # There may be two states of one step: before and after what a loop does at the end of
-            # an epoch. So the epoch is compared too.
-            memory_is_of = (chosen.step, chosen.epoch)
-            disk_seems_to_be_of = tuple(answers[0]["latest_on_disk"])  # as rank 0 sees the folder
-            disk_seems_newer = disk_seems_to_be_of > memory_is_of
-            if disk_seems_newer:
-                # The checkpoint may be damaged, so it is read before the two are compared.
-                views = self._view_folder()
-            if views is not None and (views[0].step, views[0].epoch) > memory_is_of:
-                why_not_from_memory = f"; it is newer than step {chosen.step} in memory"
-            else:
-                note_about_disk = _note_about_disk(disk_seems_to_be_of[0], views)
-                why_not_from_memory = self._resume_kept_step(chosen, note_about_disk)
-                resumed_step = None if why_not_from_memory else chosen
+            step, epoch = answers[0]["latest_on_disk"]  # as rank 0 sees the folder
+            why_not_from_memory, views = self._resume_newer_of(chosen, (step, epoch))
+            resumed_step = None if why_not_from_memory else chosen
         found = resumed_step is not None or self._resume_from_disk(why_not_from_memory, views)
 
         # Begin to keep the steps of this attempt in memory. All ranks use the id of rank 0.
@@ -749,6 +738,32 @@ class Checkpoint:
         if has_resumed_before or memory_is_new:
             return None, ""
         return None, f"; {describe_incomplete(reports, folders)}"
+
+    def _resume_newer_of(
+        self, chosen: KeptStep, latest_on_disk: tuple[int, int]
+    ) -> tuple[str, list[FolderView] | None]:
+        """Resumes a step from memory, unless there is a sound checkpoint on disk that is newer.
+
+        Args:
+            chosen: the step.
+            latest_on_disk: step and epoch of the latest checkpoint, which may be damaged; -1 and -1
+                if there is none.
+
+        Returns:
+            "" if the step was resumed, otherwise the end of a sentence that gives the reason. And
+            what each rank sees in the folder, if that was looked up.
+        """
+        # There may be two states of one step: before and after what a loop does at the end of an
+        # epoch. So the epoch is compared too.
+        memory_is_of = (chosen.step, chosen.epoch)
+        views: list[FolderView] | None = None
+        if latest_on_disk > memory_is_of:
+            views = self._view_folder()  # skips damaged checkpoints
+            if (views[0].step, views[0].epoch) > memory_is_of:
+                return f"; it is newer than step {chosen.step} in memory", views
+
+        note_about_disk = _note_about_disk(latest_on_disk[0], views)
+        return self._resume_kept_step(chosen, note_about_disk), views
 
     def _resume_kept_step(self, chosen: KeptStep, note_about_disk: str) -> str:
         """Resumes a step from memory.

@@ -139,15 +139,25 @@ def _compare_chunk(
         is_different = _comparable_integers(a) != _comparable_integers(b)
     else:
         is_different = (wide_a != wide_b) & ~(a_is_nan & b_is_nan)
-    if not is_different.any():
-        return
+    if is_different.any():
+        _measure_differences(differences, wide_a[is_different], wide_b[is_different], atol, rtol)
 
-    # From here on all tensors have only the elements that differ.
-    wide_a = wide_a[is_different]
-    wide_b = wide_b[is_different]
-    difference = (wide_a - wide_b).abs()
+
+def _measure_differences(
+    differences: ValueDifferences, a: Tensor, b: Tensor, atol: float, rtol: float
+) -> None:
+    """Adds the elements of a chunk that differ to `differences`: how many, and by how much.
+
+    Args:
+        differences: the result for the chunks before, which is updated.
+        a: these elements of one side, in float64 or complex128.
+        b: those of the other side.
+        atol: the allowed absolute difference, as in `compare`.
+        rtol: the allowed relative difference.
+    """
+    difference = (a - b).abs()
     if atol or rtol:
-        is_allowed = difference <= atol + rtol * wide_b.abs()
+        is_allowed = difference <= atol + rtol * b.abs()
         # If one side is NaN, `is_allowed` is False, as it should be. But if b is infinite, it is
         # True for any a, because inf <= inf.
         counts = ~is_allowed | difference.isinf()
@@ -160,7 +170,7 @@ def _compare_chunk(
     if is_number.any():
         largest = float(difference[is_number].max())
         differences.absolute = max(differences.absolute, largest)
-        relative = (difference / torch.maximum(wide_a.abs(), wide_b.abs()))[is_number]
+        relative = (difference / torch.maximum(a.abs(), b.abs()))[is_number]
         # An infinite difference divided by an infinite value is NaN; it counts as infinite.
         largest = float(relative.nan_to_num(nan=math.inf, posinf=math.inf).max())
         differences.relative = max(differences.relative, largest)

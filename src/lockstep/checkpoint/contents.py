@@ -82,10 +82,9 @@ def open_contents(
         tensor.check()  # raises an error if the tensor is not in its file
 
     # The facts are shown to the user. If the model is inside a dictionary of a torch file, the fact
-    # "read" says which part of the file was read: "['model']". Only a checkpoint of Lockstep lists
-    # its modules.
+    # "read" says which part of the file was read: "['model']".
     facts = dict(source.facts)
-    is_checkpoint = bool(source.modules)
+    is_checkpoint = bool(source.modules)  # only a checkpoint of Lockstep lists its modules
     is_in_dictionary = bool(largest.place) and not is_checkpoint
     if is_in_dictionary:
         facts = {"read": largest.place, **facts}

@@ -68,15 +68,7 @@ def examine(path: Path, *, values: bool = False) -> Health:
 
     # The tensors in the files. Their problems are kept apart from those of the list of files,
     # because `repair` can write that list again.
-    content_problems = []
-    for file_name, tensor_names in tensors_of_files.items():
-        file_problem = _problem_of_file(path, file_name, tensor_names)
-        if file_problem is not None:
-            content_problems.append(file_problem)
-    if not content_problems:  # otherwise the files with the shards may be missing
-        shards_problem = _problem_of_shards(path, manifest, tensors_of_files)
-        if shards_problem is not None:
-            content_problems.append(shards_problem)
+    content_problems = _problems_of_contents(path, manifest, tensors_of_files)
 
     # The list of files in the manifest
     listed_sizes = manifest.get("files")
@@ -98,6 +90,28 @@ def examine(path: Path, *, values: bool = False) -> Health:
         manifest,
         only_file_list_wrong=bool(size_problems) and not content_problems,
     )
+
+
+def _problems_of_contents(
+    path: Path, manifest: Mapping[str, Any], tensors_of_files: Mapping[str, set[str]]
+) -> list[str]:
+    """Returns what is wrong with the tensors in the files of a checkpoint. Reads no values.
+
+    Args:
+        path: the folder of the checkpoint.
+        manifest: the manifest of the checkpoint.
+        tensors_of_files: the names of the tensors that each file must hold, by file name.
+    """
+    problems = []
+    for file_name, tensor_names in tensors_of_files.items():
+        problem = _problem_of_file(path, file_name, tensor_names)
+        if problem is not None:
+            problems.append(problem)
+    if problems:
+        return problems  # the files with the shards may be missing
+
+    problem = _problem_of_shards(path, manifest, tensors_of_files)
+    return [] if problem is None else [problem]
 
 
 def tensor_names_of_files(manifest: Mapping[str, Any]) -> dict[str, set[str]]:

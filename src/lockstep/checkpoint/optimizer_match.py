@@ -136,17 +136,39 @@ def match_optimizers(
         if facts is not None:
             _check_class(action, value, facts[CLASS_OF_OPTIMIZER])
             saved_names = facts[NAMES_OF_PARAMETERS]
-            # Otherwise the facts belong to another state, and the saved order is kept.
-            if _are_names_of(saved_names, state):
-                own_names = names.of_optimizer(value)
-                order_matters = loads_replicas or isinstance(_inner(value), torch.optim.LBFGS)
-                saved_positions = _match_names(
-                    action, saved_names, own_names, order_matters=order_matters
-                )
-                state = _reorder(state, saved_positions)
+            is_lbfgs = isinstance(_inner(value), torch.optim.LBFGS)
+            state = _in_present_order(
+                action,
+                state,
+                saved_names,
+                names.of_optimizer(value),
+                order_matters=loads_replicas or is_lbfgs,
+            )
         _check_shapes(action, value, state)
         matched[name] = state
     return matched
+
+
+def _in_present_order(
+    action: str, state: dict[str, Any], saved_names: Names, own_names: Names, *, order_matters: bool
+) -> dict[str, Any]:
+    """Returns a saved state of an optimizer in the order of the present parameters.
+
+    Args:
+        action: what is being done, for errors.
+        state: the saved state.
+        saved_names: the names of the parameters, as the manifest has them. If they belong to
+            another state, the saved order is kept.
+        own_names: the present names.
+        order_matters: True if the state cannot be put into another order.
+
+    Raises:
+        CheckpointError: the optimizer had other parameters, or the order differs and matters.
+    """
+    if not _are_names_of(saved_names, state):
+        return state
+    saved_positions = _match_names(action, saved_names, own_names, order_matters=order_matters)
+    return _reorder(state, saved_positions)
 
 
 def _inner(optimizer: Optimizer) -> Optimizer:

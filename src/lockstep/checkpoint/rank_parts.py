@@ -8,7 +8,7 @@ ranks tell each other in a `RankSummary` which entries they have.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -112,23 +112,9 @@ def copy_rank_part(
     for summary in summaries:
         partial_names.update(summary.partial_keys)
 
-    # What this rank stores of each state.
-    training: dict[str, Any] = {}
-    for name, state in states.items():
-        if name in partial_names:
-            keys_of_ranks = [summary.partial_keys.get(name) for summary in summaries]
-            training[name] = entries_to_store(state, keys_of_ranks, rank)
-        elif rank == 0:
-            training[name] = state
-        else:
-            training[name] = keep_dtensors_only(state)
-    state_of_file = {name: training.pop(name) for name in module_names}  # one file for each module
-
-    # Rank 0 also stores the random states.
-    if rank == 0:
-        num_streams = 1 if summaries[0].random_stream_is_common else len(summaries)
-        rng_states = [rng_state_from_text(summary.rng_state) for summary in summaries[:num_streams]]
-        training["random"] = rng_states
+    # Each module has a file of its own, and all other states have one together.
+    training = _states_to_store(states, partial_names, summaries, rank)
+    state_of_file = {name: training.pop(name) for name in module_names}
     state_of_file[layout.TRAINING] = training
 
     # Split each state into a tree and tensors, and copy the tensors to host memory.
@@ -147,8 +133,9 @@ def copy_rank_part(
         if encoded.tensors or rank == 0:  # rank 0 writes every file, even one without tensors
             tensors_of_file[layout.tensor_file(name, rank)] = encoded.tensors
 
-    # The trees of the entries that this rank has of partial states. Rank 0 adds them to its trees.
-    entries = {}
+    # The trees of the entries that this rank has of partial states, by the names of these states.
+    # Rank 0 adds them to its trees.
+    entries: dict[str, Any] = {}
     if rank > 0:
         for name in partial_names:
             if name in module_names:
@@ -156,3 +143,34 @@ def copy_rank_part(
             else:
                 entries[name] = trees[layout.TRAINING][name]["state"]
     return RankPart(tensors_of_file, boxes, entries), trees
+
+
+def _states_to_store(
+    states: Mapping[str, Any],
+    partial_names: Collection[str],
+    summaries: Sequence[RankSummary],
+    rank: int,
+) -> dict[str, Any]:
+    """Returns what one rank stores of each state, by name, and on rank 0 also the random states.
+
+    Args:
+        states: the states of the rank by name.
+        partial_names: the names of states of which each rank has only some entries.
+        summaries: the summaries of all ranks.
+        rank: the rank.
+    """
+    to_store: dict[str, Any] = {}
+    for name, state in states.items():
+        if name in partial_names:
+            keys_of_ranks = [summary.partial_keys.get(name) for summary in summaries]
+            to_store[name] = entries_to_store(state, keys_of_ranks, rank)
+        elif rank == 0:
+            to_store[name] = state
+        else:
+            to_store[name] = keep_dtensors_only(state)
+
+    if rank == 0:
+        num_streams = 1 if summaries[0].random_stream_is_common else len(summaries)
+        rng_states = [rng_state_from_text(summary.rng_state) for summary in summaries[:num_streams]]
+        to_store["random"] = rng_states
+    return to_store

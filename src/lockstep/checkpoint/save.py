@@ -184,7 +184,9 @@ def begin_checkpoint(
         # The checkpoints are in the order of their steps.
         checkpoints = _undamaged(folder, damaged_names)
         last_step = layout.step_of(checkpoints[-1]) if checkpoints else -1
-        if last_step > step or (last_step == step and not may_replace_step):
+        is_later = last_step > step
+        is_of_another_training = last_step == step and not may_replace_step
+        if is_later or is_of_another_training:
             raise CheckpointError(
                 f"saving the checkpoint of step {step} in {folder}",
                 f"{checkpoints[-1].name} is there already, from a run that this one does not "

@@ -121,58 +121,84 @@ def _check_operations(content: bytes) -> None:
 
     A short pickle can do harm in two ways. `pickle` allocates its memo for the largest index that
     the file has. And the keys of dictionaries are hashed with everything that they hold, which can
-    take for ever with tuples that hold each other. So this follows what each operation of the
-    pickle does to the stack, without making the values, and keeps for each value only its size:
-    the number of values that it holds if it is a tuple.
+    take for ever with tuples that hold each other.
 
     Raises:
         ValueError: it takes more.
     """
-    sizes: list[int] = []  # of the values on the stack
-    marks: list[int] = []  # the heights of the stack at which MARK was
-    memo: dict[int, int] = {}  # sizes by index
+    stack = _StackOfSizes()
     for number, (operation, argument, _) in enumerate(pickletools.genops(content)):
-        index = 0  # in the memo
-        if operation.name in GET_OPERATIONS or operation.name in PUT_OPERATIONS:
-            index = int(argument or 0)
+        uses_memo = operation.name in GET_OPERATIONS or operation.name in PUT_OPERATIONS
+        memo_index = int(argument or 0) if uses_memo else 0
+
         # Whoever writes a pickle numbers the memo from 0 on, so that no index exceeds the number of
         # operations so far.
-        is_too_large_index = operation.name in PUT_OPERATIONS and index > number
+        is_too_large_index = operation.name in PUT_OPERATIONS and memo_index > number
         if number > MAX_OPERATIONS or is_too_large_index:
             raise ValueError("it would take more memory than any metadata does")
+        stack.do(operation, memo_index)
 
-        # Takes from the stack what the operation takes, and adds up the sizes. pickletools has a
-        # list of what that is (`stack_before`), and of what the operation puts there instead.
-        operands = operation.stack_before
-        if pickletools.markobject in operands:
-            # It takes everything above the last mark, and some values below the mark.
-            begin = marks.pop()
-            num_below = operands.index(pickletools.markobject)
-        else:
-            begin = len(sizes) - len(operands)
-            num_below = 0
-        size = sum(sizes[begin:])  # of what a tuple made of these values would hold
-        del sizes[begin - num_below :]
 
-        # Puts on the stack what the operation makes.
+class _StackOfSizes:
+    """Follows what each operation of a pickle does to the stack, without making the values.
+
+    For each value it keeps only its size: the number of values that it holds if it is a tuple, and
+    1 if it is anything else.
+    """
+
+    def __init__(self) -> None:
+        self._sizes: list[int] = []
+        """The sizes of the values on the stack."""
+        self._marks: list[int] = []
+        """The heights of the stack at which the operation MARK was."""
+        self._memo: dict[int, int] = {}
+        """The sizes of the values in the memo, by index."""
+
+    def do(self, operation: pickletools.OpcodeInfo, memo_index: int) -> None:
+        """Does what an operation does.
+
+        Args:
+            operation: the operation.
+            memo_index: the index in the memo that it reads or writes, if it does.
+
+        Raises:
+            ValueError: it makes a tuple that is larger than any of metadata.
+        """
+        size = self._take_operands(operation)  # of what a tuple made of these values would hold
         if operation.name == "MARK":
-            marks.append(len(sizes))
+            self._marks.append(len(self._sizes))
         elif operation.name in GET_OPERATIONS:
-            sizes.append(memo[index])
+            self._sizes.append(self._memo[memo_index])
         elif operation.name in PUT_OPERATIONS:
-            memo[index] = sizes[-1]  # the value itself stays on the stack
+            self._memo[memo_index] = self._sizes[-1]  # the value itself stays on the stack
         elif operation.name == "MEMOIZE":
-            memo[len(memo)] = size  # it has taken one value, and puts it back
-            sizes.append(size)
+            self._memo[len(self._memo)] = size  # it has taken one value, and puts it back
+            self._sizes.append(size)
         elif operation.name == "DUP":
-            sizes += [size, size]
+            self._sizes += [size, size]
         else:
-            new_size = 1  # any value but a tuple
-            if operation.name.startswith("TUPLE"):
-                new_size = size + 1
+            is_tuple = operation.name.startswith("TUPLE")
+            new_size = size + 1 if is_tuple else 1
             if new_size > MAX_TUPLE_VALUES:
                 raise ValueError("it has a tuple that is larger than any of metadata")
-            sizes += [new_size] * len(operation.stack_after)  # one value, or none
+            self._sizes += [new_size] * len(operation.stack_after)  # one value, or none
+
+    def _take_operands(self, operation: pickletools.OpcodeInfo) -> int:
+        """Takes from the stack what an operation takes, and returns the sum of the sizes.
+
+        `pickletools` lists what that is. With a mark, as for `[mark, stackslice]`, it is everything
+        above the last mark, and some values below it, whose sizes do not count.
+        """
+        operands = operation.stack_before
+        if pickletools.markobject in operands:
+            begin = self._marks.pop()
+            num_below_mark = operands.index(pickletools.markobject)
+        else:
+            begin = len(self._sizes) - len(operands)
+            num_below_mark = 0
+        size = sum(self._sizes[begin:])
+        del self._sizes[begin - num_below_mark :]
+        return size
 
 
 def state_of_record(record: Any, class_name: str) -> dict[str, Any]:

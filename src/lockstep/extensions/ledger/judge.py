@@ -423,13 +423,21 @@ def _join_ranks(
                 samples += part.samples
             epochs[loader, first.epoch].append(first._replace(samples=tuple(samples)))
 
-    # The first finding stands for all with the same fault, and says how many there are.
     for findings in findings_by_fault.values():
-        what = findings[0].what
-        if len(findings) > 1:
-            what += f"; so in {len(findings)} steps, the last {findings[-1].step}"
-        report.findings.append(replace(findings[0], what=what))
+        report.findings.append(_one_for_all(findings))
     return epochs
+
+
+def _one_for_all(findings: Sequence[LedgerFinding]) -> LedgerFinding:
+    """Returns the first of several findings of one fault. It says in how many steps the fault is.
+
+    Args:
+        findings: the findings, ordered by step.
+    """
+    what = findings[0].what
+    if len(findings) > 1:
+        what += f"; so in {len(findings)} steps, the last {findings[-1].step}"
+    return replace(findings[0], what=what)
 
 
 def _parts_by_batch(
