@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from lockstep.checkpoint.encoding import DTYPE_OF_CODE, decode
 from lockstep.checkpoint.formats.safetensors import TensorInFile
 from lockstep.checkpoint.lazy_tensor import Shape
 from lockstep.checkpoint.memory_area import Area
+from lockstep.checkpoint.merging import merge_entries
 from lockstep.checkpoint.sharding import copy_to_memory
 from lockstep.checkpoint.shards import Shard, TensorInShards, join_shards
 from lockstep.errors import CheckpointError
@@ -534,44 +535,9 @@ def _put(tree: Any, path: Sequence[Any], branch: Any, is_partial: bool) -> Any:
     if not path:
         other_ranks_have_put_entries = bool(tree)
         if is_partial and other_ranks_have_put_entries:
-            return _merged(first=tree, second=branch)
+            return merge_entries(first=tree, second=branch)
         return branch
 
     first_key, *other_keys = path
     subtree = tree.get(first_key) or {}
     return {**tree, first_key: _put(subtree, other_keys, branch, is_partial)}
-
-
-def _merged(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:
-    """Merges the entries that two ranks have kept of one object.
-
-    If both have an entry, that of the first rank is taken, as in a checkpoint on disk.
-    """
-    is_module = "$ordered" in first
-    return _merge_by_name(first, second) if is_module else _merge_by_number(first, second)
-
-
-def _merge_by_name(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:
-    """Merges the entries of a module. It has each name, with None if another rank has the entry.
-
-        {"$ordered": [["a", A], ["b", None]]} and {"$ordered": [["a", None], ["b", B]]}
-        -> {"$ordered": [["a", A], ["b", B]]}
-
-    Its other keys, such as those of torch's versions, are equal on all ranks.
-    """
-    second_entries = dict(second["$ordered"])
-    pairs = []
-    for name, entry in first["$ordered"]:
-        pairs.append([name, second_entries.get(name) if entry is None else entry])
-    return {**first, "$ordered": pairs}
-
-
-def _merge_by_number(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:
-    """Merges the entries of another object. It has only those of this rank; {} if there are none.
-
-    {"$dict": [[0, A]]} and {"$dict": [[1, B]]} -> {"$dict": [[0, A], [1, B]]}
-    """
-    entries = dict(first.get("$dict", []))
-    for number, entry in second.get("$dict", []):
-        entries.setdefault(number, entry)
-    return {"$dict": [[number, entries[number]] for number in sorted(entries)]}

@@ -231,10 +231,11 @@ class KeptSteps(Extension):
         except Exception as error:
             problem = error
 
+        self._attempt = None  # no step of this attempt is kept unless all ranks agree
         plan = self._agree(areas, layout, bytes_of_step, problem)
         if plan is None:
-            self._attempt = None  # no step of this attempt is kept
             return
+        self._attempt = attempt
 
         # The attempt that kept the resumed step may have announced the same.
         if plan.checksum != attempt.announced:

@@ -33,6 +33,7 @@ from lockstep.checkpoint.checksums import seal_manifest
 from lockstep.checkpoint.file_errors import plain_errors
 from lockstep.checkpoint.formats.safetensors import write_tensors
 from lockstep.checkpoint.lock import Lock
+from lockstep.checkpoint.merging import merge_entries
 from lockstep.checkpoint.shards import Box
 from lockstep.distributed.rendezvous import Joined
 from lockstep.errors import CheckpointError
@@ -320,41 +321,16 @@ def _add_entries(manifest: Mapping[str, Any], state_name: str, entries: Any) -> 
         state_name: the name of a module, an optimizer or another object.
         entries: the tree of the other rank's entries. Of a module it is an OrderedDict with all
             tensor names, in which the tensors that the rank does not store are None. Of any other
-            object it is a dictionary by number, e.g. by parameter number for an optimizer.
+            object it is a dictionary by number, e.g. by parameter number for an optimizer, and {}
+            if the rank has no entries.
     """
     is_module = state_name in manifest["modules"]
     if is_module:
-        module_tree = manifest["modules"][state_name]
-        module_tree["$ordered"] = _merge_by_name(module_tree["$ordered"], entries["$ordered"])
-        return
-
-    # An optimizer, or another object. A rank without entries of its state has {} for it.
-    object_tree = manifest["training"][state_name]
-    own_pairs = object_tree["state"].get("$dict", [])
-    other_pairs = entries.get("$dict", [])
-    object_tree["state"] = {"$dict": _merge_by_number(own_pairs, other_pairs)}
-
-
-def _merge_by_name(own_pairs: list[list[Any]], other_pairs: list[list[Any]]) -> list[list[Any]]:
-    """Merges the entries of a module. Each rank lists all names, with None for what it lacks.
-
-    Rank 0: `[["a", A], ["b", None]]`, another rank: `[["a", None], ["b", B]]`, merged: `[["a", A],
-    ["b", B]]`.
-    """
-    other_entries = dict(other_pairs)
-    merged = []
-    for name, own_entry in own_pairs:
-        other_entry = other_entries.get(name)
-        merged.append([name, own_entry if other_entry is None else other_entry])
-    return merged
-
-
-def _merge_by_number(own_pairs: list[list[Any]], other_pairs: list[list[Any]]) -> list[list[Any]]:
-    """Merges the entries of an object's state. Each rank lists only the numbers that it has.
-
-    Rank 0: `[[0, A]]`, another rank: `[[1, B]]`, merged: `[[0, A], [1, B]]`.
-    """
-    return sorted([*own_pairs, *other_pairs], key=lambda number_and_entry: number_and_entry[0])
+        trees = manifest["modules"]
+        trees[state_name] = merge_entries(trees[state_name], entries)
+    else:
+        object_tree = manifest["training"][state_name]
+        object_tree["state"] = merge_entries(object_tree["state"], entries)
 
 
 def _check_files_visible(temporary: Path, files: Mapping[str, int]) -> None:
