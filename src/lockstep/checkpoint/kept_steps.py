@@ -293,14 +293,14 @@ class KeptSteps(Extension):
         try:
             return plan_keeping([RankNeeds(**answer) for answer in answers])
         except StepsCannotBeKept as error:
-            if not self._training.every_step:
-                self._training.say(f"steps are not kept in memory: {error.found}")
-                return None
-            if isinstance(problem, LockstepError):
-                raise problem from None
-            raise CheckpointError(
-                "keeping each step in memory", error.found, error.advice
-            ) from None
+            reason = error
+
+        if not self._training.every_step:
+            self._training.say(f"steps are not kept in memory: {reason.found}")
+            return None
+        if isinstance(problem, LockstepError):
+            raise problem  # this rank's own, with its cause
+        raise CheckpointError("keeping each step in memory", reason.found, reason.advice)
 
 
 def _nothing_to_take() -> TakenState:
