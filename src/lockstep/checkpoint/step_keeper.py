@@ -10,6 +10,7 @@ the last step or, if a rank was killed while it was writing, the step before.
 from __future__ import annotations
 
 import json
+import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -191,9 +192,9 @@ class StepKeeper:
         self._unused_areas_are_freed = False
         """True once a later step than the resumed one is complete, parts of which may lie in areas
         that this attempt does not use."""
-        self._has_given_up = False
-        """True if this rank alone has stopped keeping steps. It still takes part in the decisions
-        of all ranks."""
+        self._given_up = threading.Event()
+        """Set if this rank alone has stopped keeping steps. It still takes part in the decisions of
+        all ranks."""
         self._copy_s: float | None = None
         """How long the training stood still while the last copy was made or started. None if this
         was recorded already, or if the copy went to new memory, which takes several times as
@@ -221,7 +222,7 @@ class StepKeeper:
         return PartnerCopies(
             partners.receiver,
             inboxes,
-            has_given_up=lambda: self._has_given_up,
+            has_given_up=self._given_up.is_set,
             timeout=self._training.timeout,
         )
 
@@ -276,7 +277,8 @@ class StepKeeper:
         # A rank that has given up copies nothing and has no area to send. But it counts the steps,
         # and takes part below, where all ranks communicate.
         self._serial += 1
-        area = None if self._has_given_up else self._copy_or_give_up(step_number, facts)
+        has_given_up = self._given_up.is_set()
+        area = None if has_given_up else self._copy_or_give_up(step_number, facts)
         self._num_copies += 1
 
         # Choose how often a step is kept, unless the user asked for every step.
@@ -347,7 +349,7 @@ class StepKeeper:
         Raises:
             Exception: the problem itself, if the user asked for every step to be kept.
         """
-        self._has_given_up = True
+        self._given_up.set()
         self._areas.give_up(self._attempt.number)  # tells the other ranks of the machine
         if self._training.every_step:
             raise problem
