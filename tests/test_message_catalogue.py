@@ -39,6 +39,7 @@ pytestmark = pytest.mark.unit
 
 PASSED_ON = {
     "batch.loader:error.do",
+    "checkpoint.kept_steps:reason.advice",
     "cli.run_options:error.do",
     "distributed.collectives:do",
     "errors:error.do",
