@@ -113,20 +113,11 @@ def blank_out_harmless_differences(
         commands: what `command_of_script` returned on each rank, in the order of the ranks.
         launch: how the ranks were started.
     """
-    # A flag such as --rank may be missing on some ranks. It goes last on all ranks, with 0 where it
-    # is missing, so that all other arguments stand at the same positions.
-    aligned = [list(command) for command in commands]
-    for flag in PLACE_FLAGS:
-        if any(_values_of_flag(command, flag) for command in aligned):
-            aligned = [_with_flag_last(command, flag) for command in aligned]
-    if launch.rank_set_by_script:
-        aligned = _with_missing_flag_last(aligned)
-
-    lengths = {len(command) for command in aligned}
-    if len(lengths) != 1:
+    aligned = _with_flags_of_places_last(commands, launch)
+    if not _are_equally_long(aligned):
         return aligned  # nothing says which of their arguments belong together
 
-    [num_arguments] = lengths
+    num_arguments = len(aligned[0])
     differing_positions = []
     for position in range(num_arguments):
         if len({command[position] for command in aligned}) > 1:
@@ -149,6 +140,25 @@ def blank_out_harmless_differences(
                 command[position] = _blank_out_value(command[position])
 
     return blanked
+
+
+def _with_flags_of_places_last(
+    commands: Sequence[Sequence[str]], launch: Launch
+) -> list[list[str]]:
+    """Returns the arguments of each rank, so that those that belong together stand at one position.
+
+    A flag such as --rank may be missing on some ranks. It goes last on all ranks, with 0 where it
+    is missing, so that all other arguments stand at the same positions.
+
+    Args:
+        commands: the arguments of each rank.
+        launch: how the ranks were started.
+    """
+    aligned = [list(command) for command in commands]
+    for flag in PLACE_FLAGS:
+        if any(_values_of_flag(command, flag) for command in aligned):
+            aligned = [_with_flag_last(command, flag) for command in aligned]
+    return _with_missing_flag_last(aligned) if launch.rank_set_by_script else aligned
 
 
 def _blank_out_value(argument: str) -> str:

@@ -109,20 +109,7 @@ def open_group(
 
     # Gloo and NCCL read their network interfaces from environment variables, so these are set
     # before the group is opened.
-    addresses = network.local_addresses()
-    if topology.is_set_by_hand and not topology.one_node:
-        interface.forget_loopback_of_launcher(addresses)
-    name, reason = interface.choose_interface(
-        os.environ,
-        addresses,
-        topology.one_node,
-        network.address_reaching(topology.master_addr),
-        network.hostname_address(),
-    )
-    interface.use_gloo_interface(name, topology.size)
-    choices = [Choice("network", name or "by host name", reason)]
-    if "nccl" in backend:
-        choices += _set_nccl_interfaces(topology, addresses)
+    choices = _set_interfaces(topology, backend)
 
     dist.init_process_group(
         backend,
@@ -134,6 +121,33 @@ def open_group(
         device_id=device if "nccl" in backend else None,
     )
     _wait_until_all_are_connected(store, topology.size, timeout_or_default)
+    return choices
+
+
+def _set_interfaces(topology: Topology, backend: str) -> list[Choice]:
+    """Chooses and sets the network interfaces of Gloo, and those of NCCL if the run uses it.
+
+    Returns:
+        What was chosen, for the log.
+
+    Raises:
+        SettingError: the user named an interface that does not exist, or none can be chosen.
+    """
+    addresses = network.local_addresses()
+    if topology.is_set_by_hand and not topology.one_node:
+        interface.forget_loopback_of_launcher(addresses)
+
+    name, reason = interface.choose_interface(
+        os.environ,
+        addresses,
+        topology.one_node,
+        network.address_reaching(topology.master_addr),
+        network.hostname_address(),
+    )
+    interface.use_gloo_interface(name, topology.size)
+    choices = [Choice("network", name or "by host name", reason)]
+    if "nccl" in backend:
+        choices += _set_nccl_interfaces(topology, addresses)
     return choices
 
 

@@ -110,20 +110,7 @@ def _normalize_option(text: str) -> str:
     name = match["name"]
     separator = match["separator"]
     value = match["value"]
-
-    if TASKS_OPTION_PATTERN.match(name):
-        raise SettingError(
-            was_set,
-            "each machine of the job has one task, the launcher, which starts the ranks there",
-            "say with --nproc how many ranks, and with --nodes how many machines",
-        )
-
-    if name in ("-W", "--wait"):
-        raise SettingError(
-            was_set,
-            "sbatch would say nothing, not even the job's number, until the job has ended",
-            "leave it out; use `squeue --me` to see the job",
-        )
+    _check_name_of_option(was_set, name)
 
     is_quoted = len(value) > 1 and value[0] == value[-1] and value[0] in "'\""
     if is_quoted:
@@ -141,6 +128,28 @@ def _normalize_option(text: str) -> str:
     if is_long_name and has_value:
         return f"{name}={value}"
     return name + value  # "-p gpu" -> "-pgpu", "--exclusive" -> "--exclusive"
+
+
+def _check_name_of_option(was_set: str, name: str) -> None:
+    """Raises SettingError for an option of sbatch that such a job cannot have.
+
+    Args:
+        was_set: the option as the user has set it, for the error.
+        name: the name of sbatch's option, such as `--ntasks`.
+    """
+    if TASKS_OPTION_PATTERN.match(name):
+        raise SettingError(
+            was_set,
+            "each machine of the job has one task, the launcher, which starts the ranks there",
+            "say with --nproc how many ranks, and with --nodes how many machines",
+        )
+
+    if name in ("-W", "--wait"):
+        raise SettingError(
+            was_set,
+            "sbatch would say nothing, not even the job's number, until the job has ended",
+            "leave it out; use `squeue --me` to see the job",
+        )
 
 
 def job_script(options: Sequence[str], nproc: str | None, arguments: Sequence[str]) -> str:
