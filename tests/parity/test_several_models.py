@@ -87,17 +87,23 @@ def test_buffers_of_a_model_are_compared_after_the_step_of_its_own_optimizer() -
     assert first[1] == of_virtual_ranks_alone
 
 
+def with_buffers(inputs: int, outputs: int) -> nn.Module:
+    """Of both kinds: running statistics, which are averaged, and the vectors of a spectral norm."""
+    head = nn.utils.parametrizations.spectral_norm(nn.Linear(8, outputs))
+    return nn.Sequential(nn.Linear(inputs, 8), nn.BatchNorm1d(8), nn.Tanh(), head)
+
+
 def digests_of_alternating_steps() -> list[str]:
     """Trains a critic in two of three steps, and the generator in the third; with virtual ranks."""
     with lockstep.init(seed=1, virtual_ranks=4) as world:
         torch.manual_seed(0)
-        generator, critic = network(4, 6), network(6, 1)
+        generator, critic = with_buffers(4, 6), with_buffers(6, 1)
         makes = torch.optim.Adam(generator.parameters(), lr=1e-2)
         judges = torch.optim.Adam(critic.parameters(), lr=1e-2)
         generator, critic, makes, judges = world.prepare(generator, critic, makes, judges)
         numbers = torch.Generator().manual_seed(3)
-        real = torch.randn(72, 6, generator=numbers, dtype=torch.float64)
-        noise = torch.randn(72, 4, generator=numbers, dtype=torch.float64)
+        real = torch.randn(72, 6, generator=numbers)
+        noise = torch.randn(72, 4, generator=numbers)
         for x, z in world.loader(TensorDataset(real, noise), 8, shuffle=True):
             if world.step % 3 == 2:
                 world.backward(-critic(generator(z)).mean())

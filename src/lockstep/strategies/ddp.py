@@ -247,8 +247,7 @@ class DDP(base.Strategy):
         """Returns the extensions that handle the events of each step, in the order of their calls.
 
         With virtual ranks, the first extension sums gradients over the virtual ranks, and the
-        second averages buffers. The last one is always `_StepsUnderDDP`, which makes equal the
-        buffers that no other extension does.
+        second makes buffers equal. The last one is always `_StepsUnderDDP`.
 
         Args:
             module: the user's module.
@@ -266,19 +265,19 @@ class DDP(base.Strategy):
             )
             return [_StepsUnderDDP(wrapped, moving_buffers)]
 
-        # `VirtualRankBuffers` averages buffers, including those that the user has chosen. All
-        # others get the values of rank 0 from `MovingBuffers`.
+        # `VirtualRankBuffers` averages buffers, including those that the user has chosen. After
+        # that it gives all others the values of rank 0, by `MovingBuffers`.
         virtual_rank_buffers = VirtualRankBuffers(
             module, virtual_ranks.tree, run.step, self.average_buffers, prepared=wrapped
         )
-        moving_buffers = MovingBuffers(
+        virtual_rank_buffers.moving_buffers = MovingBuffers(
             module,
             run.step,
             average=(),
             left_out=virtual_rank_buffers.combined_names,
             strategy=type(self).__name__,
         )
-        return [virtual_ranks, virtual_rank_buffers, _StepsUnderDDP(wrapped, moving_buffers)]
+        return [virtual_ranks, virtual_rank_buffers, _StepsUnderDDP(wrapped, None)]
 
     def backward(
         self, modules: Sequence[nn.Module], loss: Tensor, precision: Precision, **options: Any
@@ -841,10 +840,11 @@ class _StepsUnderDDP(Extension):
 
     Args:
         module: the module in its DDP wrapper.
-        moving_buffers: makes the buffers that forward passes change equal on all ranks.
+        moving_buffers: makes the buffers that forward passes change equal on all ranks; None if
+            another extension does that.
     """
 
-    def __init__(self, module: ExactDDP, moving_buffers: MovingBuffers) -> None:
+    def __init__(self, module: ExactDDP, moving_buffers: MovingBuffers | None) -> None:
         self._module = module
         self.moving_buffers = moving_buffers
 
@@ -859,7 +859,7 @@ class _StepsUnderDDP(Extension):
 
     def after_step(self, optimizer: Optimizer, modules: Sequence[nn.Module]) -> None:
         """Makes the buffers that forward passes change equal on all ranks."""
-        if self._module in modules:
+        if self.moving_buffers is not None and self._module in modules:
             self.moving_buffers.make_equal()
 
     def release(self) -> None:

@@ -360,8 +360,8 @@ class FSDP(Strategy):
             virtual_ranks: averages the buffers in a run with virtual ranks, else None.
         """
         # `MovingBuffers` makes the buffers that forward passes change equal on all ranks. With
-        # virtual ranks, `VirtualRankBuffers` does this for the buffers that it averages, and
-        # `MovingBuffers` leaves them out.
+        # virtual ranks, `VirtualRankBuffers` does this for the buffers that it averages, and then
+        # calls `MovingBuffers` for all others.
         average: str | Sequence[str] = self.average_buffers
         left_out: Sequence[str] = ()
         if virtual_ranks is not None:
@@ -375,6 +375,9 @@ class FSDP(Strategy):
             left_out=left_out,
             strategy=type(self).__name__,
         )
+        if virtual_ranks is not None:
+            virtual_ranks.buffers.moving_buffers = moving_buffers
+
         return ShardedModule(
             model.units,
             model.mesh,
@@ -383,7 +386,7 @@ class FSDP(Strategy):
             accumulate_shards=self.accumulate_shards,
             find_unused_parameters=self.find_unused_parameters,
             half_dtype=model.half_dtype,
-            moving_buffers=moving_buffers,
+            moving_buffers=None if virtual_ranks is not None else moving_buffers,
         )
 
     def _shard_units(self, model: _Model) -> list[UnitOutputs]:

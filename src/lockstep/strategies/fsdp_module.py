@@ -57,7 +57,8 @@ class ShardedModule(Extension):
         accumulate_shards: True if gradients are averaged in every micro-batch.
         find_unused_parameters: True if ranks may use different parameters.
         half_dtype: the dtype of gathered parameters if it is a half-precision one, else None.
-        moving_buffers: makes the buffers that forward passes change equal on all ranks.
+        moving_buffers: makes the buffers that forward passes change equal on all ranks; None if
+            another extension does that.
     """
 
     def __init__(
@@ -70,7 +71,7 @@ class ShardedModule(Extension):
         accumulate_shards: bool,
         find_unused_parameters: bool,
         half_dtype: torch.dtype | None,
-        moving_buffers: MovingBuffers,
+        moving_buffers: MovingBuffers | None,
     ) -> None:
         self._mesh = mesh
         self._run = run
@@ -320,7 +321,7 @@ class ShardedModule(Extension):
 
     def after_step(self, optimizer: Optimizer, modules: Sequence[nn.Module]) -> None:
         """Makes the buffers that forward passes change equal on all ranks."""
-        if self._root in modules:
+        if self._moving_buffers is not None and self._root in modules:
             self._moving_buffers.make_equal()
 
     def _raise_if_earlier_forward_failed(self) -> None:

@@ -7,6 +7,8 @@ get new values. Those of BatchNorm, and those that the user has named (`average_
 mean over virtual ranks, added up in the order of the tree (`virtual_ranks`). All others get the
 values that the first virtual rank of this process has left: on rank 0 that is virtual rank 0.
 `moving_buffers` compares these values between the ranks, and then gives those of rank 0 to all.
+This is done after the first optimizer step of a global batch, whichever model that optimizer
+trains: a model that rests in some steps, such as a GAN's generator, also has buffers to combine.
 
 A SyncBatchNorm gives its buffers the values of the global batch by itself, the same on all ranks
 (`virtual_rank_batchnorm`). They are only restored if a global batch is left early.
@@ -29,7 +31,7 @@ from lockstep.communication.summation_tree import push
 from lockstep.session.extension import Extension
 from lockstep.session.micro_batch import MicroBatch
 from lockstep.session.step import Step, StepKey
-from lockstep.strategies.moving_buffers import names_to_average
+from lockstep.strategies.moving_buffers import MovingBuffers, names_to_average
 from lockstep.strategies.sync_batchnorm import SyncBatchNorm
 from lockstep.strategies.virtual_ranks import VirtualRankTree, counts_in_sum
 from lockstep.torch_compat import BatchNorm, add_to_each, copy_to_each, write_count
@@ -78,6 +80,9 @@ class VirtualRankBuffers(Extension):
         """True if an optimizer trains the module. Other modules are changed by the script, such as
         an average of another module."""
         self._prepared_module = module if prepared is None else prepared
+        self.moving_buffers: MovingBuffers | None = None
+        """Gives all processes rank 0's values of the buffers that are not combined here; None if
+        there is a single process."""
         self._tree = tree
         self._step = step
         batchnorm_ids: set[int] = set()
@@ -214,11 +219,11 @@ class VirtualRankBuffers(Extension):
         2. Restore the initial buffers. Those of SyncBatchNorm layers are left alone: they have the
            values of the global batch already.
         3. Give averaged buffers their mean, and advance the counters.
-        4. Give all other buffers the values that the first virtual rank of this process has left.
-           (`moving_buffers` compares them between the processes.)
+        4. Give all other buffers the values that the first virtual rank of this process has left,
+           and then those of rank 0.
         """
         latest = self._first_micro_batch_of_virtual_rank
-        if latest is None or not self._has_buffers_to_combine(modules):
+        if latest is None or not self._has_buffers_to_combine():
             return
         self._combined_in = self._step.key
         self._has_uncombined_buffers = False
@@ -227,18 +232,15 @@ class VirtualRankBuffers(Extension):
         self._restore_buffers(keep_synchronised=True)
         self._combine_over_virtual_ranks(self._step.micro_batch.global_samples)
         self._copy_from_first_virtual_rank()
+        if self.moving_buffers is not None:
+            self.moving_buffers.make_equal()
 
-    def _has_buffers_to_combine(self, modules: Sequence[nn.Module]) -> bool:
-        """Returns True if an optimizer step ends a global batch whose buffers are not combined yet.
-
-        Args:
-            modules: the modules that the optimizer trains.
-        """
-        trains_this_module = self._prepared_module in modules
+    def _has_buffers_to_combine(self) -> bool:
+        """Returns True if the module has buffers that this global batch has not combined yet."""
         is_of_virtual_rank = self._step.micro_batch.virtual_rank is not None
         is_first_optimizer = self._combined_in != self._step.key
         has_buffers = len(self._buffer_owners) > 0
-        return trains_this_module and is_of_virtual_rank and is_first_optimizer and has_buffers
+        return self._has_optimizer and is_of_virtual_rank and is_first_optimizer and has_buffers
 
     @torch.no_grad()
     def _copy_from_first_virtual_rank(self) -> None:
