@@ -15,11 +15,12 @@ from typing import Any
 from lockstep.errors import RankFailedError
 from lockstep.run.start.spawn import launch
 from lockstep.run.start.worker import Script
+from lockstep.verify.comparison import Comparison
+from lockstep.verify.comparison_plan import ComparisonPlan
 from lockstep.verify.rank import main
 from lockstep.verify.reference_check import check_reference
 from lockstep.verify.run_config import RunConfig
-from lockstep.verify.run_record import record_run
-from lockstep.verify.verdict import judge
+from lockstep.verify.run_record import RunRecord
 from lockstep.wording import count_noun
 
 __all__ = ["assert_same"]
@@ -79,7 +80,8 @@ def assert_same(
         precision=precision,
         overrides=overrides,
     )
-    reference_config = config.reference_config(batch_size_factor=nproc if batch_per_process else 1)
+    batch_size_factor = nproc if batch_per_process else 1
+    plan = ComparisonPlan(reference=config.reference_config(batch_size_factor), ways=[config])
     training = partial(fn, *args)
 
     def start(folder: Path, config: RunConfig) -> str:
@@ -95,9 +97,8 @@ def assert_same(
             return error.found
         return ""
 
-    with tempfile.TemporaryDirectory(prefix="lockstep-verify-") as temporary_folder:
-        folder = Path(temporary_folder)
-        reference = record_run(reference_config, folder / "reference", start)
+    def check(reference: RunRecord) -> None:
+        """Raises UsageError if the run on one process gives nothing to compare with."""
         check_reference(
             reference,
             was_set=f"assert_same({function_name})",
@@ -105,7 +106,8 @@ def assert_same(
             command=f"{function_name} here",
             subject="function",
         )
-        run_on_several = record_run(config, folder / "other", start)
-        verdict = judge(reference, run_on_several)
-    if verdict.word != "EQUAL":
-        raise AssertionError("\n".join(verdict.lines()))
+
+    with tempfile.TemporaryDirectory(prefix="lockstep-verify-") as folder:
+        (result,) = Comparison(plan, Path(folder), start, check).results()
+    if result.verdict.word != "EQUAL":
+        raise AssertionError("\n".join(result.verdict.lines()))

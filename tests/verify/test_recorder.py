@@ -16,9 +16,10 @@ from lockstep.verify.rank_files import RankEnd, UpdateWriter
 from lockstep.verify.recording.determinism import Determinism
 from lockstep.verify.recording.forwards import ForwardRecorder
 from lockstep.verify.recording.function_mode import FunctionMode
+from lockstep.verify.recording.guard import ExitByRecorder
 from lockstep.verify.recording.larger_batches import merge_batches
 from lockstep.verify.recording.losses import LossRecorder
-from lockstep.verify.recording.state import ExitByRecorder, ForwardPass, RecorderState
+from lockstep.verify.recording.state import ForwardPass, RecorderState
 from lockstep.verify.run_config import RunConfig
 from lockstep.verify.run_record import record_run
 from lockstep.verify.training_record import Forward

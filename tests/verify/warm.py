@@ -15,10 +15,12 @@ from pathlib import Path
 from ranks import HANG_S, _store, context, rank_environment
 
 from lockstep.run.start.worker import Script
+from lockstep.verify.comparison import Comparison
+from lockstep.verify.comparison_plan import ComparisonPlan
 from lockstep.verify.rank import main
 from lockstep.verify.run_config import RunConfig
-from lockstep.verify.run_record import record_run
-from lockstep.verify.verdict import Verdict, judge
+from lockstep.verify.run_record import RunRecord
+from lockstep.verify.verdict import Verdict
 
 
 def verify(
@@ -35,20 +37,18 @@ def verify(
     program = Script(path=str(script), arguments=arguments)
     several = RunConfig(name=f"{nproc} processes", nproc=nproc, script=program, steps=steps)
     several = replace(several, precision=precision)
+    alone = replace(several.reference_config(batch_times), seconds=seconds)
+    plan = ComparisonPlan(reference=alone, ways=[several], steps=steps, same_samples=same_samples)
     with tempfile.TemporaryDirectory() as folder:
-        alone = replace(several.reference_config(batch_times), seconds=seconds)
-        if same_samples:
-            kept = Path(folder) / "batches"
-            other = record_run(replace(several, batches_folder=kept), Path(folder) / "other", start)
-            alone = replace(alone, batches_folder=kept, steps=other.steps)
-            return judge(record_run(alone, Path(folder) / "reference", start), other)
-        reference = record_run(alone, Path(folder) / "reference", start)
-        if reference.stopped_at:
-            several = replace(several, steps=reference.steps)
-        other = record_run(several, Path(folder) / "other", start)
+        (result,) = Comparison(plan, Path(folder), start, check).results()
+    assert isinstance(result.verdict, Verdict)  # not one by bits
+    return result.verdict
+
+
+def check(reference: RunRecord) -> None:
+    """Checks that the run on one process has trained."""
     assert not reference.error, reference
     assert reference.updates, reference
-    return judge(reference, other)
 
 
 def start(folder: Path, way: RunConfig) -> str:

@@ -51,7 +51,7 @@ class _BitComparison(NamedTuple):
 
 
 class Comparison:
-    """Runs a script and compares the runs.
+    """Runs a script, or a function, and compares the runs.
 
     Args:
         plan: the runs to compare, and how.
@@ -303,8 +303,8 @@ class Comparison:
         config = replace(way, steps=self._num_steps_of(reference_of_all_ways))
 
         # If the strategy trains several replicas of the model, one process must train them too. So
-        # the script is run on one process again, with this strategy.
-        if config.trains_replicas:
+        # the script is run on one process again, with this strategy, unless it was already.
+        if config.trains_replicas and not self._plan.reference.trains_replicas:
             reference = self._record(config.reference_config())
             self._check_reference(reference)
         else:

@@ -20,7 +20,7 @@ from lockstep.verify.rank_files import UpdateWriter
 from lockstep.verify.recording.bit_recorder import BitRecorder
 from lockstep.verify.recording.determinism import Determinism
 from lockstep.verify.recording.function_mode import FunctionMode
-from lockstep.verify.recording.patches import install, install_for_bits
+from lockstep.verify.recording.patches.install import install, install_for_bits
 from lockstep.verify.recording.recorder import Recorder
 from lockstep.verify.run_config import RunConfig, read_run_config
 
@@ -44,14 +44,14 @@ def main(folder: Path, program: Callable[[], object] | None = None) -> None:
     seed_everything(rank)
 
     determinism = Determinism(double=config.precision == "fp64")
-    mode = FunctionMode(determinism)
     kept_batches: BatchWriter | BatchReader | None = None
     recorder: Recorder | BitRecorder
 
     if config.compares_bits:
-        recorder = BitRecorder(writer, config, mode)
+        recorder = BitRecorder(writer, config)
         install_for_bits(recorder, determinism, config, folder / "saved")
     else:
+        mode = FunctionMode(determinism)
         recorder = Recorder(writer, config, mode)
         kept_batches = _kept_batches(config, rank)
         install(recorder, mode, config, folder / "saved", kept_batches)

@@ -27,8 +27,8 @@ from lockstep.settings import Settings
 from lockstep.strategies.base import PreparedModule, parameters_of
 from lockstep.torch_compat import is_sharded
 from lockstep.verify.rank_files import RankEnd, UpdateWriter
-from lockstep.verify.recording.function_mode import FunctionMode
-from lockstep.verify.recording.state import Finished, RecorderState, guarded
+from lockstep.verify.recording.guard import guarded
+from lockstep.verify.recording.progress import Finished, RunProgress
 from lockstep.verify.recording.tensor_values import copy_arrays
 from lockstep.verify.run_config import MIN_STEPS, RunConfig
 from lockstep.verify.training_record import Batch
@@ -48,12 +48,10 @@ class BitRecorder(Extension):
     Args:
         writer: writer for the updates of this rank.
         config: settings of the run, including the number of steps after which it ends.
-        mode: function mode that the recorder's state needs. It is never entered, so no call of
-            torch is changed.
     """
 
-    def __init__(self, writer: UpdateWriter, config: RunConfig, mode: FunctionMode) -> None:
-        self.state = RecorderState(writer, config, mode)
+    def __init__(self, writer: UpdateWriter, config: RunConfig) -> None:
+        self.state = RunProgress(writer, config)
         self._keeps_values = config.nproc == 1  # the values are only needed on one process
         self._loaders: list[Any] = []
         self._samples: dict[str, str] = {}

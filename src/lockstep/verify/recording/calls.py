@@ -16,8 +16,9 @@ from torch import Tensor
 
 from lockstep.batch.pytree import tensors
 from lockstep.user_code import user_line
+from lockstep.verify.recording.guard import guarded
 from lockstep.verify.recording.marks import mark, marks_of, unmark
-from lockstep.verify.recording.state import RecorderState, guarded
+from lockstep.verify.recording.state import RecorderState
 from lockstep.verify.recording.tensor_values import storage_address
 from lockstep.verify.training_record import ScriptCall
 
@@ -47,7 +48,7 @@ class CallRecorder:
             line=user_line() or "",
             passes_before=len(state.update.losses),  # one loss for each backward pass
             value=value,
-            in_step=state.num_running_steps() > 0,
+            in_step=state.running_steps.count() > 0,
         )
         state.update.calls.append(call)
         return call

@@ -17,8 +17,9 @@ from torch import Tensor
 
 from lockstep.torch_compat import is_sharded
 from lockstep.verify.recording.gradients import GradientRecorder
+from lockstep.verify.recording.guard import guarded
 from lockstep.verify.recording.sample_coupling import nodes_behind
-from lockstep.verify.recording.state import RecorderState, guarded
+from lockstep.verify.recording.state import RecorderState
 from lockstep.verify.recording.tensor_values import copy_arrays, storage_address, summarize
 from lockstep.verify.training_record import RankUpdate
 

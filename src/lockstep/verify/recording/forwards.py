@@ -30,10 +30,11 @@ from lockstep.verify.recording.batches import describe_batch
 from lockstep.verify.recording.foreign_steps import ForeignStepRecorder
 from lockstep.verify.recording.function_mode import is_traced
 from lockstep.verify.recording.gradients import GradientRecorder
+from lockstep.verify.recording.guard import guarded
 from lockstep.verify.recording.inputs import InputRecorder
 from lockstep.verify.recording.marks import BATCH_NORM, MODEL_CALL, mark, marks_of
 from lockstep.verify.recording.models import has_parameters, has_tensors
-from lockstep.verify.recording.state import ForwardPass, RecorderState, guarded
+from lockstep.verify.recording.state import ForwardPass, RecorderState
 from lockstep.verify.recording.tensor_values import (
     copy_arrays,
     sample_tensors,
@@ -94,7 +95,7 @@ class ForwardRecorder:
 
         # Writes are watched, unless an optimizer is stepping, whose closure has called the model:
         # the next writes would be its own.
-        is_inside_step = self.state.num_running_steps() > 0
+        is_inside_step = self.state.running_steps.count() > 0
         if not is_inside_step:
             self.state.watch_writes_from_now()
 

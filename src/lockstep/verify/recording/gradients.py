@@ -20,7 +20,8 @@ from torch import Tensor, nn
 
 from lockstep.torch_compat import is_sharded, to_local
 from lockstep.verify.recording.calls import CallRecorder
-from lockstep.verify.recording.state import RecorderState, guarded
+from lockstep.verify.recording.guard import guarded
+from lockstep.verify.recording.state import RecorderState
 from lockstep.verify.recording.tensor_values import copy_arrays, storage_address
 from lockstep.verify.tolerance import Array, largest_of_all
 
@@ -243,7 +244,7 @@ class GradientRecorder:
         Args:
             tensor: tensor that an all-reduce has written to. It is ignored if it is not a gradient.
         """
-        is_in_step = self.state.num_running_steps() > 0
+        is_in_step = self.state.running_steps.count() > 0
         if not is_in_step or not isinstance(tensor, Tensor):
             return
 

@@ -16,7 +16,8 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from lockstep.session.extension import DeliveredBatch
 from lockstep.verify.recording.batches import UnusedBatches, describe_batch
-from lockstep.verify.recording.state import RecorderState, guarded
+from lockstep.verify.recording.guard import guarded
+from lockstep.verify.recording.state import RecorderState
 from lockstep.verify.training_record import Batch
 
 

@@ -21,6 +21,7 @@ from lockstep.strategies.base import parameters_of
 from lockstep.user_code import user_line
 from lockstep.verify.recording.foreign_steps import ForeignStepRecorder
 from lockstep.verify.recording.gradients import GradientRecorder
+from lockstep.verify.recording.guard import guarded
 from lockstep.verify.recording.loss_calls import LossCall, line_of_loss, terms_of
 from lockstep.verify.recording.marks import marks_of
 from lockstep.verify.recording.sample_coupling import (
@@ -28,7 +29,7 @@ from lockstep.verify.recording.sample_coupling import (
     couples_samples,
     nodes_behind,
 )
-from lockstep.verify.recording.state import ForwardPass, RecorderState, guarded
+from lockstep.verify.recording.state import ForwardPass, RecorderState
 from lockstep.verify.recording.tensor_values import summarize, summarize_rows
 from lockstep.verify.run_config import MIN_STEPS
 from lockstep.verify.training_record import Batch

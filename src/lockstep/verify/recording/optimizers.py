@@ -8,10 +8,8 @@ written. `state.models` yields the tensors of all models with their names.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -22,9 +20,10 @@ from lockstep.strategies.base import parameters_of
 from lockstep.torch_compat import is_sharded
 from lockstep.user_code import user_line
 from lockstep.verify.recording.gradients import GradientRecorder
+from lockstep.verify.recording.guard import guarded
 from lockstep.verify.recording.inputs import InputRecorder
 from lockstep.verify.recording.marks import marks_of
-from lockstep.verify.recording.state import RecorderState, guarded
+from lockstep.verify.recording.state import RecorderState
 from lockstep.verify.recording.tensor_values import copy_arrays, summarize
 from lockstep.verify.tolerance import Array
 from lockstep.verify.training_record import Batch
@@ -57,19 +56,6 @@ FIELDS_OF_BACKWARD_PASSES = (
 )
 """Fields of an update that describe its backward passes. If several optimizers step after the same
 backward passes, each of their updates gets a copy."""
-
-
-def _frame_of_step() -> FrameType:
-    """Returns the frame in which torch calls the hooks of an optimizer step, and the step itself.
-
-    Without such a frame it is the outermost one, which stays on the call stack.
-    """
-    frame = sys._getframe()
-    while frame.f_back is not None:
-        if frame.f_globals.get("__name__") == "torch.optim.optimizer":
-            break
-        frame = frame.f_back
-    return frame
 
 
 class ParameterGroup(dict[str, Any]):
@@ -120,8 +106,8 @@ class OptimizerRecorder:
             arguments.
         """
         state = self.state
-        state.begin_step(optimizer, _frame_of_step())
-        is_outermost = state.num_running_steps() == 1
+        state.running_steps.begin(optimizer)
+        is_outermost = state.running_steps.count() == 1
         if not is_outermost:
             return None
 
@@ -361,8 +347,8 @@ class OptimizerRecorder:
         Torch calls this hook for every optimizer, even for one that is called by another optimizer.
         """
         state = self.state
-        state.end_step(optimizer)
-        is_outermost = state.num_running_steps() == 0
+        state.running_steps.end(optimizer)
+        is_outermost = state.running_steps.count() == 0
         if not is_outermost:
             return
 

@@ -21,10 +21,11 @@ from lockstep.verify.recording.foreign_steps import ForeignStepRecorder
 from lockstep.verify.recording.forwards import ForwardRecorder
 from lockstep.verify.recording.function_mode import FunctionMode
 from lockstep.verify.recording.gradients import GradientRecorder
+from lockstep.verify.recording.guard import ExitByRecorder, guarded
 from lockstep.verify.recording.inputs import InputRecorder
 from lockstep.verify.recording.losses import LossRecorder
 from lockstep.verify.recording.optimizers import OptimizerRecorder
-from lockstep.verify.recording.state import ExitByRecorder, RecorderState, guarded
+from lockstep.verify.recording.state import RecorderState
 from lockstep.verify.run_config import RunConfig
 from lockstep.verify.tolerance import Array
 

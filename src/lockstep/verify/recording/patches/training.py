@@ -1,0 +1,188 @@
+"""Patches that observe the training: backward passes, optimizers, seeds, and hooks on gradients.
+
+Each informs the `Recorder`, whose parts `recorder.calls`, `recorder.losses` and so on record one
+subject each.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.utils.data import DistributedSampler
+
+from lockstep.distributed.process_group import Run
+from lockstep.torch_compat import in_backward_pass
+from lockstep.training.optimizer import PreparedOptimizer
+from lockstep.user_code import user_line
+from lockstep.verify.recording.bit_recorder import BitRecorder
+from lockstep.verify.recording.optimizers import ParameterGroup
+from lockstep.verify.recording.patches.wrapping import wrap
+from lockstep.verify.recording.recorder import Recorder
+from lockstep.world import World
+
+CLIPPING_FUNCTIONS = ("clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_")
+
+
+def watch_backward_passes(recorder: Recorder) -> None:
+    """Patches `torch.autograd.backward`, to see losses and the gradients of each backward pass.
+
+    `Tensor.backward` calls this function too. With reentrant activation checkpointing, torch calls
+    it once more within a backward pass. This inner call has no loss of the script and is ignored.
+    """
+
+    def before_backward(tensors: Any, *_args: Any, **_kwargs: Any) -> None:
+        """Called before `torch.autograd.backward`: records the loss, if it is a single scalar."""
+        # Reentrant activation checkpointing makes this call, within the backward pass of a loss.
+        if in_backward_pass():
+            return
+
+        loss = tensors
+        if isinstance(tensors, list | tuple) and len(tensors) == 1:
+            loss = tensors[0]
+
+        is_scalar = isinstance(loss, Tensor) and loss.numel() == 1
+        if is_scalar:
+            recorder.losses.begin_backward(loss)
+
+    def after_backward(*_args: Any, **_kwargs: Any) -> None:
+        """Called after `torch.autograd.backward`: records the gradients that it has left."""
+        # If a backward pass is still running, this was an inner call.
+        if in_backward_pass():
+            return
+
+        recorder.gradients.end_backward()
+
+    wrap(torch.autograd, "backward", before=before_backward, after=after_backward)
+
+
+def watch_gradient_clipping(recorder: Recorder) -> None:
+    """Patches torch's clipping functions, to see the gradients before they are clipped."""
+    utils: Any = torch.nn.utils
+    for name in CLIPPING_FUNCTIONS:
+        clip = partial(recorder.gradients.clip, getattr(utils, name))
+        setattr(utils, name, clip)
+        setattr(utils.clip_grad, name, clip)  # the module that defines these functions
+
+
+def watch_optimizers(recorder: Recorder) -> None:
+    """Patches optimizers and schedulers, to see new optimizers and changes of learning rates."""
+
+    def after_group(optimizer: Optimizer, *_args: Any, **_kwargs: Any) -> None:
+        """Called after `Optimizer.add_param_group`: tells `recorder` of the group.
+
+        The constructor of every optimizer calls `add_param_group` for each of its groups, so the
+        optimizer may be new too.
+        """
+        # A script constructs its optimizer after its model. So the random numbers drawn so far have
+        # initialized the model, and were not drawn for the first step.
+        recorder.state.step_draws.restart()
+
+        # Replace the group, a dictionary, by one that also remembers which line of the script last
+        # set its learning rate.
+        optimizer.param_groups[-1] = ParameterGroup(optimizer.param_groups[-1])
+
+        built_optimizers = recorder.state.models.built_optimizers
+        if optimizer not in built_optimizers:
+            built_optimizers.append(optimizer)
+
+    def before_prepared(_prepared: Any, inner: Optimizer, *_args: Any, **_kwargs: Any) -> None:
+        """Called before `PreparedOptimizer.__init__`, with the optimizer of the script.
+
+        `lockstep verify` reports optimizers of Lockstep's models that were never prepared.
+        """
+        recorder.optimizers.prepared_by_lockstep.add(inner)
+
+    def before_schedule(*_args: Any, **_kwargs: Any) -> None:
+        recorder.calls.record("schedule")
+
+    def before_plateau(_: Any, metrics: Any, *_args: Any) -> None:
+        recorder.calls.record("schedule", value=float(metrics))
+
+    wrap(Optimizer, "add_param_group", after=after_group)
+    wrap(PreparedOptimizer, "__init__", before=before_prepared)
+    wrap(LRScheduler, "step", before=before_schedule)
+    wrap(ReduceLROnPlateau, "step", before=before_plateau)  # it has a `step` of its own
+
+
+def watch_seeds_and_epochs(recorder: Recorder) -> None:
+    """Patches `torch.manual_seed` and `DistributedSampler.set_epoch`.
+
+    They may explain differences: ranks may use the same seed, or a sampler's epoch is never set.
+    """
+
+    def before_epoch(sampler: Any, *_args: Any, **_kwargs: Any) -> None:
+        recorder.inputs.samplers_with_epoch.add(sampler)
+
+    wrap(torch, "manual_seed", before=recorder.calls.record_seed)
+    wrap(DistributedSampler, "set_epoch", before=before_epoch)
+
+
+def watch_tensor_hooks(recorder: Recorder) -> None:
+    """Patches `Tensor.register_hook`, to see whether a hook changes the gradient of a parameter."""
+    original_register: Any = Tensor.register_hook
+
+    def register_hook(tensor: Tensor, hook: Callable[[Tensor], Any]) -> Any:
+        """Replaces `Tensor.register_hook`, and watches the hook if the script registers it."""
+        # Hooks that torch registers are not watched, even if the script has called torch and is on
+        # the call stack. Nor are those that a library registers without the script.
+        caller = sys._getframe(1)
+        is_registered_by_torch = caller.f_globals["__name__"].startswith("torch.")
+        line_of_user = user_line()
+        if is_registered_by_torch or not line_of_user:
+            return original_register(tensor, hook)
+
+        watched_hook = partial(_call_watched_hook, recorder, line_of_user, tensor, hook)
+        return original_register(tensor, watched_hook)
+
+    Tensor.register_hook = register_hook  # type: ignore[method-assign]
+
+
+def _call_watched_hook(
+    recorder: Recorder,
+    line: str,
+    tensor: Tensor,
+    hook: Callable[..., Any],
+    gradient: Tensor | None,
+) -> Any:
+    """Calls a hook that the script has registered, and records if it returns another gradient.
+
+    A hook that changes the gradient in place is not noticed.
+
+    Args:
+        recorder: recorder that is informed of a change.
+        line: line of the script that has registered the hook.
+        tensor: tensor on which the hook is registered.
+        hook: the script's hook.
+        gradient: gradient of the tensor; None if the loss does not depend on it.
+
+    Returns:
+        The result of the hook: a new gradient, or None to leave the gradient unchanged.
+    """
+    result = hook(gradient)
+
+    # An optimizer steps with the gradients of parameters, which are leaf tensors. Other gradients
+    # are not of interest.
+    if not tensor.is_leaf:
+        return result
+
+    if isinstance(result, Tensor) and isinstance(gradient, Tensor):
+        if not result.equal(gradient):
+            recorder.calls.record_hook(line)
+
+    return result
+
+
+def watch_settings(recorder: BitRecorder) -> None:
+    """Patches `World`, to see the settings with which the script calls `lockstep.init`."""
+
+    def after_world_init(_: World, run: Run, *_args: Any) -> None:
+        recorder.note_settings(run.settings)
+
+    wrap(World, "__init__", after=after_world_init)
