@@ -72,14 +72,8 @@ def fit_weights(
     if goal.size < MIN_VALUES_PER_WEIGHT * len(parts):
         return None
 
-    columns = []
-    for part in parts:
-        tensors_of_part = {}  # the same names as in the target, in the same order
-        for name, array in target.items():
-            tensors_of_part[name] = part.get(name, np.zeros_like(array))
-        columns.append(flat(tensors_of_part))
-
-    matrix = np.stack(columns, axis=1)  # shape (values of the target, parts)
+    # One column for each part: shape (values of the target, parts).
+    matrix = np.stack([_values_like(target, part) for part in parts], axis=1)
     column_norms = np.linalg.norm(matrix, axis=0)
     is_nonzero = column_norms > 0  # for each part
     if not is_nonzero.any():
@@ -105,6 +99,17 @@ def fit_weights(
     weights_of_parts = np.zeros(len(parts))
     weights_of_parts[is_nonzero] = solution / nonzero_norms
     return tuple(weights_of_parts.tolist())
+
+
+def _values_like(target: Mapping[str, Array], part: Mapping[str, Array]) -> Array:
+    """Returns the values of a part in the order of the target, as one vector.
+
+    A tensor that the part lacks is taken as zero.
+    """
+    tensors_in_order = {}
+    for name, array in target.items():
+        tensors_in_order[name] = part.get(name, np.zeros_like(array))
+    return flat(tensors_in_order)
 
 
 def proportional(first: Sequence[float], second: Sequence[float]) -> bool:

@@ -113,7 +113,7 @@ def _lines_of_paragraph(paragraph: str, in_language: InLanguage) -> list[str]:
 
     A translated paragraph is wrapped anew, unless it is code.
     """
-    (one_line,) = paragraphs_of(paragraph)
+    (one_line,) = paragraphs_of(paragraph)  # the only paragraph, without line breaks
     translated = translate_paragraph(one_line, in_language)
     if translated == one_line:
         return paragraph.splitlines()
@@ -204,14 +204,15 @@ def _find_by_words(words: list[str], *, similar_spellings: bool) -> list[Entry]:
     # All words in the catalogue with at least four letters, such as "batchnorm" and "no_sync".
     catalogue_words = set(re.findall(r"[a-z_]{4,}", "\n".join(texts.values())))
 
-    # A list of spellings for each word. A text contains the word if it contains any of them.
+    # What is searched, and for which spellings: a list of them for each word. A text contains the
+    # word if it contains any of its spellings.
     exact_spellings = [[word] for word in words]
     attempts = [(titles, exact_spellings), (texts, exact_spellings)]
     if similar_spellings:
-        attempts.append(
-            (texts, [_similar(word, catalogue_words, MIN_SIMILARITY_OF_WORDS) for word in words])
-        )
+        spellings = [_similar(word, catalogue_words, MIN_SIMILARITY_OF_WORDS) for word in words]
+        attempts.append((texts, spellings))
 
+    # The first attempt that finds an entry counts.
     for text_of_code, spellings_of_words in attempts:
         codes = []
         for code, text in text_of_code.items():

@@ -247,18 +247,27 @@ def _match_rows(expected: Forward, actual: Forward) -> tuple[Array, Array]:
         if not candidates:
             continue
 
-        # Of several candidates, choose the one whose full row is nearest.
-        distances = []
-        for candidate in candidates:
-            differences = np.abs(actual_full_rows[candidate] - expected_full_rows[index])
-            distances.append(float(differences.max()))
-
-        nearest = candidates[distances.index(min(distances))]
+        nearest = _nearest_row(candidates, actual_full_rows, expected_full_rows[index])
         is_free[nearest] = False
         expected_indices.append(index)
         actual_indices.append(nearest)
 
     return np.array(expected_indices, dtype=int), np.array(actual_indices, dtype=int)
+
+
+def _nearest_row(candidates: Sequence[int], rows: Array, wanted_row: Array) -> int:
+    """Returns the index of the candidate whose row is nearest to the wanted one.
+
+    Args:
+        candidates: indices into `rows`.
+        rows: array of shape (rows, numbers).
+        wanted_row: array of shape (numbers,).
+    """
+
+    def distance(candidate: int) -> float:
+        return float(np.abs(rows[candidate] - wanted_row).max())
+
+    return min(candidates, key=distance)
 
 
 def _rows_of_all_fields(expected: Forward, actual: Forward) -> tuple[Array, Array]:

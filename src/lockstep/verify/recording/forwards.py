@@ -293,10 +293,10 @@ class ForwardRecorder:
         """
         state = self.state
 
-        # Random numbers may go into the loss if they are drawn after the first forward pass began
-        # whose inputs have rows.
-        had_inputs_with_rows = bool(state.update.model_inputs)
-        if not had_inputs_with_rows:
+        # Random numbers that are drawn from the first such call on may go into the loss. So the
+        # draws before it are counted. (This is repeated until a call has inputs with rows.)
+        is_first_call_of_update = not state.update.model_inputs
+        if is_first_call_of_update:
             state.notes.draws_before_forward = state.mode.draws.num_draws
 
         # `shape` describes the rows of the tensors, such as "torch.float32 [3, 32, 32]". It is an

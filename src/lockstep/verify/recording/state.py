@@ -144,10 +144,11 @@ class RecorderState(RunProgress):
         """
         for kind, value in marks.items():
             if kind.startswith(STATISTIC):  # "statistic train.py:12: ..."
-                line_of_statistic, summary = kind.removeprefix(STATISTIC), value
-                self.update.batch_statistics[line_of_statistic] = summary
+                line_of_statistic = kind.removeprefix(STATISTIC)
+                self.update.batch_statistics[line_of_statistic] = value
             elif kind.startswith(MODEL_CALL):  # "model 3": called while update 3 was recorded
-                update_number, line_of_call = int(kind.removeprefix(MODEL_CALL)), value
+                update_number = int(kind.removeprefix(MODEL_CALL))
+                line_of_call = value
                 self.notes.model_calls_behind_loss[update_number] = line_of_call
             elif kind.startswith(BATCH_NORM):  # "norm 140": the layer with the id 140
                 layer_id = value

@@ -98,7 +98,8 @@ def _may_be_of_swapped_models(case: Divergence, expected: set[str], actual: set[
         actual: names of parameters on a rank.
     """
     names_at_first_step = case.reference_run[0][0].initial.keys()
-    some_came_later = not names_at_first_step >= expected | actual
+    names_of_later_parameters = (expected | actual) - names_at_first_step
+    some_came_later = bool(names_of_later_parameters)
     have_same_short_names = Counter(script_names(actual)) == Counter(script_names(expected))
     return some_came_later and have_same_short_names
 

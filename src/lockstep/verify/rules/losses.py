@@ -393,10 +393,13 @@ def _sample_weights_of_model(forward: MatchedForward, num_ranks: int) -> tuple[s
     counts_in_actual = np.abs(actual).max(axis=1) > rounding
 
     # If actual = factor * expected does not hold for some sample, its gradient has another
-    # direction, which no weight explains.
+    # direction, which no weight explains. A sample that does not count on one process has no such
+    # factor, and is not looked at here.
     factors = _factor_of_each_sample(expected, actual, counts_in_expected)
-    errors = np.abs(actual - factors[:, None] * expected).max(axis=1)[counts_in_expected]
-    if (errors > EQUAL_WEIGHT_SHARE * largest(actual)).any():
+    differences = np.abs(actual - factors[:, np.newaxis] * expected)
+    error_of_sample = differences.max(axis=1)
+    is_wrong = counts_in_expected & (error_of_sample > EQUAL_WEIGHT_SHARE * largest(actual))
+    if is_wrong.any():
         return ()
 
     largest_factor = np.abs(factors).max()

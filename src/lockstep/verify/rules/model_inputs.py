@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -214,64 +215,107 @@ def format_differing_other_inputs(forward: MatchedForward, differing_inputs: Arr
     )
 
 
+@dataclass(frozen=True)
+class _OtherInputs:
+    """The inputs of a forward pass that only one of the runs has."""
+
+    forward: MatchedForward
+    # *Extra* inputs are those that the ranks have beyond the inputs of one process. For each of
+    # them: does one process have this input in the same step, or in any step?
+    is_repeated: Array
+    is_of_any_step: Array
+    # The first sentence of evidence.
+    numbers: str
+
+    @property
+    def is_known(self) -> Array:
+        """For each extra input, whether one process has it in this step or in another one."""
+        known: Array = self.is_repeated | self.is_of_any_step
+        return known
+
+    @property
+    def left_out_and_repeated(self) -> tuple[str, ...]:
+        """Sentences on inputs that no rank computed, and on those that were computed twice."""
+        left_out = f"{self.forward.num_missing} inputs of one process were computed by none"
+        num_extra = len(self.is_repeated)
+        if num_extra == 0:
+            return (left_out,)
+        return f"{num_extra} inputs were computed by several ranks, or twice", left_out
+
+
 def _cause_of_other_inputs(case: Divergence, forward: MatchedForward, are_samples: bool) -> Cause:
     """Names the cause of inputs that only one of the runs has.
 
-    LS102: inputs are left out. LS101: inputs are repeated. LS105, LS109: they belong to other steps
-    of one process. LS106, LS308: they are random. LS111: they are different inputs.
+    See `_cause_of_other_samples` and `_cause_of_computed_inputs` for the codes.
 
     Args:
         case: the difference.
         forward: forward pass with these inputs.
         are_samples: whether the inputs are the samples themselves, without a DataLoader.
     """
-    # Extra inputs are those that the ranks have beyond the inputs of one process. For each of them:
-    # does one process have this input in the same step, or in any step?
     extra_inputs = forward.actual.inputs[forward.extra_indices]
-    num_extra = len(extra_inputs)
-    is_repeated = rows_among(extra_inputs, forward.expected.inputs)
-    is_of_any_step = rows_among(extra_inputs, _inputs_of_all_steps(case, forward.expected))
-    is_known = is_repeated | is_of_any_step
-
     num_same = len(forward.expected_indices)
-    numbers = (
-        f"{forward.model}: {len(forward.expected.inputs)} inputs on one process, "
-        f"{len(forward.actual.inputs)} on {case.num_ranks}; "
-        f"{num_same} are the same"
+    inputs = _OtherInputs(
+        forward,
+        is_repeated=rows_among(extra_inputs, forward.expected.inputs),
+        is_of_any_step=rows_among(extra_inputs, _inputs_of_all_steps(case, forward.expected)),
+        numbers=(
+            f"{forward.model}: {len(forward.expected.inputs)} inputs on one process, "
+            f"{len(forward.actual.inputs)} on {case.num_ranks}; "
+            f"{num_same} are the same"
+        ),
     )
-    left_out = f"{forward.num_missing} inputs of one process were computed by none"
-    repeated = f"{num_extra} inputs were computed by several ranks, or twice"
 
-    # The inputs are samples that are left out, repeated, or taken from another step.
-    if are_samples and num_extra == 0:
-        return Cause("LS102", (numbers, left_out))
-    if are_samples and is_repeated.all():
-        return Cause("LS101", (numbers, repeated, left_out))
+    if are_samples and inputs.is_known.all():
+        return _cause_of_other_samples(case, inputs)
+    return _cause_of_computed_inputs(case, inputs, are_samples)
+
+
+def _cause_of_other_samples(case: Divergence, inputs: _OtherInputs) -> Cause:
+    """Names the cause of inputs that are samples, all of which one process has in some step.
+
+    LS102: samples are left out. LS101: samples are repeated. LS105, LS109: they belong to other
+    steps of one process.
+    """
+    # All extra inputs are repeated; also if there are none.
+    if inputs.is_repeated.all():
+        num_extra = len(inputs.is_repeated)
+        code = "LS101" if num_extra else "LS102"
+        return Cause(code, (inputs.numbers, *inputs.left_out_and_repeated))
+
+    num_of_other_steps = (~inputs.is_repeated).sum()
+    of_other_steps = f"{num_of_other_steps} are inputs of another step of one process"
+    own_order = [*_orders_of_ranks(case), *_inputs_of_several_ranks(case)]
+    if own_order:
+        return Cause("LS105", (inputs.numbers, of_other_steps, *own_order))
 
     draws = describe_random_numbers_of_one_run(case)
-    if are_samples and is_known.all():
-        num_of_other_steps = (~is_repeated).sum()
-        of_other_steps = f"{num_of_other_steps} are inputs of another step of one process"
-        own_order = [*_orders_of_ranks(case), *_inputs_of_several_ranks(case)]
-        if own_order:
-            return Cause("LS105", (numbers, of_other_steps, *own_order))
-        return Cause("LS109", (numbers, of_other_steps, *draws))
+    return Cause("LS109", (inputs.numbers, of_other_steps, *draws))
 
-    # The script computes the inputs from samples, or they come from an unknown source.
-    if draws:
+
+def _cause_of_computed_inputs(case: Divergence, inputs: _OtherInputs, are_samples: bool) -> Cause:
+    """Names the cause of inputs that the script computes from samples, or that nothing explains.
+
+    LS106, LS308: they are random. LS111: they are different inputs.
+
+    Args:
+        case: the difference.
+        inputs: the inputs that only one of the runs has.
+        are_samples: whether the inputs are the samples themselves, without a DataLoader.
+    """
+    numbers = inputs.numbers
+    if describe_random_numbers_of_one_run(case):
         return random_loss(case, numbers) or Cause("LS111", (numbers,))
 
-    if are_samples and _is_normalized_by_rank(forward):
+    if are_samples and _is_normalized_by_rank(inputs.forward):
         text = "each rank's are those of one process, shifted and scaled by numbers of its own"
         why = "as if normalized by the mean and deviation of its own samples"
         return Cause("LS111", (numbers, text, why))
 
-    if is_repeated.all():
-        if num_extra:
-            return Cause("LS111", (numbers, repeated, left_out))
-        return Cause("LS111", (numbers, left_out))
+    if inputs.is_repeated.all():
+        return Cause("LS111", (numbers, *inputs.left_out_and_repeated))
 
-    num_unknown = (~is_known).sum()
+    num_unknown = (~inputs.is_known).sum()
     if num_unknown:
         unknown = f"{num_unknown} are not known from one process"
     else:

@@ -63,14 +63,18 @@ def other_learning_rates(case: Divergence) -> Cause:
     # The number of scheduler steps, in the same order.
     scheduler_steps = _count_scheduler_steps(case)
 
-    ranks_have_equal_rates = len(set(rates[1:])) == 1
-    ranks_have_equal_steps = len(set(scheduler_steps[1:])) == 1
+    _rates_of_one, *rates_of_ranks = rates
+    steps_of_one, *steps_of_ranks = scheduler_steps
+    ranks_have_equal_rates = len(set(rates_of_ranks)) == 1
+    ranks_have_equal_steps = len(set(steps_of_ranks)) == 1
     ranks_agree = ranks_have_equal_rates and ranks_have_equal_steps
+
+    # "0.1 on one process, 0.2 on 4" if the 4 ranks agree; otherwise, each rank is named.
     places = ["one process"]
     if ranks_agree:
-        places.append(str(case.num_ranks))  # "0.1 on one process, 0.2 on 4"
+        places.append(str(case.num_ranks))
     else:
-        places += [f"rank {rank}" for rank in range(case.num_ranks)]
+        places += name_ranks(range(case.num_ranks))
 
     ratio = _ratio_of_first_rates(case)
     some_scheduler_stepped = any(scheduler_steps)
@@ -83,9 +87,8 @@ def other_learning_rates(case: Divergence) -> Cause:
     else:
         how = "no scheduler stepped"
 
-    steps_of_one, steps_of_rank_0 = scheduler_steps[:2]
     code = "LS402"
-    if ranks_have_equal_steps and steps_of_one != steps_of_rank_0:
+    if ranks_have_equal_steps and steps_of_ranks[0] != steps_of_one:
         code = "LS401"
 
     evidence = (
