@@ -342,30 +342,11 @@ def _judge(reference: RunRecord, parallel: RunRecord) -> Verdict:
     reference = replace(reference, updates=accepted.reference_run)
     parallel = replace(parallel, updates=accepted.parallel_run)
 
-    if joined.unjoinable_tensors_text and not parallel.error:
-        advice = (
-            "where each rank begins with its part of the tensors of one process, the parts are "
-            "joined and compared: make the whole tensors from one seed, and let each rank keep its "
-            "part"
-        )
-        return Verdict(
-            reference,
-            parallel,
-            reason_unknown=joined.unjoinable_tensors_text,
-            advice_if_unknown=advice,
-        )
-
-    if _are_batches_divided_already(reference, parallel) and not parallel.error:
-        num_processes = parallel.config.nproc
-        reason = (
-            f"with --batch-per-process one process trains {reference.updates[0].samples} samples "
-            f"in step 1, and {num_processes} processes train {parallel.updates[0].samples} together"
-        )
-        advice = (
-            "leave --batch-per-process out if the script divides its batch size by the number of "
-            "processes itself"
-        )
-        return Verdict(reference, parallel, reason_unknown=reason, advice_if_unknown=advice)
+    # An error of the script is reported in any case.
+    if not parallel.error:
+        not_known = _verdict_if_not_comparable(reference, parallel, joined)
+        if not_known is not None:
+            return not_known
 
     # 2. Find the differences, and explain them. After an error, a smaller number of steps is not a
     # difference of its own.
@@ -401,6 +382,42 @@ def _judge(reference: RunRecord, parallel: RunRecord) -> Verdict:
         return _judge_idle_ranks(reference, parallel)
 
     return Verdict(reference, parallel, findings=tuple(findings), accepted_difference=accepted_text)
+
+
+def _verdict_if_not_comparable(
+    reference: RunRecord, parallel: RunRecord, joined: JoinedRuns
+) -> Verdict | None:
+    """Returns the verdict "NOT KNOWN" if the runs cannot be compared; None if they can be.
+
+    They cannot be if the ranks hold tensors that do not make up those of one process, or if
+    `--batch-per-process` has enlarged batches that the script divides itself.
+    """
+    if joined.unjoinable_tensors_text:
+        advice = (
+            "where each rank begins with its part of the tensors of one process, the parts are "
+            "joined and compared: make the whole tensors from one seed, and let each rank keep its "
+            "part"
+        )
+        return Verdict(
+            reference,
+            parallel,
+            reason_unknown=joined.unjoinable_tensors_text,
+            advice_if_unknown=advice,
+        )
+
+    if _are_batches_divided_already(reference, parallel):
+        num_processes = parallel.config.nproc
+        reason = (
+            f"with --batch-per-process one process trains {reference.updates[0].samples} samples "
+            f"in step 1, and {num_processes} processes train {parallel.updates[0].samples} together"
+        )
+        advice = (
+            "leave --batch-per-process out if the script divides its batch size by the number of "
+            "processes itself"
+        )
+        return Verdict(reference, parallel, reason_unknown=reason, advice_if_unknown=advice)
+
+    return None
 
 
 def _joined_updates(reference_run: Sequence[Update], parallel_run: Sequence[Update]) -> JoinedRuns:

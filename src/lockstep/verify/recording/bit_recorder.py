@@ -12,7 +12,7 @@ only rounding (`lockstep.verify.rounding_noise`).
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -162,19 +162,12 @@ class BitRecorder(Extension):
     @guarded
     def before_step(self, optimizer: Optimizer, modules: Sequence[nn.Module]) -> None:
         """Records what an optimizer's step starts from: gradients, parameters and options."""
-        state = self.state
-        update = state.update
-        parameters = self._parameters_of(optimizer)
-
-        if optimizer not in state.steps_of:
-            state.steps_of[optimizer] = 0
-
-        update.optimizer = list(state.steps_of).index(optimizer)
-        update.optimizer_class = type(optimizer).__name__
-        update.step = state.steps_of[optimizer]
+        update = self.state.update
+        self._record_identity(optimizer)
         rates = [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
         update.learning_rates = rates
 
+        parameters = self._parameters_of(optimizer)
         gradients = {}
         for name, parameter in parameters.items():
             if parameter.grad is not None:
@@ -186,7 +179,7 @@ class BitRecorder(Extension):
         for name in parameters:
             hashes_of_virtual_ranks |= self._virtual_rank_hashes.pop(name, {})
 
-        bits: dict[str, Mapping[str, str]] = {
+        update.bits = {
             "before": _hashes(parameters.items()),
             "samples": self._samples,
             "loss": self._losses,
@@ -194,7 +187,6 @@ class BitRecorder(Extension):
             "gradients": _hashes(gradients.items()),
             "rates": {f"parameter group {number}": rate.hex() for number, rate in enumerate(rates)},
         }
-        update.bits = bits
         self._samples = {}
         self._losses = {}
 
@@ -202,6 +194,15 @@ class BitRecorder(Extension):
         if self._keeps_values and is_one_of_first_steps:
             update.gradients = copy_arrays(gradients.items())
             update.parameters_before = copy_arrays(parameters.items())
+
+    def _record_identity(self, optimizer: Optimizer) -> None:
+        """Records which optimizer steps, and the number of its step."""
+        update = self.state.update
+        steps_of = self.state.steps_of
+        steps_of.setdefault(optimizer, 0)
+        update.optimizer = list(steps_of).index(optimizer)  # in the order of first steps
+        update.optimizer_class = type(optimizer).__name__
+        update.step = steps_of[optimizer]
 
     @guarded
     def after_step(self, optimizer: Optimizer, modules: Sequence[nn.Module]) -> None:
