@@ -71,6 +71,9 @@ def thorough(*words: str, nproc: int = 2, steps: int = 3) -> object:
         thorough("contrast", "adjoint"),
         thorough("gathered", "with"),
         thorough("gathered", "with", nproc=3),
+        thorough("copies", "lone"),
+        thorough("copies", "looks"),
+        thorough("copies", "looks", nproc=3),
     ],
 )
 def test_what_is_right_is_equal(words: tuple[str, ...], nproc: int, steps: int) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 import warm
 from test_causes import (
     ALONE,
@@ -26,8 +27,9 @@ from test_causes import (
 )
 
 from lockstep.verify.causes import cause_of
-from lockstep.verify.divergence import find_divergences
+from lockstep.verify.divergence import find_divergences, indices_with_other_contents
 from lockstep.verify.names import align_names
+from lockstep.verify.recording.batches import describe_batch
 from lockstep.verify.tolerance import FLOAT64
 from lockstep.verify.training_record import Forward, RankUpdate, ScriptCall, Update
 
@@ -509,3 +511,26 @@ def test_an_average_that_leaves_out_what_another_optimizer_has(tmp_path: Path) -
     (script := tmp_path / "train.py").write_text(text)
     (finding, *_) = warm.verify(script).as_json()["findings"]
     assert (finding["code"], finding["names"]) == ("LS301", ["0.weight", "0.bias"])
+
+
+def test_what_a_list_has_of_each_sample_is_not_a_row_of_each() -> None:
+    """Of 4 images on one process one has 4 boxes, of 2 on a rank one has 2."""
+    num_boxes = {0: 2, 1: 0, 2: 4, 3: 1}
+
+    def batch(ids: Sequence[int]) -> RankUpdate:
+        images = torch.stack([torch.full((3, 4, 4), float(image)) for image in ids])
+        targets = [{"boxes": torch.full((num_boxes[image], 4), float(image))} for image in ids]
+        return RankUpdate(batches=[describe_batch((images, targets), ids=ids)])
+
+    reference, ranks_together = [batch([0, 1, 2, 3])], [batch([0, 2]), batch([1, 3])]
+    assert indices_with_other_contents(reference, ranks_together) == []
+    assert [record.batches[0].weights for record in ranks_together] == [{"samples": 2.0}] * 2
+
+    # Two views of two samples are a list too, and so are images and labels.
+    views = [torch.zeros(2, 3), torch.ones(2, 3)]
+    both = describe_batch([views, torch.tensor([0, 1])], ids=[0, 1])
+    assert both.shape == "torch.float32 [3]; torch.float32 [3]; torch.int64 []"
+    assert (
+        describe_batch([views[0], torch.tensor([0, 1])]).shape
+        == "torch.float32 [3]; torch.int64 []"
+    )

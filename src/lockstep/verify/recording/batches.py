@@ -18,6 +18,7 @@ from torch import Tensor
 from lockstep.batch.pytree import tensors
 from lockstep.verify.recording.loss_calls import IGNORE_INDEX
 from lockstep.verify.recording.marks import mark
+from lockstep.verify.recording.tensor_values import tensors_of_single_samples
 from lockstep.verify.training_record import Batch
 
 
@@ -32,15 +33,21 @@ def describe_batch(batch: Any, num_samples: int | None = None, **fields: Any) ->
     """
     # Sparse tensors and single numbers have no rows.
     with_rows = [t for t in tensors(batch) if t.layout == torch.strided and t.dim() > 0]
-    on_cpu = [t.detach().cpu() for t in with_rows]
     if num_samples is None:
-        num_samples = len(on_cpu[0]) if on_cpu else 0
+        num_samples = len(with_rows[0]) if with_rows else 0
 
-    # Tensors with another number of rows say nothing about single samples, and are left out.
-    sample_tensors = [t for t in on_cpu if len(t) == num_samples]
+    # Tensors with another number of rows say nothing about single samples, and are left out. So are
+    # those whose rows are something else, such as the boxes in one image.
+    ids_of_single_samples = {id(t) for t in tensors_of_single_samples(batch, num_samples)}
+    sample_tensors = []
+    for tensor in with_rows:
+        if len(tensor) == num_samples and id(tensor) not in ids_of_single_samples:
+            sample_tensors.append(tensor.detach().cpu())
 
-    # The shape of one sample, such as "torch.float32 [3, 32, 32]; torch.int64 []".
-    shape = "; ".join(f"{t.dtype} {list(t.shape[1:])}" for t in sample_tensors)
+    # The shape of one sample, such as "torch.float32 [3, 32, 32]; torch.int64 []". It is empty only
+    # if no tensor has rows at all.
+    tensors_to_describe = sample_tensors or with_rows
+    shape = "; ".join(f"{t.dtype} {list(t.shape[1:])}" for t in tensors_to_describe)
 
     contents = _sample_digests(sample_tensors, num_samples)
     weights = _weights(sample_tensors, num_samples)

@@ -8,7 +8,7 @@ compared one by one. A *digest* is a hash of all bits.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 
 import numpy as np
@@ -78,7 +78,55 @@ def sample_tensors(values: object) -> tuple[int, list[Tensor]]:
     if not candidates:
         return 0, []
     count = len(candidates[0])
-    return count, tensors_with_rows(candidates, count)
+    ids_of_single_samples = {id(t) for t in tensors_of_single_samples(values, count)}
+    of_all_samples = [t for t in candidates if id(t) not in ids_of_single_samples]
+    return count, tensors_with_rows(of_all_samples, count)
+
+
+def tensors_of_single_samples(
+    values: object, num_samples: int, *, is_top: bool = True
+) -> list[Tensor]:
+    """Returns the tensors in lists that have one entry for each sample.
+
+    An example is a list with the boxes of each image, whose rows are boxes. With 2 images, a tensor
+    of 2 boxes has as many rows as there are samples, but only by chance.
+
+    Args:
+        values: nest of lists, tuples and dictionaries.
+        num_samples: number of samples.
+        is_top: whether the nest is the whole batch. A batch such as `[images]` may have one entry
+            just because it has one tensor.
+    """
+    if isinstance(values, Mapping):
+        entries = list(values.values())
+    elif isinstance(values, list | tuple):
+        entries = list(values)
+        may_be_only_tensor = is_top and len(entries) == 1
+        if not may_be_only_tensor and _has_entry_for_each_sample(entries, num_samples):
+            return tensors(values)
+    else:
+        return []
+
+    found = []
+    for entry in entries:
+        found += tensors_of_single_samples(entry, num_samples, is_top=False)
+    return found
+
+
+def _has_entry_for_each_sample(entries: Sequence[object], num_samples: int) -> bool:
+    """True if a list has one entry for each sample, and not one tensor for each kind of value.
+
+    With 2 samples, `[{"boxes": a}, {"boxes": b}]` has an entry for each sample. `[images, labels]`
+    has not: both tensors have 2 rows.
+    """
+    if len(entries) != num_samples:
+        return False
+    if all(isinstance(entry, Mapping | list | tuple) for entry in entries):
+        return True
+
+    all_are_tensors = all(isinstance(entry, Tensor) for entry in entries)
+    all_have_row_per_sample = len(tensors_with_rows(tensors(entries), num_samples)) == num_samples
+    return all_are_tensors and not all_have_row_per_sample
 
 
 def tensors_with_rows(values: Sequence[Tensor], count: int) -> list[Tensor]:
