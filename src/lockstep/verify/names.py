@@ -101,18 +101,37 @@ def align_names(
     run = AlignedRun(list(other), list(other_final_sums))
     if not other:
         return run
-    num_ranks = len(other[0])
 
-    # Models of one class may be numbered in another order.
+    # Models of one class may be numbered in another order, on each rank in its own.
     new_roots_of_rank = _new_roots_of_ranks(reference, other)
     if any(new_roots_of_rank):
         run = run.renamed([partial(_with_root, new_roots) for new_roots in new_roots_of_rank])
 
-    # The values of every parameter and buffer when it was recorded first, by name.
+    # A wrapper may have changed the paths in the models, on all ranks alike.
     reference_tensors = _first_recorded_values(reference)
     other_tensors = _first_recorded_values(run.updates)
+    new_names = _new_names(reference_tensors, other_tensors)
+    if not new_names:
+        return run
 
-    # Tensors of the reference whose names do not exist in the other run.
+    unchanged_names = {name: name for name in other_tensors}
+    change = partial(_with_new_name, unchanged_names | new_names, _new_modules(new_names))
+    num_ranks = len(other[0])
+    return run.renamed([change] * num_ranks)
+
+
+def _new_names(
+    reference_tensors: Mapping[str, Array], other_tensors: Mapping[str, Array]
+) -> dict[str, str]:
+    """Returns new names for the tensors of the other run whose names the reference does not have.
+
+    Each of them gets the name of a tensor of the reference that the other run does not have, if
+    there is one with the same shape and a similar name. One with the same values is preferred.
+
+    Args:
+        reference_tensors: first recorded values of each tensor of the reference, by name.
+        other_tensors: the same for the other run.
+    """
     free_tensors = {}
     for name, array in reference_tensors.items():
         if name not in other_tensors:
@@ -122,19 +141,12 @@ def align_names(
     for name, array in other_tensors.items():
         if name in reference_tensors:
             continue
-
-        # A tensor with the same shape and a similar name, and with the same values if possible.
         new_name = _counterpart(name, array, free_tensors)
         if new_name is not None:
             new_names[name] = new_name
             del free_tensors[new_name]
 
-    if not new_names:
-        return run
-
-    unchanged_names = {name: name for name in other_tensors}
-    change = partial(_with_new_name, unchanged_names | new_names, _new_modules(new_names))
-    return run.renamed([change] * num_ranks)
+    return new_names
 
 
 def _with_new_name(

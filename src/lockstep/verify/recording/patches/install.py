@@ -96,6 +96,7 @@ def install(
     distributed.watch_ddp(recorder, mode.determinism)
     training.watch_gradient_clipping(recorder)
     training.watch_optimizers(recorder)
+    training.watch_schedulers(recorder)
     training.watch_seeds_and_epochs(recorder)
     training.watch_tensor_hooks(recorder)
 

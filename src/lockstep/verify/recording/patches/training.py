@@ -72,7 +72,7 @@ def watch_gradient_clipping(recorder: Recorder) -> None:
 
 
 def watch_optimizers(recorder: Recorder) -> None:
-    """Patches optimizers and schedulers, to see new optimizers and changes of learning rates."""
+    """Patches optimizers, to see new ones, and which line sets the learning rate of a group."""
 
     def after_group(optimizer: Optimizer, *_args: Any, **_kwargs: Any) -> None:
         """Called after `Optimizer.add_param_group`: tells `recorder` of the group.
@@ -99,14 +99,19 @@ def watch_optimizers(recorder: Recorder) -> None:
         """
         recorder.optimizers.prepared_by_lockstep.add(inner)
 
+    wrap(Optimizer, "add_param_group", after=after_group)
+    wrap(PreparedOptimizer, "__init__", before=before_prepared)
+
+
+def watch_schedulers(recorder: Recorder) -> None:
+    """Patches schedulers, to see how often each process steps them, and with which metric."""
+
     def before_schedule(*_args: Any, **_kwargs: Any) -> None:
         recorder.calls.record("schedule")
 
     def before_plateau(_: Any, metrics: Any, *_args: Any) -> None:
         recorder.calls.record("schedule", value=float(metrics))
 
-    wrap(Optimizer, "add_param_group", after=after_group)
-    wrap(PreparedOptimizer, "__init__", before=before_prepared)
     wrap(LRScheduler, "step", before=before_schedule)
     wrap(ReduceLROnPlateau, "step", before=before_plateau)  # it has a `step` of its own
 
