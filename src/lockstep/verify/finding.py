@@ -164,7 +164,8 @@ def _lines_of_cure(entry: Entry, uses_lockstep: bool | None) -> list[str]:
 
     Args:
         entry: what the catalogue says of the cause.
-        uses_lockstep: see `Finding.lines`.
+        uses_lockstep: whether the script uses Lockstep, which decides what kind of advice is
+            printed. With None, only a reference to the catalogue is printed instead.
     """
     if uses_lockstep is None:
         reference = f"lockstep explain {entry.code} says what to write instead"

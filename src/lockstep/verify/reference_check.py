@@ -53,7 +53,11 @@ def _find_problem(
 ) -> tuple[str, str] | None:
     """Returns why the reference cannot be used, and what to do; None if it can be used.
 
-    See `check_reference` for the arguments.
+    Args:
+        reference: record of the run on one process.
+        lockstep_options: options given by the user that only work for scripts that use Lockstep.
+        command: command that runs the script without a comparison.
+        subject: what was run, such as "script".
     """
     if _has_started_own_ranks(reference):
         return _describe_failure(reference), OWN_PROCESSES_HINT

@@ -81,7 +81,8 @@ class UpdateNotes:
     summaries_at_start: dict[str, Array] = field(default_factory=dict)
     """Summaries of the parameters at the first forward pass of the update: two numbers for each."""
     summaries_of_unstepped: dict[tuple[int, int], Array] = field(default_factory=dict)
-    """See `RankUpdate.unstepped_sums`."""
+    """The same for parameters that no model has, but only an optimizer that has not stepped. The
+    key is the number of the optimizer, and the index of the parameter in it."""
     parameters_and_summaries_of_loss: dict[int, tuple[Tensor, Array]] = field(default_factory=dict)
     """On a rank without models, the parameters that the last loss was computed from, with their
     summaries, by id."""

@@ -494,7 +494,10 @@ def _cause_of_other_weights(
     right_weights: Sequence[float],
     used_weights: Sequence[float],
 ) -> Cause:
-    """Names the cause of wrong weights of the parts. See `other_weights` for the codes.
+    """Names the cause of wrong weights of the parts.
+
+    LS206, LS205: they should be the numbers of samples, or another count, such as tokens. LS208:
+    the loss compares samples, or was computed from a statistic. LS210: unknown.
 
     Args:
         case: the difference.
@@ -541,7 +544,13 @@ def _cause_of_missing_count(
     """Names the count by which the parts should have been weighted; None if no known count fits.
 
     For example, the sentences are "they should weigh 0.6667 : 0.3333" and "that is by their
-    samples: 8, 4". See `_cause_of_other_weights` for the arguments.
+    samples: 8, 4".
+
+    Args:
+        case: the difference.
+        evidence: sentences about the weights, which come first.
+        right_weights: weights with which the parts add up to the gradient of one process.
+        used_weights: weights with which the parts add up to the gradient of the ranks.
     """
     corrections = _corrections_of_weights(right_weights, used_weights)
     for key, counts in _counts_of_parts(case, num_parts=len(right_weights)).items():
@@ -729,7 +738,7 @@ def gradient_hook(case: Divergence) -> Cause | None:
 
 
 def cause_if_no_rule_applies(case: Divergence) -> Cause:
-    """Returns the cause if no rule for gradients applies. See `unknown_cause` for the codes.
+    """LS210, the cause is not known; or a code for inputs that are known to differ.
 
     Needs: `local_gradients` and `loss_terms` for the evidence.
     Applies: always.
@@ -747,8 +756,8 @@ def cause_if_no_rule_applies(case: Divergence) -> Cause:
 def unknown_cause(case: Divergence, *evidence: str) -> Cause:
     """Names what is known if no rule explains the gradients.
 
-    If the models were called with other inputs than on one process, these are the cause (see
-    `code_of_differing_inputs`). Otherwise, the cause is not known: LS210.
+    If the models were called with other inputs than on one process, these are the cause: LS101,
+    LS102, LS110 or LS111. Otherwise, the cause is not known: LS210.
 
     Needs: `model_inputs` and `forwards`.
     Applies: always.

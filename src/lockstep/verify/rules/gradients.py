@@ -28,7 +28,9 @@ def frozen_on_some_processes(case: Divergence) -> Cause | None:
     """LS312: parameters require gradients on some processes only.
 
     Needs: `frozen`.
-    Applies, False positives, Evidence: see `_trained_differently`.
+    Applies: if a rank freezes other parameters than one process, of those that it has.
+    False positives: none known.
+    Evidence: which ranks, and which parameters.
     """
     return _trained_differently(case, "frozen", "requires_grad")
 
@@ -37,7 +39,9 @@ def other_mode_on_some_processes(case: Divergence) -> Cause | None:
     """LS312: modules are trained in evaluation mode on some processes only.
 
     Needs: `in_eval_mode`.
-    Applies, False positives, Evidence: see `_trained_differently`.
+    Applies: if other parameters of a rank than on one process belong to modules in this mode.
+    False positives: none known.
+    Evidence: which ranks, and which parameters.
     """
     return _trained_differently(case, "in_eval_mode", "train() or eval()")
 

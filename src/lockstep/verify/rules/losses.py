@@ -441,10 +441,13 @@ def _factor_of_each_sample(expected: Array, actual: Array, counts: Array) -> Arr
 
 
 def random_numbers_in_loss(case: Divergence) -> Cause | None:
-    """LS308 or LS106: the loss was computed from random numbers; see `draws.random_loss`.
+    """LS308 or LS106: the loss was computed from random numbers that only one of the runs drew.
 
-    Needs, Applies, False positives: as there. Random numbers may be harmless, so this is the last
-        rule for losses.
+    LS106: several ranks drew, and all of them drew the same numbers. LS308: anything else.
+
+    Needs: `loss_draws` and `drawn_digests`.
+    Applies: if the loss of one run was computed from numbers that the other run did not draw.
+    False positives: harmless random numbers. So this is the last rule for losses.
     Evidence: the gradients, the line that drew the numbers, and the line of the loss.
     """
     cause = random_loss(case, *gradient_patterns(case))

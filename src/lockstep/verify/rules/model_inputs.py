@@ -149,7 +149,8 @@ def repeated_inputs(case: Divergence) -> Cause | None:
 def other_inputs(case: Divergence) -> Cause | None:
     """Names the cause of inputs that differ, for the first model with other inputs.
 
-    See `_cause_of_other_inputs` and `_cause_in_additional_inputs` for the codes.
+    LS101, LS102: samples are repeated or left out. LS105, LS109: they belong to other steps of one
+    process. LS106, LS308: the inputs are random. LS111: they are different inputs.
 
     Needs: `forwards` with the inputs of each sample.
     Applies: if no random numbers were drawn while batches were read, since these would explain the

@@ -79,7 +79,8 @@ def _patterns_of_gradients(case: Divergence) -> tuple[str, ...]:
 def batchnorm_buffers(case: Divergence) -> Cause | None:
     """LS306 or LS307, if all buffers that differ belong to BatchNorm layers.
 
-    See `local_batchnorm` and `batchnorm_in_other_passes`.
+    LS306: the layers saw only each rank's own samples. LS307: they saw the samples in another
+    number of forward passes.
     """
     if not all(name.endswith(BATCHNORM_BUFFERS) for name in case.names):
         return None

@@ -351,7 +351,9 @@ def _samples_in_first_pass(
 ) -> dict[int, set[Any]]:
     """Returns the samples that each rank trained before one process began its second pass.
 
-    See `trained_by_several_ranks` for the arguments.
+    Args:
+        samples_of_one_process: for each step, the samples of each record of one process.
+        samples_of_ranks: for each step, the samples of each rank.
     """
     counts_of_one_process: Counter[Any] = Counter()  # how often it has trained each sample
     samples_by_rank: dict[int, set[Any]] = defaultdict(set)
