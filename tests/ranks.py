@@ -229,9 +229,15 @@ def _command_line(pid: int) -> str:
 
 # tqdm starts it with the first progress bar (torch's inductor draws some) and never ends it.
 MONITOR_OF_PROGRESS_BARS = "tqdm_monitor"
+# It passes numbers on to a DataLoader's worker, and nobody waits for its end once that is closed.
+FEEDER_OF_A_QUEUE = "QueueFeederThread"
+SECONDS_FOR_A_FEEDER_TO_END = 10.0
 
 
 def _check_nothing_left() -> None:
+    for thread in threading.enumerate():
+        if thread.name == FEEDER_OF_A_QUEUE:
+            thread.join(SECONDS_FOR_A_FEEDER_TO_END)
     # Python's stand-in for a thread of torch's, of CUDA's autograd say, stays when that has gone.
     left = [
         t.name

@@ -330,6 +330,35 @@ def test_an_fsdp_unit_in_half_precision_adds_up_gradients_in_fp32(tmp_path):
         dist.destroy_process_group()
 
 
+def test_a_forward_pass_that_has_failed_leaves_gradients(tmp_path):
+    store = dist.FileStore(str(tmp_path / "store"), 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        policy = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32)
+        model = TwoLayers()
+        fully_shard(model, mesh=mesh, mp_policy=policy)
+        x = torch.ones(1, 2)
+        model(x, 0).sum().backward()
+        model.set_requires_gradient_sync(False)
+        model(x, 0).sum().backward()
+        with pytest.raises(IndexError):
+            model(x, 2)
+
+        if hasattr(model, "reset_iter_state"):
+            assert torch_compat.reset_after_failed_forward([model])
+            [first, _] = model.layers
+            assert first.weight.grad.to_local().tolist() == [[1, 1], [1, 1]]
+            model.set_requires_gradient_sync(True)
+            model(x, 0).sum().backward()
+            assert first.weight.grad.to_local().tolist() == [[3, 3], [3, 3]]
+        else:
+            assert not torch_compat.reset_after_failed_forward([model])
+        torch_compat.drop_fsdp_groups([model], mesh)
+    finally:
+        dist.destroy_process_group()
+
+
 def test_default_groups_are_told_of_when_they_are_opened(monkeypatch):
     c10d, opened = dist.distributed_c10d, []
     monkeypatch.setattr(c10d, "_update_default_pg", c10d._update_default_pg)  # set back at the end

@@ -9,6 +9,7 @@ from functools import partial
 from benchmarks.gpu.commands import PROGRAMS, at_once, lockstep
 from benchmarks.gpu.one_gpu import backend_for_several_ranks
 from benchmarks.gpu.results import Stage
+from benchmarks.gpu.stages import CPU_FACTOR
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,8 @@ def check_fault(stage: Stage, fault: str, backend: str) -> None:
     with stage.check(f"{fault} over {backend}") as values:
         program = str(PROGRAMS / "hang.py")
         arguments = ("run", "--nproc", "2", program, fault, backend)
-        limit = min(SECONDS_FOR_A_FAULT, stage.time_limit(reserve=2))
+        factor = 1.0 if stage.on_gpu else CPU_FACTOR
+        limit = min(SECONDS_FOR_A_FAULT * factor, stage.time_limit(reserve=2))
         done = lockstep(arguments, stage.scratch / fault, limit, notice=expected.notice)
         values["exit_code"] = done.exit_code
         said = done.stderr[done.stderr.find("\nlockstep: ") :].strip()

@@ -540,10 +540,8 @@ class ShardedModule(Extension):
 
         # Without a reset torch would behave as if this forward pass were still running. Older
         # versions of torch have no reset, so the next forward pass or step raises an error.
-        reset = getattr(self._root, "reset_iter_state", None)
-        if reset is not None:
-            reset()
-        else:
+        has_been_reset = torch_compat.reset_after_failed_forward(self._units)
+        if not has_been_reset:
             self._has_failed = True
 
 

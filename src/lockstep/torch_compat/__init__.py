@@ -63,6 +63,7 @@ from lockstep.torch_compat.fsdp import (
     make_fsdp_root as make_fsdp_root,
     make_whole_parameters as make_whole_parameters,
     parameters_with_accumulated_gradient as parameters_with_accumulated_gradient,
+    reset_after_failed_forward as reset_after_failed_forward,
     set_dtypes_of_frozen_unit as set_dtypes_of_frozen_unit,
     shards_in_reduction_order as shards_in_reduction_order,
     share_meshes_with_copies as share_meshes_with_copies,

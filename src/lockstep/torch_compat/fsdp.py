@@ -6,7 +6,7 @@ Their names were also read in the sources of torch 2.8 and 2.15.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -252,6 +252,39 @@ def _convert_gradient(fsdp_parameter: Any, whole: Tensor) -> None:
     assert whole.grad is not None
     fsdp_parameter.unsharded_accumulated_grad = whole.grad.to(fsdp_parameter.reduce_dtype)
     whole.grad = None
+
+
+def reset_after_failed_forward(units: Sequence[FSDPModule]) -> bool:
+    """Makes torch forget a forward pass that has raised an error.
+
+    Gradients stay: an evaluation may fail between a backward pass and the optimizer step. (Torch
+    since 2.15 would drop them.)
+
+    Args:
+        units: all units of a model, its root last.
+
+    Returns:
+        False if torch cannot do that, before 2.13.
+    """
+    reset: Callable[[], None] | None = getattr(units[-1], "reset_iter_state", None)
+    if reset is None:
+        return False
+
+    kept: list[tuple[nn.Parameter, Tensor | None]] = []
+    for unit in units:
+        for parameter_group in _parameter_groups(unit):
+            for fsdp_parameter in parameter_group.fsdp_params:
+                shard = fsdp_parameter.sharded_param
+                kept.append((shard, shard.grad))
+                whole = getattr(fsdp_parameter, "_unsharded_param", None)
+                if whole is not None:
+                    kept.append((whole, whole.grad))
+
+    reset()
+    for parameter, gradient in kept:
+        if parameter.grad is not gradient:
+            parameter.grad = gradient
+    return True
 
 
 def _parameter_groups(unit: FSDPModule) -> list[Any]:
