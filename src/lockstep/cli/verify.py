@@ -230,7 +230,7 @@ def _plan_comparison(script: str, args: tuple[str, ...], options: dict[str, Any]
         SettingError: there is no such script, or options cannot be combined.
         UsageError: the script starts its ranks itself.
     """
-    from lockstep.run.start.script import check_script
+    from lockstep.run.start.script_check import check_script
     from lockstep.run.start.source_hints import read_script
     from lockstep.run.start.worker import Script
     from lockstep.verify.comparison_plan import ComparisonPlan

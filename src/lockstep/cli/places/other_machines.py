@@ -37,7 +37,7 @@ def spec_for_unknown_machines(
         SettingError: one of torchrun's flags or variables cannot be used with the option, or there
             is no such script.
     """
-    from lockstep.run.start.script import check_script
+    from lockstep.run.start.script_check import check_script
 
     _check_no_torchrun_variables(option, os.environ)
     check_flags_usable_with(option, ctx.meta[TORCHRUN_FLAGS])

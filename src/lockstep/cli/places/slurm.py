@@ -84,7 +84,7 @@ def _sbatch_options(ctx: click.Context, script: str) -> list[str]:
         SettingError: an option is wrong, one of torchrun's flags cannot be used with --slurm, or
             there is no such script.
     """
-    from lockstep.run.start.script import check_script
+    from lockstep.run.start.script_check import check_script
 
     params = ctx.params
     torchrun_flags = ctx.meta[TORCHRUN_FLAGS]
