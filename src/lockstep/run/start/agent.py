@@ -137,21 +137,7 @@ def run_agent(
             plan, flags, folder, variables, console, rendezvous, step_memory, ranks, interrupts
         )
 
-        # `events.record` tells the handler of --event-log-handler how the run ended, as torchrun
-        # does.
-        try:
-            with job_control.handled(_signal_handlers(agent, flags)), _without_torch_warnings():
-                agent.run()
-        except SignalException:  # `agent.received_signal` says which signal it was
-            events.record(agent.get_event_failed(), flags.event_log_handler)
-        except LockstepError as error:
-            if agent.failure is None:
-                raise
-            # A restart raised it. The failure that made the restart necessary came first.
-            console.announce(translate(f"the ranks cannot be started again: {error}"))
-        else:
-            events.record(agent.get_event_succeeded(), flags.event_log_handler)
-            rendezvous.shutdown()
+        _run_until_end(agent, flags, console, rendezvous)
 
         if step_memory.is_wanted_and_unused:
             console.announce(
@@ -171,6 +157,32 @@ def run_agent(
         console.hurry = agent.received_signal is not None
 
     return agent
+
+
+def _run_until_end(
+    agent: Agent, flags: argparse.Namespace, console: Console, rendezvous: Rendezvous
+) -> None:
+    """Runs torch elastic's loop until the run has ended on this machine.
+
+    As torchrun does, it tells the handler of --event-log-handler how the run ended
+    (`events.record`).
+
+    Raises:
+        LockstepError: the ranks could not be started.
+    """
+    try:
+        with job_control.handled(_signal_handlers(agent, flags)), _without_torch_warnings():
+            agent.run()
+    except SignalException:  # `agent.received_signal` says which signal it was
+        events.record(agent.get_event_failed(), flags.event_log_handler)
+    except LockstepError as error:
+        if agent.failure is None:
+            raise
+        # A restart raised it. The failure that made the restart necessary came first.
+        console.announce(translate(f"the ranks cannot be started again: {error}"))
+    else:
+        events.record(agent.get_event_succeeded(), flags.event_log_handler)
+        rendezvous.shutdown()
 
 
 def _signal_handlers(agent: Agent, flags: argparse.Namespace) -> dict[int, Callable[[int], object]]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -38,30 +38,21 @@ def end_with_descendants(
         The ids of processes that have not ended some seconds after SIGKILL. A zombie has ended,
         though its parent has not collected its exit status.
     """
-    import psutil
-
     kill_at = time.monotonic() + term_grace_s
     deadline = kill_at + KILL_TIMEOUT_S
     terminated: set[psutil.Process] = set()
     processes: list[psutil.Process] = []
     while time.monotonic() < deadline:
         children = find_processes()
-        processes = list(children)
-        for child in children:
-            with contextlib.suppress(psutil.Error):
-                processes += child.children(recursive=True)
+        processes = _with_descendants(children)
         if not processes:
             break
 
-        is_time_to_kill = time.monotonic() >= kill_at
-        for process in processes:
-            with contextlib.suppress(psutil.Error):
-                if is_time_to_kill:
-                    process.kill()
-                elif process not in terminated:
-                    process.terminate()
-                    process.resume()  # a stopped process handles no other signal
-        terminated.update(processes)
+        if time.monotonic() >= kill_at:
+            _kill(processes)
+        else:
+            _ask_to_end(process for process in processes if process not in terminated)
+            terminated.update(processes)
 
         # A process can only wait for its own children. Grandchildren become children of this
         # process when their parents have ended, as it is a subreaper (see `parent_death`).
@@ -87,19 +78,45 @@ def end_process_groups(leaders: Iterable[int]) -> list[int]:
     Returns:
         The ids of processes that have not ended although they were killed.
     """
-    import psutil
-
     groups = set(leaders)
     deadline = time.monotonic() + KILL_TIMEOUT_S
     while True:
         # They are listed again each time, as they may have started others in the meantime.
         processes = _running_members(groups)
-        for process in processes:
-            with contextlib.suppress(psutil.Error):
-                process.kill()
+        _kill(processes)
         if not processes or time.monotonic() >= deadline:
             return [process.pid for process in processes]
         time.sleep(MAX_POLL_S)
+
+
+def _with_descendants(children: Sequence[psutil.Process]) -> list[psutil.Process]:
+    """Returns the given processes and all processes below them."""
+    import psutil
+
+    processes = list(children)
+    for child in children:
+        with contextlib.suppress(psutil.Error):  # it has just ended
+            processes += child.children(recursive=True)
+    return processes
+
+
+def _ask_to_end(processes: Iterable[psutil.Process]) -> None:
+    """Sends processes SIGTERM, and continues those that are stopped, so that they handle it."""
+    import psutil
+
+    for process in processes:
+        with contextlib.suppress(psutil.Error):  # it has just ended
+            process.terminate()
+            process.resume()
+
+
+def _kill(processes: Iterable[psutil.Process]) -> None:
+    """Sends processes SIGKILL."""
+    import psutil
+
+    for process in processes:
+        with contextlib.suppress(psutil.Error):  # it has just ended
+            process.kill()
 
 
 def running_children(process: psutil.Process) -> list[psutil.Process]:

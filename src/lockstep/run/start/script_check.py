@@ -114,7 +114,7 @@ def _check_no_interpreter(script: Script, command: str) -> None:
 
 
 def _check_path(script: Script, command: str) -> None:
-    """Checks that there is a script at a path. The error suggests a similar name.
+    """Checks that there is a script at a path.
 
     Args:
         script: the script, whose path is as the user wrote it.
@@ -145,6 +145,17 @@ def _check_path(script: Script, command: str) -> None:
             f"type it anew: --{option}",
         )
 
+    raise _missing_file_error(name, command)
+
+
+def _missing_file_error(name: str, command: str) -> SettingError:
+    """Returns the error for a script that does not exist. It suggests a similar name.
+
+    Args:
+        name: the path of the script, as the user wrote it.
+        command: the command that the error mentions.
+    """
+    path = Path(name)
     folder = path.parent
     names = [file.name for file in folder.iterdir()] if folder.is_dir() else []
     if f"{path.name}.py" in names:
@@ -156,7 +167,7 @@ def _check_path(script: Script, command: str) -> None:
         advice = f"did you mean {folder / similar_names[0]}?"
     else:
         advice = "check the path; -m runs a module"
-    raise SettingError(f"{command} {name}", "there is no such file", advice)
+    return SettingError(f"{command} {name}", "there is no such file", advice)
 
 
 def check_program(name: str) -> None:
