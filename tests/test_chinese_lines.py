@@ -74,8 +74,8 @@ LINES = {
     ),
     "nothing to resume in runs/a; step 812 in memory is incomplete: what ranks 2-3 kept is "
     "missing": "runs/a 中没有可续训的检查点；内存中的第 812 步不完整：缺少 rank 2-3 保存的部分",
-    "nothing to resume in runs/a; no step of it is in memory": (
-        "runs/a 中没有可续训的检查点；内存里没有这个检查点的任何一步"
+    "nothing to resume in runs/a; no step of this run is in memory": (
+        "runs/a 中没有可续训的检查点；内存中没有这次训练的任何一步"
     ),
     # The startup summary and the report.
     "48% + 52% of time and memory, measured on an example": (
@@ -142,7 +142,7 @@ LINES = {
     "two processes claim rank 0: process 2442 on host0 and process 2443 on host1": None,
     "ranks 3, 5 did not come within 1 s; came: ranks 0-1 on host0; rank 2 on host1": None,
     "start each rank once, and give a second run a port of its own": None,
-    "seed: ranks 0-1 have '0', rank 2 has '7'": "seed：rank 0-1 是 '0'，rank 2 是 '7'",
+    "seed: ranks 0-1 have '0', rank 2 has '7'": "seed：rank 0-1 上是 '0'，rank 2 上是 '7'",
     "shared memory: rank 3 did not come within 5 s to all_reduce number 7": None,
     "it is not a whole number of at least 1": "它不是不小于 1 的整数",
     "killed by SIGSEGV (segmentation fault)": "被 SIGSEGV（段错误）杀死",
@@ -150,7 +150,7 @@ LINES = {
         "退出码 139（128 + 11：SIGSEGV（段错误））"
     ),
     "seed: rank 0 has '0', rank 1 has '1', and 3 more values": (
-        "seed：rank 0 是 '0'，rank 1 是 '1'，另有 3 个值"
+        "seed：rank 0 上是 '0'，rank 1 上是 '1'，另有 3 个值"
     ),
     "rank 1: it is not the number of a rank: there are 3 of them": (
         "rank 1：它不是 rank 的编号：一共有 3 个 rank"
@@ -165,13 +165,13 @@ LINES = {
     ),
     "node3: it cannot reach node2 at 10.0.0.1, port 29500 (no answer within 5 s); node4: it "
     "requires a password": (
-        "node3：它无法访问 node2，地址 10.0.0.1，端口 29500（5 秒内没有应答）；"
+        "node3：它无法访问 node2，地址 10.0.0.1，端口 29500（5 s 内没有应答）；"
         "node4：登录它需要密码"
     ),
     "Ctrl-Z does nothing here: a run on several machines cannot be stopped for a while": None,
     # Verdicts of verify, which are joined from parts.
     "on one process it ended with TypeError: unsupported operand": (
-        "在单进程上，它结束于 TypeError: unsupported operand"
+        "在单进程上，它因 TypeError: unsupported operand 而结束"
     ),
     ", on rank 1": "，在 rank 1 上",
     ", on ranks 1-2": "，在 rank 1-2 上",

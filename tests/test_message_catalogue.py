@@ -290,7 +290,9 @@ def test_first_lines_keep_code_and_what_is_not_theirs(chinese: None) -> None:
         "launch(train) on 2 processes": "在 2 个进程上 launch(train)",
         "--hosts with --slurm": "--hosts 与 --slurm 同用",
         "--node-rank with --hosts": "--node-rank 与 --hosts 同用",
-        "resuming from runs/a with model, optimizer": "从 runs/a 续训，带有 model, optimizer",
+        "resuming from runs/a with model, optimizer": (
+            "从 runs/a 续训，传入的对象：model, optimizer"
+        ),
         "world.checkpoint without anything to save": "world.checkpoint 没有要保存的内容",
         "rank=1, world_size=2": "rank=1, world_size=2",
         "a loss of the user's own": "a loss of the user's own",
@@ -561,7 +563,7 @@ def test_lines_about_checkpoints_journals_and_shares_are_translated(chinese: Non
         ),
         "resumed c/step-7 (epoch 1, step 7, strategy ddp, 2 ranks); it is newer than step 3 in "
         "memory": (
-            "已从 c/step-7 续训（epoch 1，第 7 步，策略 ddp，2 个 rank）；它比内存中的第 3 步更新"
+            "已从 c/step-7 续训（epoch 1，第 7 步，策略 ddp，2 个 rank）；它比内存中的第 3 步要新"
         ),
         "total: 2 tensors (2 float32), 12,610 values, 20.1 kB": (
             "合计：2 个张量（2 float32），12,610 个数值，20.1 kB"

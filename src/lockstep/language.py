@@ -144,8 +144,10 @@ FIELDS_OF_CATALOGUED_WORDS = (
     "killed",
     "kind",
     "kind_of_tensors",
+    "key",
     "label",
     "meaning",
+    "part",
     "checkpoint_problem",
     "subject",
     "text",
@@ -180,7 +182,7 @@ PATTERN_OF_FIELD = {
         r"|claims \d+ bytes and has \d+"
         rf"|is {CLASS_WITH_ARTICLE}(?:, a kind of tensor [^\n]*)?)"
     ),
-    "quoted_value": r"'[^']*'|\"[^\"]*\"|None|True|False|[\d.]+",
+    "quoted_value": r"'[^']*'|\"[^\"]*\"|None|none|True|False|[\d.]+",
     "checkpoint_problem": r"(?:(?!\), step-\d)[^\n])*",  # of one checkpoint
     "file": r"\S+",
     "format_physical_gpu": r"(?: \([^()]*\))?",

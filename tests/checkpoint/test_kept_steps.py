@@ -185,7 +185,7 @@ def test_the_newest_step_of_which_all_parts_are_there_is_chosen() -> None:
     lost = [report("a", 4, 0, size=4), report("b", 5, 1, size=4)]
     what_is_missing = "step 50 in memory is incomplete: what ranks 0, 2-3 kept is missing"
     assert describe_incomplete(lost, ["folder"]) == what_is_missing
-    assert describe_incomplete(lost, ["another folder"]) == "no step of it is in memory"
+    assert describe_incomplete(lost, ["another folder"]) == "no step of this run is in memory"
 
 
 def test_a_lost_machine_takes_only_what_no_other_one_has() -> None:
@@ -1239,13 +1239,13 @@ def test_a_restart_says_why_it_goes_on_from_the_disk(
     assert said[:3] == [
         nothing,
         f"{nothing}; no steps are kept in memory",
-        f"{nothing}; no step of it is in memory",
+        f"{nothing}; no step of this run is in memory",
     ]
     assert said[3] == nothing
     on_disk = f"resumed {step_folder(folder, 1)} (epoch 0, step 1, strategy single, 1 rank)"
     assert said[4] == f"{on_disk}; no steps are kept in memory"
     assert said[5].startswith("resumed from step 3 in memory")
-    assert said[6] == f"{on_disk}; no step of it is in memory"
+    assert said[6] == f"{on_disk}; no step of this run is in memory"
     assert said[7] == on_disk
 
 

@@ -48,7 +48,7 @@ def test_a_rank_that_is_killed_and_the_restart(tmp_path: Path) -> None:
     assert findings[0].text.startswith("FIRST FAILURE: rank 1 on host")
     assert "  killed by SIGKILL" in findings[0].evidence[0]
     assert "exit code 71" in findings[0].evidence
-    assert findings[1].text.startswith("start 1 of 2 ranks ended by a failure")
+    assert findings[1].text.startswith("start 1, of 2 ranks, ended by a failure")
 
 
 def test_a_rank_that_fails_before_init(tmp_path: Path) -> None:

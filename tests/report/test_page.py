@@ -150,8 +150,8 @@ def test_a_restart_and_the_steps_that_were_trained_again(tmp_path: Path) -> None
     (restart,) = find(Record(tmp_path))
     assert restart == Finding(
         "warning",
-        "start 1 of 2 ranks ended without a word: it was killed; the next one trained steps 31 to "
-        "50 again",
+        "start 1, of 2 ranks, ended without a word: it was killed; the next one trained steps 31 "
+        "to 50 again",
         ("time spent on steps that were trained again: 2.5 s",
          "its last step: 50, the next one's first: 31",
          "from its last sign to the next start: 2.0 s"),
@@ -218,7 +218,7 @@ def test_a_run_that_failed_before_it_had_joined(tmp_path: Path) -> None:
     ]
     findings = find(record)
     assert findings[0].evidence[:3] == ("  ValueError: odd", "  train.py:3: f()", "exit code 1")
-    assert findings[1].text == "start 2 of 8 ranks ended by a failure"
+    assert findings[1].text == "start 2, of 8 ranks, ended by a failure"
     assert findings[1].evidence[0] == "none of its ranks came to lockstep.init"
     assert len(findings) == 2
     page = pages(tmp_path)

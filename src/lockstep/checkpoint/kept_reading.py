@@ -201,7 +201,7 @@ def describe_incomplete(reports: Sequence[PartReport], folders: Collection[str])
     """
     parts_of_step = _parts_of_steps(reports, folders)
     if not parts_of_step:
-        return "no step of it is in memory"
+        return "no step of this run is in memory"
 
     # All parts of a step have the same step, serial number and number of ranks.
     parts_of_newest = max(

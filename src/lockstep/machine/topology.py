@@ -292,7 +292,8 @@ def _read_torchrun(environ: Environ, argv: Sequence[str]) -> Topology | None:
         raise SettingError(
             f"RANK={rank} and LOCAL_RANK={local_rank}, LOCAL_WORLD_SIZE={local_size} and "
             f"WORLD_SIZE={size}",
-            "ranks are counted on from machine to machine, so the local numbers are never larger",
+            "ranks are counted on from machine to machine, so LOCAL_RANK is at most RANK, and "
+            "LOCAL_WORLD_SIZE at most WORLD_SIZE",
             "let the launcher set all of them",
         )
     if not by_torch_elastic:

@@ -484,7 +484,7 @@ def _local_gradient(parameter: Any) -> Tensor:
     gradient = parameter.grad
     if gradient.is_sparse or gradient.is_complex():
         raise UsageError(
-            f"a {'sparse' if gradient.is_sparse else 'complex'} gradient",
+            "a sparse gradient" if gradient.is_sparse else "a complex gradient",
             "LARS and LAMB compare the norms of dense real tensors",
             "use nn.Embedding(sparse=False), or give this parameter to an optimizer of torch's",
         )

@@ -63,10 +63,11 @@ class BatchNormNotes:
         # The startup summary tells the user of which samples the statistics are. With
         # sync_batchnorm=False the user has already been told that they differ.
         if self._has_synchronised_batchnorm:
-            ranks = "ranks" if self._run.settings.virtual_ranks is None else "virtual ranks"
-            reason = (
-                f"of each micro-batch of loader {number}, over all {ranks}; not of the global batch"
-            )
+            if self._run.settings.virtual_ranks is None:
+                what = f"of each micro-batch of loader {number}, over all ranks"
+            else:
+                what = f"of each micro-batch of loader {number}, over all virtual ranks"
+            reason = f"{what}; not of the global batch"
             self._add_choice(Choice("batchnorm", "statistics", reason))
 
         self._warn_if_needed()

@@ -331,7 +331,9 @@ def _checked_size_of_file(folder: Path, file_name: Any) -> int:
         OSError: there is no such file.
     """
     if not layout.is_plain_name(file_name):
-        raise ValueError(f"it names the file {short(file_name)!r}, which is not one beside it")
+        raise ValueError(
+            f"it names the file {short(file_name)!r}, which is not a name within its folder"
+        )
     return layout.size_of_file(folder / file_name)
 
 

@@ -81,7 +81,7 @@ def read_weight_map(path: Path) -> dict[str, str]:
         if not is_weights_file:
             raise unreadable(
                 path,
-                f"it names the file {short(file_name)!r}, which is not one beside it",
+                f"it names the file {short(file_name)!r}, which is not a name within its folder",
                 "use no index from a source that you do not trust; its files are plain names",
             )
 

@@ -398,7 +398,7 @@ def _bad_end_finding(number: int, start: Start, next_start: Start) -> Finding:
         start: the start.
         next_start: the next start.
     """
-    text = f"start {number} of {count_noun(start.num_ranks, 'rank')} ended {ENDINGS[start.end]}"
+    text = f"start {number}, of {count_noun(start.num_ranks, 'rank')}, ended {ENDINGS[start.end]}"
     evidence = []
     if not start.reached_init:
         evidence.append("none of its ranks came to lockstep.init")

@@ -122,9 +122,10 @@ def _parse_list_item(setting: str, text: str) -> Host:
         processes = match["processes"]
         is_number = POSITIVE_NUMBER_PATTERN.fullmatch(processes)
         if not is_number and processes not in ("auto", "gpu", "cpu"):
+            given = processes
             raise SettingError(
                 setting,
-                f"{processes!r} is not a number of processes",
+                f"{given!r} is not a number of processes",
                 "write node1:4, or node1:gpu for one for each GPU",
             )
 

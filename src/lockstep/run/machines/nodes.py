@@ -206,7 +206,7 @@ def _check_may_join(candidate: Node, server: Node, nodes: Sequence[Node]) -> Non
             raise DuplicateRankError(
                 f"--node-rank {candidate.rank} on {candidate.host} (process {candidate.pid})",
                 f"node {candidate.rank} has already come: {node.process_name}",
-                "give each machine its own --node-rank; the first one continues",
+                "give each machine its own --node-rank; the one that came first continues",
             )
 
 

@@ -120,7 +120,7 @@ def _normalize_option(text: str) -> str:
 
     if UNWRITABLE_PATTERN.search(value):
         raise SettingError(
-            was_set, "sbatch takes no backslash or line's end there", "write it without"
+            was_set, "sbatch takes no backslash or line's end there", "write it without them"
         )
 
     is_long_name = name.startswith("--")

@@ -209,7 +209,7 @@ def ssh_failure(
     # lost.
     return Problem(
         f"no answer in time: {last_line}",
-        f"{advice_or_default}; where that stops, too, look at the MTU: "
+        f"{advice_or_default}; if that hangs, too, look at the MTU: "
         f"`ping -M do -s 1472 {host.address}`",
     )
 

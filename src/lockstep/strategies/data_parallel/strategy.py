@@ -169,7 +169,9 @@ class DP(Strategy):
         choices = [Choice("replicas", str(data_parallel.num_replicas), where)]
         if len(set(data_parallel.shares)) > 1:
             shares = ":".join(str(share) for share in data_parallel.shares)
-            choices.append(Choice("shares", shares, "of every micro-batch, over the devices"))
+            choices.append(
+                Choice("shares", shares, "how every micro-batch is divided over the devices")
+            )
 
         # Without `sync_batchnorm`, each device has running statistics of its own samples. Those of
         # the first device are kept.

@@ -134,11 +134,18 @@ class PipelinedModule(ModuleWrapper):
         if not (callable(value) or isinstance(value, Tensor)):
             return value
 
-        kind = "a method" if inspect.isroutine(value) else describe_type(value)
+        stages_here = count_noun(len(self.place.stages), "stage")
+        total = self.place.last_stage + 1
+        if inspect.isroutine(value):
+            found = f"it is a method of the whole model, and this rank has {stages_here} of {total}"
+        else:
+            found = (
+                f"it is {describe_type(value)} of the whole model, and this rank has {stages_here} of "
+                f"{total}"
+            )
         raise NotOnStageError(
             f"{name} of {describe_type(self.module)} under strategy='pipeline'",
-            f"it is {kind} of the whole model, and this rank has "
-            f"{count_noun(len(self.place.stages), 'stage')} of {self.place.last_stage + 1}",
+            found,
             f"{SAVE_WHOLE_MODEL_ADVICE}; parts that are on this rank are in .module",
         )
 

@@ -138,7 +138,7 @@ class Pipeline(Strategy):
                 f"Pipeline(split=...) with {len(self.split)} names",
                 f"{num_positions} ranks with {count_noun(self.interleave, 'stage')} each begin at "
                 f"{count_noun(num_cuts, 'cut')}",
-                f"name {num_cuts}",
+                f"give {num_cuts} names",
             )
 
         if run.settings.precision == "fp16":

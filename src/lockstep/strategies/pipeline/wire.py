@@ -185,7 +185,7 @@ class Wire:
                 f"the same kind of input first gave {_describe(expected.tensors)}, "
                 f"now {_describe(specs)}",
                 "let the shapes of activations depend on the shapes of inputs alone, and "
-                "freeze or unfreeze parameters between two global batches",
+                "freeze or unfreeze parameters only between two global batches",
             )
 
         self.send_with_known_specs(tensors, to, marks)

@@ -291,9 +291,9 @@ def wrong_after_clipping(case: Divergence) -> Cause | None:
 
     # The mean was right, so it was clipping that made the gradients wrong.
     clipped_text = "clipping changed gradients while those of the ranks still differed"
-    compared = "equal to"
+    ratio_text = "equal to"
     if not near(ratio, 1):
-        compared = format_ratio(ratio, case.num_ranks)
+        ratio_text = format_ratio(ratio, case.num_ranks)
 
-    mean_text = f"their mean was {compared} that of one process before"
+    mean_text = f"before, their mean was {ratio_text} that of one process"
     return Cause("LS404", (clipped_text, mean_text, line))

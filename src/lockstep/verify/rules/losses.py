@@ -247,8 +247,12 @@ def other_targets(case: Divergence) -> Cause | None:
     if not differs.any():
         return None
 
-    count = f"{differs.sum()} of {len(differs)} samples with the same inputs"
-    text = f"the loss was given other targets for {count}"
+    num_differing = differs.sum()
+    num_samples = len(differs)
+    text = (
+        f"the loss was given other targets for {num_differing} of {num_samples} samples with the "
+        "same inputs"
+    )
 
     # Sentences on statistics from which the targets may have been computed, such as the mean of a
     # rank's own returns.

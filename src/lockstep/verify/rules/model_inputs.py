@@ -209,10 +209,11 @@ def format_differing_other_inputs(forward: MatchedForward, differing_inputs: Arr
         forward: forward pass of the model.
         differing_inputs: a bool for each sample, True if its other inputs differ.
     """
-    count = f"{differing_inputs.sum()} of {len(differing_inputs)}"
+    num_differing = differing_inputs.sum()
+    num_inputs = len(differing_inputs)
     return (
-        f"{forward.model}: its first inputs are the same; what comes with {count} "
-        "(such as targets or a hidden state) is not"
+        f"{forward.model}: its first inputs are the same; what comes with {num_differing} of "
+        f"{num_inputs} (such as targets or a hidden state) is not"
     )
 
 
