@@ -140,8 +140,8 @@ class PipelinedModule(ModuleWrapper):
             found = f"it is a method of the whole model, and this rank has {stages_here} of {total}"
         else:
             found = (
-                f"it is {describe_type(value)} of the whole model, and this rank has {stages_here} of "
-                f"{total}"
+                f"it is {describe_type(value)} of the whole model, and this rank has {stages_here} "
+                f"of {total}"
             )
         raise NotOnStageError(
             f"{name} of {describe_type(self.module)} under strategy='pipeline'",
