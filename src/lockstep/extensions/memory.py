@@ -54,26 +54,8 @@ def measure(
     Raises:
         UsageError: a part is missing or not prepared, or the loader is in use or empty.
     """
-    from torch.distributed.fsdp import FSDPModule  # slow to import, and rarely needed
-
     run = preparer.run
-
-    # A unit of FSDP is a module whose parameters are gathered together.
-    units = [module for module in model.modules() if isinstance(module, FSDPModule)]
-    for unit in units:
-        unit.reshard()  # an evaluation may have left it gathered
-    gradients: Counter[torch.device] = Counter()
-    for parameter in model.parameters():
-        if parameter.requires_grad and not parameter.is_meta:
-            gradients[parameter.device] += to_local(parameter).nbytes
-
-    # The bytes on each device, by the attribute of DeviceMemory.
-    bytes_by_attribute_and_device: dict[str, dict[torch.device, int]] = {
-        "gathered": {run.device: _gathered_bytes(units)},
-        "parameters": bytes_by_device(storages(model.parameters())),
-        "buffers": bytes_by_device(storages(model.buffers())),
-        "gradients": gradients,
-    }
+    bytes_by_attribute_and_device = _bytes_of_model(model, run.device)
 
     # What is the same for all devices of this process, by the attribute of DeviceMemory.
     common: dict[str, Any] = {"rank": run.topology.rank}
@@ -88,9 +70,11 @@ def measure(
             common["state"] = None  # not known
         else:
             bytes_by_attribute_and_device["state"] = state
+
     rows = _make_rows(run.device, bytes_by_attribute_and_device, common)
     if isinstance(model, DataParallel):
         rows = _rows_of_replicas(rows, model, common.get("samples"))
+
     rows_of_ranks = run.collectives.exchange([asdict(row) for row in rows])
     all_rows: list[DeviceMemory] = []
     for rows_of_rank in rows_of_ranks:
@@ -99,6 +83,30 @@ def measure(
     # Fewer ranks have data of their own than there are, if several ranks hold stages of one model.
     has_stages = run.collectives.data_parallel.size < run.topology.size
     return Memory(strategy=preparer.strategy.name, devices=tuple(all_rows), stages=has_stages)
+
+
+def _bytes_of_model(
+    model: nn.Module, device_of_rank: torch.device
+) -> dict[str, dict[torch.device, int]]:
+    """Returns the bytes of a model on each device, by the attribute of `DeviceMemory`."""
+    from torch.distributed.fsdp import FSDPModule  # slow to import, and rarely needed
+
+    # A unit of FSDP is a module whose parameters are gathered together.
+    units = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    for unit in units:
+        unit.reshard()  # an evaluation may have left it gathered
+
+    gradients: Counter[torch.device] = Counter()
+    for parameter in model.parameters():
+        if parameter.requires_grad and not parameter.is_meta:
+            gradients[parameter.device] += to_local(parameter).nbytes
+
+    return {
+        "gathered": {device_of_rank: _gathered_bytes(units)},
+        "parameters": bytes_by_device(storages(model.parameters())),
+        "buffers": bytes_by_device(storages(model.buffers())),
+        "gradients": gradients,
+    }
 
 
 def _make_rows(

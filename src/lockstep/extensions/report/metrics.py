@@ -19,6 +19,7 @@ import zlib
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from enum import Enum, auto
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -157,54 +158,27 @@ class WeightedSums:
             None, with a warning, if the value is not one real number, or cannot be read without
             waiting for other ranks.
         """
-        number: float | Tensor | None = None
-        is_spread = False
-        is_on_meta = False
-        is_too_large = False
+        number = self._try_to_read(value)
+        if isinstance(number, _WhyNoNumber):
+            self._warn_of_left_out(name, value, number)
+            return None
+        return number
+
+    def _try_to_read(self, value: Any) -> float | Tensor | _WhyNoNumber:
+        """Returns the value as a number or a 0-dimensional tensor, or why it is neither."""
         try:
-            is_spread = _is_spread_over_ranks(value)
-            is_on_meta = isinstance(value, Tensor) and value.is_meta
-            if not is_spread and not is_on_meta:
-                number = self._read_number(value)
+            if _is_spread_over_ranks(value):
+                return _WhyNoNumber.IS_SPREAD
+            if isinstance(value, Tensor) and value.is_meta:
+                return _WhyNoNumber.IS_ON_META
+            number = self._read_number(value)
         except OverflowError:
-            is_too_large = True
+            return _WhyNoNumber.IS_TOO_LARGE
         except Exception:
             # `float` calls a method of the value's class, and a tensor may be of a class of the
             # user's own, so that any error may come.
-            pass
-
-        if number is not None:
-            return number
-
-        found = describe_type(value)
-        if isinstance(value, Tensor):
-            found = f"a {value.dtype} tensor of shape {tuple(value.shape)}"
-        if is_spread:
-            self._leave_out(
-                name,
-                "a DTensor of which each rank has a part, and world.log waits for no other "
-                "rank, so it is left out",
-                f"log {name}=values.full_tensor(), which all ranks have to call",
-            )
-        elif is_on_meta:
-            self._leave_out(
-                name,
-                "a tensor on the meta device, which has no value, so it is left out",
-                f"log the mean over this micro-batch, for example {name}=values.float().mean()",
-            )
-        elif is_too_large:
-            self._leave_out(
-                name,
-                f"{found} that is too large for a float, so it is left out",
-                f"log it in a larger unit, for example {name}=number / 1e12",
-            )
-        else:
-            self._leave_out(
-                name,
-                f"{found}, not one number, so it is left out",
-                f"log the mean over this micro-batch, for example {name}=values.float().mean()",
-            )
-        return None
+            return _WhyNoNumber.IS_NOT_ONE_NUMBER
+        return _WhyNoNumber.IS_NOT_ONE_NUMBER if number is None else number
 
     def _read_number(self, value: Any) -> float | Tensor | None:
         """Reads one number from a value that was logged.
@@ -222,11 +196,49 @@ class WeightedSums:
             return None  # `float` would accept the text "1.5"
         return float(value)
 
-    def _leave_out(self, name: str, found: str, do: str) -> None:
+    def _warn_of_left_out(self, name: str, value: Any, why: _WhyNoNumber) -> None:
         """Warns, once in a pass for each name, that a value is left out."""
-        if name not in self._names_left_out:
-            self._names_left_out.add(name)
-            warn(f"world.log({name}=...)", found, do)
+        if name in self._names_left_out:
+            return
+        self._names_left_out.add(name)
+
+        found = describe_type(value)
+        if isinstance(value, Tensor):
+            found = f"a {value.dtype} tensor of shape {tuple(value.shape)}"
+        if why is _WhyNoNumber.IS_SPREAD:
+            warn(
+                f"world.log({name}=...)",
+                "a DTensor of which each rank has a part, and world.log waits for no other "
+                "rank, so it is left out",
+                f"log {name}=values.full_tensor(), which all ranks have to call",
+            )
+        elif why is _WhyNoNumber.IS_ON_META:
+            warn(
+                f"world.log({name}=...)",
+                "a tensor on the meta device, which has no value, so it is left out",
+                f"log the mean over this micro-batch, for example {name}=values.float().mean()",
+            )
+        elif why is _WhyNoNumber.IS_TOO_LARGE:
+            warn(
+                f"world.log({name}=...)",
+                f"{found} that is too large for a float, so it is left out",
+                f"log it in a larger unit, for example {name}=number / 1e12",
+            )
+        else:
+            warn(
+                f"world.log({name}=...)",
+                f"{found}, not one number, so it is left out",
+                f"log the mean over this micro-batch, for example {name}=values.float().mean()",
+            )
+
+
+class _WhyNoNumber(Enum):
+    """Why a value that was logged is left out."""
+
+    IS_SPREAD = auto()  # each rank has a part of it
+    IS_ON_META = auto()
+    IS_TOO_LARGE = auto()  # for a float
+    IS_NOT_ONE_NUMBER = auto()
 
 
 def _is_spread_over_ranks(value: Any) -> bool:
