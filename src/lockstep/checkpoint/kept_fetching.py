@@ -88,11 +88,11 @@ def fetch_step(
     transfers = _plan_transfers(plan_of_machine, machine_of_rank)
     path_by_writer_rank = _transfer_parts(collectives, transfers, machine_of_rank, received)
 
-    def path_here(part: PartReport) -> str:
+    paths_here = []
+    for part in plan.parts:
         was_here_before = part.holder_machine == machine
-        return part.path if was_here_before else path_by_writer_rank[part.writer_rank]
+        paths_here.append(part.path if was_here_before else path_by_writer_rank[part.writer_rank])
 
-    paths_here = [path_here(part) for part in plan.parts]
     return run_on_all_ranks(
         collectives,
         RESUMING_FROM_MEMORY,
@@ -195,28 +195,32 @@ def _gather_random_states(collectives: Collectives, kept: KeptStep) -> list[Any]
 
     All ranks call this. Each of them reads some of the states, and all get the states of all.
     """
-    present_rank = collectives.topology.rank
-
-    def read_some_states() -> dict[str, str]:
-        """Reads the states of which this rank is the first holder.
-
-        Returns:
-            The states by the rank that has written them: `{"3": "..."}`. The ranks and the states
-            are texts, because they are sent as JSON.
-        """
-        texts = {}
-        for writer_rank in range(kept.world_size):
-            copies = kept.copies_of(writer_rank)  # there may be several, on different machines
-            if copies and copies[0].holder_rank == present_rank:
-                state = read_random_state(copies[0].path)
-                texts[str(writer_rank)] = rng_state_to_text(state)
-        return texts
-
+    texts_of_ranks = gather_answers(
+        collectives,
+        RESUMING_FROM_MEMORY,
+        lambda: _read_random_states(kept, collectives.topology.rank),
+    )
     states: list[Any] = [None] * kept.world_size
-    for texts in gather_answers(collectives, RESUMING_FROM_MEMORY, read_some_states):
+    for texts in texts_of_ranks:
         for writer_rank, text in texts.items():
             states[int(writer_rank)] = rng_state_from_text(text)
     return states
+
+
+def _read_random_states(kept: KeptStep, rank: int) -> dict[str, str]:
+    """Reads the random states of a kept step of which a rank is the first holder.
+
+    Returns:
+        The states by the rank that has written them: `{"3": "..."}`. The ranks and the states are
+        texts, because they are sent as JSON.
+    """
+    texts = {}
+    for writer_rank in range(kept.world_size):
+        copies = kept.copies_of(writer_rank)  # there may be several, on different machines
+        if copies and copies[0].holder_rank == rank:
+            state = read_random_state(copies[0].path)
+            texts[str(writer_rank)] = rng_state_to_text(state)
+    return texts
 
 
 def _plan_transfers(

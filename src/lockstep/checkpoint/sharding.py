@@ -91,28 +91,37 @@ def entries_to_store(
     """
     key_sets = [None if keys is None else frozenset(keys) for keys in keys_of_ranks]
 
-    def is_stored_here(key: int | str) -> bool:
-        """Returns True if this rank is the first that has the entry."""
-        # None: the rank has all entries.
-        ranks_with_entry = (
-            other_rank for other_rank, keys in enumerate(key_sets) if keys is None or key in keys
-        )
-        # No rank has the entry if the whole model is on the meta device. Rank 0 takes it then, and
-        # raises the error that it has no values.
-        first_rank = next(ranks_with_entry, 0)
-        return first_rank == rank
-
     is_optimizer_state = isinstance(state.get("state"), dict)
     if is_optimizer_state:
-        stored = {key: entry for key, entry in state["state"].items() if is_stored_here(key)}
+        stored = {}
+        for key, entry in state["state"].items():
+            if _first_rank_with(key, key_sets) == rank:
+                stored[key] = entry
         return {**state, "state": stored}
 
     # The state of a module. It keeps what torch has attached to it: the versions of its modules.
-    module_state = OrderedDict(
-        (key, tensor if is_stored_here(key) else None) for key, tensor in state.items()
-    )
+    module_state: OrderedDict[str, Any] = OrderedDict()
+    for key, tensor in state.items():
+        is_stored_here = _first_rank_with(key, key_sets) == rank
+        module_state[key] = tensor if is_stored_here else None
     set_state_dict_metadata(module_state, state_dict_metadata(state))
     return module_state
+
+
+def _first_rank_with(key: int | str, key_sets: Sequence[frozenset[int | str] | None]) -> int:
+    """Returns the first rank that has an entry of a state.
+
+    Args:
+        key: the key of the entry.
+        key_sets: for each rank, the keys of its entries. None if it has all entries.
+    """
+    for rank, keys in enumerate(key_sets):
+        if keys is None or key in keys:
+            return rank
+
+    # No rank has the entry if the whole model is on the meta device. Rank 0 takes it then, and
+    # raises the error that it has no values.
+    return 0
 
 
 def reshard_optimizer(state: Any, optimizer: Optimizer) -> Any:

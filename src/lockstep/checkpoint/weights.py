@@ -394,6 +394,7 @@ def _plan_loading(model: nn.Module, path: Path, *, strict: bool, trust: bool) ->
             advice,
         )
 
+    # The file fits by names and shapes. Its values must be there, and fit into the model's dtypes.
     _check_shards(fitting, own)
     _check_values(path, fitting, own)
     changes = [f"read {found.place}"] if found.place else []
