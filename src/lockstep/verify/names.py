@@ -336,7 +336,7 @@ def _without_unchanged(new_roots: Mapping[str, str]) -> dict[str, str]:
 def _new_roots(
     reference_models: Mapping[str, _FirstState], models: Mapping[str, _FirstState]
 ) -> dict[str, str] | None:
-    """Returns the reference's root for each model of the other run, by the other run's root.
+    """Returns for each root of the other run the root of the same model in the reference.
 
     Models of one class are told apart by the initial values of their parameters. Some may have
     equal values, as a student and its teacher: these are told apart by which parameters are
@@ -353,26 +353,41 @@ def _new_roots(
     free_models = dict(reference_models)
     new_roots: dict[str, str] = {}
     for root, state in models.items():
-        candidates = []
-        for free_root, free_state in free_models.items():
-            is_same_class = _class_of(free_root) == _class_of(root)
-            if is_same_class and _are_equal(free_state.parameters, state.parameters):
-                candidates.append(free_root)
-
-        if not candidates:
+        new_root = _root_of_same_model(root, state, free_models)
+        if new_root is None:
             return None
-
-        # Each of these narrows the candidates, unless none would be left.
-        alike_frozen = [each for each in candidates if free_models[each].frozen == state.frozen]
-        candidates = alike_frozen or candidates
-        alike_trained = [each for each in candidates if free_models[each].places == state.places]
-        candidates = alike_trained or candidates
-
-        new_root = root if root in candidates else candidates[0]
         new_roots[root] = new_root
         del free_models[new_root]
 
     return new_roots
+
+
+def _root_of_same_model(
+    root: str, state: _FirstState, candidates: Mapping[str, _FirstState]
+) -> str | None:
+    """Returns the root of the candidate that is the same model; None if there is none.
+
+    Args:
+        root: root of the model.
+        state: its first state.
+        candidates: first states of the models of the reference, by root.
+    """
+    roots = []
+    for candidate, candidate_state in candidates.items():
+        is_same_class = _class_of(candidate) == _class_of(root)
+        if is_same_class and _are_equal(candidate_state.parameters, state.parameters):
+            roots.append(candidate)
+
+    if not roots:
+        return None
+
+    # Each of these leaves fewer roots, unless it would leave none.
+    with_same_frozen = [each for each in roots if candidates[each].frozen == state.frozen]
+    roots = with_same_frozen or roots
+    in_same_places = [each for each in roots if candidates[each].places == state.places]
+    roots = in_same_places or roots
+
+    return root if root in roots else roots[0]
 
 
 def _class_of(root: str) -> str:

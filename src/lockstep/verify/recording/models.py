@@ -79,8 +79,8 @@ class Models:
         self.add(wrapper)
 
         # DDP ignores parameters that are frozen when it is constructed.
-        averaged_ids = {id(p) for p in wrapper.module.parameters() if p.requires_grad}
         inner_module = wrapper.module
+        averaged_ids = {id(p) for p in inner_module.parameters() if p.requires_grad}
         self.ddp_parameter_ids[id(inner_module)] = averaged_ids
 
         # A process group without some ranks may be a mistake.
