@@ -136,7 +136,7 @@ class UpdateWriter:
 
         Args:
             error: error that ended the script; None if it ended normally.
-            recorded: what the recorder knows at the end. Its fields about the error are not read.
+            recorded: what the recorder knows at the end. Its fields about the error are replaced.
         """
         lost_peer = error is not None and re.search(LOST_PEER_PATTERN, str(error)) is not None
         # The code of the catalogue, which only errors of Lockstep have.

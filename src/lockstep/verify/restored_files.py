@@ -184,7 +184,7 @@ class FilesBefore:
             self._copy_file(path, os.path.join(self._copies, copy_name))
             return FILE, copy_name
 
-        return None  # a device or the like
+        return None  # such as a device
 
     def _append_line(self, file: str, value: object) -> None:
         """Appends a value to a file as a line of JSON; the file is created if it does not exist."""

@@ -186,9 +186,9 @@ class UnusedBatches:
     def mark_used(self, batch_number: int) -> None:
         """Notes that a batch has reached a model: it is no longer unused.
 
-        Earlier batches of the same loader are not unused either. Those of the same epoch belong to
-        the same optimizer step. Those of an earlier epoch were never trained on: the script has
-        only looked at them, for example to compute their mean.
+        Batches that the loader has handed out before are no longer unused either. Those of the same
+        epoch belong to the same optimizer step. Those of an earlier epoch were never trained on:
+        the script has only looked at them, for example to compute their mean.
 
         Args:
             batch_number: number of the batch; 0 if the tensor was made from no batch.
@@ -199,6 +199,7 @@ class UnusedBatches:
 
         self._recognized_loaders.add(used_batch.loader)
 
+        # Batches are numbered in the order in which loaders hand them out.
         numbers_up_to_used_batch = [
             number
             for number, batch in self._not_seen_in_models.items()

@@ -405,9 +405,9 @@ def shuffled_datasets(case: Divergence) -> Cause | None:
     digests = []
     for record in case.actual:
         for batch in record.batches:
-            if batch.ids is None:  # the indices are not known
+            # The indices may not be known. Without a DataLoader there are none.
+            if not batch.ids:
                 continue
-            # (`strict=False`: without a DataLoader, a batch has contents but no indices.)
             for index, digest in zip(batch.ids, batch.contents, strict=False):
                 if index in indices:
                     digests.append(digest)
