@@ -499,3 +499,20 @@ def test_gradients_of_one_virtual_rank_must_not_be_changed() -> None:
     run_ranks(clip_each_virtual_rank, 1, None)
     with pytest.raises(RankFailed, match="written to between the micro-batches of a global batch"):
         run_ranks(clip_each_virtual_rank, 1, 0.01)
+
+
+def skip_a_virtual_rank() -> None:
+    with lockstep.init(virtual_ranks=3) as world:
+        model = nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model, optimizer = world.prepare(model, optimizer)
+        for number, (rows,) in enumerate(world.loader(TensorDataset(torch.ones(12, 2)), 6)):
+            if number != 4:
+                world.backward(model(rows).mean())
+                optimizer.step()
+                optimizer.zero_grad()
+
+
+def test_a_skipped_virtual_rank_is_said() -> None:
+    with pytest.raises(RankFailed, match="has followed the batch of virtual rank 1, so its part"):
+        run_ranks(skip_a_virtual_rank, 1)

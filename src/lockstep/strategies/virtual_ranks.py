@@ -163,6 +163,10 @@ class VirtualRankGradients(Extension):
         """The previous micro-batch; None if there was none."""
         self._backward_left_gradients = False
         """True if there were gradients at the end of the latest backward pass."""
+        self._had_backward = False
+        """True if a backward pass has followed since the present virtual rank began."""
+        self._skipped: MicroBatch | None = None
+        """A micro-batch of a virtual rank of the present global batch that had no backward pass."""
         self._are_in_buckets = False
         """True if the gradients in `parameter.grad` are views of DDP's buckets, although they are
         those of a single virtual rank."""
@@ -187,13 +191,18 @@ class VirtualRankGradients(Extension):
         if micro_batch.first:  # a new global batch begins
             self._partial_sums.clear()
             self._sum_lacks_gradients = False
+            self._skipped = None
+            self._had_backward = False
             return
 
         if micro_batch.virtual_rank_begins and previous is not None:
             # The script may have called `zero_grad` between two virtual ranks. `before_step` raises
             # an error for it, unless the script leaves the step out.
-            if self._was_cleared(previous):
+            if not self._had_backward and counts_in_sum(previous):
+                self._skipped = previous
+            elif self._was_cleared(previous):
                 self._sum_lacks_gradients = True
+            self._had_backward = False
 
             # The gradients of the previous virtual rank are still in `parameter.grad`.
             self._move_gradients_to_sums(previous)
@@ -204,6 +213,7 @@ class VirtualRankGradients(Extension):
 
     def backward_ended(self, micro_batch: MicroBatch) -> None:
         """Completes the sum after the last backward pass, if there is only one process."""
+        self._had_backward = True
         self._backward_left_gradients = self._has_gradients()
         if self._single_process and self._step.micro_batch.last:
             self._sum_on_one_process()
@@ -217,16 +227,18 @@ class VirtualRankGradients(Extension):
         return any(parameter.grad is not None for parameter in self._parameters)
 
     def before_step(self, optimizer: Optimizer, modules: Sequence[nn.Module]) -> None:
-        """Raises UsageError if the script has cleared the gradients of a virtual rank.
+        """Raises UsageError if the script has cleared or not computed those of a virtual rank.
 
         They are only a part of the gradient with which the optimizer is about to step. A loop that
         clears them and leaves the step out is right.
         """
-        if not self._sum_lacks_gradients:
+        if not self._sum_lacks_gradients and self._skipped is None:
             return
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 if id(parameter) in self._index_in_module:
+                    if self._skipped is not None:
+                        raise _skipped_error(self._skipped)
                     raise cleared_gradients_error()
 
     def _was_cleared(self, micro_batch: MicroBatch) -> bool:
@@ -404,6 +416,20 @@ def _merge(left: Gradients, right: Gradients) -> None:
         if left[index] is None and gradient is not None:
             left[index] = torch.zeros_like(gradient)  # DDP also has zeros for missing gradients
     add_gradients(left, right)
+
+
+def _skipped_error(micro_batch: MicroBatch) -> UsageError:
+    """Returns the error for a virtual rank without a backward pass.
+
+    Args:
+        micro_batch: a micro-batch of the virtual rank.
+    """
+    return UsageError(
+        "a loop that skips batches, with virtual_ranks",
+        f"no backward pass has followed the batch of virtual rank "
+        f"{micro_batch.virtual_rank_number}, so its part of the gradient is missing",
+        "call world.backward for every batch; multiply the loss by 0 to leave a batch out",
+    )
 
 
 def sparse_gradients_error() -> UsageError:
