@@ -20,6 +20,8 @@ SAME_IN_BOTH_LANGUAGES = {
         "ranks",
         "loss",
         "inf",
+        "dict",
+        "killer",
         "list",
         "forward",
         "epoch",
@@ -138,6 +140,18 @@ LINES = {
     "gets all of it": (
         "形状为 (8, 3) 的数组，与 8 个样本的张量一起传入：它不会被划分，因此每个副本都得到全部"
     ),
+    "head.weight is a dict, and the file can hold plain tensors alone": None,
+    "2 missing, 1 unexpected, 1 of another shape": "缺少 2 个，多出 1 个，1 个形状不同",
+    "[4, 3]  nearest in the file: fc.weight": "[4, 3]  文件中最接近的是：fc.weight",
+    "outer_lr is a number": "outer_lr 是数",
+    "set in the script; ranks given by the script": "在脚本中设置；rank 由脚本给出",
+    "out of memory with 1 sample at a time on this rank.": (
+        "内存或显存不足：这个 rank 每次计算 1 个样本。"
+    ),
+    "killed by the kernel's out-of-memory killer (SIGKILL; it had used 1.5 GiB)": (
+        "被杀死（内核的 OOM killer；SIGKILL；此前最多占用 1.5 GiB 内存）"
+    ),
+    "No such command 'check'. Did you mean one of: lockstep run; lockstep run --help?": None,
     # Ranks that do not come together.
     "two processes claim rank 0: process 2442 on host0 and process 2443 on host1": None,
     "ranks 3, 5 did not come within 1 s; came: ranks 0-1 on host0; rank 2 on host1": None,

@@ -61,8 +61,10 @@ FIELDS_OF_LISTS = (
     "advice_on_devices",
     "descriptions",
     "found",
+    "meant",
     "ranks_that_came",
     "reasons",
+    "signal_and_memory",
 )
 """Fields whose value may be a list with semicolons."""
 FIELDS_OF_NUMBERS = (

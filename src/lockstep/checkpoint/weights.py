@@ -235,15 +235,15 @@ def _storable_tensors(state: Mapping[str, Any], path: Path) -> dict[str, LazyTen
     action = f"saving weights to {path}"
     tensors: dict[str, LazyTensor] = {}
     for name, value in state.items():
-        problem: str | None  # why the value cannot be stored; None if it can be
+        problem_of_value: str | None  # why the value cannot be stored; None if it can be
         if isinstance(value, Tensor):
-            problem = why_unstorable(value)
+            problem_of_value = why_unstorable(value)
         else:
-            problem = f"is {describe_type(value)}"
-        if problem is not None:
+            problem_of_value = f"is {describe_type(value)}"
+        if problem_of_value is not None:
             raise CheckpointError(
                 action,
-                f"{name} {problem}, and the file can hold plain tensors alone",
+                f"{name} {problem_of_value}, and the file can hold plain tensors alone",
                 "save the whole state with world.checkpoint",
             )
 

@@ -345,11 +345,12 @@ def add_memory_advice(error: BaseException | None, samples: int, devices: int = 
     if error is None or not is_out_of_memory(error):
         return
 
-    number = count_noun(samples, "sample")
+    sentences = [f"out of memory with {count_noun(samples, 'sample')} at a time on this rank."]
     if devices > 1:
-        sentences = [f"out of memory with {number} at a time on this rank of {devices} devices."]
-    else:
-        sentences = [f"out of memory with {number} at a time on this rank."]
+        sentences[0] = (
+            f"out of memory with {count_noun(samples, 'sample')} at a time on this rank of "
+            f"{devices} devices."
+        )
 
     samples_per_device = math.ceil(samples / devices)
     if samples_per_device > 1:
