@@ -562,7 +562,7 @@ class World:
         self,
         folder: str | Path,
         /,
-        *,
+        *unnamed_objects: Any,
         keep: int = 2,
         every: int | timedelta | None = None,
         best: Literal["min", "max"] | None = None,
@@ -575,6 +575,7 @@ class World:
 
         Args:
             folder: where checkpoints are saved; made if it does not exist.
+            *unnamed_objects: refused, as the files are named after what is saved.
             keep: how many of the newest checkpoints are kept.
             every: the number of steps, or the time, after which `.step()` saves.
             best: keeps the checkpoint with the smallest or largest `.save(metric=...)` too.
@@ -587,9 +588,11 @@ class World:
             **state: what belongs to the training: `model=`, `optimizer=`, `loader=`, ...
         """
         from lockstep.checkpoint.checkpointer import Checkpoint
+        from lockstep.checkpoint.checks import check_all_are_named
         from lockstep.checkpoint.schedule import Policy  # not all scripts save
 
         self._check_open("checkpoint")
+        check_all_are_named(unnamed_objects)
         policy = Policy(keep=keep, every=every, best=best, busy=busy, asynchronous=asynchronous)
         self._run.checkpoint_folders.append(str(folder))
         self._warn_of_unsaved_schedulers(folder, state)

@@ -15,6 +15,7 @@ from ranks import in_gloo_group, run_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+import lockstep
 from lockstep.checkpoint import layout, storage
 from lockstep.checkpoint.checkpointer import Checkpoint
 from lockstep.checkpoint.health import examine
@@ -478,6 +479,14 @@ def test_objects_that_cannot_be_saved_are_refused(
     with pytest.raises(UsageError) as caught:
         checkpoint_of(tmp_path, state)
     assert found in caught.value.found
+
+
+def test_an_object_without_a_name_is_refused(tmp_path: Path) -> None:
+    """Python said that World.checkpoint takes 2 positional arguments, which helped nobody."""
+    with lockstep.init() as world, pytest.raises(UsageError) as caught:
+        world.checkpoint(tmp_path, {"weight": 1.0})
+    assert caught.value.was_set == "world.checkpoint with a dict behind the folder"
+    assert "model=model" in caught.value.do
 
 
 def test_save_and_resume_are_refused_in_an_evaluation_loop(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ the number of steps that it was built for.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,6 +32,16 @@ BUILD_AS_SAVED = "build {} as it was in the run that saved it"
 LENGTH_ATTRIBUTES = ("total_steps", "T_max", "total_iters")
 """The attributes in which torch's schedulers store their length: OneCycleLR; CosineAnnealingLR; and
 LinearLR, ConstantLR and PolynomialLR."""
+
+
+def check_all_are_named(unnamed_objects: Sequence[Any]) -> None:
+    """Raises UsageError for `world.checkpoint(folder, model)`, in place of `model=model`."""
+    if unnamed_objects:
+        raise UsageError(
+            f"world.checkpoint with {describe_type(unnamed_objects[0])} behind the folder",
+            "each object needs a name, under which it is saved and found again",
+            "name what to save: world.checkpoint(folder, model=model, optimizer=optimizer)",
+        )
 
 
 def check_state(state: Mapping[str, Any]) -> None:
