@@ -35,6 +35,9 @@ BATCH = 12
 
 SCALER = {"optim/precision.py step": COUNTED_STEPS}
 """The step of a scaled gradient is left out if it overflowed, which the host has to know."""
+ALLOCATED_FOR_TORCH = {"torch_compat/tensors.py copy_to_each": 3}
+"""No wait on a GPU: torch has Lockstep allocate a unit's gradient on a device that it was told is
+the CPU, and the made-up GPU cannot tell. Once for each virtual rank of a process."""
 DEVICE_CHECK = {
     "extensions/device_check/check.py as_numbers": 2 * COUNTED_STEPS,
     "strategies/bit_sums.py _on_first_device": COUNTED_STEPS,
@@ -89,7 +92,7 @@ MORE_ON_SEVERAL = [
     Case("ddp", options={"virtual_ranks": 6, "check_devices": 2}, allowed=DEVICE_CHECK),
     Case("fsdp", "log", files=["report", "journal"]),
     Case("fsdp", "clip", {"precision": "fp16"}, allowed=SCALER),
-    Case("fsdp", "clip", {"virtual_ranks": 6}, files=["journal"]),
+    Case("fsdp", "clip", {"virtual_ranks": 6}, files=["journal"], allowed=ALLOCATED_FOR_TORCH),
     Case("pipeline", "clip"),
     Case(DDP(compress="bf16"), options={"micro_batch_size": 4}),
     Case("fsdp", "scalar", {"precision": "fp16", "micro_batch_size": 4}, allowed=SCALER),
