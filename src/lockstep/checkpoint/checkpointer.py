@@ -306,11 +306,11 @@ class Checkpoint:
             written and `busy="skip"` was set.
 
         Raises:
-            CheckpointError: on all ranks, if any of them cannot do its part (the state cannot be
-                stored, the folder has a later step, or the same one of a training that was not
-                resumed, or another run writes there), or if the
-                previous checkpoint could not be written (disk full, not writable). The state of the
-                training is unchanged, and so are earlier checkpoints.
+            CheckpointError: on all ranks. The state of one of them cannot be stored; another run
+                writes into the folder; the folder has a later step, or the same one of a training
+                that was not resumed; or the previous checkpoint could not be written (disk full,
+                not writable). The state of the training is unchanged, and so are earlier
+                checkpoints.
             RanksDifferError: the metric differs between ranks.
         """
         self._extensions.saving_begins()
@@ -341,8 +341,8 @@ class Checkpoint:
         # The memory of the copies of the previous save is used again.
         self._copies.begin(states.values())
         try:
-            # Step 2: `prepared` is what this rank writes. Each rank sends the name of the hidden
-            # folder that it has created; only rank 0 has.
+            # Step 2: `prepared` is what this rank writes. Rank 0 sends the name of the hidden
+            # folder that it has created, the others send None.
             prepared, folder_name_of_rank = exchange_on_all_ranks(
                 self._collectives,
                 self._action,

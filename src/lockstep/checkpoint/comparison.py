@@ -160,8 +160,8 @@ def _measure_differences(
         is_allowed = difference <= atol + rtol * b.abs()
         # If one side is NaN, `is_allowed` is False, as it should be. But if b is infinite, it is
         # True for any a, because inf <= inf.
-        counts = ~is_allowed | difference.isinf()
-        differences.count += int(counts.sum())
+        is_too_large = ~is_allowed | difference.isinf()
+        differences.count += int(is_too_large.sum())
     else:
         differences.count += difference.numel()
 

@@ -157,8 +157,9 @@ def choose_every(every: int, min_every_for_cost: float, min_every_for_link: floa
         min_every_for_link: with shorter intervals than this, copies to another machine use the link
             between the machines for more than the share `MAX_SHARE_OF_LINK` of the time.
     """
-    # A few copies may have taken long for another reason, so their cost counts in steps. The link
-    # counts at once: on a slow network, each copy too many holds up the training.
+    # A few copies may have taken long for another reason, so for their cost the interval at most
+    # doubles. For the link it grows at once: on a slow network, each copy too many holds up the
+    # training.
     capped_min_for_cost = min(math.ceil(min_every_for_cost), 2 * every)
     lengthened = max(capped_min_for_cost, math.ceil(min_every_for_link))
     is_too_short = lengthened > every

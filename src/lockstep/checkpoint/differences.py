@@ -139,12 +139,13 @@ def table_of_differences(
     def text_of_unexpected(name: str) -> str:
         return _shape_and_nearest(saved[name], name, differences.missing, "in the model")
 
+    def text_of_mismatched(name: str) -> str:
+        return differences.mismatched[name]
+
     rows = [
         *_rows_of_kind("missing", differences.missing, text_of_missing),
         *_rows_of_kind("unexpected", differences.unexpected, text_of_unexpected),
-        *_rows_of_kind(
-            "other shape", tuple(differences.mismatched), differences.mismatched.__getitem__
-        ),
+        *_rows_of_kind("other shape", tuple(differences.mismatched), text_of_mismatched),
     ]
     width = max((len(row.name) for row in rows), default=0)
     lines = [f"    {row.kind:<13}{row.name:<{width}}  {row.text}".rstrip() for row in rows]

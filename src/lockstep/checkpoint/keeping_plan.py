@@ -143,10 +143,10 @@ def _bytes_of_used_areas(
 def _bytes_of_used_areas_before(
     rank: int, needs: Sequence[RankNeeds], partners: Sequence[Partners] | None
 ) -> int:
-    """Returns how much memory these areas of a rank take already.
+    """Returns how much memory the areas take already that a rank is going to use.
 
-    Areas that the rank does not use now may hold memory too, until a later step than the resumed
-    one is complete. So it is left out.
+    Its other areas may hold memory too, but they keep it until a later step than the resumed one is
+    complete. So that memory is not counted.
     """
     num_areas = OWN_AREAS_PER_RANK * (1 + len(_senders_to(rank, partners)))
     return sum(needs[rank].bytes_of_areas[:num_areas])

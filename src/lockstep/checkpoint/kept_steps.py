@@ -294,12 +294,29 @@ class KeptSteps(Extension):
             return plan_keeping([RankNeeds(**answer) for answer in answers])
         except StepsCannotBeKept as error:
             reason = error
+        self._report_that_no_step_is_kept(reason, problem)
+        return None
 
+    def _report_that_no_step_is_kept(
+        self, reason: StepsCannotBeKept, problem: Exception | None
+    ) -> None:
+        """Tells the user why no step is kept, by an error if every step was asked for.
+
+        Args:
+            reason: the reason on which the ranks agree.
+            problem: the error that was raised when this rank's state was collected, if there was
+                one.
+
+        Raises:
+            CheckpointError: every step was asked for.
+        """
         if not self._training.every_step:
             self._training.say(f"steps are not kept in memory: {reason.found}")
-            return None
+            return
+
+        # The problem of this rank itself says more, and has a cause.
         if isinstance(problem, LockstepError):
-            raise problem  # this rank's own, with its cause
+            raise problem
         raise CheckpointError("keeping each step in memory", reason.found, reason.advice)
 
 

@@ -161,15 +161,17 @@ def _make_lock(path: Path) -> _FileLock:
         CheckpointError: another run has the lock.
     """
     # `find_other_writer` of another process takes the lock for an instant, only to see whether it
-    # is free. So a few attempts are made.
+    # is free. So a few attempts are made. The ranks of this run before it was restarted may have
+    # the lock for longer, so while they are waited for, attempts do not count.
     num_refused = 0
     waits_until = time.monotonic() + MAX_WAIT_FOR_EARLIER_ATTEMPT_S
     while True:
         try:
             return _acquire(path)
         except _OtherRunHasLock as other_run:
-            is_worth_waiting = time.monotonic() < waits_until
-            if not (is_worth_waiting and _is_of_earlier_attempt(_read_text(path))):
+            time_is_left = time.monotonic() < waits_until
+            waits_for_former_ranks = time_is_left and _is_of_earlier_attempt(_read_text(path))
+            if not waits_for_former_ranks:
                 num_refused += 1
             if num_refused == MAX_ATTEMPTS:
                 raise CheckpointError(
@@ -246,31 +248,52 @@ def _seems_alive(text: bytes, path: Path) -> bool:
     """
     try:
         run = layout.parse_object(text)
-        if not run:  # {}
+        if not run:  # {}, which is not the text of a lock file
             return False
-
-        # A process of another machine cannot be looked up, but each of its saves updates the time
-        # of the file. If this attempt has replaced its attempt, it begins no save any more: either
-        # its machine was lost, and a save needs all ranks; or it notices at its next save that the
-        # lock file is no longer its own.
-        if run.get("host") != socket.gethostname():
-            if _is_replaced_by_this_attempt(run):
-                return False
-            last_save_age_s = time.time() - path.stat().st_mtime
-            return last_save_age_s < MAX_SAVE_AGE_S
-
-        # If the run is still alive, its process has the same number and start time. Otherwise
-        # another process may have got the number since. (The start time is computed from the clock,
-        # so it changes a little if the clock is adjusted.)
-        process = psutil.Process(int(run["pid"]))  # raises psutil.Error if there is no such process
-        difference_s = abs(process.create_time() - float(run["started"]))
-        is_process_of_run = bool(difference_s < MAX_CLOCK_CHANGE_S)
-        is_own_process = process.pid == os.getpid()
-        return is_process_of_run and not is_own_process
+        if run.get("host") == socket.gethostname():
+            return _is_other_process_of_this_machine(run)
+        return _seems_alive_on_other_machine(run, path)
     except (psutil.Error, FileNotFoundError):  # the process has ended, or removed the file just now
         return False
     except (KeyError, ValueError, TypeError):  # the text is not that of a lock file
         return False
+
+
+def _is_other_process_of_this_machine(run: Mapping[str, Any]) -> bool:
+    """Returns True if the process that has written a lock file still runs, and is not this one.
+
+    Args:
+        run: the content of the lock file, see `_describe_this_process`.
+
+    Raises:
+        psutil.Error: there is no process with this number.
+    """
+    process = psutil.Process(int(run["pid"]))
+
+    # Another process may have got the number since: then its start time differs. (The start time is
+    # computed from the clock, so it changes a little if the clock is adjusted.)
+    difference_s = abs(process.create_time() - float(run["started"]))
+    is_process_of_run = bool(difference_s < MAX_CLOCK_CHANGE_S)
+    is_own_process = process.pid == os.getpid()
+    return is_process_of_run and not is_own_process
+
+
+def _seems_alive_on_other_machine(run: Mapping[str, Any], path: Path) -> bool:
+    """Returns True if a process of another machine has saved lately, and may save again.
+
+    Such a process cannot be looked up, but each of its saves updates the time of the lock file.
+
+    Args:
+        run: the content of the lock file, see `_describe_this_process`.
+        path: the path of the lock file.
+    """
+    # If this attempt has replaced its attempt, it begins no save any more: either its machine was
+    # lost, and a save needs all ranks; or it notices at its next save that the lock file is no
+    # longer its own.
+    if _is_replaced_by_this_attempt(run):
+        return False
+    last_save_age_s = time.time() - path.stat().st_mtime
+    return last_save_age_s < MAX_SAVE_AGE_S
 
 
 def _is_of_earlier_attempt(text: bytes) -> bool:

@@ -373,13 +373,15 @@ def _numbered_parameters(
     if is_under_pipeline:
         # Other ranks have the other parameters. The optimizer knows the numbers that its own ones
         # would have on one device.
-        numbers = list(chain(*optimizer.numbers_on_one_device))  # type: ignore[attr-defined]
+        numbers_of_groups = optimizer.numbers_on_one_device  # type: ignore[attr-defined]
     else:
-        numbers = list(chain(*(group["params"] for group in state["param_groups"])))
+        numbers_of_groups = [group["params"] for group in state["param_groups"]]
+    parameters_of_groups = [group["params"] for group in optimizer.param_groups]
 
-    own_parameters = list(chain(*(group["params"] for group in optimizer.param_groups)))
     # If there are more numbers than parameters, or fewer, torch will say so.
-    return list(zip(numbers, own_parameters, strict=False))
+    numbers = chain.from_iterable(numbers_of_groups)
+    parameters = chain.from_iterable(parameters_of_groups)
+    return list(zip(numbers, parameters, strict=False))
 
 
 def _check_order_of_modules(

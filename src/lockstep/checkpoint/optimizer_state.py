@@ -85,15 +85,13 @@ def _restore_entries(
         if number not in entries or parameter not in optimizer.state:
             continue
 
-        loaded = optimizer.state[parameter]
-        saved_entry = entries[number]
         dtype_when_saved = saved_dtypes.get(parameter, parameter.dtype)  # of the parameter
         dtype_has_changed = dtype_when_saved != parameter.dtype
-        if dtype_has_changed:
-            restored = _restore_saved(loaded, saved_entry, stays_converted=dtype_when_saved)
-        else:
-            restored = _restore_saved(loaded, saved_entry, stays_converted=None)
-        optimizer.state[parameter] = restored
+        optimizer.state[parameter] = _restore_saved(
+            optimizer.state[parameter],
+            entries[number],
+            stays_converted=dtype_when_saved if dtype_has_changed else None,
+        )
 
 
 def saved_parameter_dtypes(

@@ -224,14 +224,8 @@ def find_partners(machine_and_local_rank: Sequence[tuple[int, int]]) -> list[Par
         The partners of each rank. None if there is only one machine, or if the ranks of a machine
         are too few to receive from all ranks of the machine before.
     """
-    # The ranks of each machine, in the order of their local ranks.
     num_ranks = len(machine_and_local_rank)
-    ranks_of_machine: dict[int, list[int]] = {}
-    for rank in sorted(range(num_ranks), key=lambda rank: machine_and_local_rank[rank]):
-        machine, _local_rank = machine_and_local_rank[rank]
-        ranks_of_machine.setdefault(machine, []).append(rank)
-
-    ring = list(ranks_of_machine.values())
+    ring = _ranks_of_machines(machine_and_local_rank)
     if len(ring) == 1:
         return None
 
@@ -247,3 +241,21 @@ def find_partners(machine_and_local_rank: Sequence[tuple[int, int]]) -> list[Par
             senders_of[receiver].append(rank)
 
     return [Partners(receiver_of[rank], senders_of[rank]) for rank in range(num_ranks)]
+
+
+def _ranks_of_machines(machine_and_local_rank: Sequence[tuple[int, int]]) -> list[list[int]]:
+    """Returns the ranks of each machine, in the order of their local ranks.
+
+    With ranks 0 and 2 on machine 0, and ranks 1 and 3 on machine 1: `[[0, 2], [1, 3]]`.
+
+    Args:
+        machine_and_local_rank: the number of the machine and the local rank, for each rank.
+    """
+    places = []
+    for rank, (machine, local_rank) in enumerate(machine_and_local_rank):
+        places.append((machine, local_rank, rank))
+
+    ranks_of_machine: dict[int, list[int]] = {}
+    for machine, _local_rank, rank in sorted(places):
+        ranks_of_machine.setdefault(machine, []).append(rank)
+    return list(ranks_of_machine.values())

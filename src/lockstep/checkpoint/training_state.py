@@ -171,10 +171,8 @@ class TrainingState:
             partial_names=partial_names,
         )
 
-        # The sections of these states follow. A section is partial if this rank has only some of
-        # its entries, and divided if it is equal on all ranks of the machine, which then share the
-        # work of copying it. Each rank has a random state of its own: its section is partial, and
-        # not divided.
+        # Each rank also has a random state of its own. So its section is partial, and not divided:
+        # it is not equal on all ranks of the machine, which would then share the work of copying.
         random_section = Section(
             RANDOM, ("state",), self._random_states.state(), is_partial=True, is_divided=False
         )

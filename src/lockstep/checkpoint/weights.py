@@ -325,6 +325,7 @@ def _load_weights(model: nn.Module, path: Path, *, strict: bool, trust: bool) ->
             values[name] = value if is_in_shards else read_values(value)
         load_plain(model, values, strict=False)  # each group has only some of the names
 
+        # Free the memory of this group before the next one is read.
         del values
         note_freed(sum(value.nbytes for value in group.values() if shape_of(value) is not None))
     return plan.report
@@ -453,8 +454,6 @@ def _check_shards(values: Mapping[str, Any], own: Mapping[str, Any]) -> None:
 def _check_values(path: Path, values: Mapping[str, Any], own: Mapping[str, Any]) -> None:
     """Checks that the model can hold the values of a file, in its dtypes and layouts.
 
-    Of a sharded tensor, each rank checks its own shard.
-
     Args:
         path: the file or folder, for errors.
         values: the values that are loaded, by plain names.
@@ -479,24 +478,40 @@ def _check_values(path: Path, values: Mapping[str, Any], own: Mapping[str, Any])
                 "save it in the layout of the model, for example with tensor.to_dense()",
             )
 
-        # Only these conversions may lose values. Those of sparse tensors are not checked.
         is_sparse = isinstance(value, Tensor) and value.layout != torch.strided
-        can_lose_values = (
-            value.dtype in DTYPES_TO_CAST
-            and target.dtype.is_floating_point
-            and torch.finfo(target.dtype).max < torch.finfo(value.dtype).max
+        if not is_sparse:  # the range of sparse tensors is not checked
+            _check_range(path, name, value, target)
+
+
+def _check_range(path: Path, name: str, value: Tensor | LazyTensor, target: Tensor) -> None:
+    """Checks that the dtype of a tensor of the model can hold the values of a file.
+
+    Args:
+        path: the file or folder, for errors.
+        name: the name of the tensor.
+        value: the values in the file.
+        target: the tensor of the model. If it is sharded, each rank checks its own shard.
+
+    Raises:
+        CheckpointError: a value is beyond the range of the dtype.
+    """
+    has_smaller_range = (
+        value.dtype in DTYPES_TO_CAST
+        and target.dtype.is_floating_point
+        and torch.finfo(target.dtype).max < torch.finfo(value.dtype).max
+    )
+    if not has_smaller_range:
+        return
+
+    values_here = to_local(reshard(value, target))
+    largest = largest_lost_value(values_here, target.dtype)
+    if largest is not None:
+        raise CheckpointError(
+            f"loading {path}",
+            f"the largest value of {name} is {largest:.3g}, beyond what the model's dtype "
+            f"{target.dtype} can hold ({torch.finfo(target.dtype).max:.3g})",
+            _advice_on_narrow_dtype(target.dtype),
         )
-        if is_sparse or not can_lose_values:
-            continue
-        values_here = to_local(reshard(value, target))
-        largest = largest_lost_value(values_here, target.dtype)
-        if largest is not None:
-            raise CheckpointError(
-                f"loading {path}",
-                f"the largest value of {name} is {largest:.3g}, beyond what the model's dtype "
-                f"{target.dtype} can hold ({torch.finfo(target.dtype).max:.3g})",
-                _advice_on_narrow_dtype(target.dtype),
-            )
 
 
 def _advice_on_narrow_dtype(dtype: torch.dtype) -> str:

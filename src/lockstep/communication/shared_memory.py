@@ -120,13 +120,17 @@ class _Layout:
 
     def __init__(self, size: int) -> None:
         self.size = size
-        end_of_descriptions = self.call(size, 0)
+        end_of_descriptions = self.call(size, 0)  # those of one more rank would begin there
         self.slots = _round_up(end_of_descriptions, mmap.PAGESIZE)
+        """The offset of the first slot."""
+
+        # Each rank has two slots. They are smaller if there are very many ranks, but each has at
+        # least a cache line for each rank.
         num_slots = 2 * size
-        most = max(MAX_BYTES_OF_ALL_SLOTS // num_slots, CACHE_LINE_BYTES * size)
-        most_in_whole_pages = most // mmap.PAGESIZE * mmap.PAGESIZE
-        wanted = CHUNK_BYTES * min(size, MAX_RANKS_IN_SLOT_SIZE)
-        self.slot = min(wanted, most_in_whole_pages)
+        wanted_bytes = CHUNK_BYTES * min(size, MAX_RANKS_IN_SLOT_SIZE)
+        max_bytes = max(MAX_BYTES_OF_ALL_SLOTS // num_slots, CACHE_LINE_BYTES * size)
+        max_bytes_in_whole_pages = max_bytes // mmap.PAGESIZE * mmap.PAGESIZE
+        self.slot = min(wanted_bytes, max_bytes_in_whole_pages)
         """The size of a slot in bytes."""
         self.end = self.slots + num_slots * self.slot
 
@@ -580,8 +584,9 @@ class SharedMemory:
             for start in range(0, max(1, len(own)), piece_numel):
                 piece = own[start : start + piece_numel]
 
-                # Each rank has two slots, used in turn. Other ranks may still read the previous
-                # piece from the other slot, so no second barrier is needed after the copy.
+                # Each rank has two slots, used in turn: other ranks may still read the previous
+                # piece from the other one. They are done with it at the next barrier, and only then
+                # is that slot used again.
                 slots = self._next_slots(own.dtype)
                 slots[self._local_rank][: len(piece)].copy_(piece)
                 self._barrier()

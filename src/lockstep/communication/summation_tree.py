@@ -92,7 +92,8 @@ def plan_sums(present: tuple[bool, ...], bounds: tuple[int, ...]) -> TreeOrder:
     """Plans how ranks sum a tree: first each rank its own leaves, then all ranks together.
 
     Example: 2 ranks sum 4 leaves, `(0 + 1) + (2 + 3)`, with the bounds `(0, 3, 4)`. Rank 0 has the
-    leaves 0 to 2, rank 1 has leaf 3. Each line is a push with the merges that follow it.
+    leaves 0 to 2, rank 1 has leaf 3. Each line is a push with the merges that follow it. The result
+    has, on the right, the number of merges after each push.
 
         rank 0     push 0                  stack: 0
                    push 1, 1 merge         stack: 0+1

@@ -101,12 +101,12 @@ def find_contents(data: Data, damage: Damage) -> Iterator[tuple[int, int]]:
             continue
 
         next_begin = _find_complete_record(data, begin + 1)
-        is_last = next_begin is None
-        if not (is_last and _is_beginning_of_record(data[begin:])):
-            damage.damaged_at.append(begin)
         if next_begin is None:
             damage.is_cut_off = True
+            if not _is_beginning_of_record(data[begin:]):
+                damage.damaged_at.append(begin)
             return
+        damage.damaged_at.append(begin)
         begin = next_begin
 
 
@@ -141,8 +141,8 @@ def _find_complete_record(data: Data, begin: int) -> int | None:
 def _is_beginning_of_record(tail: bytes) -> bool:
     """Returns True if the last bytes of a file may be a record of which the end was not written.
 
-    Where a machine has lost its power, the disk may have the length of the file, and not yet all of
-    its bytes: such bytes are read as zeros. So the record may also seem to be complete.
+    After a loss of power, the disk may have the length of the file, and not yet all of its bytes,
+    which are then read as zeros. So the record may also reach exactly to the end of the file.
 
     Args:
         tail: the bytes after the last complete record.

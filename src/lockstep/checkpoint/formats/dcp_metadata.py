@@ -164,7 +164,7 @@ class _StackOfSizes:
         Raises:
             ValueError: it makes a tuple that is larger than any of metadata.
         """
-        size = self._take_operands(operation)  # of what a tuple made of these values would hold
+        size_of_operands = self._take_operands(operation)
         if operation.name == "MARK":
             self._marks.append(len(self._sizes))
         elif operation.name in GET_OPERATIONS:
@@ -172,13 +172,15 @@ class _StackOfSizes:
         elif operation.name in PUT_OPERATIONS:
             self._memo[memo_index] = self._sizes[-1]  # the value itself stays on the stack
         elif operation.name == "MEMOIZE":
-            self._memo[len(self._memo)] = size  # it has taken one value, and puts it back
-            self._sizes.append(size)
-        elif operation.name == "DUP":
-            self._sizes += [size, size]
+            # It has taken one value, and puts it back.
+            self._memo[len(self._memo)] = size_of_operands
+            self._sizes.append(size_of_operands)
+        elif operation.name == "DUP":  # it has taken one value, and puts it back twice
+            self._sizes += [size_of_operands, size_of_operands]
         else:
+            # A tuple counts as itself and everything that it holds, any other value as 1.
             is_tuple = operation.name.startswith("TUPLE")
-            new_size = size + 1 if is_tuple else 1
+            new_size = size_of_operands + 1 if is_tuple else 1
             if new_size > MAX_TUPLE_VALUES:
                 raise ValueError("it has a tuple that is larger than any of metadata")
             self._sizes += [new_size] * len(operation.stack_after)  # one value, or none
@@ -186,8 +188,9 @@ class _StackOfSizes:
     def _take_operands(self, operation: pickletools.OpcodeInfo) -> int:
         """Takes from the stack what an operation takes, and returns the sum of the sizes.
 
-        `pickletools` lists what that is. With a mark, as for `[mark, stackslice]`, it is everything
-        above the last mark, and some values below it, whose sizes do not count.
+        `pickletools` lists what that is. SETITEMS, for example, takes `[pydict, markobject,
+        stackslice]`: everything above the last mark, and one value below it, the dictionary. The
+        sizes of values below the mark do not count.
         """
         operands = operation.stack_before
         if pickletools.markobject in operands:

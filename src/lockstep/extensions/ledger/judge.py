@@ -354,7 +354,6 @@ def _report_other_data(
     if first.get("data") is None or description.get("data") is None:
         return False
 
-    # A difference has a text for the user, `found`.
     fingerprint_before = Fingerprint.from_text(first["data"])
     fingerprint_now = Fingerprint.from_text(description["data"])
     difference = compare(fingerprint_before, fingerprint_now)
@@ -362,18 +361,18 @@ def _report_other_data(
         return False
 
     loader = first["loader"]
-    are_other_samples = difference.other_samples
-    if are_other_samples:
+    found = difference.found  # a text for the user
+    if difference.other_samples:
         report.add_finding(
             "LS104",
             f"loader {loader}: the data of start {number} are not those of the first start: "
-            f"{difference.found}",
+            f"{found}",
             loader=loader,
         )
     else:
         report.notes.append(
             f"loader {loader}: start {number} read the samples in another way, "
-            f"{difference.found}; other parts of them, such as the labels, are the same"
+            f"{found}; other parts of them, such as the labels, are the same"
         )
     return True
 
