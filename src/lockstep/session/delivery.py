@@ -232,9 +232,10 @@ def check_order(delivery: Delivery) -> None:
         return
 
     if delivery.micro_batch.first:
-        # No backward pass of this micro-batch was counted yet: those are of the previous one.
+        # The count is still that of `previous`: training on `delivery` has not begun.
+        num_backwards_of_previous = training_pass.num_backwards
+        previous_was_skipped = num_backwards_of_previous == 0
         previous_is_last = previous.micro_batch.last
-        previous_was_skipped = training_pass.num_backwards == 0
         in_order = previous_is_last or previous_was_skipped
     else:
         is_later = delivery.number_in_pass > previous.number_in_pass

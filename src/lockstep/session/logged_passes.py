@@ -162,8 +162,7 @@ class LoggedPasses:
         """Records that a pass, with or without gradients, hands out a micro-batch."""
         open_pass.handed_out = micro_batch
         self.just_ended = None
-        is_latest = self.open and self.open[-1] is open_pass
-        if not is_latest and open_pass in self.open:
+        if open_pass in self.open:  # move it to the end
             self.open.remove(open_pass)
             self.open.append(open_pass)
 

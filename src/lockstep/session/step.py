@@ -634,10 +634,14 @@ class Step:
         for other in self._passes:
             if other is training_pass:
                 continue
-            if optimizer_steps_at(other.micro_batch) != optimizer_steps_at(micro_batch):
+
+            step_together = optimizer_steps_at(other.micro_batch) == optimizer_steps_at(micro_batch)
+            if not step_together:
                 raise two_loaders_error()
-            if weight_in_backward(other.micro_batch) != weight_in_backward(micro_batch):
-                self._watch_forward_passes()  # to know which of the factors a loss gets
+
+            same_factor = weight_in_backward(other.micro_batch) == weight_in_backward(micro_batch)
+            if not same_factor:
+                self._watch_forward_passes()  # they report their calls from now on
 
     def end_pass(self, training_pass: TrainingPass, *, exhausted: bool = False) -> None:
         """Ends a pass. If it ended in the middle of a global batch, gradients are cleared.

@@ -37,16 +37,7 @@ def check_equal_on_ranks(call: str, objects: Sequence[Any], run: Run) -> None:
     descriptions_by_rank: list[list[str]] = run.collectives.exchange(own_descriptions)
     all_are_equal = all(other == own_descriptions for other in descriptions_by_rank)
     if not all_are_equal:
-        ranks = []
-        for rank, descriptions in enumerate(descriptions_by_rank):
-            ranks.append(f"rank {rank}: {'; '.join(descriptions)}")
-        advice = "build the same on every rank: same code, arguments, seed and data"
-        code = _code_if_only_data_differs(descriptions_by_rank)
-        only_data_differs = code is not None
-        if only_data_differs:
-            # A split that was drawn without a seed is the usual reason for different data.
-            advice += f"; {DRAW_BEFORE_PREPARE}"
-        raise RanksDifferError(call, "; ".join(ranks), advice, code=code)
+        raise _objects_differ_error(call, descriptions_by_rank)
 
     for loader in objects:
         if isinstance(loader, Loader):
@@ -55,6 +46,27 @@ def check_equal_on_ranks(call: str, objects: Sequence[Any], run: Run) -> None:
                 # The ledger records the fingerprint, a property that is computed when it is first
                 # used. Compute it now, before the training begins.
                 _ = loader.fingerprint
+
+
+def _objects_differ_error(
+    call: str, descriptions_by_rank: Sequence[Sequence[str]]
+) -> RanksDifferError:
+    """Returns the error for ranks that have different objects.
+
+    Args:
+        call: the function that the user has called.
+        descriptions_by_rank: for each rank, the descriptions of its objects, in order.
+    """
+    ranks = []
+    for rank, descriptions in enumerate(descriptions_by_rank):
+        ranks.append(f"rank {rank}: {'; '.join(descriptions)}")
+    advice = "build the same on every rank: same code, arguments, seed and data"
+    code = _code_if_only_data_differs(descriptions_by_rank)
+    only_data_differs = code is not None
+    if only_data_differs:
+        # A split that was drawn without a seed is the usual reason for different data.
+        advice += f"; {DRAW_BEFORE_PREPARE}"
+    return RanksDifferError(call, "; ".join(ranks), advice, code=code)
 
 
 def describe(thing: Any) -> str:

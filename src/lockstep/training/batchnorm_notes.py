@@ -77,13 +77,12 @@ class BatchNormNotes:
         size = self._micro_batch_size
         if self._has_warned or size is None or not self._has_synchronised_batchnorm:
             return
-        if self._run.settings.virtual_ranks is not None:
-            return  # the number of micro-batches does not depend on the number of processes
 
-        if self._processes_have_same_samples():
-            return  # then it does not either
-
-        self._warn(size)
+        # With virtual ranks, and in a pipeline, a global batch has equally many micro-batches on
+        # any number of processes.
+        has_virtual_ranks = self._run.settings.virtual_ranks is not None
+        if not has_virtual_ranks and not self._processes_have_same_samples():
+            self._warn(size)
 
     def _processes_have_same_samples(self) -> bool:
         """Returns True in a pipeline, in which several processes compute parts of one model."""

@@ -95,30 +95,32 @@ class ScheduleLengths(Extension):
     def pass_ended(self) -> None:
         """Checks the schedules against the loaders over which a pass has ended."""
         for loader in self._loaders:
-            if loader.training_passes.ended == 0:
-                continue
-            if all((scheduler, loader) in self._compared for scheduler in self._schedulers):
-                continue
+            was_trained_on = loader.training_passes.ended > 0
+            all_are_compared = all((each, loader) in self._compared for each in self._schedulers)
+            if was_trained_on and not all_are_compared:
+                # If the script uses `World.epochs`, the length of the training is known already.
+                if self._num_epochs is not None:
+                    self._check_all(loader, self._num_epochs)
+                self._compare_with_previous_end(loader)
 
-            # If the script uses `World.epochs`, the length of the training is known already.
-            if self._num_epochs is not None:
-                self._check_all(loader, self._num_epochs)
+    def _compare_with_previous_end(self, loader: Loader) -> None:
+        """Compares the ends of two successive passes over a loader.
 
-            # In any case, the ends of two successive passes over the loader are compared. They show
-            # how often the schedulers step, and the length of the training if it is not known.
-            latest_end = self._latest_ends.get(loader)
-            num_passes = loader.training_passes.ended
-            if latest_end is not None and latest_end.num_passes == num_passes:
-                continue  # the pass that has ended was over another loader
+        They show how often the schedulers step, and the length of the training if it is not known.
+        """
+        latest_end = self._latest_ends.get(loader)
+        num_passes = loader.training_passes.ended
+        if latest_end is not None and latest_end.num_passes == num_passes:
+            return  # the pass that has ended was over another loader
 
-            present_end = _EndOfPass(
-                num_passes=num_passes,
-                stack=user_stack(),
-                steps_of_scheduler={each: each.num_steps for each in self._schedulers},
-            )
-            self._latest_ends[loader] = present_end
-            if latest_end is not None:
-                self._compare(loader, latest_end, present_end)
+        present_end = _EndOfPass(
+            num_passes=num_passes,
+            stack=user_stack(),
+            steps_of_scheduler={each: each.num_steps for each in self._schedulers},
+        )
+        self._latest_ends[loader] = present_end
+        if latest_end is not None:
+            self._compare(loader, latest_end, present_end)
 
     def _compare(self, loader: Loader, first: _EndOfPass, second: _EndOfPass) -> None:
         """Checks the schedulers that stepped once for each global batch of an epoch.

@@ -125,28 +125,9 @@ class TrainingStep:
         Raises:
             UsageError: the argument is not a module, or `norm_type` is 0.
         """
-        if not isinstance(module, nn.Module):
-            raise UsageError(
-                f"world.clip_grad_norm_ of {describe_type(module)}",
-                "it takes a module, whose gradients may be spread over the ranks",
-                "pass the prepared model: world.clip_grad_norm_(model, max_norm)",
-            )
-        if norm_type == 0:
-            raise UsageError(
-                "world.clip_grad_norm_(..., norm_type=0)",
-                "there is no norm of type 0: it would divide by zero",
-                "leave it out for the usual norm, 2, or pass 1 or math.inf",
-            )
-
+        _check_arguments_of_clip(module, norm_type)
         parameters = list(module.parameters())
-        parameters_of_module = set(parameters)
-        for optimizer in self._optimizers:
-            updates_module = not parameters_of_module.isdisjoint(parameters_of(optimizer))
-            if updates_module:
-                # Under fp16 the gradients are multiplied by the scale of the loss. The norm is to
-                # be that of the gradients themselves, so they are divided by it now.
-                self._precision.unscale([optimizer.inner])
-                optimizer.step_calls.note_clipping()
+        self._prepare_clipping(parameters)
 
         # With virtual ranks the norm has the same bits on any number of processes, so it is
         # computed in a fixed order. Otherwise the strategy knows the fastest way.
@@ -158,6 +139,18 @@ class TrainingStep:
 
         torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
         return norm
+
+    def _prepare_clipping(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Divides gradients by the scale of the loss, and records that they are clipped.
+
+        Only under fp16 there is such a scale. The norm is to be that of the gradients without it.
+        """
+        parameters_to_clip = set(parameters)
+        for optimizer in self._optimizers:
+            updates_some = not parameters_to_clip.isdisjoint(parameters_of(optimizer))
+            if updates_some:
+                self._precision.unscale([optimizer.inner])
+                optimizer.step_calls.note_clipping()
 
     def loss(self) -> float:
         """Returns the loss of the present global batch or, after the loop, of the last one.
@@ -283,6 +276,22 @@ def _last_loss(training_pass: TrainingPass) -> Tensor | float | None:
     if training_pass.num_backwards == 0:  # the loop was left before it trained its latest batch
         return training_pass.loss_of_previous_global_batch
     return training_pass.loss if training_pass.micro_batch.last else None
+
+
+def _check_arguments_of_clip(module: Any, norm_type: float) -> None:
+    """Raises UsageError unless the arguments of `World.clip_grad_norm_` are a module and a norm."""
+    if not isinstance(module, nn.Module):
+        raise UsageError(
+            f"world.clip_grad_norm_ of {describe_type(module)}",
+            "it takes a module, whose gradients may be spread over the ranks",
+            "pass the prepared model: world.clip_grad_norm_(model, max_norm)",
+        )
+    if norm_type == 0:
+        raise UsageError(
+            "world.clip_grad_norm_(..., norm_type=0)",
+            "there is no norm of type 0: it would divide by zero",
+            "leave it out for the usual norm, 2, or pass 1 or math.inf",
+        )
 
 
 def _optimizer_not_prepared(found: str) -> UsageError:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import ast
 import linecache
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any
 
@@ -148,31 +148,40 @@ def _may_be_mixed_up(message: str, results: Sequence[Any]) -> bool:
         message: the message of Python's error, which names the class of the object that was used.
         results: the results of one call of `prepare`.
     """
-    missing = MISSING_ATTRIBUTE.match(message)
-    not_callable = NOT_CALLABLE.match(message)
-    not_iterable = NOT_ITERABLE.match(message)
+    used_class, would_have_worked = _read_error(message)
     for used in results:
-        others = [other for other in results if other is not used]
-
         # A wrapper delegates to the user's object, so the message may name either class.
         names = {type(used).__name__, type(_without_wrapper(used)).__name__}
-
-        # "'Loader' object has no attribute 'zero_grad'": another result has this attribute.
-        if missing is not None and missing["class"] in names:
-            if any(hasattr(other, missing["attribute"]) for other in others):
-                return True
-
-        # "'PreparedOptimizer' object is not callable": another result is a model.
-        elif not_callable is not None and not_callable["class"] in names:
-            if any(isinstance(other, nn.Module) for other in others):
-                return True
-
-        # "'Net' object is not iterable": another result is a loader.
-        elif not_iterable is not None and not_iterable["class"] in names:
-            if any(isinstance(other, Loader) for other in others):
-                return True
-
+        others = [other for other in results if other is not used]
+        if used_class in names and any(would_have_worked(other) for other in others):
+            return True
     return False
+
+
+def _read_error(message: str) -> tuple[str, Callable[[Any], bool]]:
+    """Reads which class of object was used in a wrong way, from the message of Python's error.
+
+    Returns:
+        The name of the class, or "" if the message is about something else; and a function that
+        returns True for an object with which there would have been no error.
+    """
+    # "'Loader' object has no attribute 'zero_grad'"
+    match = MISSING_ATTRIBUTE.match(message)
+    if match is not None:
+        attribute = match["attribute"]
+        return match["class"], lambda other: hasattr(other, attribute)
+
+    # "'PreparedOptimizer' object is not callable"
+    match = NOT_CALLABLE.match(message)
+    if match is not None:
+        return match["class"], lambda other: isinstance(other, nn.Module)
+
+    # "'Net' object is not iterable"
+    match = NOT_ITERABLE.match(message)
+    if match is not None:
+        return match["class"], lambda other: isinstance(other, Loader)
+
+    return "", lambda other: False
 
 
 def _without_wrapper(result: Any) -> Any:

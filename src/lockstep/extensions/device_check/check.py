@@ -436,6 +436,28 @@ class DeviceCheck(Extension):
         """
         # For each group of this rank, the sums of the bits by name.
         own_bits_of_group = self._bits_of_groups(with_buffers)
+        for key, digests_of_rank in self._exchange_group_digests(own_bits_of_group).items():
+            # An optimizer that spreads its state over the ranks has other tensors on each of them.
+            # These cannot be compared.
+            all_digests = digests_of_rank.values()
+            have_same_tensors = len({digests.names for digests in all_digests}) == 1
+            have_same_bits = len({digests.bits for digests in all_digests}) == 1
+            if have_same_tensors and not have_same_bits:
+                ranks = list(digests_of_rank)
+                own_bits = own_bits_of_group.get(key, {})  # empty if this rank is none of `ranks`
+                self._raise_difference(key.kind, ranks, own_bits)
+
+    def _exchange_group_digests(
+        self, own_bits_of_group: Mapping[GroupKey, BitSums]
+    ) -> dict[GroupKey, dict[int, _GroupDigests]]:
+        """Exchanges the groups of all ranks, as digests.
+
+        Args:
+            own_bits_of_group: for each group of this rank, the sums of the bits by name.
+
+        Returns:
+            For each group of any rank, the digests by rank.
+        """
         own_entries = []
         for own_key, bits in own_bits_of_group.items():
             names_digest = digest(list(bits))
@@ -448,17 +470,7 @@ class DeviceCheck(Extension):
             for *key_of_entry, names_digest, bits_digest in entries:
                 digests = _GroupDigests(names_digest, bits_digest)
                 digests_of_group[GroupKey(*key_of_entry)][rank] = digests
-
-        for key, digests_of_rank in digests_of_group.items():
-            # An optimizer that spreads its state over the ranks has other tensors on each of them.
-            # These cannot be compared.
-            all_digests = digests_of_rank.values()
-            have_same_tensors = len({digests.names for digests in all_digests}) == 1
-            have_same_bits = len({digests.bits for digests in all_digests}) == 1
-            if have_same_tensors and not have_same_bits:
-                ranks = list(digests_of_rank)
-                own_bits = own_bits_of_group.get(key, {})  # empty if this rank is none of `ranks`
-                self._raise_difference(key.kind, ranks, own_bits)
+        return digests_of_group
 
     def _bits_of_groups(self, with_buffers: Sequence[nn.Module]) -> dict[GroupKey, BitSums]:
         """Returns the sums of the bits of all tensors that must be equal on several ranks.

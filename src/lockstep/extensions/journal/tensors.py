@@ -197,23 +197,12 @@ class HashedTensors:
         Takes the arguments of `hashes`, and sets `self.hashed_entries`.
         """
         self._tensors = tensors
-
         own_parts: list[_OwnPart] = []
         for index, tensor in enumerate(tensors):
-            if is_sharded(tensor):
-                part = to_local(tensor)
-                is_own = _is_first_copy(tensor)
-                first_byte = _first_byte_of_shard(tensor)
-            else:
-                part = tensor
-                is_own = owners[index] == self._rank
-                first_byte = 0
-            if not is_own or part.numel() == 0:
-                continue
-            factor = 1
-            if keys:
-                factor = int(mixed_numbers(zlib.crc32(keys[index].encode()), 1)[0])
-            own_parts.append(_OwnPart(part, entry_of_tensor[index], first_byte, factor))
+            key = keys[index] if keys else None
+            part = self._own_part(tensor, entry_of_tensor[index], owners[index], key)
+            if part is not None:
+                own_parts.append(part)
 
         # The hashers number their hashes without gaps: with entries (2, 5), that of entry 5 is
         # number 1.
@@ -235,6 +224,30 @@ class HashedTensors:
             ]
             hasher = TensorHasher(descriptions, len(self.hashed_entries), device)
             self._hashers.append((hasher, [part.tensor for part in on_device]))
+
+    def _own_part(self, tensor: Tensor, entry: int, owner: int, key: str | None) -> _OwnPart | None:
+        """Returns the part of a tensor that this rank has to hash; None if it has none.
+
+        Args:
+            tensor: a whole tensor or a DTensor.
+            entry: the journal entry that its hash is added to.
+            owner: the rank that hashes it if all ranks have it.
+            key: its name among the tensors of the entry; None if it is the only one.
+        """
+        if is_sharded(tensor):
+            part = to_local(tensor)
+            is_own = _is_first_copy(tensor)
+            first_byte = _first_byte_of_shard(tensor)
+        else:
+            part = tensor
+            is_own = owner == self._rank
+            first_byte = 0
+        if not is_own or part.numel() == 0:
+            return None
+
+        # With a factor of its own for each tensor, the sum also changes if two of them are swapped.
+        factor = 1 if key is None else int(mixed_numbers(zlib.crc32(key.encode()), 1)[0])
+        return _OwnPart(part, entry, first_byte, factor)
 
 
 def _is_first_copy(tensor: Any) -> bool:

@@ -493,15 +493,15 @@ class Journal(Extension):
             return np.array([float(loss) for loss in losses], np.float64).view(np.int64)
         if not losses:
             return torch.zeros(0, dtype=torch.int64, device=self._device)
-        on_device: list[Tensor] = []
-        for loss in losses:
-            if isinstance(loss, Tensor):
-                moved = loss.detach().to(self._device, torch.float64, non_blocking=True)
-                on_device.append(moved.reshape(()))
-            else:  # a kernel fills this tensor; `torch.tensor(loss)` would be copied, and wait
-                filled = torch.full((), loss, dtype=torch.float64, device=self._device)
-                on_device.append(filled)
-        return torch.stack(on_device).view(torch.int64)
+        return torch.stack([self._move_loss(loss) for loss in losses]).view(torch.int64)
+
+    def _move_loss(self, loss: Tensor | float) -> Tensor:
+        """Returns a loss as a float64 on the GPU, without waiting for the GPU."""
+        if isinstance(loss, Tensor):
+            moved = loss.detach().to(self._device, torch.float64, non_blocking=True)
+            return moved.reshape(())
+        # `torch.tensor(loss, device=...)` would wait for the copy of the number.
+        return torch.full((), loss, dtype=torch.float64, device=self._device)
 
     # The file
 

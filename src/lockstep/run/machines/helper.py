@@ -308,15 +308,22 @@ def forward_output(source: IO[bytes], target: int, nobody_reads: threading.Event
         nobody_reads: set when a write fails, here or in the other thread of this kind.
     """
     while data := os.read(source.fileno(), READ_BYTES):  # empty at the end of the output
-        # A write may accept only a part of the data, so the rest of it is written again.
-        while data and not nobody_reads.is_set():
-            try:
-                # If the output accepts nothing, this waits for a moment and returns 0.
-                num_written = write_if_possible(target, data)
-            except OSError:
-                nobody_reads.set()
-            else:
-                data = data[num_written:]
+        try:
+            _write_while_read(target, data, nobody_reads)
+        except OSError:
+            nobody_reads.set()
+
+
+def _write_while_read(target: int, data: bytes, nobody_reads: threading.Event) -> None:
+    """Writes data to a pipe, piece by piece; drops the rest once nobody reads it.
+
+    Raises:
+        OSError: the reading end of the pipe is closed.
+    """
+    while data and not nobody_reads.is_set():
+        # If the pipe accepts nothing, this waits for a moment and returns 0.
+        num_written = write_if_possible(target, data)
+        data = data[num_written:]
 
 
 def _start_forwarding_output(

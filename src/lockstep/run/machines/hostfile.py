@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 from lockstep.errors import SettingError
@@ -42,9 +43,20 @@ def parse_hosts(text: str) -> list[Host]:
     else:
         hosts = [_parse_list_item(setting, part.strip()) for part in text.split(",")]
 
+    _check_named_once(setting, hosts)
+    return hosts
+
+
+def _check_named_once(setting: str, hosts: Sequence[Host]) -> None:
+    """Raises SettingError if two hosts have the same address, perhaps with other user names.
+
+    Args:
+        setting: the option as the user has set it, which the error begins with.
+        hosts: all hosts of the run.
+    """
     host_of_address: dict[str, Host] = {}
     for host in hosts:
-        if host.address in host_of_address:  # perhaps with another user name
+        if host.address in host_of_address:
             other = host_of_address[host.address]
             raise SettingError(
                 setting,
@@ -52,8 +64,6 @@ def parse_hosts(text: str) -> list[Host]:
                 "name each machine once, with its number of processes",
             )
         host_of_address[host.address] = host
-
-    return hosts
 
 
 def _parse_file(setting: str, path: str) -> list[Host]:

@@ -440,11 +440,9 @@ class HostsRun:
             await connection.listen(address, port, any_port_if_taken=given_port is None)
 
         async def reach_first(connection: MachineConnection) -> None:
-            own_address = await connection.reach(
-                first
-            )  # the address of `connection`, as `first` sees it
+            address_seen_by_first = await connection.reach(first)
             any_free_port = 0
-            await connection.listen(own_address, any_free_port)  # for its neighbors, see below
+            await connection.listen(address_seen_by_first, any_free_port)  # for `reach_neighbors`
 
         async def reach_neighbors(connection: MachineConnection) -> None:
             # The last machine of the list is followed by the first.

@@ -338,9 +338,11 @@ async def join_server(connection: PeerConnection, own: Node) -> Peers:
     fields_of_node = {fields["number"]: fields for fields in answer["nodes"]}
     check_same_version(own, node_of(fields_of_node[SERVER_NUMBER]))
 
-    peers = Peers(Node(**fields_of_node[own_number]))
+    # The table begins with the own node, and the others are added to it.
+    own_fields = fields_of_node.pop(own_number)
+    peers = Peers(Node(**own_fields))
     for number, fields in fields_of_node.items():
-        peers.write(number, fields)  # changes nothing for the own node, which is there already
+        peers.write(number, fields)
 
     return peers
 

@@ -252,23 +252,16 @@ def _scarce_resource(bundle_resources: Mapping[str, float]) -> str:
 def nodes_of_group(group: Any) -> list[RayNode]:
     """Returns the nodes on which a placement group has bundles, in the order of the bundles."""
     import ray
-    from ray.util.placement_group import placement_group_table
 
-    table = placement_group_table(group)
-    indices_of_node: dict[str, list[int]] = {}  # the indices of the bundles on each node
-    for index in range(group.bundle_count):
-        node_id = table["bundles_to_node_id"][index]
-        indices_of_node.setdefault(node_id, []).append(index)
-
+    indices_of_node = _bundles_of_each_node(group)
     gpu_of_bundle: list[str] = []
     if "GPU" in group.bundle_specs[0]:
         gpu_of_bundle = _gpu_of_each_bundle(group)
 
     facts_of_node = {facts["NodeID"]: facts for facts in ray.nodes()}
-    host_name_of_node = {}
-    for node_id in indices_of_node:
-        host_name_of_node[node_id] = facts_of_node[node_id]["NodeManagerHostname"]
-    names = names_of_nodes(host_name_of_node)
+    names = names_of_nodes(
+        {node_id: facts_of_node[node_id]["NodeManagerHostname"] for node_id in indices_of_node}
+    )
 
     nodes = []
     for node_id, indices in indices_of_node.items():
@@ -283,6 +276,20 @@ def nodes_of_group(group: Any) -> list[RayNode]:
         )
         nodes.append(node)
     return nodes
+
+
+def _bundles_of_each_node(group: Any) -> dict[str, list[int]]:
+    """Returns the indices of a placement group's bundles on each node, by the id of the node.
+
+    The nodes are in the order of their first bundles.
+    """
+    from ray.util.placement_group import placement_group_table
+
+    node_of_bundle = placement_group_table(group)["bundles_to_node_id"]
+    indices_of_node: dict[str, list[int]] = {}
+    for index in range(group.bundle_count):
+        indices_of_node.setdefault(node_of_bundle[index], []).append(index)
+    return indices_of_node
 
 
 def names_of_nodes(host_name_of_node: Mapping[str, str]) -> dict[str, str]:

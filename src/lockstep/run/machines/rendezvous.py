@@ -178,23 +178,25 @@ class Rendezvous(RendezvousHandler):
             return
         self._closed = True
 
-        def only_server_is_present() -> bool:
-            return all(node.number == SERVER_NUMBER for node in self._peers.present())
-
-        is_server = self._peers.own_number == SERVER_NUMBER
         with self.resources:  # closed at the end of this block
             if why:
                 # Tell the others at once: they end too, or restart without this node.
                 self._peers.update(state=LEFT, why=why)
-                if is_server:
-                    deadline = time.monotonic() + LEAVE_TIMEOUT_AFTER_FAILURE_S
-                    network.wait_until(only_server_is_present, deadline)
+                self._wait_for_others_to_leave(LEAVE_TIMEOUT_AFTER_FAILURE_S)
             else:
                 # After a run that has ended well, the server is the last to leave.
-                if is_server:
-                    deadline = time.monotonic() + LEAVE_TIMEOUT_S
-                    network.wait_until(only_server_is_present, deadline)
+                self._wait_for_others_to_leave(LEAVE_TIMEOUT_S)
                 self._peers.update(state=LEFT)
+
+    def _wait_for_others_to_leave(self, timeout_s: float) -> None:
+        """Waits on the server until all other nodes have left; returns at once on other nodes."""
+
+        def only_server_is_present() -> bool:
+            return all(node.number == SERVER_NUMBER for node in self._peers.present())
+
+        is_server = self._peers.own_number == SERVER_NUMBER
+        if is_server:
+            network.wait_until(only_server_is_present, time.monotonic() + timeout_s)
 
     def __enter__(self) -> Rendezvous:
         return self
