@@ -27,6 +27,22 @@ def format_bytes(size: float) -> str:
     return f"{size / KIB:.1f} KiB"
 
 
+def format_number(value: float, digits: int = 3) -> str:
+    """Formats a number with a few significant digits, and large ones in full: "0.0123", "1234".
+
+    Python's format "g" would write 1234 with three digits as "1.23e+03".
+
+    Args:
+        value: the number.
+        digits: how many significant digits a small number gets.
+    """
+    if abs(value) >= 10**digits:
+        return f"{value:.0f}"
+    text = f"{value:.{digits}g}"
+    # A number just below the limit is rounded up to it: 999.7 becomes "1e+03".
+    return f"{value:.0f}" if "e+" in text else text
+
+
 def parse_bytes(size: int | str) -> int | None:
     """Parses a size such as "5GB", "500MB" or "2GiB"; returns bytes, or None if it is not one."""
     match = SIZE_PATTERN.fullmatch(str(size).strip().lower())

@@ -149,6 +149,19 @@ def test_a_process_that_is_lost_before_the_others_lose_their_connection(tmp_path
     assert run.output.splitlines() == report.splitlines()
 
 
+def test_what_a_rank_has_recorded_at_its_end_stays_with_it_if_another_rank_is_lost(
+    tmp_path: Path,
+) -> None:
+    def start(run: Path, way: RunConfig) -> str:
+        end = RankEnd(final_sums={"Net/w": [1.0, 2.0]}, branch_outcomes=[(("train.py", 3, 4), 1)])
+        UpdateWriter(run, 1).end(None, end)
+        return ""
+
+    run = record_run(TWO, tmp_path / "run", start)
+    assert [list(sums) for sums in run.final_sums] == [[], ["Net/w"]]
+    assert [len(outcomes) for outcomes in run.branch_outcomes] == [0, 1]
+
+
 def test_a_copy_of_the_process_writes_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

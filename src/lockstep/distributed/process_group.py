@@ -48,6 +48,7 @@ from lockstep.session.extension import Extensions
 from lockstep.session.step import Step
 from lockstep.settings import Choice, Settings, settings_of_ranks
 from lockstep.torch_compat import number_among_spawned, without_compile
+from lockstep.units import format_number
 
 if TYPE_CHECKING:
     from lockstep.distributed.rendezvous import Joined
@@ -465,7 +466,7 @@ def _share_memory(
 def _choice_of_link(link: Link) -> Choice:
     """Returns the line of the startup summary about the network between machines."""
     reason = "measured: each machine sends and receives at a time"
-    latency = f"{link.latency_s * 1e3:.2g} ms from one machine to the next"
+    latency = f"{format_number(link.latency_s * 1e3, 2)} ms from one machine to the next"
     return Choice("link", str(link), f"{reason}; {latency}")
 
 

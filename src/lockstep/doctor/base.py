@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
+from lockstep.units import GIB, format_number
+
 Facts = Mapping[str, Any]
 OK = "ok"
 WARNING = "warning"
@@ -73,4 +75,4 @@ def join_findings(summary: str, problems: Sequence[Finding]) -> Finding:
 
 def gib(size: float) -> str:
     """Formats a number of bytes: `15.6 GiB`."""
-    return f"{size / 2**30:.3g} GiB"
+    return f"{format_number(size / GIB)} GiB"

@@ -17,6 +17,7 @@ from lockstep.communication.link import Link
 from lockstep.doctor.base import ERROR, OK, UNKNOWN, WARNING, Facts, Finding, join_findings
 from lockstep.machine.network import is_loopback_address
 from lockstep.run.machines.hosts import NAMES_OF_ONE_MACHINE
+from lockstep.units import format_number
 from lockstep.wording import count_noun, join_and_count
 
 VERSIONS = ("python", "torch", "cuda", "rocm", "nccl", "lockstep")
@@ -354,7 +355,7 @@ def _judge_links(machines: Machines) -> Finding:
     slowest = min(measured, key=lambda link: link.bandwidth)
     latency_s = max(link.latency_s for link in measured)
     bandwidth = str(Link(latency_s, slowest.bandwidth))  # a link is written as `960 Mb/s`
-    summary = f"at least {bandwidth} (and {latency_s * 1e3:.2g} ms) each way"
+    summary = f"at least {bandwidth} (and {format_number(latency_s * 1e3, 2)} ms) each way"
 
     # Each pair of machines has two links, one in each direction.
     num_links = len(machines) * (len(machines) - 1)

@@ -114,6 +114,9 @@ def record_run(
     for end in ends.values():
         switched_off |= dict.fromkeys(end.switched_off)
 
+    # One entry for each rank: a rank that was killed has left no end, and so an empty entry.
+    end_of_each_rank = [ends.get(rank, RankEnd()) for rank in range(config.nproc)]
+
     return RunRecord(
         config,
         _line_up_ranks(updates_of_ranks, idle_ranks),
@@ -129,8 +132,8 @@ def record_run(
         own_process_line=_first_text(ends, "own_process_line"),
         line_of_loader_without_batch_size=_first_text(ends, "line_of_loader_without_batch_size"),
         num_loaders=max((end.num_loaders for end in ends.values()), default=0),
-        final_sums=[_arrays(end.final_sums) for end in ends.values()],
-        branch_outcomes=[_outcomes(end.branch_outcomes) for end in ends.values()],
+        final_sums=[_arrays(end.final_sums) for end in end_of_each_rank],
+        branch_outcomes=[_outcomes(end.branch_outcomes) for end in end_of_each_rank],
         idle_ranks=idle_ranks,
     )
 

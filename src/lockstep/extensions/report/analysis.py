@@ -20,6 +20,7 @@ from lockstep.extensions.report.reading import LauncherLine, LossRow, RankRecord
 from lockstep.extensions.report.record_format import PHASES_WITHOUT_WAITING
 from lockstep.session.extension import PHASES
 from lockstep.strategies.registry import entry_of
+from lockstep.units import format_number
 from lockstep.wording import count_noun, format_ranges, format_ranks, join_first
 
 WORK_PHASES = tuple(
@@ -501,10 +502,12 @@ def _straggler_findings(start: Start) -> Iterator[Finding]:
         host = start.records[rank].header.get("host", "an unknown host")
         excess = {phase: phases[rank][phase] - phases_of_others[phase] for phase in WORK_PHASES}
         slowest_phase = max(WORK_PHASES, key=lambda phase: excess[phase])
+        work_ms = format_number(work[rank] * 1e3)
+        usual_work_ms = format_number(usual_work * 1e3)
         yield Finding(
             "warning",
-            f"rank {rank} on {host} is a straggler: it works {work[rank] * 1e3:.3g} ms a step, the "
-            f"others {usual_work * 1e3:.3g} ms, and they wait for it; most of the difference is in "
+            f"rank {rank} on {host} is a straggler: it works {work_ms} ms a step, the "
+            f"others {usual_work_ms} ms, and they wait for it; most of the difference is in "
             f"{slowest_phase}",
             tuple(_compare_phases(phases[rank], phases_of_others)),
             ADVICE_FOR_STRAGGLER.get(slowest_phase, ADVICE_FOR_SLOW_DEVICE),
@@ -558,7 +561,9 @@ def _phases_of_other_ranks(
 def _compare_phases(slow: Mapping[str, float], usual: Mapping[str, float]) -> Iterator[str]:
     """Yields a line for each phase of work: the seconds of a slow rank, and those of the others."""
     for phase in WORK_PHASES:
-        yield f"{phase}: {slow[phase] * 1e3:.3g} ms, the others {usual[phase] * 1e3:.3g} ms"
+        slow_ms = format_number(slow[phase] * 1e3)
+        usual_ms = format_number(usual[phase] * 1e3)
+        yield f"{phase}: {slow_ms} ms, the others {usual_ms} ms"
 
 
 def _phase_findings(start: Start) -> Iterator[Finding]:

@@ -33,7 +33,7 @@ from lockstep.extensions.report.reading import (
 from lockstep.language import language, translate
 from lockstep.session.extension import PHASES
 from lockstep.strategies.registry import entry_of
-from lockstep.units import format_bytes
+from lockstep.units import format_bytes, format_number
 from lockstep.wording import replace_unprintable
 
 MIN_SILENCE_S = 60.0
@@ -451,7 +451,7 @@ def _rank_row(record: RankRecord) -> dict[str, Any]:
     phase_cells = [""] * len(PHASES)
     phases = analysis.seconds_per_step(record)
     if phases:
-        phase_cells = [f"{phases[phase] * 1e3:.3g}" for phase in PHASES]
+        phase_cells = [format_number(phases[phase] * 1e3) for phase in PHASES]
 
     memory = ""
     if record.rows:
