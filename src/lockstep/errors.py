@@ -472,7 +472,7 @@ def unknown_choice_error(
     """Returns the error for a word that is not one of the known words.
 
     Args:
-        was_set: the setting as the user wrote it.
+        was_set: the setting as the user wrote it, for example "strategy='dpp'".
         word: the unknown word.
         what: plural noun for the known words, e.g. "strategies".
         known_words: the words that could have been meant.
@@ -481,11 +481,11 @@ def unknown_choice_error(
     """
     meant = known_word_of_synonym.get(re.sub(r"[ _-]", "", str(word).lower()))
     if meant is not None:
-        do = f"did you mean {meant!r}?"
+        advice = f"did you mean {meant!r}?"
     else:
         # There are few words to choose from, so they need not be very similar.
-        do = did_you_mean(str(word).lower(), known_words, "choose one of them", cutoff=0.3)
-    return SettingError(was_set, f"{what} are {', '.join(known_words)}", do)
+        advice = did_you_mean(str(word).lower(), known_words, "choose one of them", cutoff=0.3)
+    return SettingError(was_set, f"{what} are {', '.join(known_words)}", advice)
 
 
 def check_language(environ: Mapping[str, str]) -> None:

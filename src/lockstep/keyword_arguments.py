@@ -115,8 +115,15 @@ def _unknown_argument_error(
     known_names: frozenset[str],
     familiar_words: Mapping[str, str],
 ) -> UnknownArgumentError:
-    """Returns the error for an unknown keyword argument."""
-    shown_names = sorted(known_names - {"self"})
+    """Returns the error for an unknown keyword argument.
+
+    Args:
+        function_name: how a script calls the function: "lockstep.init".
+        unknown: the name of the argument.
+        known_names: the names of the function's arguments.
+        familiar_words: its arguments by other words for the same thing. For example, with
+            {"backend": "strategy"} the advice on `backend` is "did you mean 'strategy'?".
+    """
     was_set = f"{function_name}({unknown}=...)"
     meant = familiar_words.get(unknown)
     if meant is not None:
@@ -124,10 +131,11 @@ def _unknown_argument_error(
             was_set, "there is no such argument", f"did you mean {meant!r}?"
         )
 
+    shown_names = sorted(known_names - {"self"})
     if not shown_names:
         return UnknownArgumentError(
             was_set, "it takes no arguments by name", "leave it out, or write it without a name"
         )
     listed = ", ".join(shown_names)
-    do = did_you_mean(unknown, shown_names, f"its arguments are {listed}")
-    return UnknownArgumentError(was_set, "there is no such argument", do)
+    advice = did_you_mean(unknown, shown_names, f"its arguments are {listed}")
+    return UnknownArgumentError(was_set, "there is no such argument", advice)

@@ -796,16 +796,15 @@ class Catalogue:
         separates_messages = separator in SEPARATORS_OF_MESSAGES
         if separates_messages:
             parts = self._rejoin_messages(parts, separator)
-            # A cache takes a limited number of translations, so each message gets one of its own.
-            caches = [Cache(cache.single_words_stay_english) for _ in parts]
-        else:
-            caches = [cache] * len(parts)
 
-        # The separator stands behind each part but the last.
-        mark = separator.strip()
-        marks_behind = [mark] * (len(parts) - 1) + [""]
         translations: list[Translation] = []
-        for part, mark_behind, cache_of_part in zip(parts, marks_behind, caches, strict=True):
+        for number, part in enumerate(parts, start=1):
+            # The mark, such as ":", may belong to the message: "step 3:" is one.
+            is_last = number == len(parts)
+            mark_behind = "" if is_last else separator.strip()
+
+            # A cache takes a limited number of translations, so each message gets one of its own.
+            cache_of_part = Cache(cache.single_words_stay_english) if separates_messages else cache
             translation = self._translate_part(
                 part, mark_behind, cache_of_part, may_be_word=may_be_word
             )

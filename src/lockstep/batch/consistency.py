@@ -53,12 +53,13 @@ def check_samples(source: Source, seed: int, collectives: Collectives) -> None:
         return
 
     indices = _spread_indices(len(source.dataset))  # type: ignore[arg-type]
+    # For each sample, the digests on all ranks.
     first_reading = _read_on_all_ranks(source, seed, indices, collectives)
 
     differing_samples: list[int] = []  # by their place in `indices`
     for place, digests_of_ranks in enumerate(first_reading):
         # The digest is None if a rank could not read the sample.
-        was_read = all(found is not None for found in digests_of_ranks)
+        was_read = all(digest is not None for digest in digests_of_ranks)
         if was_read and not all_digests_match(digests_of_ranks):
             differing_samples.append(place)
 

@@ -225,7 +225,7 @@ class Coverage:
             return
 
         open_pass = self._pass_of_epoch(epoch)
-        if open_pass is None:
+        if open_pass is None:  # another pass has begun within the one that the micro-batch is from
             return
 
         open_pass.add(position, samples, micro_batch, global_batch)

@@ -89,7 +89,7 @@ def add_repeats(
     round_number = check_number // (num_ranks - 1)
 
     # In each round, each rank has another one of its virtual ranks checked: one of those that it
-    # has completed when the repeats begin.
+    # will have completed when the repeats begin.
     checked_virtual_ranks = []
     for pieces in pieces_of_ranks:
         completed = completed_virtual_ranks(pieces, num_pieces_before)
@@ -136,10 +136,12 @@ def _repeats_of(
 ) -> list[CheckedPiece]:
     """Returns the micro-batches of a virtual rank, to be computed again by another rank.
 
+    Padding is left out, since it has no samples.
+
     Args:
         pieces_of_owner: all micro-batches of the rank that owns the virtual rank.
-        virtual_rank: number of the virtual rank. If it is None, the owner has completed none, and
-            nothing is repeated.
+        virtual_rank: number of the virtual rank. None if the owner will have completed no virtual
+            rank when the repeats begin: then nothing is repeated.
     """
     if virtual_rank is None:
         return []

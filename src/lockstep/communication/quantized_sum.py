@@ -106,7 +106,8 @@ class QuantizedSum:
         dtype = wide_dtype(like.dtype)
         self._padded = torch.zeros(num_multiples * multiple, dtype=dtype, device=like.device)
         self.values = self._padded[:length]
-        """Before `start`, the vector of this rank; after `end`, the sum over all ranks."""
+        """A view of the first part of `_padded`; the rest is padding. Before `start`, it holds the
+        vector of this rank; after `end`, the sum over all ranks."""
         self.state: dict[str, Tensor] = {}
         """The state of this rank, which belongs in a checkpoint."""
 
@@ -135,15 +136,17 @@ class QuantizedSum:
         Call `advance` and `end` next. Calls for other sums may come in between, as long as all
         ranks make all calls in the same order.
         """
-        # `_padded` is `values` and then the padding. The last sum was written over the padding too:
-        # it may hold NaN, which would now spoil the scale of the block that `values` ends with.
+        # `values` is the first part of `_padded`, and the rest is padding. The last sum was written
+        # over the padding too: it may hold NaN, which would now spoil the scale of the block that
+        # `values` ends with.
         self._padded[len(self.values) :] = 0.0
         shared = self._peers.shared
         if shared is None:
             self._wait_for_sums = self._start_exchange(self._padded)
         else:
-            # The ranks of this machine add up their vectors in shared memory, each a part of it.
-            # Then `_start_exchange` is called with this rank's part, and sums it over the machines.
+            # The ranks of this machine add up their vectors in shared memory, each a part of it. As
+            # soon as a rank has summed its part, `start_all_reduce` calls `_start_exchange` with
+            # it, which sums the part over the machines.
             self._wait_for_sums = shared.start_all_reduce(
                 self._padded, start_between_machines=self._start_exchange
             )

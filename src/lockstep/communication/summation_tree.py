@@ -119,6 +119,7 @@ def plan_sums(present: tuple[bool, ...], bounds: tuple[int, ...]) -> TreeOrder:
         leaves = [leaf for leaf in leaves_in_range if present[leaf]]
         pushed_leaves = [Node(leaf, leaf + 1) for leaf in leaves]
         leaves_of_rank.append(tuple(leaves))
+        # One number for each of these pushes. For rank 0 in the example: (0, 1, 0).
         merges_of_rank.append(count_merges(pushed_leaves, into=nodes_of_rank))
 
     # Then the nodes of all ranks are pushed, and merged into the root, which is the whole sum.

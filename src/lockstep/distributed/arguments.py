@@ -339,20 +339,26 @@ def _read_argument(
         if match is None:  # the argument is an empty text
             return None
 
-        # A value alone has the name of the flag before it, if there is one. In `--rank 1` this is
-        # `--rank`. In `--lr=0.1 1` there is none, since `--lr` has its value already.
-        name = match["name"]
-        if not name and position > 0:
-            argument_before = command[position - 1]
-            if argument_before.startswith("-") and "=" not in argument_before:
-                name = argument_before
-
-        names.add(name)
+        names.add(match["name"] or _flag_before(command, position))
         values.append(match["value"])
 
     if len(names) != 1:
         return None
     return names.pop(), values
+
+
+def _flag_before(command: Sequence[str], position: int) -> str:
+    """Returns the flag whose value is the argument at a position; empty if there is none.
+
+    In `--rank 1` the flag of `1` is `--rank`. In `--lr=0.1 1` the `1` has none, since `--lr` has
+    its value already.
+    """
+    if position == 0:
+        return ""
+    argument_before = command[position - 1]
+    has_value_already = "=" in argument_before
+    is_flag = argument_before.startswith("-") and not has_value_already
+    return argument_before if is_flag else ""
 
 
 def _names_place(name: str) -> bool:

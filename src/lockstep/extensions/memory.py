@@ -142,11 +142,14 @@ def _make_rows(
 def _rows_of_replicas(
     rows: list[DeviceMemory], model: DataParallel, samples: int | None
 ) -> list[DeviceMemory]:
-    """Returns a row for each replica of a process.
+    """Returns a row for each replica of a process, with the gradients that it had in a step.
 
-    For example, a model of 100 bytes has two replicas, on cuda:0 and cuda:1. When the steps have
-    ended, only cuda:0 still holds gradients: the replica of cuda:1 computes with copies of the
-    parameters, which are gone. In the step each device had 100 bytes of gradients.
+    When a step has ended, only the first device still holds gradients. The other replicas computed
+    with copies of the parameters, which are gone by then, and their gradients with them. These
+    were as large as those of the first device. For example, a model of 100 bytes has two replicas:
+
+        gradients in `rows`         cuda:0 100 bytes, cuda:1 0 bytes
+        gradients in the result     cuda:0 100 bytes, cuda:1 100 bytes
 
     Args:
         rows: one for each device, the first for the device that has the parameters.
@@ -163,7 +166,6 @@ def _rows_of_replicas(
     if not each_has_a_device:
         return _rows_of_sharing_replicas(row_of_first_replica, samples_of_replica)
 
-    gradients_of_each_replica = row_of_first_replica.gradients
     samples_of_device: dict[str, int | None] = {}
     for device, replica_samples in zip(model.devices, samples_of_replica, strict=True):
         samples_of_device[str(device)] = replica_samples
@@ -176,7 +178,8 @@ def _rows_of_replicas(
             continue
 
         device_samples = samples_of_device[row.device]
-        completed.append(replace(row, samples=device_samples, gradients=gradients_of_each_replica))
+        gradients = row_of_first_replica.gradients
+        completed.append(replace(row, samples=device_samples, gradients=gradients))
     return completed
 
 

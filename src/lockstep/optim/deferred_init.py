@@ -515,10 +515,15 @@ class _Replay:
             torch.set_rng_state(state)
 
     def _free(self, number: int) -> None:
-        """Frees memory that is not used after a call, and delivers it if it was asked for."""
+        """Frees memory that is not used after a call. Content that is wanted is delivered first.
+
+        Args:
+            number: the place of the call in the recording.
+        """
         for key in self._last_use.get(number, ()):
             content = self._memory.pop(key)
-            if key in self._keys:
+            is_wanted = key in self._keys
+            if is_wanted:
                 self._deliver(key, content)
             num_bytes = content.nbytes()
             del content  # the last reference: only now the memory is free

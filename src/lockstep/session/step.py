@@ -625,8 +625,8 @@ class Step:
     ) -> None:
         """Checks that a micro-batch can be trained together with those of other open passes.
 
-        If these micro-batches have different factors for their losses, the prepared modules report
-        their calls from now on, to show which micro-batch a loss comes from.
+        If these micro-batches have different factors for their losses, the forward passes of the
+        prepared modules are watched from now on, to show which micro-batch a loss comes from.
 
         Raises:
             UsageError: the optimizer would step in the middle of another pass's global batch.

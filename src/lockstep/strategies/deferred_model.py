@@ -155,7 +155,7 @@ class DeferredModel(Extension):
             UsageError: nothing can ever give values to some buffer.
         """
         self._check_buffers()
-        self._take_random_states_of_first_rank()
+        self._take_random_states_of_first_rank()  # for `fill`
 
         _give_memory_to_buffers(self._module, device)
         buffers = dict(self._module.named_buffers(remove_duplicate=False))
@@ -363,7 +363,7 @@ class DeferredModel(Extension):
         was_written_to = write_count(target) != self._write_counts[name]
         local = to_local(target)
         can_hold_nan = local.is_floating_point() and local.numel() > 0
-        if not can_hold_nan:
+        if not can_hold_nan:  # integers, or an empty part
             return was_written_to
 
         is_nan = local.isnan()
@@ -372,6 +372,7 @@ class DeferredModel(Extension):
         if is_nan.all() and not was_written_to:
             return False
 
+        # Some elements have values and others NaN, or all are NaN that the user has computed with.
         raise UsageError(
             f"a change of {name} between world.prepare and its first use",
             "it had no values yet, because the model was built on the meta device",

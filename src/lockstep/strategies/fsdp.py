@@ -216,16 +216,17 @@ class FSDP(Strategy):
     def _reason_for_autocast(self, module: nn.Module, run: Run) -> str:
         """Returns why a module uses autocast in half precision; an empty string if it does not.
 
-        Under autocast, the units compute the same numbers as a model under `ddp`. The reason is
-        printed in brackets, e.g. "bf16 under autocast (virtual ranks: the bits of ddp)".
+        Under autocast the parameters stay in fp32, and the units compute the same numbers as a
+        model under `ddp`, bit by bit. The reason is printed in brackets, e.g. "bf16 under autocast
+        (virtual ranks: the bits of ddp)".
         """
         if self.autocast:
             return "autocast=True: the numbers of ddp"
         if run.settings.virtual_ranks is not None:
             return "virtual ranks: the bits of ddp"
 
-        # Without autocast all parameters are in half precision, but torch's own BatchNorm needs the
-        # dtype of its running statistics, which is fp32.
+        # Without autocast all parameters are in half precision, but those of torch's own BatchNorm
+        # must have the dtype of its running statistics, which is fp32.
         for layer in module.modules():
             if isinstance(layer, BatchNorm) and not isinstance(layer, SyncBatchNorm):
                 return f"{describe_type(layer)} that is not synchronised, and wants fp32 weights"

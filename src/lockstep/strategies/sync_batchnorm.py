@@ -740,16 +740,15 @@ def convert(module: nn.Module, process_group: dist.ProcessGroup | None = None) -
                 "run one forward pass of the model on a sample batch first",
             )
 
-        if is_plain(layer):
+        if has_no_method_of_user(layer):
             converted[name] = layer
         else:
             left_alone.append(name)
 
     # Done at the end, so that nothing is changed if an error is raised above.
     for layer in converted.values():
-        # A torch SyncBatchNorm has a process group already, as an attribute of the object. Other
-        # layers have no such attribute.
-        layer.process_group = process_group or vars(layer).get("process_group")
+        # Only a torch SyncBatchNorm may have a process group already.
+        layer.process_group = process_group or getattr(layer, "process_group", None)
         layer.__class__ = SyncBatchNorm
 
     return BatchNormNames(list(converted), left_alone)
@@ -762,7 +761,7 @@ def forget_tree_sums(module: nn.Module) -> None:
             layer.tree_sums = None
 
 
-def is_plain(layer: nn.Module) -> bool:
+def has_no_method_of_user(layer: nn.Module) -> bool:
     """Returns True if replacing the layer's forward loses no code of the user.
 
     This holds for torch's classes, and for subclasses that only define names with two leading

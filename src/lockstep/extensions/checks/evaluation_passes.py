@@ -60,10 +60,10 @@ class EvaluationPassesCheck(Check):
         if self._has_warned:
             return []  # the same on all ranks, so that nothing is compared any more
 
-        # A loader that was prepared after the comparison had no passes then.
         passes_now = self._passes()
-        passes_then = [*self._passes_at_comparison]
-        passes_then += [NO_PASSES] * (len(passes_now) - len(passes_then))
+        # Loaders that were prepared after the comparison had no passes then.
+        num_new_loaders = len(passes_now) - len(self._passes_at_comparison)
+        passes_then = self._passes_at_comparison + [NO_PASSES] * num_new_loaders
         return [
             (now.begun - then.begun, now.evaluated - then.evaluated)
             for now, then in zip(passes_now, passes_then, strict=True)

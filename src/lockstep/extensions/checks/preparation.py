@@ -20,6 +20,7 @@ from typing import Any
 from weakref import ref
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -218,18 +219,8 @@ class PreparationCheck(Check):
 
         # Under the key itself, the store counts the ranks that have sent their checksums.
         num_sent = joined.store.add(key, 1)
-        if num_sent < topology.size:
-            return  # another rank will be the last
-
-        first_checksums: set[int] = set()
-        latest_checksums: set[int] = set()
-        for rank in range(topology.size):
-            first, latest = json.loads(joined.store.get(f"{key}/{rank}"))
-            first_checksums.add(first)
-            latest_checksums.add(latest)
-        were_equal = len(first_checksums) == 1
-        are_equal = len(latest_checksums) == 1
-        if were_equal and not are_equal:
+        is_last = num_sent >= topology.size
+        if is_last and _came_apart(joined.store, key, topology.size):
             self._warn_of_model(model)
 
     def _warn_of_model(self, model: UnpreparedModel) -> None:
@@ -321,6 +312,25 @@ class PreparationCheck(Check):
         with store_at_end(self.run.joined):
             for model in list(self._unprepared_models.values()):
                 self._send_checksums(model)
+
+
+def _came_apart(store: dist.Store, key: str, num_ranks: int) -> bool:
+    """Returns True if the ranks began with equal parameters and have different ones now.
+
+    Args:
+        store: the store of the run.
+        key: under it and its rank, each rank has stored its first and its latest checksum.
+        num_ranks: the number of ranks.
+    """
+    first_checksums: set[int] = set()
+    latest_checksums: set[int] = set()
+    for rank in range(num_ranks):
+        first, latest = json.loads(store.get(f"{key}/{rank}"))
+        first_checksums.add(first)
+        latest_checksums.add(latest)
+    were_equal = len(first_checksums) == 1
+    are_equal = len(latest_checksums) == 1
+    return were_equal and not are_equal
 
 
 class UnpreparedModel:

@@ -136,7 +136,7 @@ class LaunchPlan:
 
         local_rank = []
         if script.local_rank_flag:
-            # torchrun also replaces the macro by the local rank.
+            # "--local_rank=${local_rank}", in which torchrun puts the local rank of each process.
             local_rank = [f"{script.local_rank_flag}={LOCAL_RANK_MACRO}"]
         flags = self.flags  # for a module, torchrun's flag --module is among them
         return shlex.join(["torchrun", *flags, script.path, *local_rank, *script.arguments])

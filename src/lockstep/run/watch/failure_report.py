@@ -127,18 +127,18 @@ def _headline(failure: FirstFailure, in_language: InLanguage) -> str:
 
 
 def _detail(failure: FirstFailure, text: str, in_language: InLanguage) -> str:
-    """Returns a line below the headline.
+    """Returns a line below the headline, in the user's language as far as it is Lockstep's text.
 
-    What the rank itself has printed, and the message of an exception that is not Lockstep's, stay
-    as they are.
+    For example, in Chinese "found: port 80 is taken" becomes "  原因：端口 80 已被占用". What the
+    rank itself has printed, and the message of an exception that is not Lockstep's, stay as they
+    are.
     """
     if text.startswith(_BEGINNINGS_OF_LOCKSTEPS_LINES):
         return in_language(text)
     if not failure.is_from_lockstep:
         return text
 
-    # The message of an error of Lockstep's has lines such as "found: the port is taken". The label
-    # "found:" and the rest are translated.
+    # In the example, the label is "found:", and the rest "port 80 is taken".
     label, _, rest = text.strip().partition(" ")
     is_line_of_own_error = label in _LABELS_OF_ERRORS
     if not is_line_of_own_error:

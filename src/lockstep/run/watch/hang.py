@@ -218,8 +218,10 @@ def _awaited_rank_is_gone(case: Case) -> Verdict | None:
     """
     stopped: dict[int, RankState] = {}  # by rank
     ended: dict[int, RankState] = {}
-    for rank, activity in case.roots.items():  # the ranks that do not wait themselves
-        if rank not in case.graph.awaited:
+    for rank, activity in case.activities.items():
+        is_awaited = rank in case.graph.awaited
+        waits_itself = rank in case.graph.waits_for
+        if not is_awaited or waits_itself:
             continue
         if activity.kind is Kind.STOPPED:
             stopped[rank] = activity.state
@@ -227,9 +229,12 @@ def _awaited_rank_is_gone(case: Case) -> Verdict | None:
             ended[rank] = activity.state
 
     if ended:
-        has_no_error = all(state.code == 0 for state in ended.values())
-        kind: VerdictKind = "left" if has_no_error else "lost"
-        what = "has ended without an error" if has_no_error else "has died"
+        kind: VerdictKind = "lost"
+        what = "has died"
+        all_ended_without_error = all(state.code == 0 for state in ended.values())
+        if all_ended_without_error:
+            kind = "left"
+            what = "has ended without an error"
         is_fatal = _cannot_go_on(case, ended=ended, stopped=stopped)
         return case.make_verdict(kind, ended, case.waiting_text(what, ended), fatal=is_fatal)
 
@@ -258,14 +263,17 @@ def _cannot_go_on(
     if any(_is_known_to_wait_for(case, rank, ended) for rank in case.waiting):
         return True
 
-    # No such wait is known. If ranks are still running, the waiting ones may be waiting for these.
-    running_ranks = case.activities.keys() - case.waiting.keys() - ended.keys() - stopped.keys()
-    if running_ranks:
+    # No such wait is known. The waiting ranks may be waiting for any other rank that has not ended
+    # and is not stopped.
+    ranks_perhaps_waited_for = (
+        case.activities.keys() - case.waiting.keys() - ended.keys() - stopped.keys()
+    )
+    if ranks_perhaps_waited_for:
         return False
 
-    # Destroying a process group succeeds even if other ranks are gone.
-    all_waiting_ranks_go_on = all(_only_destroys_group(case, rank) for rank in case.waiting)
-    return not all_waiting_ranks_go_on
+    # A rank that only destroys its process group goes on by itself, even if other ranks are gone.
+    # Any other rank waits in vain.
+    return any(not _only_destroys_group(case, rank) for rank in case.waiting)
 
 
 def _is_known_to_wait_for(case: Case, rank: int, ended: Mapping[int, RankState]) -> bool:

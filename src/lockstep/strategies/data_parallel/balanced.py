@@ -75,7 +75,7 @@ class BalancedDataParallel(DataParallel):
 
         self.gpu0_bsz: int | None = int(gpu0_bsz)
         self._looks_for_short_batches = True
-        """True until the first training batch that is not short (`_is_short`)."""
+        """True until the first training batch of at least `gpu0_bsz` samples."""
         self._previous_short_size: int | None = None
         """The size of the latest short training batch; None if there was none."""
 
@@ -109,20 +109,11 @@ class BalancedDataParallel(DataParallel):
         return [size_of_first, *sizes_of_others]
 
     def _check_first_training_batches(self, batch_size: int, gpu0_bsz: int) -> None:
-        """Checks the training batches, up to the first one that is not short.
+        """Checks that training batches usually have at least `gpu0_bsz` samples.
 
-        Raises:
-            SettingError: the usual size of batches is smaller than `gpu0_bsz`.
-        """
-        if self._looks_for_short_batches:
-            self._looks_for_short_batches = self._is_short(batch_size, gpu0_bsz)
-
-    def _is_short(self, batch_size: int, gpu0_bsz: int) -> bool:
-        """Returns True if a training batch has fewer samples than `gpu0_bsz`.
-
-        The first GPU computes all of such a *short* batch, and the others nothing. If two short
-        batches in a row have the same size, this is the usual size, and an error. Short batches of
-        different sizes are not:
+        The first GPU computes all of a *short* batch, which has fewer, and the others nothing. If
+        two short batches in a row have the same size, this must be the usual size, and an error is
+        raised. Short batches of different sizes raise none:
 
         - one may be the last batch of an epoch, in a run that was resumed there;
         - `micro_batch_size="auto"` tries different sizes.
@@ -131,15 +122,21 @@ class BalancedDataParallel(DataParallel):
 
             batch sizes 5, 64: no error      batch sizes 6, 6: an error at the second one
 
+        After the first batch that is not short, nothing is checked any more.
+
         Args:
             batch_size: the number of samples in the present training batch.
             gpu0_bsz: the number of samples that the first GPU computes.
 
         Raises:
-            SettingError: the usual size is smaller than `gpu0_bsz`.
+            SettingError: two short batches in a row have the same size.
         """
+        if not self._looks_for_short_batches:
+            return
+
         if batch_size >= gpu0_bsz:
-            return False
+            self._looks_for_short_batches = False
+            return
 
         if batch_size == self._previous_short_size:
             raise SettingError(
@@ -149,4 +146,3 @@ class BalancedDataParallel(DataParallel):
             )
 
         self._previous_short_size = batch_size
-        return True

@@ -97,7 +97,7 @@ def synchronise_batchnorm(module: nn.Module) -> BatchNormNames:
 
         layer: Any = part
         is_sync_batchnorm = isinstance(layer, sync_batchnorm.SyncBatchNorm)
-        if is_sync_batchnorm or sync_batchnorm.is_plain(layer):
+        if is_sync_batchnorm or sync_batchnorm.has_no_method_of_user(layer):
             layer.forward = BatchNormOverReplicas(layer, name)
             layer.last_forward_met_replicas = False  # True after a forward pass with all replicas
             names.converted.append(name)

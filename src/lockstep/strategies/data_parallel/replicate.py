@@ -188,13 +188,14 @@ def _can_be_rebound(part: nn.Module) -> bool:
 
 
 def _bind_forward(forward: Any, original: nn.Module, new_module: nn.Module) -> Callable[..., Any]:
-    """Returns a `forward` for the copy of a module, from the one that was set on the original.
+    """Returns a `forward` for the copy of a module whose `forward` was set on the object.
 
-    The result calls the same code, with the copy in the place of the original (`_rebind`).
+    For example, a script sets `original.forward = MethodType(own_forward, original)`. The result
+    then calls `own_forward` with the copy (`_rebind`).
 
-    If `new_module.forward` were a method that is bound to `new_module`, the two would form a cycle,
-    which would stay in memory until the next garbage collection. So the result refers to the copy
-    weakly, and binds `forward` anew in each call.
+    The result refers to the copy weakly, and binds `forward` to it anew in each call. Otherwise the
+    copy and its `forward` would refer to each other, and would stay in memory until the next
+    garbage collection.
     """
     reference = weakref.ref(new_module)
 

@@ -44,19 +44,15 @@ def count_samples(batch: Any, dim: int, num_replicas: int) -> int:
     # Tensors of size 1 belong to every sample, unless all have this size.
     if len(sizes) > 1:
         sizes.discard(1)
-    smallest_size = min(sizes, default=0)
-    if num_replicas == 1:
-        return smallest_size
-
     sizes_differ = len(sizes) > 1
-    if sizes_differ:
+    if sizes_differ and num_replicas > 1:
         shown = ", ".join(str(size) for size in sorted(sizes))
         raise DataError(
             f"inputs of a module on {num_replicas} devices, cut along dimension {dim}",
             f"their sizes there are {shown}",
             "give all the same size, or size 1 where it is for every sample",
         )
-    return smallest_size
+    return min(sizes, default=0)
 
 
 def _is_splittable_tensor(leaf: Any) -> bool:

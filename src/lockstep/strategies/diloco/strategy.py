@@ -177,7 +177,8 @@ class DiLoCo(DiLoCoOptions, Strategy):
         For example:
 
             replicas: 4, train apart; 2 replicas on each process, in turn
-            exchange: every 10 steps, 3.2 MB as int8, applied 2 steps later; outer SGD, rate 0.7
+            exchange: every 10 steps, 3.2 MB as int8, applied 2 steps later; outer SGD, rate 0.7,
+            Nesterov momentum 0.9
 
         Args:
             num_ranks: the number of processes.
@@ -191,8 +192,9 @@ class DiLoCo(DiLoCoOptions, Strategy):
         else:
             fewest = self.replicas // num_ranks
             most = ceil_div(self.replicas, num_ranks)
-            replicas = count_noun(fewest, "replica")
-            if fewest != most:
+            if fewest == most:
+                replicas = count_noun(fewest, "replica")
+            else:
                 replicas = f"{fewest} or {most} replicas"
             where = f"{replicas} on each process, in turn"
 

@@ -223,8 +223,7 @@ class Wire:
     ) -> list[Tensor]:
         """Receives the message that `send` sends.
 
-        If gradients are needed, its tensors are leaves of the autograd graph. The module's
-        docstring lists the three cases.
+        If gradients are needed, its tensors are leaves of the autograd graph.
 
         Args:
             source: the rank that calls `send`.
@@ -233,7 +232,7 @@ class Wire:
                 `send`. Its receives may then be posted now.
         """
         known_specs = self._specs_of_kind.get(kind)
-        if known_specs is None:  # case 1: the message is the first of its kind
+        if known_specs is None:  # the message is the first of its kind
             self._drop_posted()  # receives that were posted, if any, are for another kind
             specs, tensors = self._receive_with_specs(source, kind)
         else:
