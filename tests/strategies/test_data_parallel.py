@@ -163,7 +163,7 @@ def test_what_is_said(capsys):
     assert re.search(r"replicas +1 +no GPU; strategy=lockstep\.strategies\.DP\(replicas=2\)", text)
     with lockstep.init(DP(replicas=3), shares="2:3:3") as world:
         world.prepare(mlp())
-    assert re.search(r"shares +2:3:3 +of every micro-batch", capsys.readouterr().out)
+    assert re.search(r"shares +2:3:3 +how every micro-batch is divided", capsys.readouterr().out)
 
 
 def test_sizes_for_each_device():

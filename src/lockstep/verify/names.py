@@ -381,11 +381,14 @@ def _root_of_same_model(
     if not roots:
         return None
 
-    # Each of these leaves fewer roots, unless it would leave none.
+    # If there are several, those are preferred that have the same frozen parameters, and then those
+    # whose parameters are in the same places in the optimizers.
     with_same_frozen = [each for each in roots if candidates[each].frozen == state.frozen]
-    roots = with_same_frozen or roots
+    if with_same_frozen:
+        roots = with_same_frozen
     in_same_places = [each for each in roots if candidates[each].places == state.places]
-    roots = in_same_places or roots
+    if in_same_places:
+        roots = in_same_places
 
     return root if root in roots else roots[0]
 

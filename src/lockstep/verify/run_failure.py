@@ -136,6 +136,9 @@ def _describe_rank_that_never_steps(
 ) -> str:
     """Says that a rank made backward passes but no step, while another rank made steps.
 
+    A rank need not step itself if another rank steps and sends it the parameters: then such an
+    update is recorded for it too. So it has no updates at all.
+
     Returns:
         A sentence, or an empty string if this is not the case for the rank.
     """

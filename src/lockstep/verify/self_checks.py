@@ -180,8 +180,10 @@ def _describe_repeated_order(updates: Sequence[Update]) -> str:
     # The sample indices of rank 0, by loader and epoch.
     order_of_epoch: dict[tuple[int, int], list[int]] = defaultdict(list)
     for update in updates:
-        for batch in update[0].batches:
-            order_of_epoch[batch.loader, batch.epoch] += batch.ids or ()
+        record_of_rank_0 = update[0]
+        for batch in record_of_rank_0.batches:
+            if batch.ids is not None:
+                order_of_epoch[batch.loader, batch.epoch] += batch.ids
 
     for (loader, epoch), order in order_of_epoch.items():
         order_before = order_of_epoch.get((loader, epoch - 1), [])

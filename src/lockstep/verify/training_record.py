@@ -433,15 +433,12 @@ class Update(tuple[RankUpdate, ...]):
             if batch.random_draws:
                 return None
 
-            # A batch of 8 samples has 8 indices and 8 digests. With another number of digests, the
-            # tensors of the batch could not be split into samples. (Without indices, this cannot be
-            # noticed.)
-            indices = batch.ids
-            digests = batch.contents
-            if indices is not None and len(indices) != len(digests):
+            # The digests must be one for each sample. Without indices, the number of samples is not
+            # known.
+            if batch.ids is not None and len(batch.ids) != len(batch.contents):
                 return None
 
-            for digest in digests:
+            for digest in batch.contents:
                 samples.append((batch.loader, batch.epoch, digest))
 
         return samples

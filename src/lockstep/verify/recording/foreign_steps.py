@@ -193,8 +193,8 @@ class ForeignStepRecorder:
                 dtype=str(state.mode.lowest_dtype),
                 # Ranks must agree on these two fields. They are copied from this rank's last step,
                 # so that they are not reported as a difference.
-                learning_rates=state.last_update_before_results.learning_rates,
-                group_options=state.last_update_before_results.group_options,
+                learning_rates=state.last_update_without_results.learning_rates,
+                group_options=state.last_update_without_results.group_options,
                 contributes=False,
             )
             state.writer.write(missed_update)

@@ -114,10 +114,11 @@ class LossRecorder:
         self._gradients.hook_parameters(optimized_parameters)
 
     def _forget_trial_passes(self, loss: Tensor) -> None:
-        """Removes the forward passes before the training from `state.notes`, if there are any.
+        """Removes forward passes from `state.notes` if the first one was a trial.
 
-        A script may call the model for a trial, for example to print the shape of its output. Such
-        a forward pass is recognized by the first loss, which is not computed from its outputs.
+        A script may call the model for a trial before it trains, for example to print the shape of
+        its output. Such a forward pass is recognized by the first loss, which is not computed from
+        its outputs.
 
         For example, the script calls the model with a trial input, then with the first batch, and
         computes the loss from the second call. Then only the second forward pass is kept, and the
@@ -130,20 +131,20 @@ class LossRecorder:
             if any(output.grad_fn in loss_nodes for output in forward_pass.outputs):
                 used_passes.append(forward_pass)
 
-        # The loss was not computed from outputs of models, so nothing is known.
+        # The loss was not computed from outputs of models, so trials cannot be recognized.
         if not used_passes:
             return
 
         first_used_pass = used_passes[0]
         first_pass_was_trial = first_used_pass is not notes.forward_passes[0]
         if not first_pass_was_trial:
-            return
+            return  # unused passes after the first one are no trials, and stay
 
-        self._replace_inputs_of_trial(first_used_pass)
+        self._record_inputs_of(first_used_pass)
         notes.forward_passes = used_passes
 
-    def _replace_inputs_of_trial(self, first_used_pass: ForwardPass) -> None:
-        """Replaces the recorded inputs of a trial by those of the first pass that the loss is from.
+    def _record_inputs_of(self, first_used_pass: ForwardPass) -> None:
+        """Records the inputs of the first pass that the loss is from, in the place of a trial's.
 
         Inputs are recorded at the first call of a model since the last backward pass, which was the
         trial, as the last entry of `model_inputs`.

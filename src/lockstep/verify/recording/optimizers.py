@@ -220,10 +220,11 @@ class OptimizerRecorder:
     def _copy_backward_passes_of_last_update(self) -> None:
         """Copies the backward passes from the last update, if this update had none of its own.
 
-        If two optimizers step after one backward pass, it belongs to the updates of both.
+        If two optimizers step after one backward pass, it belongs to the updates of both. Each
+        optimizer step ends an update.
         """
         state = self.state
-        last_update = state.last_update_before_results
+        last_update = state.last_update_without_results
         has_backward_passes = bool(state.update.losses)
         if has_backward_passes or not last_update.losses:
             return
@@ -371,7 +372,7 @@ class OptimizerRecorder:
         Another optimizer may step next, without a backward pass of its own. It gets the backward
         passes of this update, but not the results of this step, which are not in the copy yet.
         """
-        self.state.last_update_before_results = replace(self.state.update)
+        self.state.last_update_without_results = replace(self.state.update)
 
     def _record_local_gradients(self) -> None:
         """Records what each backward pass of this update has added to the gradients.

@@ -109,8 +109,9 @@ class RecorderState(RunProgress):
         self.running_steps = RunningSteps()
 
         self.notes = UpdateNotes()
-        self.last_update_before_results = self.update
-        """The last complete update, without the results of its step."""
+        self.last_update_without_results = self.update
+        """The last update that had an optimizer step. It is a copy from before the step's results
+        were added, such as the new parameters."""
         self.loss_is_recorded_by_world = False
         """True after `World.backward` has recorded its loss, until the next batch or update."""
         self.next_update_after_step_of: dict[Optimizer, int] = {}

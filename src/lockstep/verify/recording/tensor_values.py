@@ -124,9 +124,15 @@ def _has_entry_for_each_sample(entries: Sequence[object], num_samples: int) -> b
     if all(isinstance(entry, Mapping | list | tuple) for entry in entries):
         return True
 
-    all_are_tensors = all(isinstance(entry, Tensor) for entry in entries)
-    all_have_row_per_sample = len(tensors_with_rows(tensors(entries), num_samples)) == num_samples
-    return all_are_tensors and not all_have_row_per_sample
+    tensors_of_list = [entry for entry in entries if isinstance(entry, Tensor)]
+    all_are_tensors = len(tensors_of_list) == len(entries)
+    if not all_are_tensors:
+        return False
+
+    # Tensors that all have a row for each sample are kinds of values, such as images and labels.
+    with_row_per_sample = tensors_with_rows(tensors_of_list, num_samples)
+    are_kinds_of_values = len(with_row_per_sample) == len(tensors_of_list)
+    return not are_kinds_of_values
 
 
 def tensors_with_rows(values: Sequence[Tensor], count: int) -> list[Tensor]:

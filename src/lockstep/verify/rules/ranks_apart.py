@@ -94,10 +94,10 @@ class _SteppingRank:
 
 
 def parameters_of_unstepped_optimizer(case: Divergence) -> Cause | None:
-    """LS304: some ranks step with an optimizer, but its parameters differ on other ranks.
+    """LS304: a rank was not sent the parameters that another rank's optimizer has changed.
 
-    On these other ranks, the optimizer is *unstepped*: they have constructed it too, but leave the
-    steps to the first ranks, and should be sent the parameters afterwards.
+    For example, both ranks construct an Adam, but only rank 0 steps with it, and should send the
+    parameters to rank 1 after each step. On rank 1, this optimizer is *unstepped*.
 
     Needs: `construction_index` and `optimizer_parameters` of ranks that stepped, and
         `unstepped_sums` of ranks that did not.
@@ -105,19 +105,20 @@ def parameters_of_unstepped_optimizer(case: Divergence) -> Cause | None:
     False positives: none known.
     Evidence: which ranks have other parameters, and the class of the optimizer.
     """
-    # For example, only rank 0 has stepped with its Adam, and rank 1 has constructed an Adam too, in
-    # which "fc.weight" has other values. Then the result is {1: ["fc.weight"]}.
+    # If "fc.weight" has other values on rank 1, this is {1: ["fc.weight"]}.
     names_by_rank = _names_differing_from_stepping_rank(case, case.update_index)
     if not names_by_rank:
         return None
 
-    if _differed_before_earlier_step(case):
+    # A difference that was there before an earlier step has been reported for that step.
+    earlier_indices = range(case.update_index)
+    if any(_names_differing_from_stepping_rank(case, index) for index in earlier_indices):
         return None
 
+    # The class of the optimizer is known from the ranks that stepped with it before.
     names = set().union(*names_by_rank.values())
-
-    # Earlier steps with the optimizer have changed the parameters, and have recorded its class.
-    classes = _classes_of_optimizers_with(names, case.parallel_run[: case.update_index])
+    earlier_updates = case.parallel_run[: case.update_index]
+    classes = _classes_of_optimizers_with(names, earlier_updates)
     step = case.actual[0].step + 1  # records count steps from 0, texts from 1
     # "before step 2 rank 1 held other parameters of Adam, which has not stepped there: fc.weight"
     text = (
@@ -137,12 +138,6 @@ def _classes_of_optimizers_with(names: Set[str], updates: Sequence[Update]) -> s
             if not names.isdisjoint(record.optimizer_parameters):
                 classes.add(record.optimizer_class)
     return classes
-
-
-def _differed_before_earlier_step(case: Divergence) -> bool:
-    """True if parameters of unstepped optimizers differed already before an earlier step."""
-    earlier_updates = range(case.update_index)
-    return any(_names_differing_from_stepping_rank(case, index) for index in earlier_updates)
 
 
 def _names_differing_from_stepping_rank(
