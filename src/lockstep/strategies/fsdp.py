@@ -217,8 +217,8 @@ class FSDP(Strategy):
         """Returns why a module uses autocast in half precision; an empty string if it does not.
 
         Under autocast the parameters stay in fp32, and the units compute the same numbers as a
-        model under `ddp`, bit by bit. The reason is printed in brackets, e.g. "bf16 under autocast
-        (virtual ranks: the bits of ddp)".
+        model under `ddp`. The reason is printed in brackets, e.g. "bf16 under autocast (virtual
+        ranks: the bits of ddp)": the results are those of `ddp` bit by bit.
         """
         if self.autocast:
             return "autocast=True: the numbers of ddp"

@@ -330,9 +330,9 @@ async def join_server(connection: PeerConnection, own: Node) -> Peers:
     connection.send(vars(own))
     answer = await asyncio.wait_for(connection.receive(), HELLO_TIMEOUT_S)
     if "error" in answer:
-        type_name, *parts_of_message = answer["error"]
+        type_name, was_set, found, advice = answer["error"]
         error_type = ERROR_TYPES.get(type_name, JoinError)
-        raise error_type(*parts_of_message)
+        raise error_type(was_set, found, advice)
 
     own_number = answer["number"]  # the number that the server has given to this launcher
     fields_of_node = {fields["number"]: fields for fields in answer["nodes"]}
