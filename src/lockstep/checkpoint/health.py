@@ -222,12 +222,15 @@ class Inspection:
     def best(self) -> Path | None:
         """The checkpoint with the best metric, or None if the run has not said what is best."""
         paths = []
-        min_or_max: Any = None  # what the manifest of the latest checkpoint without problems says
-        for health in self.checkpoints:  # the latest one comes last
+        manifests = []
+        for health in self.checkpoints:
             if health.manifest is not None and not health.problems:
                 paths.append(health.path)
-                min_or_max = health.manifest.get("best")
+                manifests.append(health.manifest)
+        if not paths:
+            return None
 
+        min_or_max = manifests[-1].get("best")  # in the manifest of the latest one
         return layout.best(paths, min_or_max) if min_or_max else None
 
     @property

@@ -507,6 +507,7 @@ class _LayoutEncoder(Encoder):
     def __init__(
         self, section: Section, *, is_main: bool, rows_of_leaf: list[Rows | None] | None
     ) -> None:
+        # For errors: a module has no path and is named by its file, all others by their path.
         name = section.file if not section.path else ""
         super().__init__(name, _unchanged, is_main=is_main)
         self.placements: list[Placement] = []
@@ -621,8 +622,8 @@ def _skeleton(value: Any, leaves: list[Any]) -> Any:
 
     Two skeletons are equal if the values differ only in their leaves. Dictionaries must also have
     the same order, since the leaves are in that order. Values stand beside their types: otherwise
-    True and 1 would be equal. Only the most frequent ones, int, str and None, stand alone, which no
-    tuple with a type can equal.
+    True and 1 would be equal. Only the most frequent ones, int, str and None, stand alone: none of
+    them equals a pair of a type and a value.
     """
     kind = type(value)
     if value is None or kind is str or kind is int:

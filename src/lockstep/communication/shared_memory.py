@@ -1162,33 +1162,9 @@ def open_shared_memory(
     if sizes[0] == 1 or len(sizes) > 1:
         return None, f"{' or '.join(str(size) for size in sizes)} ranks a machine"
 
-    # The first rank of each machine keeps the memory open until all have mapped it.
-    with contextlib.ExitStack() as stack:
-        offer = None
-        problem = ""
-        if rank == ranks[0]:
-            try:
-                offer = _create(len(ranks), stack)
-            except (OSError, AttributeError) as error:  # only Linux has memfd
-                problem = f"no memory can be shared: {error}"
-
-        # All ranks of the machine map the memory that its first rank offers.
-        offer, problem = exchange([offer, problem])[ranks[0]]
-        memory = None
-        if not problem:
-            try:
-                memory = _map(len(ranks), *offer)
-            except (OSError, ValueError) as error:
-                problem = f"rank {rank} cannot map the memory of rank {ranks[0]}: {error}"
-
-        answers = exchange([os.getpid(), problem])
-
-    for _, problem_of_rank in answers:
-        if problem_of_rank:
-            return None, problem_of_rank
-
-    assert memory is not None  # otherwise this rank has answered with a problem
-    pids = {peer: answers[peer][0] for peer in ranks}
+    memory, pids, problem = _map_on_machine(rank, ranks, exchange)
+    if memory is None:
+        return None, problem
 
     group_across_machines = None
     who_shares = "all ranks are on one machine"
@@ -1213,6 +1189,47 @@ def open_shared_memory(
 
     shared = SharedMemory(memory, rank, pids, timeout_s, group_across_machines, machine_number)
     return shared, who_shares
+
+
+def _map_on_machine(
+    rank: int, ranks: Sequence[int], exchange: Callable[[Any], list[Any]]
+) -> tuple[mmap.mmap | None, dict[int, int], str]:
+    """Maps the same memory on all ranks of this machine. Its first rank creates the memory.
+
+    Args:
+        rank: rank of this process in the run.
+        ranks: the ranks of this machine.
+        exchange: see `open_shared_memory`.
+
+    Returns:
+        The memory, the process ID of each rank of this machine, and "". If memory cannot be shared
+        on some machine of the run: None, no process IDs, and the reason.
+    """
+    # The first rank of each machine keeps the memory open until all have mapped it.
+    with contextlib.ExitStack() as stack:
+        offer = None
+        problem = ""
+        if rank == ranks[0]:
+            try:
+                offer = _create(len(ranks), stack)
+            except (OSError, AttributeError) as error:  # only Linux has memfd
+                problem = f"no memory can be shared: {error}"
+
+        # All ranks of the machine map the memory that its first rank offers.
+        offer, problem = exchange([offer, problem])[ranks[0]]
+        memory = None
+        if not problem:
+            try:
+                memory = _map(len(ranks), *offer)
+            except (OSError, ValueError) as error:
+                problem = f"rank {rank} cannot map the memory of rank {ranks[0]}: {error}"
+
+        answers = exchange([os.getpid(), problem])
+
+    for _, problem_of_rank in answers:
+        if problem_of_rank:
+            return None, {}, problem_of_rank
+    return memory, {peer: answers[peer][0] for peer in ranks}, ""
 
 
 def _create(size: int, stack: contextlib.ExitStack) -> tuple[int, int, str]:
