@@ -265,6 +265,15 @@ def gloo_variables(environ: Mapping[str, str], interface: str | None) -> dict[st
     return {GLOO_INTERFACE: interface}
 
 
+def _taken_by_nccl(interfaces: Sequence[str]) -> list[str]:
+    """Returns which of these interfaces NCCL uses if NCCL_SOCKET_IFNAME is not set."""
+    for pattern in NCCL_PREFERENCES:
+        matching = [name for name in interfaces if nccl_matches(pattern, name)]
+        if matching:
+            return matching
+    return []
+
+
 def choose_nccl_interfaces(
     environ: Mapping[str, str], interfaces: Sequence[str], reaching_master: str | None
 ) -> tuple[str, str] | None:
@@ -296,17 +305,11 @@ def choose_nccl_interfaces(
     if reaching_master is not None and reaching_master not in present:
         present.append(reaching_master)  # the kernel may report a second late that it is up
 
-    # The interfaces that NCCL would take by itself.
-    taken: list[str] = []
-    for pattern in NCCL_PREFERENCES:
-        taken = [name for name in present if nccl_matches(pattern, name)]
-        if taken:
-            break
-
-    # Those of them that lead to other machines, and those that do not.
+    # The interfaces that NCCL would take by itself: those that lead to other machines, and those
+    # that do not.
     usable = []
     unusable = []
-    for name in taken:
+    for name in _taken_by_nccl(present):
         leads_nowhere = nccl_matches("lo", name) or CONTAINER_INTERFACE.match(name)
         if leads_nowhere and name != reaching_master:
             unusable.append(name)

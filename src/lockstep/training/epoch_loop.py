@@ -110,26 +110,25 @@ def _reaches_call(assignment: ast.stmt, statements: Sequence[ast.stmt]) -> bool:
     # `steps = 3 * len(loader)` followed by `total = 2 * steps`: the names are `steps` and `total`.
     # The search is repeated until no further name is found.
     names_with_value = _names_assigned(assignment)
-    is_growing = True
-    while is_growing:
-        size_before = len(names_with_value)
+    while True:
+        readers = []
         for statement in statements:
             reads_value = not names_with_value.isdisjoint(_names_read(statement))
-            if not reads_value:
-                continue
-
             # `print(steps)` is a call too, but does not compute anything with the value.
-            if _contains_print(statement):
-                continue
+            if reads_value and not _contains_print(statement):
+                readers.append(statement)
 
-            if any(isinstance(node, ast.Call) for node in ast.walk(statement)):
-                return True
+        if any(_contains_call(statement) for statement in readers):
+            return True
 
-            names_with_value |= _names_assigned(statement)
+        further_names = set().union(*map(_names_assigned, readers)) - names_with_value
+        if not further_names:
+            return False
+        names_with_value |= further_names
 
-        is_growing = len(names_with_value) > size_before
 
-    return False
+def _contains_call(statement: ast.stmt) -> bool:
+    return any(isinstance(node, ast.Call) for node in ast.walk(statement))
 
 
 def _names_assigned(statement: ast.stmt) -> set[str]:

@@ -245,12 +245,28 @@ class TensorHasher:
                 _CopiedPiece(piece.tensor_index, piece.elements, destination)
             )
 
-        # The pieces that are added to the same hash are next to each other, so their blocks are one
-        # range of blocks.
+        hash_index_of_piece = [parts[piece.tensor_index].hash_index for piece in pieces]
+        self._find_blocks_of_hashes(hash_index_of_piece, first_block_of_piece, num_blocks)
+
+    def _find_blocks_of_hashes(
+        self,
+        hash_index_of_piece: Sequence[int],
+        first_block_of_piece: Sequence[int],
+        num_blocks: int,
+    ) -> None:
+        """Finds out which copied blocks are added to which hash, see `_add_up_copied_blocks`.
+
+        The pieces that are added to the same hash are next to each other, so their blocks are one
+        range of blocks.
+
+        Args:
+            hash_index_of_piece: for each copied piece, the index of the hash that it is added to.
+            first_block_of_piece: for each copied piece, its first block.
+            num_blocks: the number of blocks of all copied pieces.
+        """
         self._hash_indices: list[int] = []
         first_blocks: list[int] = []  # for each of these hashes, where its range begins
-        for piece, first_block in zip(pieces, first_block_of_piece, strict=True):
-            hash_index = parts[piece.tensor_index].hash_index
+        for hash_index, first_block in zip(hash_index_of_piece, first_block_of_piece, strict=True):
             if not self._hash_indices or self._hash_indices[-1] != hash_index:
                 self._hash_indices.append(hash_index)
                 first_blocks.append(first_block)

@@ -133,29 +133,37 @@ class AuthProxy(ConnectionServer):
             return  # too many strangers at once
 
         address = str(client.writer.get_extra_info("peername")[0])
+        purpose = await self._authenticate_client(client, address)
+        if purpose == TO_STORE:
+            await relay(client, await _connect(LOOPBACK, self._store_port))
+        elif purpose == TO_LAUNCHER:
+            await self._on_peer(client.reader, client.writer, address)
+
+    async def _authenticate_client(self, client: Streams, address: str) -> bytes | None:
+        """Returns the purpose of a client's connection; None, after a report, if it is refused.
+
+        Args:
+            client: the connection.
+            address: the address from which the client has connected, for the report.
+        """
         self._num_handshakes += 1
         try:
             # The time is limited, so that a stranger that sends nothing does not stay for long.
             handshake = _handshake_with_client(client, self._token)
-            purpose = await asyncio.wait_for(handshake, HANDSHAKE_TIMEOUT_S)
+            return await asyncio.wait_for(handshake, HANDSHAKE_TIMEOUT_S)
         except _WrongTokenError:
             self._report_refused(
                 address,
                 f"its token differs from this machine's, of {self._token.source}; set "
                 f"{TOKEN_VARIABLE} to the same text on all machines, or copy the token file",
             )
-            return
+            return None
         except (TimeoutError, OSError, EOFError, ConnectionFailed):
             # It sent nothing in time, closed the connection, or sent something else.
             self._report_refused(address, "it does not speak Lockstep's protocol")
-            return
+            return None
         finally:
             self._num_handshakes -= 1
-
-        if purpose == TO_STORE:
-            await relay(client, await _connect(LOOPBACK, self._store_port))
-        elif purpose == TO_LAUNCHER:
-            await self._on_peer(client.reader, client.writer, address)
 
     def _report_refused(self, address: str, reasons: str) -> None:
         """Tells the user about a refused client, once for each address as clients try again and

@@ -212,18 +212,7 @@ class DynamicRendezvous(Rendezvous):
         them have asked for the round.
         """
         present = self._peers.present()
-        max_nodes = self._parameters.max_nodes
-        now = time.monotonic()
-
-        if len(present) < self._parameters.min_nodes:
-            self._enough_nodes_since = None
-            return
-        if self._enough_nodes_since is None:
-            self._enough_nodes_since = now
-
-        # Before the first round, wait a while for more nodes.
-        last_call_end = self._enough_nodes_since + last_call_timeout(self._parameters)
-        if round_number == 1 and len(present) < max_nodes and now < last_call_end:
+        if self._must_wait_for_more_nodes(len(present), round_number):
             return
 
         latest_decided_round = self._peers.own.decided["round"]  # this node is the server
@@ -235,9 +224,23 @@ class DynamicRendezvous(Rendezvous):
         delete_keys_of_ranks(self._store)  # the keys of the last round
 
         # The nodes are ordered by host, as in torch's rendezvous.
+        max_nodes = self._parameters.max_nodes
         participants = sorted(present[:max_nodes], key=lambda node: (node.host, node.pid))
         numbers = [node.number for node in participants]
         self._peers.update(decided={"round": round_number, "nodes": numbers})
+
+    def _must_wait_for_more_nodes(self, num_present: int, round_number: int) -> bool:
+        """Returns True if there are too few nodes, or if more may come before the first round."""
+        now = time.monotonic()
+        if num_present < self._parameters.min_nodes:
+            self._enough_nodes_since = None
+            return True
+        if self._enough_nodes_since is None:
+            self._enough_nodes_since = now
+
+        more_may_come = round_number == 1 and num_present < self._parameters.max_nodes
+        last_call_end = self._enough_nodes_since + last_call_timeout(self._parameters)
+        return more_may_come and now < last_call_end
 
     def _missing_nodes_error(self, found: str) -> MissingRankError:
         """Returns the error for a run that cannot start.
