@@ -548,7 +548,7 @@ def test_hostile_files_are_refused_by_every_reader(
         ("evil metadata", "it names pathlib.Path.touch"),
         ("evil inside of metadata", "it names pathlib.Path.touch"),
         ("a linked piece", "is no plain file, but a link"),
-        ("metadata that leads out", "'../secret.distcp', which is not one beside it"),
+        ("metadata that leads out", "'../secret.distcp', which is not a name within its folder"),
         ("packed without end", "packed contents"),
         ("a pipe", "it is no file, but a folder, a pipe or a device"),
         ("pieces that overlap", "its shards overlap, or leave gaps"),

@@ -425,5 +425,5 @@ def test_findings_stand_in_columns_in_chinese(monkeypatch: pytest.MonkeyPatch) -
     assert doctor.format_findings(findings) == [
         "正常     共享内存  /dev/shm 剩余 23.5 GiB，共 23.5 GiB",
         "警告     时钟      几乎已满",
-        "                   建议：使用更新的 Python",
+        "                   建议：使用较新版本的 Python",
     ]
