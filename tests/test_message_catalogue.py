@@ -696,7 +696,7 @@ def made_of_hostile_values(draw: st.DrawFn) -> tuple[Entry, dict[str, str]]:
         st.sampled_from(TEXTS),
         with_literal,
         st.just(other.format(**values_of(other))),
-    )
+    ).filter(lambda value: value == value.strip())
     values = {}
     for field in fields_of(entry.message):
         pattern = pattern_of_field(field)
@@ -719,6 +719,10 @@ def check_that_values_keep_their_places(entry: Entry, values: dict[str, str]) ->
         return
     if "" in values.values():
         return
+    # A message may go on where another ends: "state 7 (idle)" is made from "state {state}" or from
+    # "state {state} ({meanings})".
+    if any(fits_longer_message(text, entry, other) for other in TEMPLATES):
+        return
     # A name with the quotes that divide two quoted names, "a' and 'b", makes them other two names.
     dividing_quotes = [part for part in re.split(r"\{\w+\}", entry.message)[1:-1] if "'" in part]
     if any(part in value for part in dividing_quotes for value in values.values()):
@@ -729,6 +733,15 @@ def check_that_values_keep_their_places(entry: Entry, values: dict[str, str]) ->
         filled = language.fill_in(entry.translation, dict(zip(values, chosen, strict=True)))
         possible.add(without_spaces(filled))
     assert without_spaces(translated) in possible, (entry.message, values)
+
+
+def fits_longer_message(text: str, entry: Entry, other: Entry) -> bool:
+    """True if the text may also be made from another message that begins as its own does."""
+    own_beginning, *own_rest = re.split(r"\{\w+\}", entry.message)
+    beginning, *rest = re.split(r"\{\w+\}", other.message)
+    if beginning != own_beginning or not beginning or len(rest) <= len(own_rest):
+        return False
+    return re.fullmatch(".+".join(map(re.escape, [beginning, *rest])), text) is not None
 
 
 def without_spaces(text: str) -> str:
