@@ -338,5 +338,5 @@ def make_up_gpu(patch: Callable[[Any, str, Any], None]) -> MadeUpGpu:
 
     patch(torch.autograd, "_engine_run_backward", run_backward)
     # Its kernels are there for CUDA alone.
-    patch(fused_batchnorm, "takes", lambda x: False)
+    patch(fused_batchnorm, "supports", lambda x: False)
     return gpu

@@ -17,7 +17,7 @@ from unittest import mock
 from benchmarks.gpu.results import DEVICE_VARIABLE, FILE_NAME, NotRun, Stage, read_lines
 
 PROBE_CHECK = "several ranks on one GPU over NCCL"
-REFUSING_FUNCTION = "_every_process_sees_another_gpu"
+REFUSING_FUNCTION = "_processes_see_different_gpus"
 """The function of `lockstep.distributed.device` by whose answer NCCL is refused."""
 LACKING_IN_TORCH = r"torch \S+ cannot do that"
 """What Lockstep's errors say of an older torch."""

@@ -922,16 +922,19 @@ class Loader:
             yield from read
             return
 
-        # An evaluation takes no mean loss, so the user's weights are not needed: this only counts.
+        # Only the rows are counted. The weights by the user's `weight=` are not needed, because an
+        # evaluation takes no mean loss.
         counting = replace(self._weighing(epoch), weight=None)
+
+        model_needs_every_rank = self._evaluates_together
         for planned, collated in read:
             counted = counting.count_rows(planned, collated)
-
-            # If the collate function has dropped all samples of this rank, `counted.batch` is an
-            # empty batch that a model can process, in place of what the function returned.
-            model_needs_every_rank = self._evaluates_together
-            batch = counted.batch if model_needs_every_rank else collated
-            yield counted.planned, batch
+            if model_needs_every_rank:
+                # If the collate function has dropped all samples of this rank, this is an empty
+                # batch that a model can process, in place of what the function returned.
+                yield counted.planned, counted.batch
+            else:
+                yield counted.planned, collated
 
     def _keep_as_template(self, batch: Any, num_samples: int) -> None:
         """Keeps a sample of the first batch that is read, as the template of empty batches.

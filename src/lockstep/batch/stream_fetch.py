@@ -429,7 +429,7 @@ class IterableFetch(Dataset[Any]):
 
         if not samples:
             return None
-        return self.collate(epoch, samples, np.arange(len(samples)))
+        return self.collate(epoch, samples, numbers=np.arange(len(samples)))
 
     def _shares_iterator_with(self, copy: IterableFetch) -> bool:
         """Returns True if this object and a copy of it read from the same iterator."""

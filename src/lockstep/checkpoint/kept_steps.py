@@ -293,8 +293,8 @@ class KeptSteps(Extension):
         try:
             return plan_keeping([RankNeeds(**answer) for answer in answers])
         except StepsCannotBeKept as error:
-            reason = error
-        self._report_that_no_step_is_kept(reason, problem)
+            reason_on_all_ranks = error
+        self._report_that_no_step_is_kept(reason_on_all_ranks, problem)
         return None
 
     def _report_that_no_step_is_kept(

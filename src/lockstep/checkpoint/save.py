@@ -171,9 +171,9 @@ def begin_checkpoint(
         may_replace_step: False if a checkpoint of the same step is of another training.
 
     Raises:
-        CheckpointError: the folder is a file, is not writable, or belongs to another run; or it
-            holds a checkpoint of a later step, so this run has not resumed from it; or of the same
-            step, and it must not be replaced.
+        CheckpointError: the folder is a file, is not writable, or belongs to another run. Or this
+            run has not resumed from the latest checkpoint in it, which is of a later step, or is of
+            this step and must not be replaced.
     """
     folder = temporary.parent
     step = layout.step_of(temporary)

@@ -108,7 +108,7 @@ def _choose_gpu_by_local_rank(
     may_collide = too_few or has_slices
     sharing_is_allowed = may_share or _nccl_shares_gpus(environ)
     if may_collide and not sharing_is_allowed:
-        if not _every_process_sees_another_gpu(index, on_this_machine):
+        if not _processes_see_different_gpus(index, on_this_machine):
             raise _too_few_gpus_error(topology, num_gpus, environ, has_slices=has_slices)
         if too_few:  # each process sees only one GPU, and each sees a different one
             reason = "the one that this process is shown"
@@ -121,7 +121,7 @@ def _parse_device(wanted: str) -> torch.device:
     return torch.device(wanted)
 
 
-def _every_process_sees_another_gpu(
+def _processes_see_different_gpus(
     index: int, on_this_machine: Callable[[str], Sequence[str] | None]
 ) -> bool:
     """Returns True if certainly no two processes on this machine have chosen the same physical GPU.
@@ -132,7 +132,7 @@ def _every_process_sees_another_gpu(
 
     Args:
         index: the number of the GPU that this process has chosen, as the process sees it.
-        on_this_machine: see `choose_device`.
+        on_this_machine: exchanges a text with the other processes here, see `choose_device`.
     """
     # NCCL compares the PCI addresses, too. All MIG slices of one GPU have the same address.
     pci_addresses = on_this_machine(_pci_address(index))

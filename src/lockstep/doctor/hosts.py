@@ -149,8 +149,8 @@ class _Examination:
                 )
                 continue
 
-            # A machine knows its address from the ssh connection to it. There is none to this
-            # machine, but the others have answered from which address it connects to them.
+            # A machine knows its own address from the ssh connection to it. No ssh connection leads
+            # to this machine, but the others have answered from which address it connects.
             address = answer["own_address"]
             is_this_machine = self._connections[name].here
             if is_this_machine:

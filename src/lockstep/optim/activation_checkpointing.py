@@ -143,8 +143,8 @@ def _select_blocks(module: nn.Module, submodules: ModuleFilter | None) -> list[n
         SettingError: there are none.
     """
     if submodules is not None:
-        # If nothing matches, this raises an error which shows the text with the user's choice in
-        # place of the braces.
+        # If nothing matches, this raises an error about the given call, such as
+        # checkpoint_activations(..., ['encoder.*']).
         selected = select_modules(module, submodules, "checkpoint_activations(..., {})")
         return [block for _, block in selected]
 

@@ -750,8 +750,8 @@ class ExactDDP(base.ModuleWrapper, DistributedDataParallel):
         trained = self._trainable_parameters_of(optimizer)
         missing = [name for name, parameter in trained if parameter.grad is None]
 
-        # If all gradients are missing, the loss did not use this module, and nothing was averaged.
-        if len(missing) == len(trained):
+        loss_did_not_use_module = len(missing) == len(trained)
+        if loss_did_not_use_module:  # so there was nothing to average
             return
 
         if not has_run_forward:

@@ -24,8 +24,8 @@ from torch.autograd.function import once_differentiable
 SMALLEST_COUNT = 1e-30
 
 
-def takes(x: Tensor) -> bool:
-    """Returns True if these kernels support a tensor."""
+def supports(x: Tensor) -> bool:
+    """Returns True if these kernels can process a tensor."""
     return x.is_cuda and x.is_floating_point()
 
 

@@ -178,7 +178,9 @@ class _PlaceholderHooks(RunHook):
         guard.__exit__(None, None, None)
 
         return map_tensors_and_attributes(
-            output, self._cut_off_row, self._placeholder_sample.cut_off_distribution
+            output,
+            change=self._cut_off_row,
+            change_distribution=self._placeholder_sample.cut_off_distribution,
         )
 
     @property

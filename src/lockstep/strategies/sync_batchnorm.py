@@ -162,7 +162,7 @@ class SyncBatchNorm(BatchNorm):
     def _forward_over_ranks(self, x: Tensor, num_ranks: int) -> Tensor:
         """Normalises `x` by the moments of all ranks' samples."""
         self._check_input_dim(x)
-        if fused_batchnorm.takes(x):
+        if fused_batchnorm.supports(x):
             return self._forward_by_fused_kernels(x, num_ranks)
 
         moments = _global_moments(x, self.process_group)

@@ -196,12 +196,7 @@ class VirtualRankGradients(Extension):
             return
 
         if micro_batch.virtual_rank_begins and previous is not None:
-            # The script may have called `zero_grad` between two virtual ranks. `before_step` raises
-            # an error for it, unless the script leaves the step out.
-            if not self._had_backward and counts_in_sum(previous):
-                self._skipped = previous
-            elif self._was_cleared(previous):
-                self._sum_lacks_gradients = True
+            self._look_for_missing_gradients(previous)
             self._had_backward = False
 
             # The gradients of the previous virtual rank are still in `parameter.grad`.
@@ -227,28 +222,38 @@ class VirtualRankGradients(Extension):
         return any(parameter.grad is not None for parameter in self._parameters)
 
     def before_step(self, optimizer: Optimizer, modules: Sequence[nn.Module]) -> None:
-        """Raises UsageError if the script has cleared or not computed those of a virtual rank.
+        """Raises UsageError if the sum of the gradients lacks those of a virtual rank.
 
-        They are only a part of the gradient with which the optimizer is about to step. A loop that
-        clears them and leaves the step out is right.
+        The script has not computed them, or has cleared them. It may do so if it then leaves out
+        the optimizer's step.
         """
         if not self._sum_lacks_gradients and self._skipped is None:
             return
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                if id(parameter) in self._index_in_module:
-                    if self._skipped is not None:
-                        raise _skipped_error(self._skipped)
-                    raise cleared_gradients_error()
 
-    def _was_cleared(self, micro_batch: MicroBatch) -> bool:
-        """Returns True if the script has cleared the gradients of a virtual rank.
+        trained = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        trains_this_module = any(id(parameter) in self._index_in_module for parameter in trained)
+        if not trains_this_module:
+            return
+
+        if self._skipped is not None:
+            raise _skipped_error(self._skipped)
+        raise cleared_gradients_error()
+
+    def _look_for_missing_gradients(self, micro_batch: MicroBatch) -> None:
+        """Finds out whether the script has not computed or has cleared a virtual rank's gradients.
+
+        This raises no error yet: the script may leave the step out. `before_step` raises it.
 
         Args:
             micro_batch: the last micro-batch of the virtual rank.
         """
-        is_cleared = self._backward_left_gradients and not self._has_gradients()
-        return is_cleared and counts_in_sum(micro_batch)
+        if not counts_in_sum(micro_batch):
+            return
+
+        if not self._had_backward:
+            self._skipped = micro_batch
+        elif self._backward_left_gradients and not self._has_gradients():  # by `zero_grad`
+            self._sum_lacks_gradients = True
 
     # Sums
 

@@ -79,8 +79,8 @@ def scalar_factor(node: Any) -> float | None:
     if name not in ("MulBackward0", "DivBackward0"):
         return None
 
-    # What the node multiplies or divides by: a tensor, or None if the backward pass does not need
-    # it. A Python number is a tensor on the CPU here.
+    # What the node multiplies or divides by: a tensor on the CPU for a number of Python, as in
+    # `loss / 4`; None if the backward pass does not need it.
     try:
         other = node._saved_other
     except RuntimeError:  # the backward pass has released it

@@ -72,7 +72,11 @@ def _compressed_means(modules: Iterable[PreparedModule]) -> Iterator[CompressedM
 def _unsent_of_module(
     unsent_by_rank: dict[int, dict[str, Tensor]], module_number: int
 ) -> dict[int, dict[str, Tensor]]:
-    """Returns what each rank had not sent of one module, whose names begin with its number."""
+    """Returns the unsent tensors of one module, by rank and name.
+
+    In `unsent_by_rank` their names begin with the module's number, such as "0.fc.weight". The
+    result has "fc.weight".
+    """
     prefix = f"{module_number}."
     unsent_of_module: dict[int, dict[str, Tensor]] = {}
     for rank, unsent in unsent_by_rank.items():

@@ -306,20 +306,23 @@ def _find_archives(folder: Path, storage_data: Mapping[Any, Any]) -> dict[PlaceO
         file_name = place["relative_path"]
 
         # This checks that both are whole numbers of at least 0, as the extents of a shape are.
-        offset, length = as_shape((place["offset"], place["length"]))
+        offset_in_file, length = as_shape((place["offset"], place["length"]))
         if place.get("transform_descriptors"):  # for example compression
             raise ValueError(f"{file_name} was transformed while it was written")
 
         if file_name not in file_sizes:
             file_sizes[file_name] = _checked_size_of_file(folder, file_name)
-        if offset + length > file_sizes[file_name]:
+        if offset_in_file + length > file_sizes[file_name]:
             raise ValueError(
-                f"{file_name} is to have {offset + length} bytes, and has {file_sizes[file_name]}"
+                f"{file_name} is to have {offset_in_file + length} bytes, and has "
+                f"{file_sizes[file_name]}"
             )
 
         is_shard = index.get("offset") is not None
-        offsets = shape_of_record(index["offset"]) if is_shard else NO_OFFSETS
-        archives[index["fqn"], offsets] = Archive(folder / file_name, offset, length)
+        offsets_in_tensor = shape_of_record(index["offset"]) if is_shard else NO_OFFSETS
+        archives[index["fqn"], offsets_in_tensor] = Archive(
+            folder / file_name, offset_in_file, length
+        )
     return archives
 
 

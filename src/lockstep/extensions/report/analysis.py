@@ -281,8 +281,8 @@ def _occurrences_by_message(
 ) -> dict[_LauncherMessage, list[tuple[int, LauncherLine]]]:
     """Returns the lines in which launchers wrote each message, each with the number of its start.
 
-    Several launchers write about one failure. Without the log folder, in which their texts differ,
-    it is one message.
+    Several launchers write about one failure. Their texts differ only in the path of the log
+    folder, which is removed, so that they are one message.
     """
     occurrences: dict[_LauncherMessage, list[tuple[int, LauncherLine]]] = {}
     for start_number, start in enumerate(record.starts, 1):

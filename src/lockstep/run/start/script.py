@@ -392,9 +392,8 @@ def _fresh_command(script: Script, flags: argparse.Namespace) -> Command:
         words = (python, "-u", *module_flag, script.path, *script.arguments)
         return Command(words, environment={}, numa=numa)
 
-    # This interpreter first does what a rank needs of Lockstep.
-    command = worker.fresh_interpreter(script)
-    return Command(command.words, command.environment, numa=numa)
+    # This interpreter runs the script with Lockstep's probe.
+    return worker.fresh_interpreter(script)._replace(numa=numa)
 
 
 # The launcher's own process

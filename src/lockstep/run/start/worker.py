@@ -299,7 +299,7 @@ def run_recorded(
         report: function that is called with the exception, and may print it.
 
     Returns:
-        The exit code. If Ctrl-C ended the program, -2: minus the number of SIGINT.
+        The exit code. It is -2 (-SIGINT) if Ctrl-C ended the program.
     """
     # Only a rank needs these modules, and other processes import this one too.
     from lockstep.run.watch import error_record, probe

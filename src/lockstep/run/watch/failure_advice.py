@@ -223,8 +223,8 @@ def _advise_on_network(text: str) -> str:
     """
     timeouts_s = []
     for match in _TIMEOUT_OF_COLLECTIVE.finditer(text):
-        milliseconds = int(match[match.lastindex or 0])
-        timeouts_s.append(milliseconds / 1000)
+        (milliseconds,) = filter(None, match.groups())  # only one alternative has matched
+        timeouts_s.append(int(milliseconds) / 1000)
 
     # A text may have several: monitored_barrier waits for each rank for what is left of its time.
     timeout_s = max(timeouts_s, default=None)

@@ -242,9 +242,10 @@ class DiLoCoTraining(Extension):
         self._put_values_of_present_virtual_rank()
 
         # In the first steps of a training, all virtual ranks train one model: one step with the
-        # shared weights is made for all of them together. But each of their forward passes has
-        # changed the virtual rank's own buffers. These are averaged, and the averages are put into
-        # the module. If there are several optimizers, this is done before the first one steps.
+        # shared weights, which are in the module now, is made for all of them together. But each of
+        # their forward passes has changed the virtual rank's own buffers. These are averaged, and
+        # the averages are put into the module. If there are several optimizers, this is done before
+        # the first one steps.
         if self._trains_one_model and not self._some_optimizer_stepped:
             self._average_buffers()
             self._buffers.put_in_module(SHARED)

@@ -246,8 +246,10 @@ class BitRecorder(Extension):
         script_sets_virtual_ranks = False
         if self._settings is not None:
             virtual_ranks = self._settings.virtual_ranks
-            # None if the script has replaced the number of `lockstep verify` by one of its own.
-            script_sets_virtual_ranks = self._settings.virtual_ranks_of_verify is None
+            # To compare bits, `lockstep verify` chooses a number of virtual ranks. It takes effect
+            # only if the script sets none itself.
+            choice_of_verify_has_effect = self._settings.virtual_ranks_of_verify is not None
+            script_sets_virtual_ranks = not choice_of_verify_has_effect
 
         return RankEnd(
             uses_lockstep=bool(self.state.models.prepared_ids),

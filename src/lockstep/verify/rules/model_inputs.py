@@ -305,9 +305,10 @@ def _cause_of_computed_inputs(case: Divergence, inputs: _OtherInputs, are_sample
         inputs: the inputs that only one of the runs has.
         are_samples: whether the inputs are the samples themselves, without a DataLoader.
     """
-    numbers = inputs.numbers
-    if describe_random_numbers_of_one_run(case):
-        return random_loss(case, numbers) or Cause("LS111", (numbers,))
+    numbers = inputs.numbers  # a sentence
+    cause_by_random_numbers = random_loss(case, numbers)
+    if cause_by_random_numbers is not None:
+        return cause_by_random_numbers
 
     if are_samples and _is_normalized_by_rank(inputs.forward):
         text = "each rank's are those of one process, shifted and scaled by numbers of its own"

@@ -330,7 +330,7 @@ def frozen_parameters_differ(case: Divergence) -> Cause | None:
     if not all_are_frozen:
         return None
 
-    step = case.actual[0].step + 1
+    step = case.actual[0].step + 1  # `step` counts from 0
     text = f"before step {step} parameters that nothing trains differ from those of one process"
     examples = "such as those of a teacher, an average or a target network"
     return Cause("LS309", (text, examples, *describe_writes(case, case.names)))

@@ -98,8 +98,8 @@ def disable_compile(determinism: Determinism) -> None:
 
     @wraps(original_compile)
     def compile_disabled(model: Any = None, **options: Any) -> Any:
-        # Without a model, as in `@torch.compile(mode=...)`, this call returns a decorator. When it
-        # gets the model, it looks up `torch.compile`, finds this function, and calls it again.
+        # With disable=True, torch returns the model as it is. Without a model, it returns a
+        # decorator, for `@torch.compile(mode=...)`, that calls this function with the model later.
         if model is not None:
             determinism.switched_off["torch.compile"] += 1
         return original_compile(model, **{**options, "disable": True})
