@@ -880,6 +880,8 @@ def too_few_virtual_ranks_error(number: int, num_processes: int) -> SettingError
 def check_device_checks(values: Mapping[str, Any]) -> None:
     """Raises SettingError if `check_devices` is set, and there are no virtual ranks.
 
+    A check computes a part of a global batch again on another device, and compares the bits.
+
     Args:
         values: the settings, by the names of the arguments.
     """

@@ -406,7 +406,8 @@ class ShardedModule(Extension):
             UsageError: the method would change a tensor of the model.
         """
         shards = [shard.to_local() for shard in self._shards.values()]
-        for tensor in [*shards, *self._scalars.values(), *self._root.buffers()]:
+        scalars = self._scalars.values()  # the parameters that are not sharded
+        for tensor in [*shards, *scalars, *self._root.buffers()]:
             if convert(tensor) is not tensor:
                 raise UsageError(
                     "a model moved or converted after world.prepare",
