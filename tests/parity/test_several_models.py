@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import lockstep
+from lockstep.errors import RanksDifferError
 
 pytestmark = pytest.mark.ranks
 
@@ -123,3 +124,39 @@ def test_a_generator_that_rests_in_some_steps_has_the_bits_of_one_process(strate
     (alone,) = run_ranks(digests_of_alternating_steps, 1)
     env = {"LOCKSTEP_STRATEGY": strategy}
     assert run_ranks(digests_of_alternating_steps, 2, env=env) == [alone] * 2
+
+
+def train_with_generator_that_rests() -> int:
+    """Changes a generator on one rank while it rests; returns how many batches were trained."""
+    with lockstep.init("ddp", seed=1) as world:
+        generator, critic = nn.Linear(4, 6), nn.Linear(6, 1)
+        makes = torch.optim.Adam(generator.parameters(), lr=1e-2)
+        judges = torch.optim.Adam(critic.parameters(), lr=1e-2)
+        generator, critic, makes, judges = world.prepare(generator, critic, makes, judges)
+        noise = torch.randn(48, 4, generator=torch.Generator().manual_seed(3))
+        num_trained = 0
+        for number, (z,) in enumerate(world.loader(TensorDataset(noise), 8), start=1):
+            world.backward(critic(generator(z)).mean())
+            judges.step()
+            # The generator steps in the first and the fifth of six batches. Models are compared
+            # after the batches 1, 2, 3 and 10, so it rests in all of these but the first.
+            if number in (1, 5):
+                makes.step()
+            if number == 2 and world.rank == 1:
+                with torch.no_grad():
+                    next(generator.parameters()).add_(1.0)
+            judges.zero_grad()
+            makes.zero_grad()
+            num_trained = number
+        return num_trained
+
+
+def train_until_models_differ() -> str:
+    with pytest.raises(RanksDifferError) as raised:
+        train_with_generator_that_rests()
+    return str(raised.value)
+
+
+def test_a_model_that_rests_when_models_are_compared_is_compared_after_its_next_step() -> None:
+    for said in run_ranks(train_until_models_differ, 2):
+        assert "step 5" in said

@@ -594,6 +594,10 @@ class Checkpoint:
         # From now on the run notifies `kept` of each step.
         self._attach(kept)
 
+        # If this run has resumed before, a step may still be copied, and what is resumed changes
+        # the tensors that are copied.
+        kept.finish_present_step()
+
         # Collect what the ranks find in the memory of their machines. If this run has resumed
         # before, it now goes back to a checkpoint on disk.
         has_resumed_before = self._has_resumed

@@ -111,7 +111,7 @@ class KeptSteps(Extension):
             resumed: the step in memory that the training resumed from; None if it started anew or
                 resumed from a checkpoint on disk.
         """
-        self._finish_keeper()  # of an earlier call
+        self.finish_present_step()  # of an earlier call
         self._attempt = Attempt(attempt_number, folders, resumed)
 
         # The present state need not be copied: after a failure, the next start makes the same
@@ -119,7 +119,7 @@ class KeptSteps(Extension):
         self._last_step_number = self._step.number
         self._last_time_s = time.perf_counter()
 
-    def _finish_keeper(self) -> None:
+    def finish_present_step(self) -> None:
         """Waits until the step kept last is complete, also on another machine. All ranks call this.
 
         Otherwise its copy could overwrite, and seal, an area that holds something else by then.
@@ -136,7 +136,7 @@ class KeptSteps(Extension):
         """
         self._attempt = None
         self._areas = None
-        self._finish_keeper()
+        self.finish_present_step()
 
     def forget_other_steps(self) -> None:
         """Deletes all steps in the areas but the resumed one, by breaking the seals of the areas.

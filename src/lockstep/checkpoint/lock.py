@@ -326,8 +326,8 @@ def _is_replaced_by_this_attempt(run: Mapping[str, Any]) -> bool:
         KeyError: it is not that of a lock file.
     """
     own = _describe_this_process()
-    is_of_same_job = own["job"] != "" and run["job"] == own["job"]
-    if is_of_same_job and run["job starts"] < own["job starts"]:
+    is_of_same_job = own["job"] != "" and run.get("job") == own["job"]
+    if is_of_same_job and run.get("job starts", 0) < own["job starts"]:
         return True
 
     has_id_of_its_own = own["run id"] not in RUN_IDS_OF_MANY_RUNS

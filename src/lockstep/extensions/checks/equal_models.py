@@ -35,6 +35,8 @@ class EqualModelsCheck(Check):
         super().__init__(run, precision, wrapped)
         self._modules_with_optimizer: set[nn.Module] = set()
         """The prepared modules that an optimizer trains."""
+        self._due_modules: set[nn.Module] = set()
+        """The modules to compare as soon as their optimizer has stepped."""
 
     def optimizer_prepared(self, optimizer: Any, modules: Sequence[nn.Module]) -> None:
         """Remembers the modules of an optimizer."""
@@ -47,16 +49,19 @@ class EqualModelsCheck(Check):
 
         Args:
             modules: the prepared modules whose optimizer has stepped. Those of other optimizers are
-                compared after their own steps: until then their buffers have what this rank's
-                samples have left.
+                compared after their own next steps, be it in a later global batch: until then their
+                buffers may have what this rank's samples have left.
         """
         number = self.run.step.number
         for wrapped in self.wrapped:
             if wrapped.check_every == 0:  # the strategy wants no comparison
                 continue
             module = wrapped.module
+            if check_due(number, wrapped.check_every):
+                self._due_modules.add(module)
             awaits_its_step = module in self._modules_with_optimizer and module not in modules
-            if not awaits_its_step and check_due(number, wrapped.check_every):
+            if module in self._due_modules and not awaits_its_step:
+                self._due_modules.remove(module)
                 # The strategy names the tensors that must have the same bits on a group of ranks.
                 for equal_tensors in wrapped.equal_tensors():
                     check_equal(equal_tensors, f"step {number}")
