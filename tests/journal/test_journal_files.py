@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import lockstep
 from lockstep.cli.main import main
-from lockstep.errors import SettingError
+from lockstep.errors import CheckpointError, SettingError
 from lockstep.extensions.framed_records import MARK, framed, json_content
 from lockstep.extensions.journal.file_format import (
     FORMAT_VERSION,
@@ -347,6 +347,37 @@ def test_steps_without_their_table_of_tensors_are_left_out(tmp_path: Path) -> No
     journal = read_journal(tmp_path / "a")
     assert journal.steps == [2]
     assert "1 record of" in journal.notes[0]
+    assert journal.notes[1] == (
+        "start 1, rank 0: the record that names the tensors of 2 steps cannot be read, so their "
+        "hashes are left out"
+    )
+
+
+def test_a_start_whose_beginning_is_damaged_on_one_rank_is_left_out_with_a_note(
+    tmp_path: Path,
+) -> None:
+    write_start(tmp_path / "a", 1, range(2))
+    path, _ = write_start(tmp_path / "a", 2, [2, 3], begins_at=2)
+    data = bytearray(path.read_bytes())
+    data[20] ^= 1  # in the header, the first record
+    path.write_bytes(data)
+    journal = read_journal(tmp_path / "a")
+    assert journal.steps == [0, 1]
+    assert journal.notes == [
+        f"start 2, rank 0: 1 record of {path.name} cannot be read, the first at byte 0",
+        "start 2 is left out: its beginning cannot be read on every rank",
+    ]
+
+
+def test_a_journal_whose_only_beginning_is_damaged_is_an_error_that_names_the_record(
+    tmp_path: Path,
+) -> None:
+    path, _ = write_start(tmp_path / "a", 1, range(2))
+    data = bytearray(path.read_bytes())
+    data[20] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(CheckpointError, match=f"1 record of {path.name} cannot be read"):
+        read_journal(tmp_path / "a")
 
 
 def test_other_numbers_of_virtual_ranks(tmp_path: Path) -> None:

@@ -118,6 +118,8 @@ class RankFile:
     run went back to an earlier step."""
     damage: Damage = field(default_factory=Damage)
     """What could not be read of the file."""
+    num_steps_without_table: int = 0
+    """How many steps are left out, as the record that names their tensors is damaged."""
 
     def read_step(self, attempt: int, number: int) -> RankStep:
         """Reads a step of an attempt."""
@@ -175,7 +177,9 @@ def read_file(path: Path) -> RankFile:
         if letter == STEP_RECORD:
             _, _, table_number = STEP_FIELDS.unpack_from(file.data, content_begin)
             table = tables.get(table_number)  # None if the record with the table is damaged
-            if table is not None:
+            if table is None:
+                file.num_steps_without_table += 1
+            else:
                 _add_step(file, StepLocation(content_begin, end, table))
         elif letter == LOSS_RECORD:  # it has no hashes, and so needs no table of tensors
             _add_step(file, StepLocation(content_begin, end, table=None))

@@ -137,12 +137,10 @@ def read_journal(folder: Path) -> Journal:
         notes += _notes_on_files(number, files)
         if _all_ranks_have_first_step(folder, number, files):
             complete_starts.append(files)
+        elif any(file.damage.damaged_at for file in files.values()):
+            notes.append(f"start {number} is left out: its beginning cannot be read on every rank")
     if not complete_starts:
-        raise CheckpointError(
-            f"the journal {folder}",
-            "no start of the run got as far as its first step",
-            "train on, and give the folder again",
-        )
+        raise _no_start_error(folder, notes)
 
     # The run as a whole began with the weights of its first start. How it is run now is what rank 0
     # wrote at its last start: it may have been started again with another number of ranks.
@@ -164,6 +162,26 @@ def read_journal(folder: Path) -> Journal:
     for files in complete_starts:
         _add_start(journal, files)
     return journal
+
+
+def _no_start_error(folder: Path, notes: Sequence[str]) -> CheckpointError:
+    """Returns the error for a journal of which no start can be read from its beginning.
+
+    Args:
+        folder: folder of the journal.
+        notes: what could not be read of its files; empty if they are whole.
+    """
+    if notes:
+        return CheckpointError(
+            f"the journal {folder}",
+            f"no start of the run can be read: {'; '.join(notes)}",
+            "copy its files again from the machines that wrote them",
+        )
+    return CheckpointError(
+        f"the journal {folder}",
+        "no start of the run got as far as its first step",
+        "train on, and give the folder again",
+    )
 
 
 def _read_files(folder: Path) -> dict[str, dict[int, RankFile]]:
@@ -206,6 +224,12 @@ def _notes_on_files(number: int, files: Mapping[int, RankFile]) -> list[str]:
             notes.append(
                 f"start {number}, rank {rank}: {count_noun(len(damaged_at), 'record')} of "
                 f"{file.path.name} cannot be read, the first at byte {damaged_at[0]}"
+            )
+        if file.num_steps_without_table:
+            steps = count_noun(file.num_steps_without_table, "step")
+            notes.append(
+                f"start {number}, rank {rank}: the record that names the tensors of {steps} cannot "
+                "be read, so their hashes are left out"
             )
     return notes
 
