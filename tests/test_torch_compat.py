@@ -10,6 +10,7 @@ import json
 import socket
 import sys
 import warnings
+from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,17 @@ from lockstep.batch.pytree import map_tensors
 from lockstep.errors import LockstepWarning, SettingError
 
 pytestmark = pytest.mark.unit
+
+
+@pytest.fixture
+def one_process_group(tmp_path: Path) -> Iterator[None]:
+    """This process is a process group of its own while the test runs."""
+    store = dist.FileStore(str(tmp_path / "store"), 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
 
 
 def test_what_an_older_torch_lacks_is_left_out():
@@ -166,73 +178,61 @@ def test_a_hook_outside_of_compiled_code_ends_the_graph():
     assert hook.__name__ == "a_hook"
 
 
-def test_an_fsdp_model_has_a_root_and_lets_go_of_its_groups(tmp_path):
-    store = dist.FileStore(str(tmp_path / "store"), 1)
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    try:
-        torch_compat.share_meshes_with_copies()
-        mesh = init_device_mesh("cpu", (1,))
-        model = fully_shard(torch.nn.Linear(2, 2), mesh=mesh)
+@pytest.mark.usefixtures("one_process_group")
+def test_an_fsdp_model_has_a_root_and_lets_go_of_its_groups():
+    torch_compat.share_meshes_with_copies()
+    mesh = init_device_mesh("cpu", (1,))
+    model = fully_shard(torch.nn.Linear(2, 2), mesh=mesh)
+    torch_compat.make_fsdp_root(model)
+    assert copy.deepcopy(mesh) is mesh
+    state = model._get_fsdp_state()
+    assert state._is_root
+    shards = torch_compat.shards_in_reduction_order(model)
+    assert [id(shard) for shard in shards] == [id(model.weight), id(model.bias)]
+    torch_compat.drop_fsdp_groups([model], mesh)
+    assert not getattr(mesh, "_pg_registry", {})
+    groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+    assert "process_group" in repr(list(vars(groups[0].mesh_info)))
+
+
+@pytest.mark.usefixtures("one_process_group")
+def test_whole_parameters_of_an_fsdp_unit_are_made_without_memory():
+    policy = MixedPrecisionPolicy(torch.bfloat16)
+    model = torch.nn.Linear(3, 2)
+    weight = model.weight.detach().clone()
+    model.bias.requires_grad_(False)
+    fully_shard(model, mesh=init_device_mesh("cpu", (1,)), mp_policy=policy)
+    torch_compat.make_fsdp_root(model)
+    with torch.inference_mode():
+        pairs = torch_compat.make_whole_parameters(model)
+    assert [id(shard) for shard, _ in pairs] == [id(model.weight), id(model.bias)]
+    whole = [parameter for _, parameter in pairs]
+    assert [parameter.shape for parameter in whole] == [(2, 3), (2,)]
+    assert [parameter.requires_grad for parameter in whole] == [True, False]
+    for parameter in whole:
+        assert parameter.dtype == torch.bfloat16
+        assert not parameter.is_inference()
+        assert parameter.untyped_storage().nbytes() == 0
+    model.unshard()
+    assert [id(parameter) for parameter in whole] == [id(model.weight), id(model.bias)]
+    assert torch.equal(whole[0], weight.bfloat16())
+
+
+@pytest.mark.usefixtures("one_process_group")
+def test_a_tensor_that_gathers_itself_is_gathered():
+    model = torch.nn.Linear(3, 2, bias=False)
+    fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+    local = model.weight.to_local()
+
+    def gathered_as_doubles(outputs, metadata, dtype, *, out=None):
+        return outputs[0].view(2, 3).double(), ()
+
+    local.fsdp_pre_all_gather = lambda mesh: ((local,), None)
+    local.fsdp_post_all_gather = gathered_as_doubles
+    with patch.object(type(model.weight), "_local_tensor", local):
         torch_compat.make_fsdp_root(model)
-        assert copy.deepcopy(mesh) is mesh
-        state = model._get_fsdp_state()
-        assert state._is_root
-        shards = torch_compat.shards_in_reduction_order(model)
-        assert [id(shard) for shard in shards] == [id(model.weight), id(model.bias)]
-        torch_compat.drop_fsdp_groups([model], mesh)
-        assert not getattr(mesh, "_pg_registry", {})
-        groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
-        assert "process_group" in repr(list(vars(groups[0].mesh_info)))
-    finally:
-        dist.destroy_process_group()
-
-
-def test_whole_parameters_of_an_fsdp_unit_are_made_without_memory(tmp_path):
-    store = dist.FileStore(str(tmp_path / "store"), 1)
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    try:
-        policy = MixedPrecisionPolicy(torch.bfloat16)
-        model = torch.nn.Linear(3, 2)
-        weight = model.weight.detach().clone()
-        model.bias.requires_grad_(False)
-        fully_shard(model, mesh=init_device_mesh("cpu", (1,)), mp_policy=policy)
-        torch_compat.make_fsdp_root(model)
-        with torch.inference_mode():
-            pairs = torch_compat.make_whole_parameters(model)
-        assert [id(shard) for shard, _ in pairs] == [id(model.weight), id(model.bias)]
-        whole = [parameter for _, parameter in pairs]
-        assert [parameter.shape for parameter in whole] == [(2, 3), (2,)]
-        assert [parameter.requires_grad for parameter in whole] == [True, False]
-        for parameter in whole:
-            assert parameter.dtype == torch.bfloat16
-            assert not parameter.is_inference()
-            assert parameter.untyped_storage().nbytes() == 0
-        model.unshard()
-        assert [id(parameter) for parameter in whole] == [id(model.weight), id(model.bias)]
-        assert torch.equal(whole[0], weight.bfloat16())
-    finally:
-        dist.destroy_process_group()
-
-
-def test_a_tensor_that_gathers_itself_is_gathered(tmp_path):
-    store = dist.FileStore(str(tmp_path / "store"), 1)
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    try:
-        model = torch.nn.Linear(3, 2, bias=False)
-        fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
-        local = model.weight.to_local()
-
-        def gathered_as_doubles(outputs, metadata, dtype, *, out=None):
-            return outputs[0].view(2, 3).double(), ()
-
-        local.fsdp_pre_all_gather = lambda mesh: ((local,), None)
-        local.fsdp_post_all_gather = gathered_as_doubles
-        with patch.object(type(model.weight), "_local_tensor", local):
-            torch_compat.make_fsdp_root(model)
-            [(_, whole)] = torch_compat.make_whole_parameters(model)
-        assert whole.dtype == torch.float64
-    finally:
-        dist.destroy_process_group()
+        [(_, whole)] = torch_compat.make_whole_parameters(model)
+    assert whole.dtype == torch.float64
 
 
 class TwoLayers(torch.nn.Module):
@@ -244,119 +244,102 @@ class TwoLayers(torch.nn.Module):
         return self.layers[number](x)
 
 
-def test_gradients_of_shards_and_others_are_unscaled_together(tmp_path):
-    dist.init_process_group(
-        "gloo", store=dist.FileStore(str(tmp_path / "store")), world_size=1, rank=0
-    )
-    try:
-        mesh = init_device_mesh("cpu", (1,))
-        assert torch_compat.can_ignore_fsdp_parameters()
-        for number in range(2):  # a second call changes nothing
-            torch_compat.unscale_shards_with_others()
-            whole = nn.Parameter(torch.tensor(1.0))
-            sharded = nn.Parameter(distribute_tensor(torch.ones(3), mesh, [Shard(0)]))
-            whole.grad = torch.tensor(8.0)
-            sharded.grad = distribute_tensor(
-                torch.full((3,), 16.0 if number else torch.inf), mesh, [Shard(0)]
-            )
-            scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-            scaler.scale(torch.zeros(()))  # it makes the scale
-            optimizer = torch.optim.SGD([whole, sharded], lr=1.0)
-            scaler.unscale_(optimizer)
-            assert whole.grad == 2.0
-            scaler.step(optimizer)
-            assert whole == (-1.0 if number else 1.0)  # with an infinite gradient there is no step
-    finally:
-        dist.destroy_process_group()
+@pytest.mark.usefixtures("one_process_group")
+def test_gradients_of_shards_and_others_are_unscaled_together():
+    mesh = init_device_mesh("cpu", (1,))
+    assert torch_compat.can_ignore_fsdp_parameters()
+    for number in range(2):  # a second call changes nothing
+        torch_compat.unscale_shards_with_others()
+        whole = nn.Parameter(torch.tensor(1.0))
+        sharded = nn.Parameter(distribute_tensor(torch.ones(3), mesh, [Shard(0)]))
+        whole.grad = torch.tensor(8.0)
+        sharded.grad = distribute_tensor(
+            torch.full((3,), 16.0 if number else torch.inf), mesh, [Shard(0)]
+        )
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        scaler.scale(torch.zeros(()))  # it makes the scale
+        optimizer = torch.optim.SGD([whole, sharded], lr=1.0)
+        scaler.unscale_(optimizer)
+        assert whole.grad == 2.0
+        scaler.step(optimizer)
+        assert whole == (-1.0 if number else 1.0)  # with an infinite gradient there is no step
 
 
-def test_a_backward_pass_through_a_tensor_gathers_an_fsdp_unit(tmp_path):
-    store = dist.FileStore(str(tmp_path / "store"), 1)
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    try:
-        model = fully_shard(torch.nn.Linear(2, 2), mesh=init_device_mesh("cpu", (1,)))
-        gathered = []
-        model._get_fsdp_state()._pre_backward = gathered.append
-        tensor = torch.ones(1, 2, requires_grad=True) * 2
-        torch_compat.gather_in_backward_of([tensor], model)
-        assert gathered == []
-        tensor.sum().backward()
-        assert [gradient.tolist() for gradient in gathered] == [[[1.0, 1.0]]]
-    finally:
-        dist.destroy_process_group()
+@pytest.mark.usefixtures("one_process_group")
+def test_a_backward_pass_through_a_tensor_gathers_an_fsdp_unit():
+    model = fully_shard(torch.nn.Linear(2, 2), mesh=init_device_mesh("cpu", (1,)))
+    gathered = []
+    model._get_fsdp_state()._pre_backward = gathered.append
+    tensor = torch.ones(1, 2, requires_grad=True) * 2
+    torch_compat.gather_in_backward_of([tensor], model)
+    assert gathered == []
+    tensor.sum().backward()
+    assert [gradient.tolist() for gradient in gathered] == [[[1.0, 1.0]]]
 
 
-def test_an_fsdp_unit_in_half_precision_adds_up_gradients_in_fp32(tmp_path):
-    store = dist.FileStore(str(tmp_path / "store"), 1)
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    try:
-        mesh = init_device_mesh("cpu", (1,))
-        policy = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32)
-        model = TwoLayers()
-        model.requires_grad_(False)
-        fully_shard(model, mesh=mesh, mp_policy=policy)
-        assert torch_compat.gathered_dtype(model) == torch.bfloat16
-        torch_compat.make_fsdp_root(model)
-        [parameters] = torch_compat.fsdp._parameter_groups(model)
-        torch_compat.set_dtypes_of_frozen_unit(model)
-        if hasattr(parameters, "_orig_dtype"):  # before torch 2.15
-            assert (parameters._orig_dtype, parameters._reduce_dtype) == (torch.float32,) * 2
-        [weight, *_] = parameters.fsdp_params
-        torch_converts_late_gradients = torch_compat.fsdp._grad_has_earlier_gradients(weight)
-        model.requires_grad_(True)
-        x = torch.ones(1, 2)
+@pytest.mark.usefixtures("one_process_group")
+def test_an_fsdp_unit_in_half_precision_adds_up_gradients_in_fp32():
+    mesh = init_device_mesh("cpu", (1,))
+    policy = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32)
+    model = TwoLayers()
+    model.requires_grad_(False)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+    assert torch_compat.gathered_dtype(model) == torch.bfloat16
+    torch_compat.make_fsdp_root(model)
+    [parameters] = torch_compat.fsdp._parameter_groups(model)
+    torch_compat.set_dtypes_of_frozen_unit(model)
+    if hasattr(parameters, "_orig_dtype"):  # before torch 2.15
+        assert (parameters._orig_dtype, parameters._reduce_dtype) == (torch.float32,) * 2
+    [weight, *_] = parameters.fsdp_params
+    torch_converts_late_gradients = torch_compat.fsdp._grad_has_earlier_gradients(weight)
+    model.requires_grad_(True)
+    x = torch.ones(1, 2)
 
+    model.set_requires_gradient_sync(False)
+    model(x, 0).sum().backward()
+    shapes = [tuple(p.shape) for p in torch_compat.parameters_with_accumulated_gradient(model)]
+    assert shapes == [(2, 2), (2,)]
+    torch_compat.drop_accumulated_gradients(model)
+    assert torch_compat.parameters_with_accumulated_gradient(model) == []
+
+    for zeros_if_unused in (False, True):
         model.set_requires_gradient_sync(False)
         model(x, 0).sum().backward()
-        shapes = [tuple(p.shape) for p in torch_compat.parameters_with_accumulated_gradient(model)]
-        assert shapes == [(2, 2), (2,)]
-        torch_compat.drop_accumulated_gradients(model)
-        assert torch_compat.parameters_with_accumulated_gradient(model) == []
-
-        for zeros_if_unused in (False, True):
-            model.set_requires_gradient_sync(False)
-            model(x, 0).sum().backward()
-            model.set_requires_gradient_sync(True)
-            hooks = torch_compat.accumulate_late_gradients(model, zeros_if_unused=zeros_if_unused)
-            assert len(hooks) == (0 if zeros_if_unused or torch_converts_late_gradients else 2)
-            model(x, 1).sum().backward()
-            for parameter in model.parameters():
-                assert parameter.grad.to_local().tolist() == torch.ones(parameter.shape).tolist()
-                parameter.grad = None
-            for hook in hooks:
-                hook.remove()
-        torch_compat.drop_fsdp_groups([model], mesh)
-    finally:
-        dist.destroy_process_group()
+        model.set_requires_gradient_sync(True)
+        hooks = torch_compat.accumulate_late_gradients(model, zeros_if_unused=zeros_if_unused)
+        assert len(hooks) == (0 if zeros_if_unused or torch_converts_late_gradients else 2)
+        model(x, 1).sum().backward()
+        for parameter in model.parameters():
+            assert parameter.grad.to_local().tolist() == torch.ones(parameter.shape).tolist()
+            parameter.grad = None
+        for hook in hooks:
+            hook.remove()
+    torch_compat.drop_fsdp_groups([model], mesh)
 
 
-def test_a_forward_pass_that_has_failed_leaves_gradients(tmp_path):
-    store = dist.FileStore(str(tmp_path / "store"), 1)
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    try:
-        mesh = init_device_mesh("cpu", (1,))
-        policy = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32)
-        model = TwoLayers()
-        fully_shard(model, mesh=mesh, mp_policy=policy)
-        x = torch.ones(1, 2)
+@pytest.mark.usefixtures("one_process_group")
+def test_a_forward_pass_that_has_failed_leaves_gradients():
+    mesh = init_device_mesh("cpu", (1,))
+    policy = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32)
+    model = TwoLayers()
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+    x = torch.ones(1, 2)
+    model(x, 0).sum().backward()
+    model.set_requires_gradient_sync(False)
+    model(x, 0).sum().backward()
+    with pytest.raises(IndexError):
+        model(x, 2)
+
+    if hasattr(model, "reset_iter_state"):
+        assert torch_compat.reset_after_failed_forward([model])
+        [first, _] = model.layers
+        assert first.weight.grad.to_local().tolist() == [[1, 1], [1, 1]]
+        model.set_requires_gradient_sync(True)
         model(x, 0).sum().backward()
-        model.set_requires_gradient_sync(False)
-        model(x, 0).sum().backward()
-        with pytest.raises(IndexError):
-            model(x, 2)
-
-        if hasattr(model, "reset_iter_state"):
-            assert torch_compat.reset_after_failed_forward([model])
-            [first, _] = model.layers
-            assert first.weight.grad.to_local().tolist() == [[1, 1], [1, 1]]
-            model.set_requires_gradient_sync(True)
-            model(x, 0).sum().backward()
-            assert first.weight.grad.to_local().tolist() == [[3, 3], [3, 3]]
-        else:
-            assert not torch_compat.reset_after_failed_forward([model])
-        torch_compat.drop_fsdp_groups([model], mesh)
-    finally:
-        dist.destroy_process_group()
+        assert first.weight.grad.to_local().tolist() == [[3, 3], [3, 3]]
+    else:
+        assert not torch_compat.reset_after_failed_forward([model])
+    torch_compat.drop_fsdp_groups([model], mesh)
 
 
 def test_default_groups_are_told_of_when_they_are_opened(monkeypatch):
@@ -379,17 +362,13 @@ def test_a_state_dict_has_metadata_that_copies_lose():
     assert torch_compat.state_dict_metadata(copied) is metadata
 
 
-def test_a_shard_has_a_box(tmp_path):
-    store = dist.FileStore(str(tmp_path / "store"), 1)
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    try:
-        mesh = init_device_mesh("cpu", (1,))
-        tensor = distribute_tensor(torch.ones(3, 2), mesh, [Shard(0)])
-        assert torch_compat.local_box(tensor) == ((0, 0), (3, 2))
-        assert torch_compat.is_sharded(tensor)
-        assert torch_compat.to_local(tensor).data_ptr() == tensor.to_local().data_ptr()
-    finally:
-        dist.destroy_process_group()
+@pytest.mark.usefixtures("one_process_group")
+def test_a_shard_has_a_box():
+    mesh = init_device_mesh("cpu", (1,))
+    tensor = distribute_tensor(torch.ones(3, 2), mesh, [Shard(0)])
+    assert torch_compat.local_box(tensor) == ((0, 0), (3, 2))
+    assert torch_compat.is_sharded(tensor)
+    assert torch_compat.to_local(tensor).data_ptr() == tensor.to_local().data_ptr()
 
 
 def test_a_reference_to_a_storage_knows_its_views_and_when_it_is_freed():

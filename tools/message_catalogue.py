@@ -589,7 +589,7 @@ def messages_of_page() -> list[str]:
 
 def has_enough_letters(message: str) -> bool:
     """True if a message says something besides its fields, and is no single name of code."""
-    literal = re.sub(r"\{\w+\}", " ", message)
+    literal = NAME_OF_FIELD.sub(" ", message)
     num_letters = len(re.findall(r"[A-Za-z]", literal))
     return num_letters >= MIN_LETTERS
 
@@ -601,7 +601,7 @@ def num_words_of_prose(message: str) -> int:
     """
     if SIGN_OF_A_PATTERN.search(message):
         return 0
-    without_fields = re.sub(r"\{\w+\}", " ", message)
+    without_fields = NAME_OF_FIELD.sub(" ", message)
     return len(WORD_OF_PROSE.findall(without_fields))
 
 
@@ -860,7 +860,7 @@ class Reader:
     def _read_translated(self, call: ast.Call, module: str, function: FunctionDef | None) -> None:
         """Reads a text that is given to `translate`. It may be a single word."""
         for message in self._texts(call.args[0], module, function, MAX_DEPTH - 1):
-            has_letters = re.search("[A-Za-z]", re.sub(r"\{\w+\}", "", message))
+            has_letters = re.search("[A-Za-z]", NAME_OF_FIELD.sub("", message))
             if message in NO_MESSAGES:
                 self.messages.no_messages_found.add(message)
             elif has_letters:
@@ -1194,7 +1194,7 @@ def write_po(messages: Messages, translations: Mapping[str, str]) -> str:
 
     for message in sorted(messages.places, key=order):
         lines = []
-        if re.search(r"\{\w+\}", message):
+        if NAME_OF_FIELD.search(message):
             lines.append("#, python-brace-format")
         if message.startswith(HEADING):
             lines.append('msgctxt "heading"')

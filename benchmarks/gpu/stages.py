@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from typing import Any
 
 TOTAL_SECONDS = 540.0
-"""Of the whole run on a GPU machine. One command may take 600 s there. All stages but the last fit
-into this time even if each takes as long as it may; the last one gets what is left."""
+"""Of the whole run on a GPU machine. One command may take 600 s there. If the first look at the
+device is short, all stages but the last fit into this time, even if each takes as long as it may.
+A later stage gets what the earlier ones have left."""
 CPU_FACTOR = 4.0
 """A rehearsal on the CPU has so many times the seconds: its machine is small, and often busy."""
 

@@ -36,11 +36,9 @@ def format_number(value: float, digits: int = 3) -> str:
         value: the number.
         digits: how many significant digits a small number gets.
     """
-    if abs(value) >= 10**digits:
-        return f"{value:.0f}"
     text = f"{value:.{digits}g}"
-    # A number just below the limit is rounded up to it: 999.7 becomes "1e+03".
-    return f"{value:.0f}" if "e+" in text else text
+    has_exponent = "e+" in text  # also 999.7, which is rounded up to "1e+03"
+    return f"{value:.0f}" if has_exponent else text
 
 
 def parse_bytes(size: int | str) -> int | None:

@@ -257,7 +257,7 @@ def test_a_record_that_is_damaged(tmp_path):
     data[-60] ^= 1
     path.write_bytes(data)
     report = check(tmp_path, "LS405", "LS405", "LS102")
-    assert "1 record of" in report.findings[0].what
+    assert "1 place in" in report.findings[0].what
 
 
 def test_a_damaged_description_of_a_loader(tmp_path):

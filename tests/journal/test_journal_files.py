@@ -332,7 +332,7 @@ def test_a_damaged_step_is_left_out(tmp_path: Path) -> None:
     journal = read_journal(tmp_path / "a")
     assert journal.steps == [0, 1, 3]
     assert journal.notes[0] == (
-        f"start 1, rank 0: 1 record of {path.name} cannot be read, "
+        f"start 1, rank 0: 1 place in {path.name} cannot be read, "
         f"the first at byte {begin_of_step_2}"
     )
 
@@ -346,10 +346,10 @@ def test_steps_without_their_table_of_tensors_are_left_out(tmp_path: Path) -> No
         path.write_bytes(data + framed(loss_content(2, [rank], [0.5])))
     journal = read_journal(tmp_path / "a")
     assert journal.steps == [2]
-    assert "1 record of" in journal.notes[0]
+    assert "1 place in" in journal.notes[0]
     assert journal.notes[1] == (
-        "start 1, rank 0: the record that names the tensors of 2 steps cannot be read, so their "
-        "hashes are left out"
+        "start 1, rank 0: the record that names the tensors of 2 steps cannot be read, so "
+        "these are left out"
     )
 
 
@@ -364,8 +364,8 @@ def test_a_start_whose_beginning_is_damaged_on_one_rank_is_left_out_with_a_note(
     journal = read_journal(tmp_path / "a")
     assert journal.steps == [0, 1]
     assert journal.notes == [
-        f"start 2, rank 0: 1 record of {path.name} cannot be read, the first at byte 0",
-        "start 2 is left out: its beginning cannot be read on every rank",
+        f"start 2, rank 0: 1 place in {path.name} cannot be read, the first at byte 0",
+        "start 2 is left out: its beginning on rank 0 is damaged",
     ]
 
 
@@ -376,7 +376,7 @@ def test_a_journal_whose_only_beginning_is_damaged_is_an_error_that_names_the_re
     data = bytearray(path.read_bytes())
     data[20] ^= 1
     path.write_bytes(data)
-    with pytest.raises(CheckpointError, match=f"1 record of {path.name} cannot be read"):
+    with pytest.raises(CheckpointError, match=f"1 place in {path.name} cannot be read"):
         read_journal(tmp_path / "a")
 
 

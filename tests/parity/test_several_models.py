@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import lockstep
+from lockstep import World
 from lockstep.errors import RanksDifferError
 
 pytestmark = pytest.mark.ranks
@@ -21,14 +23,19 @@ def network(inputs: int, outputs: int) -> nn.Module:
     return nn.Sequential(nn.Linear(inputs, 8), nn.Tanh(), nn.Linear(8, outputs)).double()
 
 
+def prepare_with_optimizers(world: World, generator: nn.Module, critic: nn.Module) -> Sequence[Any]:
+    """Returns both models prepared, and then the prepared optimizer of each of them."""
+    makes = torch.optim.Adam(generator.parameters(), lr=1e-2)
+    judges = torch.optim.Adam(critic.parameters(), lr=1e-2)
+    return world.prepare(generator, critic, makes, judges)
+
+
 def train(strategy: str) -> list[float]:
     """The generator's losses over the global batches."""
     with lockstep.init(strategy, seed=1) as world:
         torch.manual_seed(0)
         generator, critic = network(4, 6), network(6, 1)
-        makes = torch.optim.Adam(generator.parameters(), lr=1e-2)
-        judges = torch.optim.Adam(critic.parameters(), lr=1e-2)
-        generator, critic, makes, judges = world.prepare(generator, critic, makes, judges)
+        generator, critic, makes, judges = prepare_with_optimizers(world, generator, critic)
         numbers = torch.Generator().manual_seed(3)
         real = torch.randn(26, 6, generator=numbers, dtype=torch.float64)
         noise = torch.randn(26, 4, generator=numbers, dtype=torch.float64)
@@ -61,9 +68,7 @@ def digests_with_batchnorm(**settings: Any) -> list[str]:
     with lockstep.init("ddp", seed=1, **settings) as world:
         torch.manual_seed(0)
         generator, critic = with_batchnorm(4, 6), with_batchnorm(6, 1)
-        makes = torch.optim.Adam(generator.parameters(), lr=1e-2)
-        judges = torch.optim.Adam(critic.parameters(), lr=1e-2)
-        generator, critic, makes, judges = world.prepare(generator, critic, makes, judges)
+        generator, critic, makes, judges = prepare_with_optimizers(world, generator, critic)
         numbers = torch.Generator().manual_seed(3)
         real = torch.randn(32, 6, generator=numbers)
         noise = torch.randn(32, 4, generator=numbers)
@@ -99,9 +104,7 @@ def digests_of_alternating_steps() -> list[str]:
     with lockstep.init(seed=1, virtual_ranks=4) as world:
         torch.manual_seed(0)
         generator, critic = with_buffers(4, 6), with_buffers(6, 1)
-        makes = torch.optim.Adam(generator.parameters(), lr=1e-2)
-        judges = torch.optim.Adam(critic.parameters(), lr=1e-2)
-        generator, critic, makes, judges = world.prepare(generator, critic, makes, judges)
+        generator, critic, makes, judges = prepare_with_optimizers(world, generator, critic)
         numbers = torch.Generator().manual_seed(3)
         real = torch.randn(72, 6, generator=numbers)
         noise = torch.randn(72, 4, generator=numbers)
@@ -126,15 +129,12 @@ def test_a_generator_that_rests_in_some_steps_has_the_bits_of_one_process(strate
     assert run_ranks(digests_of_alternating_steps, 2, env=env) == [alone] * 2
 
 
-def train_with_generator_that_rests() -> int:
-    """Changes a generator on one rank while it rests; returns how many batches were trained."""
+def train_with_generator_that_rests() -> None:
+    """Changes a generator on one rank while it rests."""
     with lockstep.init("ddp", seed=1) as world:
         generator, critic = nn.Linear(4, 6), nn.Linear(6, 1)
-        makes = torch.optim.Adam(generator.parameters(), lr=1e-2)
-        judges = torch.optim.Adam(critic.parameters(), lr=1e-2)
-        generator, critic, makes, judges = world.prepare(generator, critic, makes, judges)
+        generator, critic, makes, judges = prepare_with_optimizers(world, generator, critic)
         noise = torch.randn(48, 4, generator=torch.Generator().manual_seed(3))
-        num_trained = 0
         for number, (z,) in enumerate(world.loader(TensorDataset(noise), 8), start=1):
             world.backward(critic(generator(z)).mean())
             judges.step()
@@ -147,8 +147,6 @@ def train_with_generator_that_rests() -> int:
                     next(generator.parameters()).add_(1.0)
             judges.zero_grad()
             makes.zero_grad()
-            num_trained = number
-        return num_trained
 
 
 def train_until_models_differ() -> str:

@@ -757,7 +757,9 @@ def _micro_batches_of_virtual_ranks(
     # take the place of the ranks. `N` is the size of the global batch, or if virtual ranks train
     # copies, of the virtual rank's part.
     num_averaged_gradients = virtual_ranks.num_averaged_gradients(num_ranks)
-    samples_of_virtual_ranks = part_sizes(count, (1,) * virtual_ranks.count)
+    samples_of_copies: Sequence[int] = ()
+    if virtual_ranks.train_copies:
+        samples_of_copies = part_sizes(count, (1,) * virtual_ranks.count)
 
     micro_batches = []
     for index, checked_piece in enumerate(pieces):
@@ -777,7 +779,7 @@ def _micro_batches_of_virtual_ranks(
         local_rows = piece.end - piece.begin
         num_samples = count
         if virtual_ranks.train_copies:
-            num_samples = samples_of_virtual_ranks[piece.virtual_rank]
+            num_samples = samples_of_copies[piece.virtual_rank]
         micro_batch = MicroBatch(
             global_samples=count,
             local_rows=local_rows,

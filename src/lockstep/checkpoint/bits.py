@@ -17,6 +17,7 @@ from lockstep.distributed.determinism import pin_threads
 from lockstep.distributed.numerics import describe_differences, read_numerics
 from lockstep.errors import CheckpointError, warn
 from lockstep.machine import process_copy
+from lockstep.machine.process_copy import WAY_TO_SEVERAL_THREADS
 from lockstep.settings import Settings, is_whole_number
 from lockstep.wording import count_noun
 
@@ -154,7 +155,7 @@ def restore_threads_and_note_differences(
             text += (
                 f"; bits are not promised: it was saved with {count_noun(num_threads, 'thread')}, "
                 f"and this process computes with one: {process_copy.WHY_ONE_THREAD}; to keep them, "
-                "define the function in a module: launch then runs it in new processes"
+                f"{WAY_TO_SEVERAL_THREADS}"
             )
         else:
             pin_threads(num_threads)

@@ -105,13 +105,14 @@ class KeptSteps(Extension):
     def start(self, attempt_number: int, folders: list[str], resumed: KeptStep | None) -> None:
         """Starts to keep steps. It is called once the training has its initial or resumed state.
 
+        Before that, `finish_present_step` has waited for the copy of an earlier call.
+
         Args:
             attempt_number: a random number that identifies this attempt, the same on all ranks.
             folders: the paths of the checkpoint folder on the machines of the run.
             resumed: the step in memory that the training resumed from; None if it started anew or
                 resumed from a checkpoint on disk.
         """
-        self.finish_present_step()  # of an earlier call
         self._attempt = Attempt(attempt_number, folders, resumed)
 
         # The present state need not be copied: after a failure, the next start makes the same
@@ -144,9 +145,8 @@ class KeptSteps(Extension):
         This must not happen before a new step is about to be kept: until then, the areas may hold a
         step of another checkpoint that the script resumes next.
         """
-        areas_to_keep: set[str] = set()
-        if self._attempt is not None:
-            areas_to_keep = self._attempt.areas_of_resumed_step(self._topology.node_rank)
+        assert self._attempt is not None  # `start` was called
+        areas_to_keep = self._attempt.areas_of_resumed_step(self._topology.node_rank)
         self.open().break_seals(except_of=areas_to_keep)
 
     def close(self, failed: bool) -> None:

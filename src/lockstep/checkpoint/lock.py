@@ -290,7 +290,7 @@ def _seems_alive_on_other_machine(run: Mapping[str, Any], path: Path) -> bool:
     # If this attempt has replaced its attempt, it begins no save any more: either its machine was
     # lost, and a save needs all ranks; or it notices at its next save that the lock file is no
     # longer its own.
-    if _is_replaced_by_this_attempt(run):
+    if _is_replaced_by_this_attempt(run, _describe_this_process()):
         return False
     last_save_age_s = time.time() - path.stat().st_mtime
     return last_save_age_s < MAX_SAVE_AGE_S
@@ -308,12 +308,12 @@ def _is_of_earlier_attempt(text: bytes) -> bool:
     try:
         run = layout.parse_object(text)
         is_of_earlier_restart = run["run id"] == own["run id"] and run["attempt"] < own["attempt"]
-        return bool(is_of_earlier_restart or _is_replaced_by_this_attempt(run))
+        return bool(is_of_earlier_restart or _is_replaced_by_this_attempt(run, own))
     except (KeyError, ValueError, TypeError):  # the text is not that of a lock file
         return False
 
 
-def _is_replaced_by_this_attempt(run: Mapping[str, Any]) -> bool:
+def _is_replaced_by_this_attempt(run: Mapping[str, Any], own: Mapping[str, Any]) -> bool:
     """Returns True if the ranks that have written a lock file are over, as this attempt goes on.
 
     That is so if the launcher has restarted them as the ranks of this attempt, or if Slurm has
@@ -321,11 +321,11 @@ def _is_replaced_by_this_attempt(run: Mapping[str, Any]) -> bool:
 
     Args:
         run: the content of the lock file, see `_describe_this_process`.
+        own: what this process would write into a lock file.
 
     Raises:
         KeyError: it is not that of a lock file.
     """
-    own = _describe_this_process()
     is_of_same_job = own["job"] != "" and run.get("job") == own["job"]
     if is_of_same_job and run.get("job starts", 0) < own["job starts"]:
         return True

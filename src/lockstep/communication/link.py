@@ -10,6 +10,8 @@ import statistics
 from collections.abc import Callable
 from typing import NamedTuple
 
+from lockstep.units import format_number
+
 FIRST_MESSAGE_BYTES = 2**16
 MAX_MESSAGE_BYTES = 2**24
 MESSAGE_GROWTH = 4
@@ -31,8 +33,7 @@ class Link(NamedTuple):
     """Number of machines in the run."""
 
     def __str__(self) -> str:
-        megabits = self.bandwidth * 8 / 1e6
-        return f"{megabits:.0f} Mb/s" if megabits >= 100 else f"{megabits:.3g} Mb/s"
+        return f"{format_number(self.bandwidth * 8 / 1e6)} Mb/s"
 
 
 def measure(

@@ -25,6 +25,7 @@ from lockstep.distributed.collectives import Collectives
 from lockstep.distributed.numerics import compare_ranks, read_numerics
 from lockstep.errors import LockstepError, UsageError, add_note_once, warn
 from lockstep.machine import process_copy
+from lockstep.machine.process_copy import WAY_TO_SEVERAL_THREADS
 from lockstep.machine.topology import threads_set_by_user
 from lockstep.session.extension import Extension
 from lockstep.settings import Choice
@@ -68,7 +69,7 @@ class Determinism(Extension):
         self._num_local_processes = collectives.topology.local_size
         self._computes_on_cpu = collectives.device.type == "cpu"
 
-        # All ranks have the same OMP_NUM_THREADS: they compare it when they join.
+        # All ranks have the same number from the user: they compare it when they join.
         if process_copy.is_copy():
             self._users_threads = process_copy.threads_asked_for()
             pin_threads(process_copy.THREADS_OF_COPY)
@@ -97,7 +98,7 @@ class Determinism(Extension):
             f"OMP_NUM_THREADS={self._users_threads} with virtual_ranks",
             f"this process computes with one thread, so the bits are those of one: "
             f"{process_copy.WHY_ONE_THREAD}",
-            "define the function in a module: launch then runs it in new processes",
+            WAY_TO_SEVERAL_THREADS,
         )
 
     def choice(self) -> Choice:
@@ -140,11 +141,14 @@ class Determinism(Extension):
             return
 
         pin_threads(number)
+        advice = f"set OMP_NUM_THREADS={number} in all runs that should have the same bits"
+        if process_copy.is_copy():  # which cannot use the number of OMP_NUM_THREADS
+            advice = WAY_TO_SEVERAL_THREADS
         warn(
             f"torch.set_num_threads({number}) with virtual_ranks",
             f"the run began with {count_noun(num_before, 'thread')}; the number decides the order "
             "of sums, so the bits differ from here on",
-            f"set OMP_NUM_THREADS={number} in all runs that should have the same bits",
+            advice,
             on_this_rank=True,
         )
 

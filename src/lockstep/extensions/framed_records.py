@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.errors import CheckpointError
+from lockstep.wording import count_noun
 
 MARK = b"\xa9rec"
 """The first bytes of every record. The first of them is in no ASCII text."""
@@ -45,6 +46,21 @@ class Damage:
     """True if the file does not end with a complete record."""
     damaged_at: list[int] = field(default_factory=list)
     """The offset at which each stretch of damaged bytes begins."""
+
+    def describe(self, number: int, rank: int, file_name: str) -> str:
+        """Says how many stretches of a file are damaged, and where the first one begins.
+
+        Args:
+            number: number of the start of the run that the file is of, from 1.
+            rank: the rank that has written the file.
+            file_name: name of the file.
+        """
+        damaged_places = count_noun(len(self.damaged_at), "place")
+        first = self.damaged_at[0]
+        return (
+            f"start {number}, rank {rank}: {damaged_places} in {file_name} cannot be read, "
+            f"the first at byte {first}"
+        )
 
 
 def framed(content: bytes) -> bytes:

@@ -13,6 +13,8 @@ WHY_ONE_THREAD = (
     "closures and functions of a notebook"
 )
 
+WAY_TO_SEVERAL_THREADS = "define the function in a module: launch then runs it in new processes"
+
 _is_copy = False
 _threads_asked_for: int | None = None
 

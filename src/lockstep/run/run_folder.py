@@ -17,12 +17,16 @@ Files of a rank. All but the logs and torch's file are its *evidence* (`watch.ev
     stdout.log            launcher: `start.rank_stream`         people
     stderr.log            launcher: `start.rank_stream`;        launcher: `start.process`
                           rank: `start.worker` (traceback)
-    heartbeat             rank: `watch.heartbeat`               launcher: `watch.supervisor`
+    heartbeat             rank: `watch.heartbeat`               launcher: `watch.supervisor`,
+                                                                `watch.take_snapshot`,
+                                                                `start.process`
     ask                   launcher: `watch.take_snapshot`       rank: `watch.probe`
     flight.json           rank: `watch.probe`, when asked       launcher: `watch.take_snapshot`
     stacks.txt            rank: faulthandler, at a signal       launcher: `watch.take_snapshot`
     crash.txt             rank: faulthandler, as it dies        launcher: `watch.stack_dump`
-    error.json            rank: `watch.error_record`            launcher: `start.process`
+    error.json            rank: `watch.error_record`            launcher: `start.process`,
+                                                                `start.rank_watch`,
+                                                                `start.spawn`
     elastic_error.json    rank: `watch.error_record`            torch elastic, for its callers
     own_<call>_<n>/rank_<i>/
                           the same for <n> processes that the script has started itself

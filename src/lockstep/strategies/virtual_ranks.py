@@ -34,6 +34,7 @@ from lockstep.session.delivery import cleared_gradients_error
 from lockstep.session.extension import Extension
 from lockstep.session.micro_batch import MicroBatch
 from lockstep.session.step import Step
+from lockstep.strategies.base import parameters_of
 from lockstep.strategies.pending_buckets import PendingBuckets
 from lockstep.torch_compat import add_to_each, multiply_each
 
@@ -230,9 +231,8 @@ class VirtualRankGradients(Extension):
         if not self._sum_lacks_gradients and self._skipped is None:
             return
 
-        trained = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        trains_this_module = any(id(parameter) in self._index_in_module for parameter in trained)
-        if not trains_this_module:
+        trained_ids = {id(parameter) for parameter in parameters_of(optimizer)}
+        if trained_ids.isdisjoint(self._index_in_module):
             return
 
         if self._skipped is not None:

@@ -1,6 +1,6 @@
 """The units of FSDP2, which are modules under `fully_shard`.
 
-Their names were also read in the sources of torch 2.8 and 2.15.
+The private names used here were also checked against the sources of torch 2.8 and 2.15.
 """
 
 from __future__ import annotations

@@ -182,9 +182,12 @@ def _new_modules(new_names: Mapping[str, str]) -> dict[Parts, Parts]:
     """
     new_modules: dict[Parts, Parts] = {}
     for old_name, new_name in new_names.items():
-        old, new = _split(old_name), _split(new_name)
+        old = _split(old_name)
+        new = _split(new_name)
+        # Go from the tensor to the modules around it, as long as the rest of the path is the same.
         while len(old) > 1 and len(new) > 1 and old[-1] == new[-1]:
-            old, new = old[:-1], new[:-1]
+            old = old[:-1]
+            new = new[:-1]
             new_modules[old] = new
     return new_modules
 

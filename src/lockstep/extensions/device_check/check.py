@@ -93,7 +93,7 @@ class Computed(NamedTuple):
 
     virtual_rank: int
     bits: BitSums
-    """Of its gradients, and of the combined buffers as it has left them."""
+    """The bits of its gradients, and of the combined buffers as it has left them."""
 
     @property
     def entry(self) -> tuple[int, str]:

@@ -137,10 +137,13 @@ def read_journal(folder: Path) -> Journal:
         notes += _notes_on_files(number, files)
         if _all_ranks_have_first_step(folder, number, files):
             complete_starts.append(files)
-        elif any(file.damage.damaged_at for file in files.values()):
-            notes.append(f"start {number} is left out: its beginning cannot be read on every rank")
+        else:
+            damaged_ranks = _ranks_with_damaged_beginning(files)
+            if damaged_ranks:
+                ranks = format_ranks(damaged_ranks)
+                notes.append(f"start {number} is left out: its beginning on {ranks} is damaged")
     if not complete_starts:
-        raise _no_start_error(folder, notes)
+        raise _no_start_error(folder, files_of_start, notes)
 
     # The run as a whole began with the weights of its first start. How it is run now is what rank 0
     # wrote at its last start: it may have been started again with another number of ranks.
@@ -164,14 +167,31 @@ def read_journal(folder: Path) -> Journal:
     return journal
 
 
-def _no_start_error(folder: Path, notes: Sequence[str]) -> CheckpointError:
+def _ranks_with_damaged_beginning(files: Mapping[int, RankFile]) -> list[int]:
+    """Returns the ranks whose damaged files lack their header or their first step.
+
+    Args:
+        files: files of a start, by rank.
+    """
+    ranks = []
+    for rank, file in sorted(files.items()):
+        has_beginning = bool(file.header) and file.begins_at is not None
+        if file.damage.damaged_at and not has_beginning:
+            ranks.append(rank)
+    return ranks
+
+
+def _no_start_error(
+    folder: Path, files_of_start: Mapping[str, Mapping[int, RankFile]], notes: Sequence[str]
+) -> CheckpointError:
     """Returns the error for a journal of which no start can be read from its beginning.
 
     Args:
         folder: folder of the journal.
-        notes: what could not be read of its files; empty if they are whole.
+        files_of_start: files of each start, by rank.
+        notes: what could not be read of the files.
     """
-    if notes:
+    if any(_ranks_with_damaged_beginning(files) for files in files_of_start.values()):
         return CheckpointError(
             f"the journal {folder}",
             f"no start of the run can be read: {'; '.join(notes)}",
@@ -219,17 +239,13 @@ def _notes_on_files(number: int, files: Mapping[int, RankFile]) -> list[str]:
                 f"start {number}, rank {rank}: the last record is incomplete and left out, as if "
                 "the process was killed while it wrote"
             )
-        damaged_at = file.damage.damaged_at
-        if damaged_at:
-            notes.append(
-                f"start {number}, rank {rank}: {count_noun(len(damaged_at), 'record')} of "
-                f"{file.path.name} cannot be read, the first at byte {damaged_at[0]}"
-            )
+        if file.damage.damaged_at:
+            notes.append(file.damage.describe(number, rank, file.path.name))
         if file.num_steps_without_table:
             steps = count_noun(file.num_steps_without_table, "step")
             notes.append(
                 f"start {number}, rank {rank}: the record that names the tensors of {steps} cannot "
-                "be read, so their hashes are left out"
+                "be read, so these are left out"
             )
     return notes
 

@@ -183,13 +183,8 @@ def _check_files(attempt: Attempt, number: int, report: LedgerReport) -> None:
     for rank, file in sorted(attempt.files.items()):
         if file.damage.is_cut_off:
             report.notes.append(f"start {number}, rank {rank}: the last record is cut off")
-        damaged_at = file.damage.damaged_at
-        if damaged_at:
-            report.add_finding(
-                "LS405",
-                f"start {number}, rank {rank}: {count_noun(len(damaged_at), 'record')} of "
-                f"{file.name} cannot be read, the first at byte {damaged_at[0]}",
-            )
+        if file.damage.damaged_at:
+            report.add_finding("LS405", file.damage.describe(number, rank, file.name))
 
 
 def _find_final_attempts(attempts: Sequence[Attempt], report: LedgerReport) -> FinalAttempts:

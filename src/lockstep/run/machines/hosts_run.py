@@ -386,12 +386,10 @@ class HostsRun:
         """
         file_names = await asyncio.to_thread(list_git_files)
 
-        async def copy_to(connection: MachineConnection) -> None:
-            # --copy is an option of --hosts, and so all connections are by ssh.
-            if isinstance(connection, SshConnection) and not connection.here:
-                await connection.copy_folder(file_names)
-
-        await self._run_on_all_or_raise(self._connections, copy_to)
+        elsewhere = [connection for connection in self._connections if not connection.here]
+        await self._run_on_all_or_raise(
+            elsewhere, lambda connection: connection.copy_folder(file_names)
+        )
 
     def _warn_about_machines(self) -> None:
         """Warns the user if two hosts are one machine, or if a clock is wrong."""

@@ -101,7 +101,7 @@ class MachineConnection(ABC):
         self.facts: dict[str, Any] = {}
         """The helper's first answer; see `helper.describe_machine`."""
         self.clock_offset_s = 0.0
-        """By how many seconds at least the clock there is ahead; negative if it is behind."""
+        """The clock there is at least this many seconds ahead; negative if it is behind."""
         self.listen_address = ("", 0)
         """The address and port at which the helper listens."""
         self._outputs: dict[str, HelperOutput] = {}
@@ -134,6 +134,15 @@ class MachineConnection(ABC):
     @abstractmethod
     def _advice_on_missing_file(self, *, was_copied: bool) -> str:
         """Returns what to do if the run's folder or script is not on the machine."""
+
+    async def copy_folder(self, file_names: bytes | None) -> None:
+        """Sends the working folder to the machine (--copy). Only `SshConnection` can.
+
+        Args:
+            file_names: names of the files to send, each followed by a zero byte; None for all files
+                that .gitignore does not exclude.
+        """
+        raise NotImplementedError
 
     @abstractmethod
     def kill(self) -> None:

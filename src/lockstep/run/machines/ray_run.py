@@ -94,7 +94,7 @@ class RayRun:
         self._called_function = call
         self._hosts_run: HostsRun | None = None
         self._connections: list[RayConnection] = []
-        """Those to the nodes of the last start of the ranks, in the order of the ranks."""
+        """The connections to the nodes on which the ranks were last started, in their order."""
         self.outcomes: list[CallOutcome | None] = []
         """How the call has ended on each of these nodes; None where the launcher was lost."""
         self.interrupted_by: int | None = None

@@ -12,7 +12,7 @@ here. The loop calls `_monitor_workers` every `monitor_interval` seconds. The ag
     rank_watch      finds out when they must be ended, also by the supervisor of hangs
     rank_ending     ends them, and gives up on those that do not end
     exit_reports    exchanges with the other launchers how ranks ended, and finds what failed first
-    interrupts      are the user's signals
+    interrupts      handles the user's signals
     restarts        says why ranks are started again, or why that would not help
     usable_gpus     leaves out GPUs that a process of an earlier attempt still holds
     step_memory     outlives the ranks, and holds their latest step

@@ -135,7 +135,11 @@ class ExitReports:
 
         reports_of_others = self.of_others()
         reports = [own_report, *reports_of_others.values()]
-        exits = [status for report in reports for status in report.exits]
+        exits: list[ExitStatus] = []
+        earlier_failures: set[str] = set()
+        for report in reports:
+            exits += report.exits
+            earlier_failures.update(report.earlier_failures)
         hangs = [report.hang for report in reports if report.hang is not None]
         # The user may have interrupted this launcher, or that of another machine.
         interrupted = [report for report in reports if report.interrupted is not None]
@@ -149,7 +153,7 @@ class ExitReports:
             hang=min(hangs, key=lambda hang: hang.found_at, default=None),
             interrupted=interrupted[0].interrupted if interrupted else None,
             lost_nodes=self._failures_of_lost_nodes(reports_of_others, exits),
-            earlier_failures={key for report in reports for key in report.earlier_failures},
+            earlier_failures=earlier_failures,
             folder=folder,
         )
         is_interruption = failure is not None and failure.kind == "interrupted"

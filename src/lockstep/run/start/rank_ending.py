@@ -31,7 +31,7 @@ class RankEnding:
 
     Args:
         attempt: the attempt.
-        ranks: the ranks of this machine, which the signals are sent by.
+        ranks: starts and signals the ranks of this machine.
         interrupts: the user's signals: after the second one, the ranks are killed at once.
         grace_s: the time that ranks get to end after a signal, before they are killed.
         say: function that shows an English line to the user.

@@ -132,7 +132,7 @@ def _check_path(script: Script, command: str) -> None:
     if path.exists():  # lockstep run <(...), or /dev/stdin
         raise SettingError(
             f"{command} {name}",
-            "it is a pipe or a device, which can be read only once; every rank reads the script",
+            "it is a pipe or a device, which may be read only once; every rank reads the script",
             "write the script to a file, and name that file",
         )
     check_path_of_this_system(f"{command} {name}", name)  # lockstep run D:/work/train.py

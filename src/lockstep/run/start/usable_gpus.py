@@ -1,4 +1,4 @@
-"""Leaves out GPUs that processes still hold which have not ended even at SIGKILL."""
+"""Leaves out GPUs that are still held by processes which did not end even at SIGKILL."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Defines the messages between the launcher and the zygote, from which it has ranks forked.
+"""Defines the messages between the launcher and the zygote, which forks the ranks.
 
 They talk over a socket that keeps messages apart. The launcher sends requests:
 
@@ -72,7 +72,7 @@ class RankRequest(NamedTuple):
     rank: int
     """The number of the rank on this machine."""
     environment: dict[str, str]
-    """Its variables, in addition to the launcher's."""
+    """The environment variables that it gets in addition to the launcher's."""
     own_session: bool
     """True if it gets a session of its own, False if it stays in that of the terminal."""
     command: list[str]

@@ -190,7 +190,7 @@ def _kind_by_stack(earlier: RankState, later: RankState, seconds: float) -> Kind
     at_same_place = frames_to_user_line(earlier) == frames_to_user_line(later)
 
     # 1. Does it wait for other ranks?
-    if at_same_place and _is_seen_to_wait(later, is_idle=is_idle):
+    if at_same_place and _is_seen_to_wait(later, pending, is_idle=is_idle):
         return Kind.WAITING
 
     # 2. Does it work? `answered` is False if the rank was asked but its answering thread did not
@@ -213,15 +213,14 @@ def _kind_by_stack(earlier: RankState, later: RankState, seconds: float) -> Kind
     return Kind.BLOCKED
 
 
-def _is_seen_to_wait(state: RankState, *, is_idle: bool) -> bool:
+def _is_seen_to_wait(state: RankState, pending: Sequence[CollectiveCall], *, is_idle: bool) -> bool:
     """Returns True if a rank, which has stayed at the same place, waits for other ranks there.
 
     Args:
         state: the state of the rank in the second snapshot.
+        pending: its calls that are not known to have completed.
         is_idle: True if its main thread used almost no processor time since the first snapshot.
     """
-    pending = state.pending_calls()
-
     # NCCL marks a call as "started" when the GPU executes it, and there it waits for the other
     # ranks.
     if any(call.state == "started" for call in pending):

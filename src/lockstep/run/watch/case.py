@@ -77,16 +77,25 @@ class Case:
 
         If no other rank waits for such a rank, the result is all ranks that do not wait.
         """
-        not_waiting = {}
-        for rank, activity in self.activities.items():
-            if rank not in self.graph.waits_for:
-                not_waiting[rank] = activity
+        return self.awaited_but_not_waiting or self._not_waiting
 
-        not_waiting_but_awaited = {}
-        for rank, activity in not_waiting.items():
-            if rank in self.graph.awaited:
-                not_waiting_but_awaited[rank] = activity
-        return not_waiting_but_awaited or not_waiting
+    @property
+    def awaited_but_not_waiting(self) -> dict[int, Activity]:
+        """The ranks that others wait for but that do not wait themselves; perhaps none."""
+        return {
+            rank: activity
+            for rank, activity in self._not_waiting.items()
+            if rank in self.graph.awaited
+        }
+
+    @property
+    def _not_waiting(self) -> dict[int, Activity]:
+        """The ranks that do not wait for others."""
+        return {
+            rank: activity
+            for rank, activity in self.activities.items()
+            if rank not in self.graph.waits_for
+        }
 
     def waiting_text(self, what: str, ranks: Collection[int]) -> str:
         """Writes who waits for whom: `rank 1 works on; ranks 0, 2 have waited for it for 5 s`.

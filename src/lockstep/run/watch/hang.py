@@ -218,11 +218,7 @@ def _awaited_rank_is_gone(case: Case) -> Verdict | None:
     """
     stopped: dict[int, RankState] = {}  # by rank
     ended: dict[int, RankState] = {}
-    for rank, activity in case.activities.items():
-        is_awaited = rank in case.graph.awaited
-        waits_itself = rank in case.graph.waits_for
-        if not is_awaited or waits_itself:
-            continue
+    for rank, activity in case.awaited_but_not_waiting.items():
         if activity.kind is Kind.STOPPED:
             stopped[rank] = activity.state
         elif activity.kind is Kind.EXITED:

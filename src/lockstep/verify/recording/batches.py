@@ -18,7 +18,7 @@ from torch import Tensor
 from lockstep.batch.pytree import tensors
 from lockstep.verify.recording.loss_calls import IGNORE_INDEX
 from lockstep.verify.recording.marks import mark
-from lockstep.verify.recording.tensor_values import tensors_of_single_samples
+from lockstep.verify.recording.tensor_values import without_those_of_single_samples
 from lockstep.verify.training_record import Batch
 
 
@@ -38,10 +38,9 @@ def describe_batch(batch: Any, num_samples: int | None = None, **fields: Any) ->
 
     # Tensors with another number of rows say nothing about single samples, and are left out. So are
     # those whose rows are something else, such as the boxes in one image.
-    ids_of_single_samples = {id(t) for t in tensors_of_single_samples(batch, num_samples)}
     sample_tensors = []
-    for tensor in with_rows:
-        if len(tensor) == num_samples and id(tensor) not in ids_of_single_samples:
+    for tensor in without_those_of_single_samples(with_rows, batch, num_samples):
+        if len(tensor) == num_samples:
             sample_tensors.append(tensor.detach().cpu())
 
     # The shape of one sample, such as "torch.float32 [3, 32, 32]; torch.int64 []". It is empty only

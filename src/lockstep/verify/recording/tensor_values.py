@@ -78,12 +78,25 @@ def sample_tensors(values: object) -> tuple[int, list[Tensor]]:
     if not candidates:
         return 0, []
     count = len(candidates[0])
-    ids_of_single_samples = {id(t) for t in tensors_of_single_samples(values, count)}
-    of_all_samples = [t for t in candidates if id(t) not in ids_of_single_samples]
+    of_all_samples = without_those_of_single_samples(candidates, values, count)
     return count, tensors_with_rows(of_all_samples, count)
 
 
-def tensors_of_single_samples(
+def without_those_of_single_samples(
+    candidates: Sequence[Tensor], values: object, num_samples: int
+) -> list[Tensor]:
+    """Returns the tensors that are not in a list with one entry for each sample.
+
+    Args:
+        candidates: tensors of the nest.
+        values: nest of lists, tuples and dictionaries.
+        num_samples: number of samples.
+    """
+    ids_of_single_samples = {id(t) for t in _tensors_of_single_samples(values, num_samples)}
+    return [tensor for tensor in candidates if id(tensor) not in ids_of_single_samples]
+
+
+def _tensors_of_single_samples(
     values: object, num_samples: int, *, is_top: bool = True
 ) -> list[Tensor]:
     """Returns the tensors in lists that have one entry for each sample.
@@ -109,7 +122,7 @@ def tensors_of_single_samples(
 
     found = []
     for entry in entries:
-        found += tensors_of_single_samples(entry, num_samples, is_top=False)
+        found += _tensors_of_single_samples(entry, num_samples, is_top=False)
     return found
 
 
