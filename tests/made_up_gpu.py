@@ -1,10 +1,11 @@
-"""A made-up GPU: a step runs on the CPU, and every call that would wait for a GPU is written down.
+"""Made-up GPUs: a step runs on the CPU, and every call that would wait for a GPU is written down.
 
 `MadeUpGpu` is a mode in which every call of torch's Python API is seen. It keeps for each storage
-whether it would be in the memory of the GPU or of the host, and tells Lockstep and the test that
-tensors of the first kind are on `cuda:0`. Torch's own code is told the truth, so it computes on the
-CPU. Streams and events of `torch.cuda` are made up: what is recorded in a step is done two steps
-later, as on a GPU that is behind.
+whether it would be in the memory of a GPU or of the host, and tells Lockstep and the test that
+tensors of the first kind are on `cuda:0`, or on the GPU to which they were moved. Torch's own code
+is told the truth, so it computes on the CPU. Arithmetic with tensors of two GPUs raises an error,
+as it does in torch. Streams and events of `torch.cuda` are made up: what is recorded in a step is
+done two steps later, as on a GPU that is behind.
 
 What cannot be seen here is what torch's kernels for CUDA do themselves, and what happens in another
 thread. The stage `syncs` of `benchmarks/gpu` asks torch on a real GPU.
@@ -44,6 +45,11 @@ READS = {
     *("masked_select", "repeat_interleave", "bincount"),
 }
 """Functions that wait for the GPU if one of their tensors is there."""
+NEED_ONE_DEVICE = {
+    *("add", "add_", "__add__", "__iadd__", "mul", "mul_", "__mul__", "__imul__", "linear"),
+    *("matmul", "cat", "stack", "index_add_", "__getitem__", "__setitem__"),
+}
+"""Functions whose tensors must not be on several GPUs. In torch these are most functions."""
 
 
 class MadeUpGpu(TorchFunctionMode):
@@ -54,9 +60,9 @@ class MadeUpGpu(TorchFunctionMode):
         self.waits: Counter[str] = Counter()
         """How often each place waited for the GPU: file and function of Lockstep's."""
         self.num_steps = 0
-        self._is_on_gpu: dict[int, tuple[StorageWeakRef, bool]] = {}
-        """By storage. A storage that is not here was made by C++, such as a gradient: on the GPU.
-        The weak reference keeps the number of a storage from being used again."""
+        self._device_of_storage: dict[int, tuple[StorageWeakRef, torch.device]] = {}
+        """A storage that is not here was made by C++: on the first GPU. The weak reference keeps
+        the number of a storage from being used again."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
@@ -77,6 +83,9 @@ class MadeUpGpu(TorchFunctionMode):
         target = torch.device(devices[0]) if devices else None
         inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         on_gpu = [self.is_on_gpu(tensor) for tensor in inputs]
+        gpus = {self.device_of(tensor) for tensor in inputs if tensor.dim()} - {CPU}
+        if len(gpus) > 1 and name in NEED_ONE_DEVICE:
+            raise RuntimeError(f"Expected all tensors to be on the same device, found {gpus}")
         if self._waits(name, args, kwargs, target, on_gpu, from_torch):
             self.note(frame)
         if target is not None and target.type == "cuda":
@@ -85,23 +94,26 @@ class MadeUpGpu(TorchFunctionMode):
 
         is_moved = target is not None and (target.type == "cuda" or not from_torch)
         if name in ("cpu", "numpy"):
-            result_on_gpu = False
+            device_of_result = CPU
         elif is_moved:
             assert target is not None
-            result_on_gpu = target.type == "cuda"
+            device_of_result = _with_index(target)
         elif inputs:
-            result_on_gpu = any(on_gpu)
+            on_gpus = [tensor for tensor in inputs if self.is_on_gpu(tensor)]
+            device_of_result = self.device_of(on_gpus[0]) if on_gpus else CPU
         else:
             # Torch has made it on the device of a tensor, of which it was told that it is the CPU.
             # Where it means the CPU it writes device="cpu".
-            result_on_gpu = target is not None and not isinstance(devices[0], str)
-        if isinstance(result, Tensor) and inputs and on_gpu[0] != result_on_gpu:
+            is_of_tensor = target is not None and not isinstance(devices[0], str)
+            device_of_result = GPU if is_of_tensor else CPU
+        is_copied = bool(inputs) and self.device_of(inputs[0]) != device_of_result
+        if isinstance(result, Tensor) and is_copied:
             if result is inputs[0] or result.data_ptr() == inputs[0].data_ptr():
                 result = result.clone()  # else both would be where one is
         was_given = {id(tensor) for tensor in inputs}
         for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor) and id(leaf) not in was_given:
-                self.put(leaf, result_on_gpu)
+                self.put(leaf, device_of_result)
         return result
 
     def _waits(
@@ -147,25 +159,38 @@ class MadeUpGpu(TorchFunctionMode):
             truth = func(*args)
             if from_torch or not self.is_on_gpu(tensor):
                 return truth
-            return {torch.Tensor.device: GPU, torch.Tensor.is_cuda: True}.get(attribute, False)
+            of_gpu = {torch.Tensor.device: self.device_of(tensor), torch.Tensor.is_cuda: True}
+            return of_gpu.get(attribute, False)
         result = func(*args)
-        if isinstance(result, Tensor) and attribute is not torch.Tensor.grad:
-            self.put(result, self.is_on_gpu(tensor))
+        if isinstance(result, Tensor):
+            # A gradient that was made by C++ is where its parameter is.
+            if attribute is not torch.Tensor.grad or not self._is_known(result):
+                self.put(result, self.device_of(tensor))
         return result
 
     def is_on_gpu(self, tensor: Tensor) -> bool:
-        """Returns True if a tensor would be on the GPU."""
+        """Returns True if a tensor would be on a GPU."""
+        return self.device_of(tensor).type == "cuda"
+
+    def device_of(self, tensor: Tensor) -> torch.device:
+        """Returns the device on which a tensor would be."""
         with torch._C.DisableTorchFunction():
             storage = _storage(tensor)
-            known = None if storage is None else self._is_on_gpu.get(storage._cdata)
-        return True if known is None else known[1]
+            known = None if storage is None else self._device_of_storage.get(storage._cdata)
+        return GPU if known is None else known[1]
 
-    def put(self, tensor: Tensor, on_gpu: bool) -> None:
+    def _is_known(self, tensor: Tensor) -> bool:
+        """Returns True if it was noted where a tensor would be."""
+        with torch._C.DisableTorchFunction():
+            storage = _storage(tensor)
+            return storage is None or storage._cdata in self._device_of_storage
+
+    def put(self, tensor: Tensor, device: torch.device) -> None:
         """Notes where a tensor would be."""
         with torch._C.DisableTorchFunction():
             storage = _storage(tensor)
             if storage is not None:
-                self._is_on_gpu[storage._cdata] = StorageWeakRef(storage), on_gpu
+                self._device_of_storage[storage._cdata] = StorageWeakRef(storage), device
 
     def note(self, frame: FrameType | None) -> None:
         """Counts a wait, by the innermost function of Lockstep's that led to it."""
@@ -191,6 +216,11 @@ def _storage(tensor: Tensor) -> Any:
         return local.untyped_storage()
     except (NotImplementedError, RuntimeError):
         return None
+
+
+def _with_index(device: torch.device) -> torch.device:
+    """Returns the first GPU for `cuda`, and any other device as it is."""
+    return GPU if device == torch.device("cuda") else device
 
 
 def _is_device(leaf: Any) -> bool:
@@ -249,11 +279,12 @@ class Stream:
         self._gpu.note(sys._getframe(1))
 
 
-def make_up_gpu(patch: Callable[[Any, str, Any], None]) -> MadeUpGpu:
+def make_up_gpu(patch: Callable[[Any, str, Any], None], count: int = 1) -> MadeUpGpu:
     """Replaces `torch.cuda` and what asks for a real GPU in this process.
 
     Args:
         patch: sets an attribute of an object, such as `MonkeyPatch.setattr`.
+        count: number of GPUs.
 
     Returns:
         The mode, to be entered for all of the training.
@@ -268,7 +299,7 @@ def make_up_gpu(patch: Callable[[Any, str, Any], None]) -> MadeUpGpu:
         "is_available": True,
         "init": None,
         "is_initialized": False,
-        "device_count": 1,
+        "device_count": count,
         "current_device": 0,
         "is_bf16_supported": True,
         "set_device": None,
@@ -292,7 +323,7 @@ def make_up_gpu(patch: Callable[[Any, str, Any], None]) -> MadeUpGpu:
 
     def from_numpy(array: Any) -> Tensor:
         tensor = plain_from_numpy(array)  # which no mode sees
-        gpu.put(tensor, False)
+        gpu.put(tensor, CPU)
         return tensor
 
     patch(torch, "from_numpy", from_numpy)

@@ -433,6 +433,83 @@ class TensorHasher:
         return copy_to_device(torch.from_numpy(numbers), self._device)
 
 
+class SpreadHasher:
+    """Hashes tensors that may be on several devices: a model may be spread over GPUs.
+
+    There is a `TensorHasher` for each device that has some of the tensors.
+
+    Args:
+        parts: descriptions of the tensors, in ascending order of `hash_index`.
+        devices: the device of each tensor.
+        num_hashes: number of hashes to compute, as for `TensorHasher`.
+        device: the device of the hashes that are returned.
+    """
+
+    def __init__(
+        self,
+        parts: Sequence[TensorPart],
+        devices: Sequence[torch.device],
+        num_hashes: int,
+        device: torch.device,
+    ) -> None:
+        self._num_hashes = num_hashes
+        self._device = device
+
+        indices_of_device: dict[torch.device, list[int]] = {}
+        for index, device_of_tensor in enumerate(devices):
+            indices_of_device.setdefault(device_of_tensor, []).append(index)
+
+        self._hashers: list[tuple[TensorHasher, list[int]]] = []
+        """For each device: the hasher, and the indices of the tensors that it hashes."""
+        for device_of_tensors, indices in indices_of_device.items():
+            parts_there = [parts[index] for index in indices]
+            hasher = TensorHasher(parts_there, num_hashes, device_of_tensors)
+            self._hashers.append((hasher, indices))
+
+    def hashes(self, tensors: Sequence[Tensor | None]) -> Any:
+        """Hashes tensors, without waiting for a GPU.
+
+        Args:
+            tensors: tensors as described by `parts`, on `devices`; the hash of None is 0.
+
+        Returns:
+            The hashes, shape `(num_hashes,)`: a numpy array if `device` is the CPU, or else a
+            tensor on it.
+        """
+        # Each hasher returns all hashes: 0 for those whose tensors are on other devices. So the
+        # hashes of all devices can be added up.
+        hashes_of_devices = []
+        for hasher, indices in self._hashers:
+            hashes_there = hasher.hashes([tensors[index] for index in indices])
+            hashes_of_devices.append(self._on_own_device(hashes_there))
+        if not hashes_of_devices:
+            return zero_hashes(self._num_hashes, self._device)
+
+        total, *others = hashes_of_devices
+        for hashes in others:
+            total = total + hashes
+        return total
+
+    def _on_own_device(self, hashes: Any) -> Any:
+        """Returns hashes on this device, without waiting for a GPU.
+
+        Args:
+            hashes: an array of numpy, of tensors on the CPU; or a tensor on a GPU.
+        """
+        if self._device.type == "cpu":
+            return hashes
+        if isinstance(hashes, np.ndarray):
+            return copy_to_device(torch.from_numpy(hashes), self._device)
+        return hashes.to(self._device, non_blocking=True)
+
+
+def zero_hashes(count: int, device: torch.device) -> Any:
+    """Returns `count` hashes that are zero: an array on the CPU, a tensor on a GPU."""
+    if device.type == "cpu":
+        return np.zeros(count, np.int64)
+    return torch.zeros(count, dtype=torch.int64, device=device)
+
+
 def copy_to_device(numbers: Tensor, device: torch.device) -> Tensor:
     """Copies numbers from the host to a device, without waiting for a GPU."""
     if device.type == "cuda":

@@ -14,18 +14,12 @@ from collections.abc import Sequence
 from operator import is_
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lockstep.checkpoint.modules import plain_names
-from lockstep.extensions.journal.hashing import (
-    TensorHasher,
-    TensorPart,
-    copy_to_device,
-    mixed_numbers,
-)
+from lockstep.extensions.journal.hashing import SpreadHasher, TensorPart, mixed_numbers
 from lockstep.torch_compat import is_sharded, local_box, to_local
 
 
@@ -115,8 +109,9 @@ class HashedTensors:
         self._device = device
         self._tensors: list[Tensor] = []
         """The tensors of the last call."""
-        self._hashers: list[tuple[TensorHasher, list[Tensor]]] = []
-        """For each device that holds parts of this rank: a hasher, and the parts that it hashes."""
+        self._parts: list[Tensor] = []
+        """What this rank hashes of them: whole tensors, and its shards of the others."""
+        self._hasher = SpreadHasher([], [], 0, device)
         self.hashed_entries: tuple[int, ...] = ()
         """The journal entries to which this rank contributes a hash, in ascending order. They are
         known after the first call of `hashes`."""
@@ -145,45 +140,17 @@ class HashedTensors:
                 entry; empty if every entry has one tensor only.
 
         Returns:
-            One hash for each of `self.hashed_entries`, as `TensorHasher.hashes` returns them.
+            One hash for each of `self.hashed_entries`, as `SpreadHasher.hashes` returns them.
         """
         are_same_number = len(tensors) == len(self._tensors)
         are_same = are_same_number and all(map(is_, tensors, self._tensors))
         if not are_same:
-            # This sets `self.hashed_entries`, and one hasher for each device.
+            # This sets `self.hashed_entries`, `self._parts` and their hasher.
             self._prepare(tensors, entry_of_tensor, owners, keys)
 
-        # `_prepare` keeps the tensors themselves, or views of their shards, so `parts` have the
+        # `_prepare` has kept the tensors themselves, or views of their shards. So `_parts` have the
         # present values.
-        hashes_of_devices = [hasher.hashes(parts) for hasher, parts in self._hashers]
-        if not hashes_of_devices:
-            return self._no_hashes()
-
-        # Each hasher returns a hash for all of `self.hashed_entries`: 0 if the entry has no tensor
-        # on the hasher's device. So the hashes of all devices can be added up.
-        total, *others = [self._on_own_device(hashes) for hashes in hashes_of_devices]
-        for hashes in others:
-            total = total + hashes
-        return total
-
-    def _on_own_device(self, hashes: Any) -> Any:
-        """Returns hashes on this device, without waiting for a GPU.
-
-        Args:
-            hashes: an array of numpy, of tensors on the CPU; or a tensor on a GPU. A model may be
-                spread over several GPUs.
-        """
-        if self._device.type == "cpu":
-            return hashes
-        if isinstance(hashes, np.ndarray):
-            return copy_to_device(torch.from_numpy(hashes), self._device)
-        return hashes.to(self._device, non_blocking=True)
-
-    def _no_hashes(self) -> Any:
-        """Returns what `hashes` returns on a rank that has nothing to hash."""
-        if self._device.type == "cpu":
-            return np.zeros(0, np.int64)
-        return torch.zeros(0, dtype=torch.int64, device=self._device)
+        return self._hasher.hashes(self._parts)
 
     def _prepare(
         self,
@@ -192,7 +159,7 @@ class HashedTensors:
         owners: Sequence[int],
         keys: Sequence[str],
     ) -> None:
-        """Finds the parts that this rank has to hash, and builds a hasher for each device.
+        """Finds the parts that this rank has to hash, and builds their hasher.
 
         Takes the arguments of `hashes`, and sets `self.hashed_entries`.
         """
@@ -209,21 +176,19 @@ class HashedTensors:
         self.hashed_entries = tuple(sorted({part.entry for part in own_parts}))
         index_of_entry = {entry: index for index, entry in enumerate(self.hashed_entries)}
 
-        self._hashers = []
-        for device in sorted({part.tensor.device for part in own_parts}, key=str):
-            on_device = [part for part in own_parts if part.tensor.device == device]
-            descriptions = [
-                TensorPart(
-                    shape=tuple(part.tensor.shape),
-                    dtype=part.tensor.dtype,
-                    hash_index=index_of_entry[part.entry],
-                    first_byte=part.first_byte,
-                    factor=part.factor,
-                )
-                for part in on_device
-            ]
-            hasher = TensorHasher(descriptions, len(self.hashed_entries), device)
-            self._hashers.append((hasher, [part.tensor for part in on_device]))
+        descriptions = [
+            TensorPart(
+                shape=tuple(part.tensor.shape),
+                dtype=part.tensor.dtype,
+                hash_index=index_of_entry[part.entry],
+                first_byte=part.first_byte,
+                factor=part.factor,
+            )
+            for part in own_parts
+        ]
+        self._parts = [part.tensor for part in own_parts]
+        devices = [part.device for part in self._parts]
+        self._hasher = SpreadHasher(descriptions, devices, len(self.hashed_entries), self._device)
 
     def _own_part(self, tensor: Tensor, entry: int, owner: int, key: str | None) -> _OwnPart | None:
         """Returns the part of a tensor that this rank has to hash; None if it has none.

@@ -36,7 +36,12 @@ from lockstep.extensions.journal.file_format import (
     step_head,
     table_content,
 )
-from lockstep.extensions.journal.hashing import TensorHasher, TensorPart, copy_to_device
+from lockstep.extensions.journal.hashing import (
+    SpreadHasher,
+    TensorPart,
+    copy_to_device,
+    zero_hashes,
+)
 from lockstep.extensions.journal.manifest import run_manifest
 from lockstep.extensions.journal.tensors import (
     HashedTensors,
@@ -67,7 +72,7 @@ def check_strategy(strategy: Strategy) -> None:
 class _GradientHasher(NamedTuple):
     """Hashes a group of gradients that a virtual rank computes together."""
 
-    hasher: TensorHasher
+    hasher: SpreadHasher
     indices_in_group: list[int]
     """Indices, within the group, of the gradients that are hashed. Those of parameters that the
     journal does not know are left out."""
@@ -120,8 +125,9 @@ class Journal(Extension):
         """For each of these tensors, the rank that hashes it if all ranks have it."""
         self._index_of_parameter: dict[int, int] = {}
         """The index of each trained parameter in `_parameters`, by its id."""
-        self._hasher_of_group: dict[tuple[int, ...], _GradientHasher] = {}
-        """The hasher of each group of gradients, by the ids of the parameters in the group."""
+        self._hasher_of_group: dict[tuple[tuple[int, torch.device], ...], _GradientHasher] = {}
+        """The hasher of each group of gradients. The key of a group has, for each gradient, the id
+        of its parameter and the device."""
         rank = run.topology.rank
         self._weight_hasher = HashedTensors(rank, run.device)
         self._state_hasher = HashedTensors(rank, run.device)
@@ -220,17 +226,22 @@ class Journal(Extension):
         if not self._is_hashed(self._step.number):
             return
 
-        # The same groups come again in every step, so their hashers are kept.
-        group = tuple([id(parameter) for parameter in parameters])
+        # The same groups come again in every step, so their hashers are kept. A gradient is not
+        # always where its parameter is: FSDP may keep shards in host memory.
+        devices = []
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            devices.append(parameter.device if gradient is None else gradient.device)
+        group = tuple(zip(map(id, parameters), devices, strict=True))
         if group not in self._hasher_of_group:
-            self._hasher_of_group[group] = self._make_gradient_hasher(parameters)
+            self._hasher_of_group[group] = self._make_gradient_hasher(parameters, devices)
         hasher, indices_in_group, indices_in_model = self._hasher_of_group[group]
         new_hashes = hasher.hashes([gradients[index] for index in indices_in_group])
 
         assert micro_batch.virtual_rank is not None
         virtual_rank = micro_batch.virtual_rank.number
         if virtual_rank not in self._gradient_hashes:
-            self._gradient_hashes[virtual_rank] = self._zeros(len(self._parameters))
+            no_hashes = zero_hashes(len(self._parameters), self._device)
+            self._gradient_hashes[virtual_rank] = no_hashes
         # Added, as one optimizer step may cover several global batches.
         self._gradient_hashes[virtual_rank][indices_in_model] += new_hashes
 
@@ -344,11 +355,17 @@ class Journal(Extension):
         self._index_of_parameter = {identifier: index for index, identifier in enumerate(ids_now)}
         self._hasher_of_group.clear()  # the hashers know the old indices
 
-    def _make_gradient_hasher(self, parameters: Sequence[Tensor]) -> _GradientHasher:
+    def _make_gradient_hasher(
+        self, parameters: Sequence[Tensor], devices: Sequence[torch.device]
+    ) -> _GradientHasher:
         """Builds the hasher for the gradients of a group of parameters.
 
         Its `indices_in_group` select the gradients to hash, and its `indices_in_model` the places
         of their hashes.
+
+        Args:
+            parameters: the parameters of the group.
+            devices: the device of the gradient of each of them.
         """
         parts: list[TensorPart] = []
         indices_in_group: list[int] = []
@@ -364,7 +381,8 @@ class Journal(Extension):
             indices_in_group.append(index_in_group)
             indices_in_model.append(index_in_model)
 
-        hasher = TensorHasher(parts, num_hashes=len(parts), device=self._device)
+        devices_of_hashed = [devices[index] for index in indices_in_group]
+        hasher = SpreadHasher(parts, devices_of_hashed, len(parts), self._device)
         if self._device.type == "cpu":
             return _GradientHasher(hasher, indices_in_group, indices_in_model)
 
@@ -415,7 +433,7 @@ class Journal(Extension):
         numbers = [self._bits_of_losses([self._losses[part] for part in parts])]
         if self._has_virtual_ranks:
             # A virtual rank without samples has no gradients.
-            no_gradients = self._zeros(len(self._parameters))
+            no_gradients = zero_hashes(len(self._parameters), self._device)
             numbers += [self._gradient_hashes.get(part, no_gradients) for part in parts]
         numbers += [weight_hashes, state_hashes]
         self._write_numbers(step_head(number, parts, self._num_tables), numbers)
@@ -480,12 +498,6 @@ class Journal(Extension):
             self._written_table = table
             self._num_tables += 1
             self._write(table_content(table, self._num_tables))
-
-    def _zeros(self, count: int) -> Any:
-        """Returns `count` hashes that are zero: an array on the CPU, a tensor on a GPU."""
-        if self._device.type == "cpu":
-            return np.zeros(count, np.int64)
-        return torch.zeros(count, dtype=torch.int64, device=self._device)
 
     def _bits_of_losses(self, losses: Sequence[Any]) -> Any:
         """Returns the bits of each loss, as a float64, in an int64 array or tensor."""
