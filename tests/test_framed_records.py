@@ -70,10 +70,11 @@ def test_a_damaged_byte_takes_the_record_that_has_it(contents: list[bytes], flip
         number = sum(end <= place for end in ends) - 1
         found, damage = contents_of(bytes(damaged))
         assert found == contents[:number] + contents[number + 1 :], place
-        is_last = number == len(contents) - 1
-        assert damage.is_cut_off == is_last, place
-        if not is_last:
-            assert damage.damaged_at == [ends[number]], place
+        is_damaged = Damage(damaged_at=[ends[number]])
+        if number < len(contents) - 1:
+            assert damage == is_damaged, place
+        else:  # a last record with a wrong checksum may also be one that was not written to its end
+            assert damage in (is_damaged, Damage(is_cut_off=True)), place
 
 
 @given(contents=CONTENTS, flips=st.lists(st.tuples(st.integers(0, 200), st.integers(1, 255))))
@@ -103,7 +104,7 @@ def test_bytes_of_something_else_are_damage() -> None:
     for data in (b"x", b"x" * 50, framed(b"S1")[1:], MARK + b"\1\0\0\0" + b"x" * 50):
         found, damage = contents_of(data)
         assert found == []
-        assert damage == Damage(is_cut_off=True, damaged_at=[0]), data
+        assert damage == Damage(damaged_at=[0]), data
 
 
 @contextmanager

@@ -43,7 +43,7 @@ class Damage:
     """What could not be read of a file."""
 
     is_cut_off: bool = False
-    """True if the file does not end with a complete record."""
+    """True if the file ends within a record. It is False if the last bytes are damaged."""
     damaged_at: list[int] = field(default_factory=list)
     """The offset at which each stretch of damaged bytes begins."""
 
@@ -118,8 +118,9 @@ def find_contents(data: Data, damage: Damage) -> Iterator[tuple[int, int]]:
 
         next_begin = _find_complete_record(data, begin + 1)
         if next_begin is None:
-            damage.is_cut_off = True
-            if not _is_beginning_of_record(data[begin:]):
+            if _is_beginning_of_record(data[begin:]):
+                damage.is_cut_off = True
+            else:
                 damage.damaged_at.append(begin)
             return
         damage.damaged_at.append(begin)
