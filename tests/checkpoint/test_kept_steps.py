@@ -754,6 +754,90 @@ def test_what_has_changed_while_it_was_copied_is_not_kept(
     assert steps == [3, 4]
 
 
+def change_a_shard_while_it_is_copied(folder: str) -> list[list[dict[str, Any]]]:
+    """Keeps three steps of shards on two machines; rank 0 changes its shard while 2 is copied.
+
+    Returns:
+        What this machine has in memory after step 2, while step 3 is copied, and after step 3.
+    """
+    state_copier.BACKGROUND_DEVICES = ("cpu",)
+    may_copy = threading.Event()
+    may_copy.set()
+
+    def copy_when_allowed(places: list[Tensor], sources: list[Tensor]) -> None:
+        assert may_copy.wait(timeout=60)
+        copy_to_each(places, sources)
+
+    background_copy.copy_to_each = copy_when_allowed
+    with lockstep.init("fsdp", seed=5, device="cpu") as world:
+        model = nn.Linear(4, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model, optimizer = world.prepare(model, optimizer)
+        checkpoint = world.checkpoint(folder, model=model, optimizer=optimizer, memory=True)
+        checkpoint.resume()
+        kept = checkpoint._kept
+        assert kept is not None
+
+        def train_and_begin_to_copy() -> None:
+            world.backward(model(torch.ones(2, 4)).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+            may_copy.clear()
+            checkpoint.step()
+
+        def finish_copy() -> None:
+            may_copy.set()
+            assert kept is not None
+            assert kept._keeper is not None
+            kept._keeper.finish()
+
+        in_memory = []
+        train_and_begin_to_copy()
+        finish_copy()
+        train_and_begin_to_copy()
+        if world.rank == 0:
+            with torch.no_grad():
+                model.weight.to_local().add_(1)
+        finish_copy()
+        in_memory.append(kept.report())
+        train_and_begin_to_copy()
+        world.barrier()  # both ranks have begun to overwrite an area
+        in_memory.append(kept.report())
+        world.barrier()
+        finish_copy()
+        in_memory.append(kept.report())
+        return in_memory
+
+
+def test_the_partner_keeps_the_step_before_one_that_has_changed_while_it_was_copied(
+    tmp_path: Path,
+) -> None:
+    """It used to wait without end for the rest of a step that its rank had thrown away."""
+    held = [StepMemory(1), StepMemory(1)]
+    store = torch.distributed.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+
+    def environment(rank: int) -> dict[str, str]:
+        return {
+            **rank_environment(rank, 2, store.port),
+            **held[rank].variables,
+            "GROUP_RANK": str(rank),
+            "LOCAL_RANK": "0",
+            "LOCAL_WORLD_SIZE": "1",
+        }
+
+    of_ranks = run_ranks(
+        change_a_shard_while_it_is_copied, 2, str(tmp_path), environment=environment
+    )
+    for memory_of_machine in held:
+        memory_of_machine.close()
+    for in_memory in of_ranks:  # of each machine: if it alone remains, it must have a whole step
+        newest = []
+        for parts in in_memory:
+            chosen = choose_step([PartReport(**part) for part in parts], [str(tmp_path)])
+            newest.append(None if chosen is None else chosen.step)
+        assert newest == [1, 1, 3]
+
+
 def go_back_while_a_step_is_copied(folder: str) -> list[int]:
     """Resumes from the disk while step 2 is being copied to memory.
 

@@ -4,8 +4,9 @@ A rank keeps its part of each step in an *area* of memory, and *seals* the area 
 The machines form a ring. Each rank sends its area to the rank with the same local rank on the next
 machine, its *partner*, and receives an area from the machine before. If the next machine has fewer
 ranks, some of its ranks receive from two. A thread does this over a process group of its own, while
-the training goes on. At the end all ranks meet: then every rank knows that the whole step is on two
-machines, and may overwrite the step before.
+the training goes on. At the end all ranks meet. If each of them has sent its part, every rank knows
+that the whole step is on two machines, and may overwrite the step before. If a part is missing, all
+ranks keep the step before, and overwrite the parts of the incomplete one.
 
 Only state that no other machine has needs a copy: shards (FSDP), stages (pipelines) and virtual
 ranks (DiLoCo). State that is equal on all ranks is on every machine anyway.
@@ -80,6 +81,10 @@ class PartnerCopies:
         )
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
+        self._copy_is_dropped = False
+        """True if the area of the present step will have no seal."""
+        self.last_step_is_complete = False
+        """True if all ranks have sent their parts of the step in the last exchange."""
         self.last_duration_s: float | None = None
         """How long the last exchange took, counted from when both sides had something to send."""
 
@@ -98,11 +103,21 @@ class PartnerCopies:
                 steps.
             serial: the serial number of the step, see `memory_area.Seal`.
         """
+        self._copy_is_dropped = False
+        self.last_step_is_complete = False
+
         # A daemon thread does not keep the process alive while it waits for a rank that has died.
         self._thread = threading.Thread(
             target=self._run, args=(area, serial), name="lockstep-partner", daemon=True
         )
         self._thread.start()
+
+    def drop_copy(self) -> None:
+        """Tells the thread that the area given to `start` will not be sealed.
+
+        The partner is sent a page without a seal, and keeps the step before.
+        """
+        self._copy_is_dropped = True
 
     def wait(self) -> None:
         """Waits until all ranks have finished the exchange that `start` began.
@@ -135,9 +150,9 @@ class PartnerCopies:
 
             first page       what follows
             with a seal      the content, of which the seal says how large it is
-            without a seal   nothing: the sender has stopped keeping steps
+            without a seal   nothing: the sender has no part of this step
         """
-        # Without an area, or if the copy to it fails meanwhile, the page has no seal.
+        # Without an area, or if the copy to it was of no use, the page has no seal.
         page = _page_without_seal() if area is None else self._wait_for_sealed_page(area, serial)
 
         # 1. Exchange the first pages.
@@ -159,8 +174,16 @@ class PartnerCopies:
             send.wait()
         self.last_duration_s = time.perf_counter() - begun_at_s
 
-        # 3. All ranks meet, so that each of them knows that the step is on two machines.
-        dist.all_reduce(torch.zeros(1), group=self._group)
+        # 3. All ranks meet, so that each of them knows whether the whole step is on two machines.
+        num_missing_parts = torch.tensor(1 if seal is None else 0)
+        dist.all_reduce(num_missing_parts, group=self._group)
+        self.last_step_is_complete = num_missing_parts.item() == 0
+
+        # The two areas of an inbox are written in turn, so that the last complete step remains
+        # while the next one is being received. An incomplete step is overwritten by the next one.
+        if self.last_step_is_complete:
+            for inbox in self._inboxes:
+                inbox.next_area = 1 - inbox.next_area
 
     def _receive_page(self, inbox: Inbox) -> Tensor:
         """Receives the first page of the area of another rank."""
@@ -171,29 +194,27 @@ class PartnerCopies:
     def _receive_content(self, inbox: Inbox, page: Tensor) -> None:
         """Receives the content of another rank's area, if its first page has a seal."""
         seal = read_seal(page.numpy().data)
-        if seal is None:  # the sender has stopped keeping steps, so nothing follows
+        if seal is None:  # the sender has no part of this step, so nothing follows
             return
 
-        # The two areas of an inbox are written in turn, so that the last complete copy remains
-        # while the next one is being received.
         copy = inbox.areas[inbox.next_area]
         memory_for_content = copy.begin_copy(seal)
         self._receive(memory_for_content, inbox.sender)
         copy.finish_copy(page)  # writes the seal
-        inbox.next_area = 1 - inbox.next_area
 
     def _wait_for_sealed_page(self, area: Area, serial: int) -> Tensor:
         """Waits until an area is sealed with the serial number, and returns its first page.
 
         Another thread may seal the area, once it has copied everything from the GPU. If that copy
-        fails, this rank gives up, and a page without a seal is returned.
+        fails, so that this rank gives up, or if the copy is dropped, a page without a seal is
+        returned.
         """
         while True:
             page = area.first_page()
             seal = read_seal(page.numpy().data)
             if seal is not None and seal.serial == serial:
                 return page
-            if self._has_given_up():
+            if self._has_given_up() or self._copy_is_dropped:
                 return _page_without_seal()
             time.sleep(_WAIT_FOR_SEAL_S)
 

@@ -82,17 +82,23 @@ class StateCopier:
         copy_to_each(cpu_destinations, cpu_sources)
         self._background.start(gpu_destinations, gpu_sources, seal)
 
-    def wait(self) -> None:
+    def wait(self) -> bool:
         """Waits until the last copy has ended.
 
         Steady tensors, such as parameters, are copied without a clone: nothing should change them
         until the optimizer steps, and it waits here first. If the script has changed one of them
-        nevertheless, all later copies are made from clones.
+        nevertheless, the copy is not sealed, and all later copies are made from clones.
+
+        Returns:
+            False if the copy was not sealed because a tensor was changed, otherwise True.
 
         Raises:
             Exception: the error that was raised in the thread.
         """
-        if self._background is not None:
-            no_source_has_changed = self._background.wait()
-            if not no_source_has_changed:
-                self.clones_every_source = True
+        if self._background is None:
+            return True
+
+        no_source_has_changed = self._background.wait()
+        if not no_source_has_changed:
+            self.clones_every_source = True
+        return no_source_has_changed

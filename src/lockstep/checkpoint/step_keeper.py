@@ -252,10 +252,16 @@ class StepKeeper:
         return waited_s
 
     def wait_for_copy(self) -> None:
-        """Waits until the last copy has ended. If it has failed, this rank gives up."""
+        """Waits until the last copy has ended. If it has failed, this rank gives up.
+
+        A copy that is not sealed, because the script has changed a tensor meanwhile, is missing in
+        its step alone. The thread that would send it to the partner must not wait for its seal.
+        """
         begun_at_s = time.perf_counter()
         try:
-            self._copier.wait()
+            is_sealed = self._copier.wait()
+            if not is_sealed and self._partner is not None:
+                self._partner.drop_copy()
         except Exception as error:
             self._give_up(error)
         self._waited_s += time.perf_counter() - begun_at_s
@@ -376,26 +382,30 @@ class StepKeeper:
     def _area_to_overwrite(self) -> OwnArea:
         """Chooses which of this rank's two areas is written next, so that a complete step remains.
 
-        Waits until the other ranks of the machine have sealed the previous step. Example: area 0
-        has step 7, and area 1 has step 6. Step 8 is written to area 1. If step 7 stays incomplete,
-        because another rank has given up, step 8 is written to area 0, and step 6 remains.
+        Example: area 0 has step 7, and area 1 has step 6. Step 8 is written to area 1. If step 7
+        stays incomplete, because another rank has given up, step 8 is written to area 0, and step 6
+        remains.
         """
         is_first_copy = self._num_copies == 0
         if is_first_copy:
             self._last_area = area_without(self._areas_of_resumed_step, self._areas.own)
-        elif self._wait_for_previous_step():
+        elif self._previous_step_is_complete():
             # The previous step is complete, so the one before it (or the resumed one) may go.
             self._areas_of_resumed_step = set()
             self._free_unused_areas_once()
             self._last_area = 1 - self._last_area
         return self._own_areas[self._last_area]
 
-    def _wait_for_previous_step(self) -> bool:
-        """Waits until all ranks of the machine have sealed the previous step.
+    def _previous_step_is_complete(self) -> bool:
+        """Returns True if all ranks have sealed the previous step; False if it stays incomplete.
 
-        Returns:
-            True if they have; False if the step stays incomplete.
+        If ranks send their areas to other machines, the exchange of the previous step has told them
+        whether all parts are there. Otherwise, each machine has the whole state, and its ranks wait
+        for each other here.
         """
+        if self._partner is not None:
+            return self._partner.last_step_is_complete
+
         attempt = self._attempt.number
         previous_serial = self._serial - 1
         deadline = time.perf_counter() + MAX_WAIT_FOR_PEERS_S
