@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import json
 import math
+import os
 import signal
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,7 +14,12 @@ from typing import Any, cast
 
 import pytest
 from older_torch import needs_torchrun_flag
-from torch.distributed.elastic.agent.server.api import SimpleElasticAgent, Worker, WorkerSpec
+from torch.distributed.elastic.agent.server.api import (
+    SimpleElasticAgent,
+    Worker,
+    WorkerSpec,
+    WorkerState,
+)
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import SignalException
 
@@ -20,6 +27,7 @@ from lockstep.run.machines.static_rendezvous import StaticRendezvous
 from lockstep.run.start import (
     agent as agent_module,
     rank_environment as rank_environment_module,
+    zygote as zygote_module,
 )
 from lockstep.run.start.agent import Agent
 from lockstep.run.start.exit_reports import ExitReports
@@ -33,8 +41,10 @@ from lockstep.run.start.rank_environment import rank_environment, variables_of_a
 from lockstep.run.start.rank_watch import RankWatch
 from lockstep.run.start.step_memory import StepMemory
 from lockstep.run.start.worker import Script
-from lockstep.run.start.zygote_messages import Event
+from lockstep.run.start.zygote import Zygote
+from lockstep.run.start.zygote_messages import Event, answer_on_left_behind, control_sockets
 from lockstep.run.watch.exit_status import ExitReport
+from lockstep.run.watch.first_failure import FirstFailure
 
 pytestmark = pytest.mark.launcher
 
@@ -136,6 +146,60 @@ def test_a_signal_that_comes_while_a_ranks_end_is_read_waits_until_it_is_noted()
         interrupts.interrupt(signal.SIGTERM)
 
 
+class ZygoteWithMessages(Zygote):
+    """Its process is this one, and the messages that it has sent are given."""
+
+    def __init__(self, *messages: object) -> None:
+        self.pid = os.getpid()
+        self._code = None
+        self._socket, zygotes_end = control_sockets()
+        for message in messages:
+            zygotes_end.send(json.dumps(message).encode())
+        self.zygotes_end = zygotes_end
+
+    def __enter__(self) -> ZygoteWithMessages:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._socket.close()
+        self.zygotes_end.close()
+
+
+def test_messages_about_an_earlier_attempt_are_not_taken_for_those_of_the_present_one() -> None:
+    """They come late if the launcher has given up waiting for them, and ranks are started again."""
+    messages = [
+        answer_on_left_behind(request=1, pids=[77]),
+        Event(0, 1234, -signal.SIGKILL),  # a process on which the launcher has given up
+        Event(3, 1235, -signal.SIGKILL),  # the present attempt has no rank 3
+        Event(0, 4321),
+    ]
+    attempt = an_attempt(0, 0)
+    for process in attempt.processes:
+        process.pid = None
+    with ZygoteWithMessages(*messages) as zygote:
+        ranks = LocalRanks(zygote, None, Interrupts())
+        ranks.begin(attempt)
+        ranks.read_events()
+    assert [(process.pid, process.code) for process in attempt.processes] == [
+        (4321, None),
+        (None, None),
+    ]
+
+
+def test_a_late_answer_is_not_taken_for_that_to_the_next_request(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with ZygoteWithMessages() as zygote:
+        monkeypatch.setattr(zygote_module, "_LEFT_BEHIND_TIMEOUT_S", 0.0)
+        assert zygote.end_left_behind() == []  # no answer in time
+        late = answer_on_left_behind(request=1, pids=[77])
+        in_time = answer_on_left_behind(request=2, pids=[78, 79])
+        for message in (late, in_time):
+            zygote.zygotes_end.send(json.dumps(message).encode())
+        monkeypatch.setattr(zygote_module, "_LEFT_BEHIND_TIMEOUT_S", 60.0)
+        assert zygote.end_left_behind() == [78, 79]
+
+
 def test_a_signal_that_comes_in_a_block_that_fails_ends_the_run_there() -> None:
     """Kept until another block, it would cut off the end of the ranks, in the middle."""
     interrupts = Interrupts()
@@ -219,6 +283,39 @@ def test_ranks_that_keep_no_steps_may_save_before_a_machine_joins(
     agent._end_ranks = lambda number, before_restart: signals.append(number)
     agent._end_ranks_for_other_machines(a_machine_was_lost=a_machine_was_lost)
     assert signals == [expected]
+
+
+@pytest.mark.parametrize(
+    ("state", "announced"),
+    [
+        (WorkerState.FAILED, "starting all ranks again (--max-restarts: 1 left after this)"),
+        (
+            WorkerState.HEALTHY,
+            "starting all ranks again, as the machines of the run have changed, which uses up no "
+            "restart (--max-restarts: 1 left)",
+        ),
+    ],
+)
+def test_a_restart_is_counted_only_if_ranks_have_failed(state: WorkerState, announced: str) -> None:
+    """In both cases a failure is reported: ranks may also hang while a machine is awaited."""
+    attempt = an_attempt(4321, num_nodes=2)
+    attempt.failure = FirstFailure(
+        kind="deadlock", time=5.0, headline="deadlock: rank 0 waits in barrier", ranks=(0,)
+    )
+    lines: list[str] = []
+    agent: Any = object.__new__(Agent)
+    agent.attempts = [attempt]
+    agent._failed_attempts = 2
+    agent._rdzv = SimpleNamespace(elastic=True, describe_lost_nodes=lambda: "")
+    agent._end_ranks = lambda number, before_restart: None
+    agent._end_ranks_for_other_machines = lambda a_machine_was_lost: None
+    agent._gpus = SimpleNamespace(leave_out_held=lambda attempt: None)
+    agent._console = SimpleNamespace(announce=lines.append)
+    agent._record = SimpleNamespace(write=lambda *fields: None)
+    group: Any = SimpleNamespace(state=state, spec=SimpleNamespace(max_restarts=3))
+    agent._stop_workers(group)
+    assert "deadlock: rank 0 waits in barrier" in lines[0]
+    assert lines[1:] == [announced]
 
 
 @pytest.mark.parametrize(

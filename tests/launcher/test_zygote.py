@@ -84,7 +84,7 @@ def ends(zygote: Zygote, number: int) -> dict[int, int]:
     while len(found) < number:
         for event in zygote.events(timeout=20):
             if event.code is not None:
-                found[event.rank] = event.code
+                found[event.local_rank] = event.code
     return found
 
 

@@ -890,6 +890,32 @@ def test_a_group_that_is_taken_down_waits_for_nobody_who_has_ended() -> None:
     assert not verdict.fatal
 
 
+def test_a_rank_outside_a_new_group_is_no_reason_for_the_wait_of_its_members() -> None:
+    """Rank 1 may be continued, and rank 3 goes on by itself. Rank 0 does not wait for rank 2."""
+    verdict = find_verdict(
+        rank_creating_group(0, "1", 0, 1),
+        rank_state(1, None, state="T", answered=False, calls=None),
+        ended_rank(2),
+        rank_state(3, stack_in_op("destroy_process_group", 90), *completed_all_reduces(5)),
+    )
+    assert (verdict.kind, verdict.fatal, verdict.ranks) == ("left", False, (2,))
+
+
+def test_the_members_of_a_new_group_wait_for_no_other_rank_that_works() -> None:
+    verdict = find_verdict(
+        rank_creating_group(0, "1", 0, 1),
+        ended_rank(1),
+        rank_state(2, stack_at(80), *completed_all_reduces(5)),
+        working=(2,),
+    )
+    assert (verdict.kind, verdict.fatal, verdict.ranks) == ("left", True, (1,))
+
+
+def test_a_rank_in_backward_waits_for_one_that_has_ended_also_without_a_record() -> None:
+    verdict = find_verdict(rank_state(0, stack_in_backward(8), calls=None), ended_rank(1))
+    assert (verdict.kind, verdict.fatal, verdict.ranks) == ("left", True, (1,))
+
+
 @pytest.mark.parametrize("code", [3, -9])
 def test_a_rank_that_died_is_lost_and_fatal(code: int) -> None:
     verdict = find_verdict(rank_at_barrier(0), ended_rank(1, code))

@@ -550,7 +550,10 @@ class Agent(api.SimpleElasticAgent):
 
         # Announce the restart now, as the rendezvous that follows may take minutes.
         failures = [attempt.failure for attempt in self.attempts]
-        for line in describe_restart(failures, lost_machines, restarts_left):
+        restart_lines = describe_restart(
+            failures, lost_machines, restarts_left=restarts_left, is_counted=ranks_failed
+        )
+        for line in restart_lines:
             self._console.announce(line)
         self._record.write("restart", "all ranks are started again")
 

@@ -180,7 +180,9 @@ class LocalRanks:
                 zygote_events = self._events_of_zygotes_death(attempt)
 
             for event in zygote_events:
-                process = process_of_local_rank[event.rank]  # the event has the local rank
+                process = process_of_local_rank.get(event.local_rank)
+                if process is None:  # it is about a rank of an earlier attempt, which had more
+                    continue
 
                 if event.says_start_was_refused:  # by the system
                     attempt.processes.remove(process)
@@ -267,6 +269,6 @@ def _is_end_of(process: Process, event: Event) -> bool:
     """
     if process.code is not None:
         return False  # it is known to have ended
-    if process.pid is None:
-        return True  # the zygote died before it reported the start
-    return process.pid == event.pid
+    if process.pid is None:  # only the death of the zygote ends a rank that was not started yet
+        return event.pid == _NOT_STARTED_PID
+    return event.pid == process.pid

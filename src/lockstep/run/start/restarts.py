@@ -59,7 +59,11 @@ def _repeated_failure_error(step: int | None, max_restarts: int) -> LockstepErro
 
 
 def describe_restart(
-    failures: Sequence[FirstFailure | None], lost_machines: str, restarts_left: int
+    failures: Sequence[FirstFailure | None],
+    lost_machines: str,
+    *,
+    restarts_left: int,
+    is_counted: bool,
 ) -> list[str]:
     """Says why all ranks are restarted, in lines in the language of the user.
 
@@ -67,6 +71,9 @@ def describe_restart(
         failures: the first failure of each attempt so far; None for an attempt without one.
         lost_machines: English text that names the machines that were lost; empty if none was.
         restarts_left: how often the ranks may still be restarted after a failure.
+        is_counted: True if the ranks are restarted because of their failure, which uses up one of
+            --max-restarts. False if the reason is that the machines of the run have changed, even
+            if ranks have also failed before they could be ended.
     """
     if lost_machines:
         what_follows = translate("starting the ranks of the other machines again")
@@ -76,9 +83,16 @@ def describe_restart(
     if failure is None:
         return [translate("the machines of the run have changed; starting all ranks again")]
 
-    what_follows = translate(
-        f"starting all ranks again (--max-restarts: {restarts_left} left after this)"
-    )
+    if is_counted:
+        what_follows = translate(
+            f"starting all ranks again (--max-restarts: {restarts_left} left after this)"
+        )
+    else:
+        what_follows = translate(
+            "starting all ranks again, as the machines of the run have changed, which uses up no "
+            f"restart (--max-restarts: {restarts_left} left)"
+        )
+
     # A failure that comes again and again is reported in full only the first few times. Failures
     # are alike if they are of the same kind, in any step.
     num_alike = len([each for each in failures if each and each.likeness == failure.likeness])

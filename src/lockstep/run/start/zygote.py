@@ -23,12 +23,15 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from lockstep.run.start.left_behind import KILL_TIMEOUT_S, MAX_POLL_S
 from lockstep.run.start.zygote_messages import (
     Event,
     RankRequest,
     control_sockets,
+    read_answer_on_left_behind,
+    read_event,
     receive,
     send_rank_request,
 )
@@ -54,6 +57,8 @@ class Zygote:
 
     _code: int | None = None
     """The exit code of the zygote; None while it is not known to have ended."""
+    _num_left_behind_requests = 0
+    """How often the zygote was asked to end what ranks have left behind."""
 
     def __init__(self, work: Work, spares: int = 0) -> None:
         launchers_end, zygotes_end = control_sockets()
@@ -77,7 +82,7 @@ class Zygote:
 
     def start(
         self,
-        rank: int,
+        local_rank: int,
         environment: Mapping[str, str],
         streams: Iterable[int],
         *,
@@ -87,7 +92,7 @@ class Zygote:
         """Requests a rank. An event will say whether it was started.
 
         Args:
-            rank: number of the rank on this machine.
+            local_rank: number of the rank on this machine.
             environment: its variables, in addition to the launcher's.
             streams: descriptors that become its standard input, output and error.
             own_session: whether the rank gets a session of its own. Otherwise it stays in the
@@ -98,7 +103,7 @@ class Zygote:
         Raises:
             ChildProcessError: the zygote is gone.
         """
-        request = RankRequest(rank, dict(environment), own_session, list(command))
+        request = RankRequest(local_rank, dict(environment), own_session, list(command))
         try:
             send_rank_request(self._socket, request, streams)
         except (BrokenPipeError, ConnectionResetError):
@@ -124,15 +129,19 @@ class Zygote:
             The ids of processes that have not ended although they were killed. Also empty if the
             zygote is gone, or does not answer in time.
         """
+        self._num_left_behind_requests += 1
+        request = self._num_left_behind_requests
         with contextlib.suppress(OSError):  # the zygote is gone
-            self._socket.send(json.dumps({"left_behind": True}).encode())
+            self._socket.send(json.dumps({"left_behind": request}).encode())
 
-            # The zygote answers with an event about them.
             deadline = time.monotonic() + _LEFT_BEHIND_TIMEOUT_S
             while time.monotonic() < deadline:
-                for event in self.events(timeout=0.1):
-                    if event.pids_left_behind is not None:
-                        return event.pids_left_behind
+                # Other messages are not needed: a late answer to an earlier request, or the end of
+                # a process on which the launcher has given up.
+                for message in self._messages(timeout=0.1):
+                    pids = read_answer_on_left_behind(message, request)
+                    if pids is not None:
+                        return pids
         return []
 
     def events(self, timeout: float = 0.0) -> list[Event]:
@@ -144,20 +153,36 @@ class Zygote:
         Raises:
             ChildProcessError: the zygote is gone.
         """
-        events: list[Event] = []
+        events = []
+        for message in self._messages(timeout):
+            event = read_event(message)
+            if event is not None:  # otherwise an answer for which `end_left_behind` did not wait
+                events.append(event)
+        return events
+
+    def _messages(self, timeout: float) -> list[Any]:
+        """Returns the messages of the zygote that have arrived since the last call.
+
+        Args:
+            timeout: how long to wait for the first message, in seconds.
+
+        Raises:
+            ChildProcessError: the zygote is gone.
+        """
+        messages: list[Any] = []
         while True:
-            wait_s = 0.0 if events else timeout
+            wait_s = 0.0 if messages else timeout
             readable, _, _ = select.select([self._socket], [], [], wait_s)
             if not readable:
-                return events
+                return messages
 
-            data, _ = receive(self._socket)  # one event, as the socket keeps messages apart
+            data, _ = receive(self._socket)  # one message, as the socket keeps messages apart
             if not data:  # the zygote has closed its end
-                if not events:
+                if not messages:
                     raise ChildProcessError(_ZYGOTE_GONE)
-                return events  # the next call will raise the error
+                return messages  # the next call will raise the error
 
-            events.append(Event(*json.loads(data)))
+            messages.append(json.loads(data))
 
     @property
     def has_ended(self) -> bool:

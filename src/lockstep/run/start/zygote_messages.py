@@ -6,10 +6,14 @@ They talk over a socket that keeps messages apart. The launcher sends requests:
                                        streams, and a file that contains a `RankRequest`
     {"signal": 15, "ranks": [0, 1]}    send ranks a signal
     {"give_up": 3}                     do not wait for the end of rank 3 any longer
-    {"left_behind": true}              end the processes that ranks have left behind
+    {"left_behind": 2}                 end the processes that ranks have left behind; this is the
+                                       second request to do so
 
-The zygote sends an `Event` when it has started a rank, when a rank has ended, and when it has ended
-what ranks have left behind.
+The zygote sends an `Event`, as a JSON list, when it has started a rank and when a rank has ended.
+When it has ended what ranks have left behind, it sends a JSON object:
+
+    {"left_behind": 2, "not_ended": [4711]}   this answers the second request; process 4711 does
+                                              not end
 """
 
 from __future__ import annotations
@@ -19,29 +23,26 @@ import os
 import socket
 import tempfile
 from collections.abc import Iterable, Sequence
-from typing import IO, NamedTuple
+from typing import IO, Any, NamedTuple
 
 START = b"start"
 """The message that comes with descriptors."""
 _MESSAGE_BYTES = 1 << 17
 _MAX_DESCRIPTORS = 4
 """The descriptors of a message: a rank's input, output and error, and the file with its request."""
-_LEFT_BEHIND = -1
-"""Used in an event instead of a rank's number: the processes left behind by ranks have ended."""
 
 
 class Event(NamedTuple):
     """Says that a rank was started, could not be started, or has ended."""
 
-    rank: int
+    local_rank: int
     """The number of the rank on this machine."""
     pid: int | None
     """The process id; None if the system refused to create the process."""
     code: int | None = None
     """The exit code, or minus the number of the signal that ended it; None while it is running."""
     reason: str = ""
-    """Why the system refused to create the process. If the event is about processes left behind by
-    ranks, the ids of those that do not end."""
+    """Why the system refused to create the process."""
 
     @property
     def says_start_was_refused(self) -> bool:
@@ -49,27 +50,47 @@ class Event(NamedTuple):
         return self.pid is None
 
     @property
-    def pids_left_behind(self) -> list[int] | None:
-        """The processes left behind by ranks that do not end; None if the event is about a rank."""
-        if self.rank != _LEFT_BEHIND:
-            return None
-        return [int(pid) for pid in self.reason.split()]
-
-    @property
     def says_started(self) -> bool:
         """True if the rank was started; otherwise a process that was created has ended."""
         return self.pid is not None and self.code is None
 
 
-def event_about_left_behind(pids: Iterable[int]) -> Event:
-    """Returns the event that says which processes left behind by ranks do not end."""
-    return Event(rank=_LEFT_BEHIND, pid=None, reason=" ".join(str(pid) for pid in pids))
+def read_event(message: Any) -> Event | None:
+    """Returns the event that is in a message of the zygote; None if the message is an answer."""
+    return Event(*message) if isinstance(message, list) else None
+
+
+def answer_on_left_behind(request: int, pids: Sequence[int]) -> dict[str, Any]:
+    """Returns the message that answers a request to end the processes left behind by ranks.
+
+    Args:
+        request: the number of the request.
+        pids: the processes that do not end.
+    """
+    return {"left_behind": request, "not_ended": list(pids)}
+
+
+def read_answer_on_left_behind(message: Any, request: int) -> list[int] | None:
+    """Returns the process ids in a message of the zygote that answers a request.
+
+    Args:
+        message: the message.
+        request: the number of the request.
+
+    Returns:
+        The ids of the processes that do not end; None if the message is an event, or answers
+        another request.
+    """
+    if not isinstance(message, dict) or message["left_behind"] != request:
+        return None
+    pids: list[int] = message["not_ended"]
+    return pids
 
 
 class RankRequest(NamedTuple):
     """Says how a rank is to be started. Its values are plain, as it is written as JSON."""
 
-    rank: int
+    local_rank: int
     """The number of the rank on this machine."""
     environment: dict[str, str]
     """The environment variables that it gets in addition to the launcher's."""

@@ -45,8 +45,8 @@ from lockstep.run.start.parent_death import become_subreaper, die_with_parent
 from lockstep.run.start.zygote_messages import (
     START,
     Event,
+    answer_on_left_behind,
     control_sockets,
-    event_about_left_behind,
     read_rank_request,
     receive,
 )
@@ -188,10 +188,15 @@ class ZygoteServer:
         return True
 
     def _handle_short_request(self, request: Mapping[str, Any]) -> None:
-        """Handles a request to end or to signal processes. Its keys say which one it is."""
+        """Handles a request to end or to signal processes.
+
+        {"left_behind": 2}                 end what ranks have left behind, for the second time
+        {"give_up": 3}                     do not wait for the end of rank 3 any longer
+        {"signal": 15, "ranks": [0, 1]}    send ranks 0 and 1 SIGTERM
+        """
         if "left_behind" in request:
             not_ended = end_with_descendants(self._children_left_behind, _LEFT_BEHIND_TERM_GRACE_S)
-            self._report(event_about_left_behind(not_ended))
+            self._send(answer_on_left_behind(request["left_behind"], not_ended))
         elif "give_up" in request:
             self._give_up(request["give_up"])
         else:
@@ -213,7 +218,7 @@ class ZygoteServer:
             files: descriptors of the rank's streams and of the file with its request.
         """
         request = read_rank_request(files)
-        rank = request.rank
+        rank = request.local_rank
 
         # `serve` forks spares as long as this is above 0. From now on, ranks are forked when they
         # are requested.
@@ -222,7 +227,7 @@ class ZygoteServer:
         try:
             pid = self._make_rank(files)
         except OSError as error:  # there are no more processes, or there is no more memory
-            self._report(Event(rank, pid=None, reason=str(error.strerror)))
+            self._send(Event(rank, pid=None, reason=str(error.strerror)))
             return
 
         self.rank_of_pid[pid] = rank
@@ -238,7 +243,7 @@ class ZygoteServer:
             with contextlib.suppress(OSError):
                 os.setpgid(pid, pid)
 
-        self._report(Event(rank, pid))
+        self._send(Event(rank, pid))
 
     def _make_rank(self, files: list[int]) -> int:
         """Turns a spare into the requested rank, after forking one if there is none.
@@ -390,7 +395,7 @@ class ZygoteServer:
             # If the rank was killed, its DataLoader workers may be left in its process group.
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(pid, signal.SIGKILL)
-            self._report(Event(rank, pid, code))
+            self._send(Event(rank, pid, code))
 
     def _signal(self, number: int, ranks: set[int]) -> None:
         """Sends a signal to the process groups of ranks, or only to their main processes.
@@ -467,10 +472,10 @@ class ZygoteServer:
                 children.append(child)
         return children
 
-    def _report(self, event: Event) -> None:
-        """Sends an event to the launcher."""
+    def _send(self, message: object) -> None:
+        """Sends an event or an answer to the launcher."""
         with contextlib.suppress(OSError):  # if the launcher is gone, the main loop will notice
-            self.control.send(json.dumps(event).encode())
+            self.control.send(json.dumps(message).encode())
 
 
 def _execute(command: list[str]) -> NoReturn:

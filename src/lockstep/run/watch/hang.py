@@ -246,47 +246,50 @@ def _awaited_rank_is_gone(case: Case) -> Verdict | None:
 def _cannot_go_on(
     case: Case, *, ended: Mapping[int, RankState], stopped: Mapping[int, RankState]
 ) -> bool:
-    """Returns True if ranks wait in vain for ranks that have ended, so that the run cannot go on.
-
-    Example: rank 0 waits for an unknown rank, rank 1 has ended, and rank 2 computes. The result is
-    False, as rank 0 may wait for rank 2. Without rank 2, it is True.
+    """Returns True if a rank waits in vain for ranks that have ended, so that the run cannot go on.
 
     Args:
         case: what is known about the run.
         ended: of the ranks that others wait for, those that have ended.
         stopped: of the ranks that others wait for, those that are stopped.
     """
-    if any(_is_known_to_wait_for(case, rank, ended) for rank in case.waiting):
-        return True
-
-    # No such wait is known. The waiting ranks may be waiting for any other rank that has not ended
-    # and is not stopped.
-    ranks_perhaps_waited_for = (
+    ranks_that_may_come = (
         case.activities.keys() - case.waiting.keys() - ended.keys() - stopped.keys()
     )
-    if ranks_perhaps_waited_for:
+    return any(
+        _waits_in_vain(case, rank, ended.keys(), ranks_that_may_come) for rank in case.waiting
+    )
+
+
+def _waits_in_vain(
+    case: Case, rank: int, ended_ranks: Collection[int], ranks_that_may_come: Collection[int]
+) -> bool:
+    """Returns True if a waiting rank certainly waits for a rank that has ended.
+
+    Examples, where rank 1 has ended, and rank 2 computes and so may come:
+
+        rank 0 is known to wait for rank 1            True
+        it is assumed to wait for rank 1 or 2         False: rank 2 may be the one that it waits for
+        it is assumed to wait for rank 1 alone        True
+
+    Args:
+        case: what is known about the run.
+        rank: the waiting rank.
+        ended_ranks: the ranks that have ended.
+        ranks_that_may_come: the ranks that may still make the call that another one waits for.
+    """
+    awaited_ranks = case.graph.waits_for[rank]
+    if awaited_ranks.isdisjoint(ended_ranks):
         return False
 
-    # A rank that only destroys its process group goes on by itself, even if other ranks are gone.
-    # Any other rank waits in vain.
-    return any(not _only_destroys_group(case, rank) for rank in case.waiting)
-
-
-def _is_known_to_wait_for(case: Case, rank: int, ended: Mapping[int, RankState]) -> bool:
-    """Returns True if a waiting rank is known, not just assumed, to wait for one of these ranks."""
-    # If the partners of a rank are unknown, the graph assumes that it waits for every rank that
-    # does something else.
     partners_are_known = rank not in case.graph.partners_unknown
-    return partners_are_known and not case.graph.waits_for[rank].isdisjoint(ended)
+    if partners_are_known:
+        return True
 
-
-def _only_destroys_group(case: Case, rank: int) -> bool:
-    """Returns True if a waiting rank destroys its process group, and waits for nothing else.
-
-    If it also has a pending call, the graph knows its partners in this call.
-    """
-    has_pending_call = rank not in case.graph.partners_unknown
-    return case.activities[rank].op == "destroy_process_group" and not has_pending_call
+    # A rank that only destroys its process group goes on by itself, even if other ranks are gone.
+    if case.activities[rank].op == "destroy_process_group":
+        return False
+    return awaited_ranks.isdisjoint(ranks_that_may_come)
 
 
 # The verdict on an awaited rank, by the kind of its activity. What explains most comes first.

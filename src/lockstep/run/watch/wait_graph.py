@@ -30,6 +30,9 @@ from lockstep.run.watch.activity import Activity, Kind, frames_to_user_line
 from lockstep.run.watch.call_table import CallTable, oldest_batch
 from lockstep.run.watch.snapshot import CollectiveCall, RankState
 
+_WAITING_KINDS = (Kind.WAITING, Kind.PERHAPS_WAITING, Kind.LIMITED)
+"""The kinds of activities that have a function in which the rank waits for other ranks."""
+
 
 class WaitGraph:
     """Which rank waits for which.
@@ -284,7 +287,16 @@ def _awaited_ranks(
 
 
 def _wait_for_the_same(activity: Activity, other: Activity) -> bool:
-    """Returns True if two ranks are in the same function and, if known, create the same group."""
+    """Returns True if two ranks wait in the same function and, if known, create the same group.
+
+    Args:
+        activity: what a waiting rank does.
+        other: what any rank does.
+    """
+    # The function of a rank that waits in `backward`, say, may not be known. It must not be taken
+    # for that of a rank which has ended or computes, and so waits in none.
+    if other.kind not in _WAITING_KINDS:
+        return False
     if activity.created_group is None or other.created_group is None:
         return activity.op == other.op
     return activity.created_group.may_be_same(other.created_group)
