@@ -58,3 +58,19 @@ def test_what_cannot_be_kept_is_said(tmp_path: Path) -> None:
     writer = BatchWriter(tmp_path, 0)
     with pytest.raises(UsageError, match="a batch cannot be kept"):
         writer.write("0-1", 0, LoadedBatch(lambda: None, None))
+
+
+def test_lists_of_single_images_are_joined_image_by_image() -> None:
+    def batch(*sizes: int) -> tuple[tuple[torch.Tensor, ...], tuple[dict[str, torch.Tensor], ...]]:
+        images = tuple(torch.full((3, size, size), float(size)) for size in sizes)
+        return images, tuple({"boxes": torch.ones(size - 4, 4)} for size in sizes)
+
+    # Of two images and two targets, each rank has a tuple of two tuples of two.
+    images, targets = join([batch(5, 6), batch(7, 8)])
+    assert [len(image[0]) for image in images] == [5, 6, 7, 8]
+    assert [len(target["boxes"]) for target in targets] == [1, 2, 3, 4]
+
+    by_key = join([{"images": list(batch(5)[0])}, {"images": list(batch(6, 7)[0])}])
+    assert [len(image[0]) for image in by_key["images"]] == [5, 6, 7]
+    dictionaries = join([[{"image": image}] for image in batch(5, 6)[0]])
+    assert [len(each["image"][0]) for each in dictionaries] == [5, 6]

@@ -30,6 +30,7 @@ from lockstep.verify.causes import cause_of
 from lockstep.verify.divergence import find_divergences, indices_with_other_contents
 from lockstep.verify.names import align_names
 from lockstep.verify.recording.batches import describe_batch
+from lockstep.verify.recording.tensor_values import sample_tensors
 from lockstep.verify.tolerance import FLOAT64
 from lockstep.verify.training_record import Forward, RankUpdate, ScriptCall, Update
 
@@ -534,3 +535,34 @@ def test_what_a_list_has_of_each_sample_is_not_a_row_of_each() -> None:
         describe_batch([views[0], torch.tensor([0, 1])]).shape
         == "torch.float32 [3]; torch.int64 []"
     )
+
+
+def test_a_list_of_images_has_one_sample_in_each_entry() -> None:
+    images = [torch.randn(3, 8, 9) for _ in range(4)]
+    stacked = describe_batch((torch.stack(images),))
+    assert describe_batch((images,)) == stacked
+    assert stacked.weights["samples"] == 4
+
+    # The targets of each image stand beside it, or in the same dictionary.
+    targets = [{"boxes": torch.rand(number, 4)} for number in (2, 0, 4, 1)]
+    assert describe_batch((images, targets)) == stacked
+    both = [{"image": image} | target for image, target in zip(images, targets, strict=True)]
+    assert describe_batch((both,)) == stacked
+    assert describe_batch(both) == stacked  # as a loader without a `collate_fn` hands them out
+
+    # As many images as channels, and images of other sizes, which are padded as models pad them.
+    assert len(describe_batch((images[:3],)).contents) == 3
+    padded = describe_batch(([torch.ones(1, 5, 7), torch.ones(1, 6, 4)],))
+    assert (len(padded.contents), padded.shape) == (2, "torch.float32 [1, 6, 7]")
+    assert sample_tensors((images, targets))[0] == 4
+
+
+def test_what_is_no_list_of_images_keeps_its_rows() -> None:
+    texts = torch.randn(3, 5, 6)
+    assert describe_batch([texts, texts + 1]).shape == "torch.float32 [5, 6]; torch.float32 [5, 6]"
+
+    # The state of a recurrent layer, which has the samples in its second dimension.
+    state = (torch.randn(1, 3, 8), torch.randn(1, 3, 8))
+    count, (inputs, *states) = sample_tensors((texts, state))
+    assert (count, list(inputs.shape)) == (3, [3, 5, 6])
+    assert [list(tensor.shape) for tensor in states] == [[3, 1, 8], [3, 1, 8]]

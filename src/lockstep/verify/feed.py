@@ -20,7 +20,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from lockstep.batch.pytree import tensors
 from lockstep.errors import UsageError
+from lockstep.verify.recording.tensor_values import single_images
 
 LENGTHS_FILE = "lengths.json"
 
@@ -187,25 +189,42 @@ def join(parts: Sequence[Any]) -> Any:
     Raises:
         UsageError: Tensors have different shapes.
     """
+    num_images_of_parts = [len(single_images(part)) for part in parts]
+    return _join(parts, num_images_of_parts, is_whole_batch=True)
+
+
+def _join(parts: Sequence[Any], num_images: Sequence[int], *, is_whole_batch: bool = False) -> Any:
+    """Joins the same part of the batches of several ranks.
+
+    Args:
+        parts: the part in the batch of each rank.
+        num_images: for each rank, the number of images in its batch, if the batch begins with a
+            list of single images; otherwise 0.
+        is_whole_batch: whether the parts are the batches themselves.
+    """
     first = parts[0]
     if isinstance(first, Tensor):
         return _join_tensors(parts)
 
     if isinstance(first, Mapping):
-        joined = {key: join([part[key] for part in parts]) for key in first}
+        joined = {key: _join([part[key] for part in parts], num_images) for key in first}
         if type(first) is dict:
             return joined
         # The mapping class of a library, such as `BatchEncoding` of transformers.
         return type(first)(joined)  # type: ignore[call-arg]
 
     if isinstance(first, list | tuple):
-        return _join_sequences(parts)
+        # `(images, targets)` has fields, but a batch of dictionaries has one for each image.
+        has_one_for_each_image = [len(part) for part in parts] == list(num_images)
+        if has_one_for_each_image and (not is_whole_batch or isinstance(first[0], Mapping)):
+            return _concatenate(parts)
+        return _join_sequences(parts, num_images)
 
     # Numbers and strings belong to the batch as a whole, so they should be the same on all ranks.
     return first
 
 
-def _join_sequences(parts: Sequence[Any]) -> Any:
+def _join_sequences(parts: Sequence[Any], num_images: Sequence[int]) -> Any:
     """Joins lists or tuples of several ranks.
 
     Named tuples, and sequences with tensors such as `[inputs, labels]`, are joined field by field.
@@ -214,20 +233,26 @@ def _join_sequences(parts: Sequence[Any]) -> Any:
     first = parts[0]
     is_named_tuple = isinstance(first, tuple) and hasattr(first, "_replace")
     has_tensors = any(isinstance(value, Tensor) for value in first)
-    if is_named_tuple or has_tensors:
+    holds_lists_of_images = num_images[0] > 0 and bool(tensors(first))
+    if is_named_tuple or has_tensors or holds_lists_of_images:
         joined_fields = []
         for values_of_ranks in zip(*parts, strict=True):
-            joined_fields.append(join(values_of_ranks))
+            joined_fields.append(_join(values_of_ranks, num_images))
 
         if is_named_tuple:  # it takes its fields as separate arguments
             return type(first)(*joined_fields)
         return type(first)(joined_fields)
 
+    return _concatenate(parts)
+
+
+def _concatenate(parts: Sequence[Any]) -> Any:
+    """Returns lists or tuples of several ranks as one."""
     all_values: list[Any] = []
     for part in parts:
         all_values += part
 
-    return type(first)(all_values)
+    return type(parts[0])(all_values)
 
 
 def _join_tensors(parts: Sequence[Tensor]) -> Tensor:

@@ -15,10 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lockstep.batch.pytree import tensors
 from lockstep.verify.recording.loss_calls import IGNORE_INDEX
 from lockstep.verify.recording.marks import mark
-from lockstep.verify.recording.tensor_values import without_those_of_single_samples
+from lockstep.verify.recording.tensor_values import with_rows, without_those_of_single_samples
 from lockstep.verify.training_record import Batch
 
 
@@ -28,24 +27,23 @@ def describe_batch(batch: Any, num_samples: int | None = None, **fields: Any) ->
     Args:
         batch: nest of tensors, each with one row for each sample.
         num_samples: number of samples in the batch. By default, the number of rows of the first
-            tensor.
+            tensor, or of images in a list of single images.
         **fields: further fields of the record, such as `epoch`.
     """
-    # Sparse tensors and single numbers have no rows.
-    with_rows = [t for t in tensors(batch) if t.layout == torch.strided and t.dim() > 0]
+    candidates = with_rows(batch)
     if num_samples is None:
-        num_samples = len(with_rows[0]) if with_rows else 0
+        num_samples = len(candidates[0]) if candidates else 0
 
     # Tensors with another number of rows say nothing about single samples, and are left out. So are
-    # those whose rows are something else, such as the boxes in one image.
+    # tensors of a single sample, such as the boxes in one image.
     sample_tensors = []
-    for tensor in without_those_of_single_samples(with_rows, batch, num_samples):
+    for tensor in without_those_of_single_samples(candidates, batch, num_samples):
         if len(tensor) == num_samples:
             sample_tensors.append(tensor.detach().cpu())
 
     # The shape of one sample, such as "torch.float32 [3, 32, 32]; torch.int64 []". It is empty only
     # if no tensor has rows at all.
-    tensors_to_describe = sample_tensors or with_rows
+    tensors_to_describe = sample_tensors or candidates
     shape = "; ".join(f"{t.dtype} {list(t.shape[1:])}" for t in tensors_to_describe)
 
     contents = _sample_digests(sample_tensors, num_samples)

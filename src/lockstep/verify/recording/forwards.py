@@ -38,6 +38,7 @@ from lockstep.verify.recording.state import ForwardPass, RecorderState
 from lockstep.verify.recording.tensor_values import (
     copy_arrays,
     sample_tensors,
+    single_images,
     summarize,
     summarize_rows,
     tensors_with_rows,
@@ -556,7 +557,7 @@ class ForwardRecorder:
 
 
 def _rows_are_certainly_samples(inputs: Any, sample_inputs: list[Tensor]) -> bool:
-    """True if a model has several inputs, and all of them have the same number of rows.
+    """True if a model has several inputs with the same number of rows, or a list of single images.
 
     The rows of a single input may be something else than samples, such as the nodes of a graph.
 
@@ -564,6 +565,9 @@ def _rows_are_certainly_samples(inputs: Any, sample_inputs: list[Tensor]) -> boo
         inputs: all inputs of the model.
         sample_inputs: the inputs that have as many rows as the first one.
     """
+    if single_images(inputs):
+        return True
+
     inputs_with_rows = [tensor for tensor in tensors(inputs) if tensor.dim() > 0]
     has_several_inputs = len(inputs_with_rows) > 1
     return has_several_inputs and len(sample_inputs) == len(inputs_with_rows)

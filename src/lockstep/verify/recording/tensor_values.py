@@ -13,11 +13,15 @@ from contextlib import suppress
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from lockstep.batch.pytree import tensors
 from lockstep.torch_compat import is_sharded, to_local
 from lockstep.verify.tolerance import Array
+
+NUMBERS_OF_CHANNELS = (1, 3)
+"""Channels of an image: grey, or red, green and blue."""
 
 
 def summarize(tensor: Tensor) -> Array:
@@ -73,13 +77,94 @@ def sample_tensors(values: object) -> tuple[int, list[Tensor]]:
     Returns:
         The number of samples, which is the number of rows of the first tensor, and the tensors.
     """
-    # Sparse tensors and single numbers have no rows.
-    candidates = [t for t in tensors(values) if t.layout == torch.strided and t.dim() > 0]
+    candidates = with_rows(values)
     if not candidates:
         return 0, []
     count = len(candidates[0])
     of_all_samples = without_those_of_single_samples(candidates, values, count)
     return count, tensors_with_rows(of_all_samples, count)
+
+
+def with_rows(values: object) -> list[Tensor]:
+    """Returns the tensors of a nest that have rows, which sparse tensors and single numbers lack.
+
+    If the nest begins with a list of single images, they become the rows of one tensor.
+    """
+    tensors_of_nest = [t for t in tensors(values) if t.layout == torch.strided and t.dim() > 0]
+    images = single_images(values)
+    if not images:
+        return tensors_of_nest
+
+    ids_of_images = {id(image) for image in images}
+    others = [tensor for tensor in tensors_of_nest if id(tensor) not in ids_of_images]
+    return [_stack_images(images), *others]
+
+
+def single_images(values: object) -> list[Tensor]:
+    """Returns the images if a nest begins with a list that has one image for each sample.
+
+    Models that detect objects take images in this way, since their sizes may differ. Each image has
+    the shape (channels, height, width), and may stand beside the targets of its sample:
+
+        ([image, image], [targets, targets])
+        [{"image": image, "boxes": boxes}, {"image": image, "boxes": boxes}]
+
+    Returns:
+        The images; empty if the nest begins with anything else.
+    """
+    # Go from the whole nest to its first entry, and to the first entry of that.
+    nest = values
+    is_top = True
+    while True:
+        entries = [entry for entry in _entries(nest) if tensors(entry)]
+        if not entries:  # the nest is a single tensor, or has none
+            return []
+
+        # Entries of the whole batch are usually kinds of values, such as inputs and labels.
+        may_be_samples = not is_top or all(isinstance(entry, Mapping) for entry in entries)
+        first_tensors = [tensors(entry)[0] for entry in entries]
+        if may_be_samples and isinstance(nest, list | tuple) and _are_images(first_tensors):
+            return first_tensors
+
+        nest = entries[0]
+        is_top = False
+
+
+def _entries(nest: object) -> list[object]:
+    """Returns the entries of a list, a tuple or a dictionary; empty for anything else."""
+    if isinstance(nest, Mapping):
+        return list(nest.values())
+    return list(nest) if isinstance(nest, list | tuple) else []
+
+
+def _are_images(candidates: Sequence[Tensor]) -> bool:
+    """True if each tensor may be one image: of few channels, and higher and wider than these."""
+    first = candidates[0]
+    num_channels = len(first) if first.dim() == 3 else 0
+    if num_channels not in NUMBERS_OF_CHANNELS:
+        return False
+
+    for tensor in candidates:
+        is_like_first = (tensor.dtype, tensor.device) == (first.dtype, first.device)
+        if not is_like_first or tensor.layout != torch.strided or tensor.dim() != 3:
+            return False
+        if len(tensor) != num_channels or min(tensor.shape[1:]) <= num_channels:
+            return False
+
+    return True
+
+
+def _stack_images(images: Sequence[Tensor]) -> Tensor:
+    """Returns images as the rows of one tensor. Smaller images are padded to the largest size."""
+    height = max(image.shape[1] for image in images)
+    width = max(image.shape[2] for image in images)
+    padded = []
+    for image in images:
+        missing_height = height - image.shape[1]
+        missing_width = width - image.shape[2]
+        padded.append(F.pad(image.detach(), (0, missing_width, 0, missing_height)))
+
+    return torch.stack(padded)
 
 
 def without_those_of_single_samples(
@@ -110,15 +195,11 @@ def _tensors_of_single_samples(
         is_top: whether the nest is the whole batch. A batch such as `[images]` may have one entry
             just because it has one tensor.
     """
-    if isinstance(values, Mapping):
-        entries = list(values.values())
-    elif isinstance(values, list | tuple):
-        entries = list(values)
-        may_be_only_tensor = is_top and len(entries) == 1
-        if not may_be_only_tensor and _has_entry_for_each_sample(entries, num_samples):
+    entries = _entries(values)
+    may_be_only_tensor = is_top and len(entries) == 1
+    if isinstance(values, list | tuple) and not may_be_only_tensor:
+        if _has_entry_for_each_sample(entries, num_samples):
             return tensors(values)
-    else:
-        return []
 
     found = []
     for entry in entries:
@@ -154,14 +235,14 @@ def tensors_with_rows(values: Sequence[Tensor], count: int) -> list[Tensor]:
     If a tensor has another number of rows, its first two dimensions are swapped first: the hidden
     state of a recurrent layer has the samples in its second dimension.
     """
-    with_rows = []
+    found = []
     for tensor in values:
         samples_may_be_in_second_dimension = tensor.dim() > 1 and len(tensor) != count
         if samples_may_be_in_second_dimension:
             tensor = tensor.transpose(0, 1)
         if tensor.dim() > 0 and len(tensor) == count and not tensor.is_complex():
-            with_rows.append(tensor)
-    return with_rows
+            found.append(tensor)
+    return found
 
 
 def storage_address(tensor: Tensor) -> int:
