@@ -535,6 +535,35 @@ def test_what_would_depend_on_the_processes_is_refused(case: str) -> None:
             run_ranks(refused, size, case)
 
 
+def means_in_a_loop(in_every_micro_batch: bool) -> list[float]:
+    """The means over the ranks of how many micro-batches each has trained, called in the loop."""
+    means = []
+    with lockstep.init(DiLoCo(replicas=3), device="cpu") as world:
+        net = mlp()
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        net, optimizer = world.prepare(net, optimizer)
+        loader = world.loader(tensors(24), 12)
+        for _ in loader:
+            break  # before a replica has trained, so that all ranks are together again
+        means.append(world.mean(0.0))
+        for number, batch in enumerate(loader, 1):
+            world.backward(mean_loss(net, batch))
+            optimizer.step()
+            if in_every_micro_batch or world.is_last_micro_batch:
+                means.append(world.mean(float(number)))
+    return means
+
+
+def test_ranks_with_several_and_with_one_replica_communicate_once_in_a_global_batch() -> None:
+    for means in run_ranks(means_in_a_loop, 2, False):
+        assert means == [0.0, (2 + 1) / 2, (4 + 2) / 2]
+    with pytest.raises(RankFailed) as failed:
+        run_ranks(means_in_a_loop, 2, True)
+    error = failed.value.errors[0]
+    assert "world.mean in a micro-batch that only some ranks have" in error
+    assert "3 replicas on 2 processes" in error
+
+
 @pytest.mark.parametrize(
     "wrong",
     [

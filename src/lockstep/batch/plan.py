@@ -346,7 +346,7 @@ def split_over_virtual_ranks(
         micro_batches = min(micro_batches, max(1, min(sizes)))
 
     ranks_of_each = virtual_ranks.ranks_of_each(len(shares))
-    virtual_ranks_of_rank = virtual_ranks_of_ranks(shares, virtual_ranks.count)
+    virtual_ranks_of_rank = virtual_ranks_of_ranks(shares, virtual_ranks)
     pieces_of_ranks: list[list[VirtualRankPiece]] = []
     for rank, own_virtual_ranks in enumerate(virtual_ranks_of_rank):
         pieces = []
@@ -407,8 +407,8 @@ def virtual_rank_bounds(shares: tuple[int, ...], num_virtual_ranks: int) -> tupl
     return (0, *itertools.accumulate(virtual_ranks_per_rank))
 
 
-def virtual_ranks_of_ranks(shares: tuple[int, ...], num_virtual_ranks: int) -> list[range]:
-    """Returns the virtual ranks that each rank processes.
+def virtual_ranks_of_ranks(shares: tuple[int, ...], virtual_ranks: VirtualRanks) -> list[range]:
+    """Returns the numbers of the virtual ranks that each rank processes.
 
     With more ranks than virtual ranks, neighbouring ranks process one together. Otherwise each rank
     processes one or more:
@@ -418,16 +418,16 @@ def virtual_ranks_of_ranks(shares: tuple[int, ...], num_virtual_ranks: int) -> l
 
     Args:
         shares: a whole number for each rank, see `split_over_virtual_ranks`.
-        num_virtual_ranks: number of virtual ranks in the run. If there are more ranks, their number
-            is a multiple of it.
+        virtual_ranks: the virtual ranks of the run. If there are more ranks, their number is a
+            multiple of that of the virtual ranks.
     """
     num_ranks = len(shares)
-    if num_ranks > num_virtual_ranks:
-        ranks_of_each = num_ranks // num_virtual_ranks
+    ranks_of_each = virtual_ranks.ranks_of_each(num_ranks)
+    if ranks_of_each > 1:
         virtual_rank_of_rank = [rank // ranks_of_each for rank in range(num_ranks)]
         return [range(number, number + 1) for number in virtual_rank_of_rank]
 
-    bounds = virtual_rank_bounds(shares, num_virtual_ranks)
+    bounds = virtual_rank_bounds(shares, virtual_ranks.count)
     return [range(begin, end) for begin, end in itertools.pairwise(bounds)]
 
 

@@ -115,6 +115,9 @@ class Collectives:
         self.blocked_reason: str | None = None
         """Why a collective would hang at this point of the program, or None if it would not. See
         `blocked`."""
+        self.why_ranks_are_apart: str | None = None
+        """Why other ranks may be at another micro-batch of the training loop than this one, or None
+        if all ranks have equally many. The strategy sets it."""
         self.in_main_process_first = False
         """True inside the block of `main_process_first`, which ranks do not run together."""
         self.rank_histories: list[RankHistory] = []
@@ -139,6 +142,7 @@ class Collectives:
     def unblock(self) -> None:
         """Allows collectives again although a training loop that has blocked them was left open."""
         self.blocked_reason = None
+        self.why_ranks_are_apart = None
 
     @property
     def single_process(self) -> bool:
@@ -447,6 +451,8 @@ class Collectives:
                 self.blocked_reason,
                 "sum up inside the loop and call the collective once, after it",
             )
+        if is_called_by_user:
+            self.check_ranks_are_together(f"world.{call.name}")
 
         # Inside a block of `main_process_first` the ranks do not run together.
         call_for_message = f"{call.name} {call.detail}".rstrip()
@@ -461,6 +467,22 @@ class Collectives:
 
         # The slow case: the ranks exchange the full descriptions, to find out what differs.
         return self._compare_calls(call, is_compatible)
+
+    def check_ranks_are_together(self, action: str) -> None:
+        """Raises UsageError if other ranks may be at another micro-batch of the training loop.
+
+        They would then not call the collective, or call it for another micro-batch.
+
+        Args:
+            action: what needs all ranks, for the message.
+        """
+        if self.why_ranks_are_apart is not None:
+            raise UsageError(
+                f"{action} in a micro-batch that only some ranks have",
+                self.why_ranks_are_apart,
+                "do it where world.is_last_micro_batch is true, which all ranks reach once for "
+                "each global batch, or after the loop",
+            )
 
     def _compare_calls(
         self,
@@ -875,7 +897,8 @@ def exchange_on_all_ranks(
     Raises:
         LockstepError: `work` raised. That rank raises its own error; the others raise an error of
             type `error_type` with the same text.
-        UsageError: this was called in the body of an evaluation loop.
+        UsageError: this was called in the body of an evaluation loop, or in a micro-batch that only
+            some ranks have.
     """
     # It is set in the body of an evaluation loop, which ranks do not run equally often.
     if collectives.blocked_reason is not None:
@@ -884,6 +907,7 @@ def exchange_on_all_ranks(
             collectives.blocked_reason,
             "do it after the loop",
         )
+    collectives.check_ranks_are_together(action)
 
     failure: Exception | None = None
     message: dict[str, Any]

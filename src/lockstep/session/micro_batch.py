@@ -31,6 +31,14 @@ class VirtualRanks:
         """
         return max(1, num_ranks // self.count)
 
+    def are_equally_many_on_all(self, num_ranks: int) -> bool:
+        """Returns True if all ranks compute equally many virtual ranks.
+
+        For 3 virtual ranks it is False on 2 ranks, of which one computes two. It is True on 1, 3
+        and 6 ranks.
+        """
+        return num_ranks > self.count or self.count % num_ranks == 0
+
     def num_averaged_gradients(self, num_ranks: int) -> int:
         """Returns how many gradients are averaged before an optimizer steps.
 

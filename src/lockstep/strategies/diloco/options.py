@@ -11,6 +11,7 @@ from typing import get_args
 
 from lockstep.communication.quantize import Method
 from lockstep.errors import SettingError, unknown_choice_error
+from lockstep.session.micro_batch import VirtualRanks
 from lockstep.settings import check_whole_number
 
 
@@ -44,6 +45,11 @@ class DiLoCoOptions:
     start: int = 0
     """Number of steps at the beginning in which all virtual ranks train one model and average
     gradients."""
+
+    @property
+    def virtual_ranks(self) -> VirtualRanks:
+        """The virtual ranks of the run, one for each replica."""
+        return VirtualRanks(count=self.replicas, train_copies=True)
 
     def __post_init__(self) -> None:
         minimums = {"replicas": 1, "every": 1, "fragments": 1, "delay": 0, "start": 0}

@@ -35,7 +35,6 @@ from lockstep.batch.indices import ceil_div
 from lockstep.distributed.process_group import Run
 from lockstep.errors import SettingError, warn
 from lockstep.keyword_arguments import check_keywords_of_constructor
-from lockstep.session.micro_batch import VirtualRanks
 from lockstep.settings import Choice
 from lockstep.strategies.base import (
     PreparedModule,
@@ -105,7 +104,7 @@ class DiLoCo(DiLoCoOptions, Strategy):
         run.step.num_common_steps = self.start
         return replace(
             super().plan(run),
-            virtual_ranks=VirtualRanks(count=self.replicas, train_copies=True),
+            virtual_ranks=self.virtual_ranks,
             statistics_group=SAME_VIRTUAL_RANKS,
         )
 
@@ -114,7 +113,7 @@ class DiLoCo(DiLoCoOptions, Strategy):
         # The ranks of a row compute the same virtual ranks. For 4 processes and 2 virtual ranks:
         # [[0, 1], [2, 3]]; for 2 processes and 4 virtual ranks: [[0], [1]].
         num_ranks = run.topology.size
-        ranks_per_group = max(1, num_ranks // self.replicas)
+        ranks_per_group = self.virtual_ranks.ranks_of_each(num_ranks)
         ranks = torch.arange(num_ranks).view(-1, ranks_per_group)
         open_group(run, SAME_VIRTUAL_RANKS, ranks)  # one group for each row
         if self.compress:
@@ -187,7 +186,7 @@ class DiLoCo(DiLoCoOptions, Strategy):
         # Where the virtual ranks (replicas) are computed.
         if self.replicas <= num_ranks:
             # `plan` has checked that the number of processes is a multiple.
-            processes_per_replica = num_ranks // self.replicas
+            processes_per_replica = self.virtual_ranks.ranks_of_each(num_ranks)
             where = f"each on {count_noun(processes_per_replica, 'process')}"
         else:
             fewest = self.replicas // num_ranks

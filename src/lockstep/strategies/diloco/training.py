@@ -55,21 +55,21 @@ class DiLoCoTraining(Extension):
         self._options = options
         self._step = run.step
         num_ranks = run.topology.size
-        num_virtual_ranks = options.replicas
+        virtual_ranks = options.virtual_ranks
         equal_shares = (1,) * num_ranks
-        virtual_ranks_of_rank = virtual_ranks_of_ranks(equal_shares, num_virtual_ranks)
+        virtual_ranks_of_rank = virtual_ranks_of_ranks(equal_shares, virtual_ranks)
         self.own: Sequence[int] = virtual_ranks_of_rank[run.topology.rank]
         """The numbers of the virtual ranks that this process computes."""
         self._group: dist.ProcessGroup | None = None
         """The ranks that compute the same virtual rank as this one, if there are several."""
         self._moving_buffers: MovingBuffers | None = None
-        if num_ranks // num_virtual_ranks > 1:
+        if virtual_ranks.ranks_of_each(num_ranks) > 1:
             self._group = run.groups.get(SAME_VIRTUAL_RANKS)
 
         if self._group is not None:
             self._moving_buffers = MovingBuffers(module, run.step, self._group)
 
-        self._exchange = Exchange(run, num_virtual_ranks)
+        self._exchange = Exchange(run, virtual_ranks.count)
 
         self._parameter_names: list[str] = []
         self.parameters: list[nn.Parameter] = []
@@ -137,7 +137,27 @@ class DiLoCoTraining(Extension):
         if micro_batch.opens_step:
             self._stepped_optimizers.clear()
 
+        self._note_whether_ranks_are_apart(micro_batch)
         self._put_values_of_present_virtual_rank()
+
+    def _note_whether_ranks_are_apart(self, micro_batch: MicroBatch) -> None:
+        """Refuses collectives of the script while other ranks may be at another micro-batch.
+
+        If rank 0 has two virtual ranks, and rank 1 has one, their loops have two micro-batches and
+        one for each global batch. All ranks have a last one.
+        """
+        collectives = self._run.collectives
+        num_ranks = self._run.topology.size
+        is_same_on_all = self._options.virtual_ranks.are_equally_many_on_all(num_ranks)
+        if is_same_on_all or micro_batch.last:
+            collectives.why_ranks_are_apart = None
+        else:
+            replicas = count_noun(self._options.replicas, "replica")
+            processes = count_noun(num_ranks, "process")
+            collectives.why_ranks_are_apart = (
+                f"{replicas} on {processes}: some processes train more of them than others, and so "
+                "have more micro-batches"
+            )
 
     def _finish_previous_global_batch(self) -> None:
         """Finishes a global batch for which some, but not all, optimizer steps were made.
@@ -264,6 +284,7 @@ class DiLoCoTraining(Extension):
 
     def pass_ended(self) -> None:
         """Puts the shared values into the module when a loop has left its loader."""
+        self._run.collectives.why_ranks_are_apart = None
         self.put_shared_values()
 
     def put_shared_values(self) -> None:
