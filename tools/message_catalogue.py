@@ -243,7 +243,7 @@ NO_MESSAGES_BY_REASON = {
         "world.broadcast(..., source={source})",
         "--rsync-path=mkdir -p {quote} && rsync",
         "import json, sys\nsys.path = json.loads(sys.argv[1])\n"
-        "from lockstep.run.start.spawn import zygote_main\n"
+        "from lockstep.run.start.function_worker import zygote_main\n"
         "zygote_main(*map(json.loads, sys.argv[2:]))",
         "import sys; sys.path.insert(0, {packages_folder}); from {name} import zygote_main; "
         "zygote_main(*sys.argv[1:])",

@@ -28,9 +28,9 @@ Files of a rank. All but the logs and torch's file are its *evidence* (`watch.ev
                                                                 `start.rank_watch`,
                                                                 `start.spawn`
     elastic_error.json    rank: `watch.error_record`            torch elastic, for its callers
-    own_<call>_<n>/rank_<i>/
+    own_<group>_<n>/rank_<i>/
                           the same for <n> processes that the script has started itself
-                          (`watch.script_processes`)
+                          (`group_folder`)
 
 What the ranks record about the training (--report, --journal, --ledger) is in folders of its own:
 see `distributed.rank_files`.
@@ -86,6 +86,34 @@ def make_folder(log_dir: str | None, name: str) -> Path:
 def log_path(rank_folder: Path, stream: str) -> Path:
     """Returns the path of a rank's log for "stdout" or "stderr"."""
     return rank_folder / f"{stream}.log"
+
+
+def group_folder(rank_folder: Path, number: int, size: int) -> Path:
+    """Returns the folder for a group of processes that a script has started itself.
+
+    For the first group, which has four processes, that is `own_000000_4`.
+
+    Args:
+        rank_folder: the folder of the rank that runs the script.
+        number: how many groups the script has started before.
+        size: the number of processes in the group.
+    """
+    return rank_folder / f"own_{number:06}_{size}"
+
+
+def latest_group_folder(rank_folder: Path) -> tuple[Path, int] | None:
+    """Returns the folder of the group that a script has started last, and the group's size.
+
+    Returns:
+        The result for `own_000000_4` and `own_000001_2` is the second folder, and 2; None if the
+        script has started no group.
+    """
+    folders = sorted(rank_folder.glob("own_*"))
+    if not folders:
+        return None
+    latest = folders[-1]
+    _, _, size = latest.name.rpartition("_")
+    return latest, int(size)
 
 
 def _make_parent_folder(log_dir: str | None) -> Path:

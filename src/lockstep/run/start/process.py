@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Literal
 
 from lockstep.errors import EXIT_SIGNAL
-from lockstep.run.run_folder import log_path
+from lockstep.run.run_folder import latest_group_folder, log_path
 from lockstep.run.start.process_memory import (
     OomCounts,
     oom_between,
@@ -145,17 +145,13 @@ def spawned_ranks(process: Process) -> list[Process]:
         The ranks that were started last. Empty if there are none, if not all of them have begun, if
         all have returned, or if they are not the ranks of one process group.
     """
-    groups = sorted(process.folder.glob("own_*"))
-    if not groups:
+    folder_and_size = latest_group_folder(process.folder)
+    if folder_and_size is None:
         return []
-
-    # A folder is named "own_CALL_COUNT", after the number of the call of `spawn` and the number of
-    # processes that the call has started. The last name is that of the last call.
-    group = groups[-1]
-    _, _, count = group.name.rpartition("_")
+    group, size = folder_and_size
 
     processes = []
-    for index in range(int(count)):
+    for index in range(size):
         folder = group / f"rank_{index}"
         heartbeat = read_heartbeat(Evidence.in_folder(folder).heartbeat)
         if heartbeat is None:  # this rank has not begun yet

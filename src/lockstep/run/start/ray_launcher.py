@@ -20,9 +20,10 @@ from typing import Any
 from lockstep.errors import LockstepError
 from lockstep.run.machines import ray_call
 from lockstep.run.machines.ray_call import CallFacts, CallOutcome
+from lockstep.run.start.function_worker import run_sent_call
 from lockstep.run.start.machine import read_machine
 from lockstep.run.start.plan import LaunchPlan, LaunchSpec, make_plan
-from lockstep.run.start.spawn import run_in_fresh_processes, run_sent_call
+from lockstep.run.start.spawn import run_in_fresh_processes
 from lockstep.run.start.torchrun_flags import TorchrunFlags
 from lockstep.run.start.worker import Script
 

@@ -1,9 +1,10 @@
 """Makes processes visible to the launcher that a script starts itself, by `mp.spawn` or `Process`.
 
 The launcher has started one process, and that process starts the ranks. Each of them gets a probe
-and a folder like those of the launcher's own ranks: `own_NUMBER_SIZE/rank_RANK`. Two marker files
-tell the launcher more: one in a folder whose processes are not the ranks of one process group, and
-one in the folder of a rank that has returned.
+and a folder like those of the launcher's own ranks: `rank_RANK` in the folder of its *group*, the
+processes that were started together (`run_folder.group_folder`). Two marker files tell the launcher
+more: one in a folder whose processes are not the ranks of one process group, and one in the folder
+of a rank that has returned.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep import torch_compat
+from lockstep.run.run_folder import group_folder
 from lockstep.run.watch import probe
 from lockstep.run.watch.evidence import Evidence
 
@@ -63,11 +65,11 @@ class _WatchedStarter:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._group_numbers = itertools.count()
-        """The numbers of the groups of processes. Each group has a folder."""
+        """The numbers that groups get, in the order in which they are started."""
         self._script_pid = os.getpid()
         self._original_start = BaseProcess.start
-        self._group_folder = folder
-        """The folder of the present group of `Process` objects; `start_process` sets it."""
+        self._number_of_present_group = 0
+        """The number of the present group of `Process` objects; `start_process` sets it."""
 
     def start_spawned(
         self,
@@ -86,17 +88,14 @@ class _WatchedStarter:
         if _PACKAGE_PARENT not in sys.path:
             sys.path.append(_PACKAGE_PARENT)
 
-        # For example own_000000_4: the first group of processes, which has four.
-        group_number = next(self._group_numbers)
-        spawn_folder = self._folder / f"own_{group_number:06}_{nprocs}"
-        watched_fn = partial(_run_spawned, spawn_folder, nprocs, fn)
+        folder_of_group = group_folder(self._folder, next(self._group_numbers), nprocs)
+        watched_fn = partial(_run_spawned, folder_of_group, nprocs, fn)
         return original_start_processes(watched_fn, args, nprocs, *more, **options)
 
     def start_process(self, process: BaseProcess) -> None:
         """Starts a `Process`, which installs a probe and then calls its `run` method.
 
-        Processes that are started while earlier ones are running belong to the same group of ranks,
-        so they share a folder, the group folder.
+        Processes that are started while earlier ones are running belong to the same group.
         """
         # If a rank starts a process, that is a DataLoader worker or another helper.
         is_started_by_script = os.getpid() == self._script_pid
@@ -106,13 +105,12 @@ class _WatchedStarter:
 
         all_earlier_ones_have_ended = not multiprocessing.active_children()
         if all_earlier_ones_have_ended:  # a new group begins
-            # The size of the group is not known yet. `_run_process` appends it to the name.
-            group_number = next(self._group_numbers)
-            self._group_folder = self._folder / f"own_{group_number:06}"
+            self._number_of_present_group = next(self._group_numbers)
 
         # The child process calls `process.run`. During the start, an attribute of the process hides
         # this method: it calls `_run_process`, which then calls the method.
-        process.run = partial(_run_process, self._group_folder, process.run)  # type: ignore[method-assign]
+        late_probe = _LateProbe(self._folder, self._number_of_present_group)
+        process.run = partial(_run_process, late_probe, process.run)  # type: ignore[method-assign]
         self._original_start(process)
         del process.run  # the attribute refers to the process, and would keep it alive
 
@@ -166,18 +164,14 @@ def _run_spawned(
     (rank_folder / RETURNED_FILE).touch()
 
 
-def _run_process(group_folder: Path, run: Callable[[], object]) -> None:
+def _run_process(late_probe: _LateProbe, run: Callable[[], object]) -> None:
     """Runs the program of a `Process` that the script has started.
 
-    The probe is installed when the program opens a process group, which says how many ranks there
-    are.
-
     Args:
-        group_folder: the folder of the processes that belong together. The size of their group is
-            added to its name: `own_000000` becomes `own_000000_2`.
+        late_probe: is installed when the program opens a process group, which says how many ranks
+            there are.
         run: the original `Process.run`.
     """
-    late_probe = _LateProbe(group_folder)
     torch_compat.call_on_new_default_group(late_probe.install)
     run()
 
@@ -190,11 +184,13 @@ class _LateProbe:
     """Installs the probe of a process once its program opens the default process group.
 
     Args:
-        group_folder: see `_run_process`.
+        script_folder: the folder of the rank that runs the script.
+        group_number: the number of this process's group.
     """
 
-    def __init__(self, group_folder: Path) -> None:
-        self._group_folder = group_folder
+    def __init__(self, script_folder: Path, group_number: int) -> None:
+        self._script_folder = script_folder
+        self._group_number = group_number
         self.rank_folder: Path | None = None
         """The folder of this rank, `own_000000_2/rank_1` for rank 1 of 2; None without a probe."""
 
@@ -206,7 +202,7 @@ class _LateProbe:
         if not in_main_thread:  # only the main thread may set the signal handlers of a probe
             return
 
-        folder = self._group_folder.with_name(f"{self._group_folder.name}_{group.size()}")
+        folder = group_folder(self._script_folder, self._group_number, group.size())
         rank_folder = folder / f"rank_{group.rank()}"
 
         # If the folder exists, another process has the same rank, so it is in another group of the

@@ -91,7 +91,7 @@ _NEVER_USER_CODE = (LOCKSTEP_FOLDER, STANDARD_LIBRARY_FOLDER, *_FILES_WITHOUT_SO
 _LAUNCHER_FILES = (
     f"{LOCKSTEP_FOLDER}run/start/worker.py",
     f"{LOCKSTEP_FOLDER}run/start/process_exit.py",
-    f"{LOCKSTEP_FOLDER}run/start/spawn.py",
+    f"{LOCKSTEP_FOLDER}run/start/function_worker.py",
 )
 
 
