@@ -14,7 +14,7 @@ from torch.utils.data import TensorDataset
 
 import lockstep
 from lockstep import World
-from lockstep.errors import RanksDifferError
+from lockstep.errors import RanksDifferError, WrongDeviceError
 
 pytestmark = pytest.mark.ranks
 
@@ -129,9 +129,9 @@ def test_a_generator_that_rests_in_some_steps_has_the_bits_of_one_process(strate
     assert run_ranks(digests_of_alternating_steps, 2, env=env) == [alone] * 2
 
 
-def train_with_generator_that_rests() -> None:
+def train_with_generator_that_rests(**settings: Any) -> None:
     """Changes a generator on one rank while it rests."""
-    with lockstep.init("ddp", seed=1) as world:
+    with lockstep.init("ddp", seed=1, **settings) as world:
         generator, critic = nn.Linear(4, 6), nn.Linear(6, 1)
         generator, critic, makes, judges = prepare_with_optimizers(world, generator, critic)
         noise = torch.randn(48, 4, generator=torch.Generator().manual_seed(3))
@@ -142,7 +142,7 @@ def train_with_generator_that_rests() -> None:
             # after the batches 1, 2, 3 and 10, so it rests in all of these but the first.
             if number in (1, 5):
                 makes.step()
-            if number == 2 and world.rank == 1:
+            if number == 4 and world.rank == 1:
                 with torch.no_grad():
                     next(generator.parameters()).add_(1.0)
             judges.zero_grad()
@@ -155,6 +155,18 @@ def train_until_models_differ() -> str:
     return str(raised.value)
 
 
+def train_until_a_rank_is_named() -> str:
+    with pytest.raises(WrongDeviceError) as raised:
+        train_with_generator_that_rests(virtual_ranks=3, check_devices=1000)
+    return str(raised.value)
+
+
 def test_a_model_that_rests_when_models_are_compared_is_compared_after_its_next_step() -> None:
     for said in run_ranks(train_until_models_differ, 2):
         assert "step 5" in said
+
+
+def test_check_devices_names_the_rank_of_a_model_that_rests_when_models_are_compared() -> None:
+    """The check that models are equal knows no rank, and must not be the first to compare them."""
+    for said in run_ranks(train_until_a_rank_is_named, 3):
+        assert "rank 1 (cpu" in said

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
+
+from torch import nn
+
 CHECK_EVERY = 200
 """The number of global batches from one comparison of the ranks to the next, by default."""
 _EARLY_CHECKS = frozenset({1, 2, 3, 10})
@@ -17,3 +21,54 @@ def check_due(number: int, every: int = CHECK_EVERY) -> bool:
         every: length of the interval.
     """
     return number in _EARLY_CHECKS or number % every == 0
+
+
+class DueComparisons:
+    """Tells which models are to be compared after a global batch.
+
+    A model is due after the global batches that `check_due` names. But if its optimizer rests in
+    such a batch, as that of a GAN's generator may, the model is compared after the optimizer's next
+    step: until then, its buffers may be those that the samples of this rank have left.
+    """
+
+    def __init__(self) -> None:
+        self._modules_with_optimizer: set[nn.Module] = set()
+        self._due_modules: set[nn.Module] = set()
+        """The modules that were due, and are not compared yet."""
+        self._latest_number = 0
+        """The number of the global batch of the latest call of `take`."""
+
+    def optimizer_prepared(self, modules: Collection[nn.Module]) -> None:
+        """Remembers the modules that an optimizer trains."""
+        self._modules_with_optimizer.update(modules)
+
+    def take(
+        self,
+        number: int,
+        interval_of_module: Mapping[nn.Module, int],
+        stepped: Collection[nn.Module],
+    ) -> list[nn.Module]:
+        """Returns the modules to compare now. They are not due any more.
+
+        It is called after the step of each optimizer, so several times for a global batch that
+        several optimizers step for.
+
+        Args:
+            number: number of the global batch, from 1.
+            interval_of_module: for each prepared module, after how many global batches it is
+                compared again.
+            stepped: the modules whose optimizer has just stepped.
+        """
+        is_new_global_batch = number != self._latest_number
+        self._latest_number = number
+
+        to_compare = []
+        for module, interval in interval_of_module.items():
+            if is_new_global_batch and check_due(number, interval):
+                self._due_modules.add(module)
+
+            awaits_its_step = module in self._modules_with_optimizer and module not in stepped
+            if module in self._due_modules and not awaits_its_step:
+                self._due_modules.remove(module)
+                to_compare.append(module)
+        return to_compare

@@ -433,7 +433,8 @@ def _skipped_error(micro_batch: MicroBatch) -> UsageError:
         "a loop that skips batches, with virtual_ranks",
         f"no backward pass has followed the batch of virtual rank "
         f"{micro_batch.virtual_rank_number}, so its part of the gradient is missing",
-        "call world.backward for every batch; multiply the loss by 0 to leave a batch out",
+        "call world.backward for every batch; to leave one out, multiply its loss by 0, or, where "
+        "that is NaN, replace the inputs that make it so",
     )
 
 

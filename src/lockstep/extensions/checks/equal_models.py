@@ -20,7 +20,7 @@ from lockstep.distributed.process_group import Run
 from lockstep.errors import RanksDifferError
 from lockstep.extensions.checks.base import Check
 from lockstep.optim.precision import Precision
-from lockstep.session.check_schedule import check_due
+from lockstep.session.check_schedule import DueComparisons
 from lockstep.strategies.base import EqualTensors, PreparedModule
 from lockstep.strategies.bit_sums import bit_sums
 from lockstep.wording import join_first
@@ -33,35 +33,26 @@ class EqualModelsCheck(Check):
         self, run: Run, precision: Precision, wrapped: Collection[PreparedModule] = ()
     ) -> None:
         super().__init__(run, precision, wrapped)
-        self._modules_with_optimizer: set[nn.Module] = set()
-        """The prepared modules that an optimizer trains."""
-        self._due_modules: set[nn.Module] = set()
-        """The modules to compare as soon as their optimizer has stepped."""
+        self._due_comparisons = DueComparisons()
 
     def optimizer_prepared(self, optimizer: Any, modules: Sequence[nn.Module]) -> None:
         """Remembers the modules of an optimizer."""
-        self._modules_with_optimizer.update(modules)
+        self._due_comparisons.optimizer_prepared(modules)
 
     def global_batch_trained(self, modules: Sequence[nn.Module]) -> None:
-        """Raises RanksDifferError if models differ and a comparison is due.
+        """Raises RanksDifferError if models that are to be compared now differ.
 
         It is raised on all ranks that have these models.
 
         Args:
-            modules: the prepared modules whose optimizer has stepped. Those of other optimizers are
-                compared after their own next steps, be it in a later global batch: until then their
-                buffers may have what this rank's samples have left.
+            modules: the prepared modules whose optimizer has stepped.
         """
         number = self.run.step.number
-        for wrapped in self.wrapped:
-            if wrapped.check_every == 0:  # the strategy wants no comparison
-                continue
-            module = wrapped.module
-            if check_due(number, wrapped.check_every):
-                self._due_modules.add(module)
-            awaits_its_step = module in self._modules_with_optimizer and module not in modules
-            if module in self._due_modules and not awaits_its_step:
-                self._due_modules.remove(module)
+        compared_modules = [wrapped for wrapped in self.wrapped if wrapped.check_every > 0]
+        interval_of_module = {wrapped.module: wrapped.check_every for wrapped in compared_modules}
+        to_compare = self._due_comparisons.take(number, interval_of_module, stepped=modules)
+        for wrapped in compared_modules:
+            if wrapped.module in to_compare:
                 # The strategy names the tensors that must have the same bits on a group of ranks.
                 for equal_tensors in wrapped.equal_tensors():
                     check_equal(equal_tensors, f"step {number}")

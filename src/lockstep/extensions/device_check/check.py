@@ -61,7 +61,7 @@ from lockstep.extensions.device_check.votes import (
     judge_repeats,
     judge_states,
 )
-from lockstep.session.check_schedule import CHECK_EVERY, check_due
+from lockstep.session.check_schedule import CHECK_EVERY, DueComparisons
 from lockstep.session.extension import Extension
 from lockstep.session.micro_batch import MicroBatch, VirtualRank
 from lockstep.session.step import Dispute
@@ -152,6 +152,8 @@ class DeviceCheck(Extension):
         self._last_good_step: int | None = None
         """The number of optimizer steps before the last global batch in which no difference was
         found."""
+        self._due_comparisons = DueComparisons()
+        """Tells after which steps the check that models are equal compares them, too."""
         self._step.find_dispute = self.find_dispute
 
     # Events
@@ -163,6 +165,7 @@ class DeviceCheck(Extension):
     def optimizer_prepared(self, optimizer: Any, modules: Sequence[nn.Module]) -> None:
         """Remembers an optimizer."""
         self._optimizers.append(optimizer)
+        self._due_comparisons.optimizer_prepared(modules)
 
     def begin(self, micro_batch: MicroBatch) -> None:
         """Compares the state of the processes when a checked global batch begins.
@@ -185,7 +188,7 @@ class DeviceCheck(Extension):
             self._forget_results()
             self._is_compared = False
             # The last step has combined the buffers of all modules, or they were put back.
-            self._compare_states([wrapped.module for wrapped in self._modules])
+            self._compare_states()
 
         self._record_loss_scale_of_repeat(micro_batch)
 
@@ -229,20 +232,22 @@ class DeviceCheck(Extension):
         self._last_good_step = self._step.number
 
     def global_batch_trained(self, modules: Sequence[nn.Module]) -> None:
-        """Compares the state of the processes where the check of replicas is about to do it.
+        """Compares the state of the processes where `EqualModelsCheck` is about to compare models.
 
-        That check finds fewer tensors and does not name a rank.
+        That check finds fewer tensors and does not name a rank. By now the first optimizer step of
+        the global batch has combined the buffers of all modules, also of those that rest.
 
         Args:
-            modules: the prepared modules whose optimizer has stepped. Buffers of others are not
-                combined yet.
+            modules: the prepared modules whose optimizer has stepped.
 
         Raises:
             WrongDeviceError: on all ranks, if some rank has other bits.
         """
-        number = self._step.number
-        if any(check_due(number, wrapped.check_every or CHECK_EVERY) for wrapped in self._modules):
-            self._compare_states(modules)
+        interval_of_module = {}
+        for wrapped in self._modules:
+            interval_of_module[wrapped.module] = wrapped.check_every or CHECK_EVERY
+        if self._due_comparisons.take(self._step.number, interval_of_module, stepped=modules):
+            self._compare_states()
 
     def pass_ended(self) -> None:
         """Forgets a global batch that the loop has left before its end."""
@@ -425,17 +430,14 @@ class DeviceCheck(Extension):
 
     # States
 
-    def _compare_states(self, with_buffers: Sequence[nn.Module]) -> None:
+    def _compare_states(self) -> None:
         """Compares parameters, states of optimizers and buffers over the ranks that have the same.
-
-        Args:
-            with_buffers: the modules whose combined buffers are compared, too.
 
         Raises:
             WrongDeviceError: on all ranks, if some rank has other bits.
         """
         # For each group of this rank, the sums of the bits by name.
-        own_bits_of_group = self._bits_of_groups(with_buffers)
+        own_bits_of_group = self._bits_of_groups()
         for key, digests_of_rank in self._exchange_group_digests(own_bits_of_group).items():
             # An optimizer that spreads its state over the ranks has other tensors on each of them.
             # These cannot be compared.
@@ -472,16 +474,13 @@ class DeviceCheck(Extension):
                 digests_of_group[GroupKey(*key_of_entry)][rank] = digests
         return digests_of_group
 
-    def _bits_of_groups(self, with_buffers: Sequence[nn.Module]) -> dict[GroupKey, BitSums]:
+    def _bits_of_groups(self) -> dict[GroupKey, BitSums]:
         """Returns the sums of the bits of all tensors that must be equal on several ranks.
 
         They are grouped by the kind of the tensors, and by the ranks on which they must be equal.
-
-        Args:
-            with_buffers: the modules whose combined buffers are among the tensors.
         """
         bits_of_group: dict[GroupKey, BitSums] = {}
-        for key, tensors in self._tensors_of_groups(with_buffers).items():
+        for key, tensors in self._tensors_of_groups().items():
             # If a tensor is a DTensor, only this rank's shard is compared. A tensor on the meta
             # device is left out, because another rank has its values.
             local_tensors = {}
@@ -495,17 +494,8 @@ class DeviceCheck(Extension):
             bits_of_group[key] = as_numbers(sum_of_name)  # tensors to Python integers
         return bits_of_group
 
-    def _tensors_of_groups(
-        self, with_buffers: Sequence[nn.Module]
-    ) -> dict[GroupKey, dict[str, Tensor]]:
-        """Returns the tensors that must be equal on several ranks.
-
-        Args:
-            with_buffers: the modules whose combined buffers are among them.
-
-        Returns:
-            For each group, its tensors by name.
-        """
+    def _tensors_of_groups(self) -> dict[GroupKey, dict[str, Tensor]]:
+        """Returns the tensors that must be equal on several ranks: for each group, by name."""
         tensors_of_group: defaultdict[GroupKey, dict[str, Tensor]] = defaultdict(dict)
         for prefix, wrapped in self._named_modules():
             # The tensors in `equal_tensors` may be copies of the parameters. The optimizer has its
@@ -522,10 +512,9 @@ class DeviceCheck(Extension):
                     for state_name, value in self._optimizer_tensors(parameter_of_name.get(name)):
                         optimizer_states[f"{state_name} of {full_name}"] = value
 
-            if wrapped.module in with_buffers:
-                buffers = tensors_of_group[self._key_of_buffers()]
-                for name, buffer in _combined_buffers(wrapped).items():
-                    buffers[prefix + name] = buffer
+            buffers = tensors_of_group[self._key_of_buffers()]
+            for name, buffer in _combined_buffers(wrapped).items():
+                buffers[prefix + name] = buffer
 
         return {key: tensors for key, tensors in tensors_of_group.items() if tensors}
 
