@@ -541,6 +541,7 @@ def test_the_flight_recorder_is_there():
 def test_a_thread_takes_the_gpu_that_the_default_group_is_bound_to():
     assert "bound_device_id" in dir(dist.ProcessGroup)
     assert hasattr(dist.distributed_c10d.GroupMember, "WORLD")
+    assert torch_compat.gpu_of_default_group() is None  # no group is open
     torch_compat.take_gpu()  # without a GPU it does nothing
 
 

@@ -59,7 +59,7 @@ def test_a_rank_without_the_clipped_part_sends_from_its_gpu(
     elsewhere = [nn.Parameter(torch.empty(3, device="meta"))]
 
     for bound, expected in ((gpu, gpu), (None, torch.device("cpu"))):
-        group = SimpleNamespace(WORLD=SimpleNamespace(bound_device_id=bound))
-        monkeypatch.setattr(dist, "group", group)
+        group = SimpleNamespace(bound_device_id=bound)
+        monkeypatch.setattr(dist.distributed_c10d._world, "default_pg", group)
         Pipeline().total_norm(elsewhere, 2.0)
         assert devices.pop() == expected

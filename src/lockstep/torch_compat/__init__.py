@@ -101,6 +101,7 @@ from lockstep.torch_compat.operations import (
 )
 from lockstep.torch_compat.process_groups import (
     call_on_new_default_group as call_on_new_default_group,
+    gpu_of_default_group as gpu_of_default_group,
     group_being_made as group_being_made,
     process_groups as process_groups,
 )

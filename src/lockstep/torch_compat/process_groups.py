@@ -1,4 +1,4 @@
-"""Process groups: which there are, and when one is opened."""
+"""Process groups: which there are, their GPU, and when one is opened."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from types import FrameType
+
+    import torch
 
 
 def process_groups() -> list[dict[str, Any]]:
@@ -30,6 +32,19 @@ def process_groups() -> list[dict[str, Any]]:
             }
         )
     return descriptions
+
+
+def gpu_of_default_group() -> torch.device | None:
+    """Returns the GPU with which the default process group was opened.
+
+    Returns:
+        None if there is no such group, or it was opened without a GPU.
+    """
+    c10d = sys.modules.get("torch.distributed.distributed_c10d")
+    if c10d is None:
+        return None
+    gpu: torch.device | None = getattr(c10d.GroupMember.WORLD, "bound_device_id", None)
+    return gpu
 
 
 def group_being_made(frame: FrameType | None) -> dict[str, Any] | None:

@@ -9,6 +9,8 @@ import sys
 from collections.abc import Iterable
 from typing import Any
 
+from lockstep.torch_compat.process_groups import gpu_of_default_group
+
 RECORDERS = ("_dump_fr_trace", "_dump_nccl_trace")
 """Functions of `torch._C._distributed_c10d` that return the Flight Recorder's calls, of Gloo and of
 NCCL. With `_json` at the end of its name, each returns them without stacks and much faster."""
@@ -71,13 +73,12 @@ def take_gpu(fallback_index: int | None = None) -> None:
             uses. If it is None, the number in LOCAL_RANK is used.
     """
     cuda = sys.modules.get("torch.cuda")
-    c10d = sys.modules.get("torch.distributed.distributed_c10d")
-    if cuda is None or c10d is None or not cuda.is_initialized():  # the process uses no GPU
+    if cuda is None or not cuda.is_initialized():  # the process uses no GPU
         return
 
-    device_of_group = getattr(c10d.GroupMember.WORLD, "bound_device_id", None)
-    if device_of_group is not None:
-        index = device_of_group.index
+    gpu_of_group = gpu_of_default_group()
+    if gpu_of_group is not None:
+        index = gpu_of_group.index
     elif fallback_index is not None:
         index = fallback_index
     else:

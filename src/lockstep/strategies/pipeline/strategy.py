@@ -49,6 +49,7 @@ from lockstep.strategies.replication import norm_over_ranks, take_from_first
 from lockstep.strategies.sync_batchnorm import SyncBatchNorm, convert
 from lockstep.torch_compat import (
     BatchNorm,
+    gpu_of_default_group,
     is_compiled,
     is_compiled_in_place,
     without_compile,
@@ -464,14 +465,12 @@ def _table_of_ranks(run: Run, place: PipelinePlace) -> Tensor:
 
 
 def _device_of_default_group() -> torch.device:
-    """Returns the GPU with which the default process group was opened; the CPU if without one.
+    """Returns the GPU with which the default process group was opened; the CPU if there is none.
 
     A rank that holds nothing of a clipped part of the model must send from a GPU if the others do:
     they would wait for it over NCCL, while it waited for them over Gloo.
     """
-    group = dist.group.WORLD
-    gpu = None if group is None else group.bound_device_id
-    return torch.device("cpu") if gpu is None else gpu
+    return gpu_of_default_group() or torch.device("cpu")
 
 
 def _percentages(costs_of_stages: Sequence[float]) -> str:
