@@ -142,7 +142,20 @@ LINES = {
     ),
     "head.weight is a dict, and the file can hold plain tensors alone": None,
     "2 missing, 1 unexpected, 1 of another shape": "缺少 2 个，多出 1 个，1 个形状不同",
-    "[4, 3]  nearest in the file: fc.weight": "[4, 3]  文件中最接近的是：fc.weight",
+    # A table: its labels are words, and "loss" and "batch" in other cells are names.
+    "of the model's 9 names 3 fit; 4 missing, 1 of another shape\n"
+    "    missing      fc.weight       [4, 3]  nearest in the file: fc.wieght\n"
+    "    missing      loss            [3]\n"
+    "    missing      batch\n"
+    "    missing      ... and 1 more\n"
+    "    other shape  head.weight     [7, 3] in the file, [2, 3] in the model": (
+        "模型的 9 个名字中有 3 个对得上；缺少 4 个，1 个形状不同\n"
+        "    缺少         fc.weight       [4, 3]  文件中最接近的是：fc.wieght\n"
+        "    缺少         loss            [3]\n"
+        "    缺少         batch\n"
+        "    缺少         ……另有 1 个\n"
+        "    形状不同     head.weight     文件中是 [7, 3]，模型中是 [2, 3]"
+    ),
     "outer_lr is a number": "outer_lr 是数",
     "set in the script; ranks given by the script": "在脚本中设置；rank 由脚本给出",
     "out of memory with 1 sample at a time on this rank.": (
@@ -158,6 +171,30 @@ LINES = {
     "start each rank once, and give a second run a port of its own": None,
     "seed: ranks 0-1 have '0', rank 2 has '7'": "seed：rank 0-1 上是 '0'，rank 2 上是 '7'",
     "shared memory: rank 3 did not come within 5 s to all_reduce number 7": None,
+    # Lists with "and" between the items.
+    "deadlock: ranks 0-2 wait in a collective and all_gather and all_reduce, for process groups "
+    "that differ, and nothing has moved for 12 s": (
+        "死锁：rank 0-2 在集合通信和 all_gather 和 all_reduce（进程组不同）中等待，"
+        "12 s 内没有任何进展"
+    ),
+    "deadlock after an exception: ranks 0-1 wait in a collective and all_reduce while handling "
+    "ValueError; nothing has moved for 12 s": (
+        "异常之后的死锁：rank 0-1 在处理 ValueError 时停在集合通信和 all_reduce 中等待；"
+        "12 s 内没有任何进展"
+    ),
+    "all ranks must call world.sum() and world.mean(), in the same order: take what only some "
+    "ranks call out of `if world.is_main:`": (
+        "所有 rank 都必须以相同顺序调用 world.sum() 和 world.mean()："
+        "把只有部分 rank 调用的移出 `if world.is_main:`"
+    ),
+    "the loss comes from 2 batches, of which this rank has 3 of 8 and 2 of 8 samples: no single "
+    "factor is exact for all of them on these ranks": None,
+    "the batches of the ranks have tensors of shapes [3, 4] and [5, 4], which make no one batch": (
+        "各 rank 的批次中张量的形状是 [3, 4] 和 [5, 4]，无法合成一个批次"
+    ),
+    # Options from a launch file.
+    "seed, shares from lockstep.toml": "seed, shares 来自 lockstep.toml",
+    "seed from runs/pyproject.toml": "seed 来自 runs/pyproject.toml",
     "it is not a whole number of at least 1": "它不是不小于 1 的整数",
     "killed by SIGSEGV (segmentation fault)": "被 SIGSEGV（段错误）杀死",
     "exit code 139 (128 + 11: SIGSEGV (segmentation fault))": (
@@ -224,6 +261,7 @@ def test_a_whole_line_is_chinese(line: str, expected: str | None) -> None:
         ("world.broadcast of a nest", "对嵌套结构调用 world.broadcast"),
         ("world.sum of a tensor of torch.bool", "对 torch.bool 张量调用 world.sum"),
         ("a shard size of '5 XB'", "分片大小 '5 XB'"),
+        ("collectives: all_gather and all_reduce", "集合通信：all_gather 和 all_reduce"),
     ],
 )
 def test_a_first_line_is_chinese(heading: str, expected: str) -> None:

@@ -20,7 +20,8 @@ pytestmark = pytest.mark.launcher
 MODULES = house.read_house()
 
 ORDER = (
-    {"columns", "language", "wording", "user_code", "masking"},
+    {"columns"},
+    {"language", "wording", "user_code", "masking"},
     {"errors", "error_in_flight"},
     {"torch_compat", "machine"},
     {"units", "familiar_names", "file_paths", "keyword_arguments"},

@@ -216,6 +216,7 @@ TYPICAL_VALUES = (
         "7",
         "rank 7",
         "33%",
+        "runs/lockstep.toml",
         "7 steps",
         "in backward",
         "true on rank 7",

@@ -133,7 +133,6 @@ NO_MESSAGES_BY_REASON = {
         "statistics of {samples}",
         "torch {torch}",
         "{milliseconds} ms",
-        "{names} from {file}",
         "{num_bytes} B",
         "{number} {noun}es",
         "{number} {noun}s",

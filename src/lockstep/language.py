@@ -25,6 +25,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from lockstep.columns import pad
+
 LANGUAGE_VARIABLE = "LOCKSTEP_LANG"
 LOCALE_VARIABLES = ("LC_ALL", "LC_MESSAGES", "LANG")
 """The variables of the locale; the first that is set counts."""
@@ -157,6 +159,19 @@ FIELDS_OF_CATALOGUED_WORDS = (
 )
 """Fields whose value may be a message of one word. In others such a word is a name of the user's:
 a parameter may be called `gradients`."""
+FIELDS_OF_JOINED_ITEMS = (
+    "collective_names",
+    "describe_parts",
+    "name_ops",
+    "shapes",
+    "user_calls",
+)
+"""Fields whose value is a list with `AND` between the items, such as "all_reduce and barrier"."""
+AND = " and "
+CHINESE_AND = " 和 "
+FIELDS_OF_TABLES = ("table",)
+"""Fields whose value is a table: a line for each row, with two spaces or more between its cells."""
+GAP_BETWEEN_CELLS = re.compile(r"(?<=\S)( {2,})(?=\S)")
 PATTERN_OF_FIELD = {
     **dict.fromkeys(FIELDS_OF_NUMBERS, NUMBER),
     **dict.fromkeys(FIELDS_OF_RANKS, RANKS),
@@ -177,6 +192,9 @@ PATTERN_OF_FIELD = {
     "facts": r"(?:(?![,;] )[^\n])*",  # of a check of `lockstep doctor`
     "passed": r"step-\d+ \([^\n]*\)",  # "step-000000020 (incomplete), step-000000010 (...)"
     "percentages": rf"{PERCENT}(?: \+ {PERCENT})*",
+    # Of `lockstep run`, without their dashes: "nproc, precision".
+    "option_names": r"[a-z][a-z-]*(?:, [a-z][a-z-]*)*",
+    "launch_file": r"[^\n;]*\.toml",
     "places": rf"{DEVICE_ON_HOST}(?: and {DEVICE_ON_HOST})*",
     "problem_of_value": (
         r"(?:contains itself|has a key that is \S+ \S+|is a numpy value of [^\n]*"
@@ -753,18 +771,9 @@ class Catalogue:
         untranslated: list[Span] = []
         for field_name, span in zip(template.fields, spans, strict=True):
             name = name_of_value(field_name)
-            is_class_name = name in FIELDS_WITH_ARTICLE  # "a Linear"
-            begin, end = _span_without_article(text, span) if is_class_name else span
-            value_text = text[begin:end]
-
-            # A value of a single word is usually a name of the user's: a parameter may be called
-            # `gradients`. Only a few fields hold single words that are to be translated, and even
-            # these stay English if the caller of `translate` has asked for that.
-            may_be_word = name in FIELDS_OF_CATALOGUED_WORDS and not cache.single_words_stay_english
-            if is_class_name:
-                value = _leave_in_english(value_text)  # a class may be called `batch`
-            else:
-                value = self._translate_text(value_text, cache, may_be_word=may_be_word)
+            has_article = name in FIELDS_WITH_ARTICLE  # "a Linear"
+            begin, end = _span_without_article(text, span) if has_article else span
+            value = self._translate_value(name, text[begin:end], cache)
             values[field_name] = value.text
 
             # The Chinese text has no word for "has" or "have", so nothing of it stays English.
@@ -773,6 +782,82 @@ class Catalogue:
                 untranslated += _shift_spans(value.untranslated, begin)
 
         return Translation(fill_in(template.translation, values), tuple(untranslated))
+
+    def _translate_value(self, name: str, text: str, cache: Cache) -> Translation:
+        """Translates the value of a template's field.
+
+        Args:
+            name: name of the field (`name_of_value`).
+            text: the value, without an article.
+            cache: translations found so far.
+        """
+        if name in FIELDS_WITH_ARTICLE:
+            return _leave_in_english(text)  # a class may be called `batch`
+
+        # A value of a single word is usually a name of the user's: a parameter may be called
+        # `gradients`. Only a few fields hold single words that are to be translated, and even
+        # these stay English if the caller of `translate` has asked for that.
+        may_be_word = name in FIELDS_OF_CATALOGUED_WORDS and not cache.single_words_stay_english
+        if name in FIELDS_OF_JOINED_ITEMS:
+            return self._translate_items(text, cache, may_be_word=may_be_word)
+        if name in FIELDS_OF_TABLES:
+            return self._translate_table(text, cache)
+        return self._translate_text(text, cache, may_be_word=may_be_word)
+
+    def _translate_items(self, text: str, cache: Cache, *, may_be_word: bool) -> Translation:
+        """Translates each item of a list: "a collective and barrier" gives "集合通信和 barrier".
+
+        Args:
+            text: the items, with `AND` between them.
+            cache: translations found so far.
+            may_be_word: whether an item that is a single word may be a message.
+        """
+        chinese = ""
+        untranslated: list[Span] = []
+        begin = 0
+        for item in text.split(AND):
+            if begin > 0:
+                chinese = _join_with_chinese_spacing(chinese, CHINESE_AND)
+            translation = self._translate_text(item, cache, may_be_word=may_be_word)
+            chinese = _join_with_chinese_spacing(chinese, translation.text)
+            untranslated += _shift_spans(translation.untranslated, begin)
+            begin += len(item) + len(AND)
+        return Translation(chinese, tuple(untranslated))
+
+    def _translate_table(self, text: str, cache: Cache) -> Translation:
+        """Translates the rows of a table (`FIELDS_OF_TABLES`)."""
+        chinese_rows: list[str] = []
+        untranslated: list[Span] = []
+        begin = 0
+        for row in text.split("\n"):
+            translation = self._translate_row(row, cache)
+            chinese_rows.append(translation.text)
+            untranslated += _shift_spans(translation.untranslated, begin)
+            begin += len(row) + len("\n")
+        return Translation("\n".join(chinese_rows), tuple(untranslated))
+
+    def _translate_row(self, row: str, cache: Cache) -> Translation:
+        """Translates each cell of a row of a table, and lets it begin in the same column.
+
+        The first cell says what the row is about, such as "missing", and may be a single word. Such
+        a word in another cell is a name of the user's.
+        """
+        chinese = ""
+        untranslated: list[Span] = []
+        begin = 0
+        # The pattern has a group, so `split` returns the gaps too: cell, gap, cell, ...
+        for number, piece in enumerate(GAP_BETWEEN_CELLS.split(row)):
+            end = begin + len(piece)
+            is_gap = number % 2 == 1
+            if is_gap:
+                chinese = pad(f"{chinese}  ", end)  # at least two spaces
+            else:
+                may_be_word = number == 0 and not cache.single_words_stay_english
+                translation = self._translate_text(piece, cache, may_be_word=may_be_word)
+                chinese += translation.text
+                untranslated += _shift_spans(translation.untranslated, begin)
+            begin = end
+        return Translation(chinese, tuple(untranslated))
 
     def _translate_parts(self, text: str, cache: Cache, *, may_be_word: bool) -> Translation:
         """Splits a text that is no message at a separator, and translates each part.
@@ -1147,6 +1232,8 @@ def _join_with_chinese_spacing(left: str, right: str) -> str:
     """
     # A piece that is empty or has only spaces has no character beside which a space is judged.
     if not left.strip() or not right.strip():
+        return left + right
+    if left.endswith("\n"):  # the spaces of `right` indent a line
         return left + right
 
     before = left.rstrip()[-1]

@@ -163,14 +163,16 @@ def _shape_and_nearest(
         names_of_other_side: the names among which the most similar one is found.
         where: where these names are: "in the file" or "in the model".
     """
+    texts = []
     shape = shape_of(value)
-    text = "" if shape is None else str(list(shape))
+    if shape is not None:
+        texts.append(str(list(shape)))
 
     candidates = names_of_other_side[:MAX_NAMES_COMPARED]
     similar = get_close_matches(name, candidates, n=1, cutoff=MIN_SIMILARITY)
     if similar:
-        text += f"  nearest {where}: {short(similar[0])}"
-    return text
+        texts.append(f"nearest {where}: {short(similar[0])}")
+    return "  ".join(texts)
 
 
 def _rows_of_kind(kind: str, names: Sequence[str], text_of: Callable[[str], str]) -> list[_Row]:

@@ -246,8 +246,9 @@ def make_plan(
         environment[f"LOCKSTEP_{name.upper()}"] = str(value)
 
     if spec.from_file:
-        file, _, names = spec.from_file.rpartition(": ")  # "lockstep.toml: nproc, precision"
-        notes.append(f"{names} from {file}")
+        # "lockstep.toml: nproc, precision"
+        launch_file, _, option_names = spec.from_file.rpartition(": ")
+        notes.append(f"{option_names} from {launch_file}")
 
     chooses_threads = THREADS_VARIABLE not in environ
     if chooses_threads:
