@@ -97,18 +97,16 @@ class EvaluationPassesCheck(Check):
             return
 
         topology = self.run.topology
-        texts: list[bytes] = []
+        texts_of_ranks: list[bytes] = []  # stays empty unless this rank is the last one
         with store_at_end(joined) as store:
             store.set(f"passes/{topology.rank}", json.dumps(self._passes()))
             num_ranks_at_end = store.add("passes", 1)
-            this_rank_is_last = num_ranks_at_end == topology.size
-            if this_rank_is_last:
-                texts = [store.get(f"passes/{rank}") for rank in range(topology.size)]
+            if num_ranks_at_end == topology.size:
+                texts_of_ranks = [store.get(f"passes/{rank}") for rank in range(topology.size)]
 
         # Usually rank 0 warns, but now only this rank knows the passes of all ranks.
-        if this_rank_is_last:
-            passes_of_ranks = [json.loads(text) for text in texts]
-            self._compare(passes_of_ranks, on_this_rank=True)
+        passes_of_ranks = [json.loads(text) for text in texts_of_ranks]
+        self._compare(passes_of_ranks, on_this_rank=True)  # does nothing without any passes
 
     def _passes(self) -> list[LoaderPasses]:
         """Returns what this rank has done with each prepared loader, in the order of the loaders.
