@@ -386,10 +386,10 @@ class Checkpoint:
         self._random_states.check_common([summary.rng_state for summary in summaries])
         check_same_metric("checkpoint.save(metric=...)", [summary.metric for summary in summaries])
 
-        # If this save is not skipped, which rank 0 decides for all, every rank has waited for the
-        # previous one: an error in it would have been raised above, on all ranks.
-        previous_save_is_confirmed = not summaries[0].skip
-        if previous_save_is_confirmed:
+        # Rank 0 decides for all whether this save is skipped. If not, every rank has waited for the
+        # previous save, and an error in that would have been raised above, on all ranks.
+        is_skipped = summaries[0].skip
+        if not is_skipped:
             self._writer.has_unconfirmed_save = False
         return states, summaries
 
@@ -434,13 +434,13 @@ class Checkpoint:
         Returns:
             What this rank writes, and on rank 0 the name of the hidden folder (None on the others).
         """
-        # Wait for the previous save. Most ranks have done so in `_summarize_rank`, but not a rank
-        # that has proposed there to skip this save, which rank 0 has declined.
+        # Wait for the previous save. Most ranks have done so already. But with `busy="skip"`, this
+        # rank may have proposed to skip this save instead, and rank 0 has not agreed.
         self._writer.finish()
 
         rank = self._collectives.topology.rank
-        if rank > 0 and rank not in other_writers:
-            # Rank 0 has the same values as this rank, and writes them.
+        writes_something = rank == 0 or rank in other_writers
+        if not writes_something:  # rank 0 has the same values as this rank, and writes them
             return PreparedSave(part=RankPart({}), manifest={}), None
 
         part, trees = copy_rank_part(
@@ -451,12 +451,20 @@ class Checkpoint:
             return PreparedSave(part, manifest={}), None
 
         manifest = self._manifest(states, summaries[0].metric, trees)
-        temporary = layout.temporary_folder(self.folder, manifest["step"])
-        # `begin` refuses to save if the folder has a later step, apart from damaged checkpoints, or
-        # the same step of another training, which must not be lost.
-        is_own_step = self._continues_folder or manifest["step"] in self._saved_steps
+        folder_name = self._create_hidden_folder(manifest["step"])
+        return PreparedSave(part, manifest), folder_name
+
+    def _create_hidden_folder(self, step: int) -> str:
+        """Creates the hidden folder for the checkpoint of a step, and returns its name.
+
+        Raises:
+            CheckpointError: the folder of the run has a sound checkpoint of a later step, or one of
+                this step that another training has saved.
+        """
+        temporary = layout.temporary_folder(self.folder, step)
+        is_own_step = self._continues_folder or step in self._saved_steps
         self._writer.begin(temporary, self._damaged_names, may_replace_step=is_own_step)
-        return PreparedSave(part, manifest), temporary.name
+        return temporary.name
 
     def _start_writing(
         self, prepared: PreparedSave, folder_name: str, other_writers: Sequence[int]

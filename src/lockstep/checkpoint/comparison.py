@@ -43,6 +43,11 @@ class ValueDifferences:
     nans: list[int] = field(default_factory=lambda: [0, 0])
     """The numbers of NaNs in `a` and in `b`."""
 
+    def count_nans(self, *, in_a: int, in_b: int) -> None:
+        """Adds the numbers of NaNs in some further elements of `a` and of `b`."""
+        self.nans[0] += in_a
+        self.nans[1] += in_b
+
     @property
     def are_equal(self) -> bool:
         """True if no values differ, not even by as little as is allowed."""
@@ -122,8 +127,7 @@ def _compare_chunk(
     if a.dtype == b.dtype and torch.equal(a.view(torch.uint8), b.view(torch.uint8)):
         # Equal bits are the usual case, and this is many times faster than the rest.
         num_nans = _count_nans(a)
-        differences.nans[0] += num_nans
-        differences.nans[1] += num_nans
+        differences.count_nans(in_a=num_nans, in_b=num_nans)
         return
 
     wide_dtype = torch.complex128 if a.is_complex() or b.is_complex() else torch.float64
@@ -131,11 +135,10 @@ def _compare_chunk(
     wide_b = b.to(wide_dtype)
     a_is_nan = wide_a.isnan()
     b_is_nan = wide_b.isnan()
-    differences.nans[0] += int(a_is_nan.sum())
-    differences.nans[1] += int(b_is_nan.sum())
+    differences.count_nans(in_a=int(a_is_nan.sum()), in_b=int(b_is_nan.sum()))
 
-    if a.dtype == b.dtype and not _has_fractions(a):
-        # float64 does not have all integers beyond 2**53.
+    are_integers = a.dtype == b.dtype and not _has_fractions(a)
+    if are_integers:  # which float64 cannot all hold beyond 2**53
         is_different = _comparable_integers(a) != _comparable_integers(b)
     else:
         is_different = (wide_a != wide_b) & ~(a_is_nan & b_is_nan)
@@ -150,30 +153,30 @@ def _measure_differences(
 
     Args:
         differences: the result for the chunks before, which is updated.
-        a: these elements of one side, in float64 or complex128.
-        b: those of the other side.
+        a: the elements of one side, in float64 or complex128.
+        b: the elements of the other side in the same places. Each differs from that of `a`.
         atol: the allowed absolute difference, as in `compare`.
         rtol: the allowed relative difference.
     """
     difference = (a - b).abs()
     if atol or rtol:
-        is_allowed = difference <= atol + rtol * b.abs()
-        # If one side is NaN, `is_allowed` is False, as it should be. But if b is infinite, it is
-        # True for any a, because inf <= inf.
-        is_too_large = ~is_allowed | difference.isinf()
-        differences.count += int(is_too_large.sum())
+        # An infinite difference is never allowed, although for an infinite b it is not larger than
+        # the infinite tolerance. Nor is NaN: every comparison with it is False.
+        is_within_tolerance = difference <= atol + rtol * b.abs()
+        is_allowed = is_within_tolerance & ~difference.isinf()
+        differences.count += int((~is_allowed).sum())
     else:
         differences.count += difference.numel()
 
     # Where one side is NaN, the difference is NaN too, and has no size.
     is_number = ~difference.isnan()
-    if is_number.any():
-        largest = float(difference[is_number].max())
-        differences.absolute = max(differences.absolute, largest)
-        relative = (difference / torch.maximum(a.abs(), b.abs()))[is_number]
-        # An infinite difference divided by an infinite value is NaN; it counts as infinite.
-        largest = float(relative.nan_to_num(nan=math.inf, posinf=math.inf).max())
-        differences.relative = max(differences.relative, largest)
+    if not is_number.any():
+        return
+    differences.absolute = max(differences.absolute, float(difference[is_number].max()))
+
+    relative = (difference / torch.maximum(a.abs(), b.abs()))[is_number]
+    relative[relative.isnan()] = math.inf  # an infinite difference, divided by an infinite value
+    differences.relative = max(differences.relative, float(relative.max()))
 
 
 def _count_nans(tensor: Tensor) -> int:
@@ -222,8 +225,8 @@ def rename_to_match(
     """Gives tensors the names that they have on the reference side, if only wrappers changed them.
 
     If the reference has "fc.weight" and the other side "module.fc.weight", that becomes
-    "fc.weight". A tensor without a counterpart keeps its name, but is left out if another tensor
-    has got this name.
+    "fc.weight". A tensor without a counterpart keeps its name; if a renamed tensor has the same
+    name now, it is left out.
 
     Returns:
         The tensors of the other side by their new names, and a text that says what was done, "" if
@@ -237,9 +240,8 @@ def rename_to_match(
         return dict(other), ""
 
     renamed = {new_name: other[name] for name, new_name in match.name_pairs.items()}
-    given_names = set(renamed)
     for name, tensor in other.items():
         has_counterpart = name in match.name_pairs
-        if not has_counterpart and name not in given_names:
-            renamed[name] = tensor
+        if not has_counterpart:
+            renamed.setdefault(name, tensor)
     return renamed, "; ".join(match.changes)

@@ -18,7 +18,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter, OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -96,8 +96,8 @@ class Placement(NamedTuple):
     rows: Rows | None
     """The rows to copy; None for all rows."""
     name: str
-    box: Box | None
-    """The region of the whole tensor that is copied; None for the whole tensor."""
+    box: Box
+    """The region of the whole tensor that is copied."""
     dtype: torch.dtype
     """The dtype in the area. Unusual dtypes are stored as bytes."""
     shape: Shape
@@ -366,18 +366,19 @@ class KeptLayout:
 
         The bytes of all leaves are numbered from first to last, and each rank gets an equal range
         of them. Every rank computes this for itself, from the same sizes. Example: 2 ranks, and two
-        tensors with rows of 10 bytes:
+        tensors of 30 and 10 rows, with 10 bytes in each row:
 
-            rank and its range     rows of tensor 1 (bytes 0-300)   of tensor 2 (bytes 300-400)
-            0: bytes 0 to 200      (0, 20)                          (0, 0), which is none
-            1: bytes 200 to 400    (20, 30)                         (0, 10)
+            rank   its range of bytes   rows of the first tensor   rows of the second tensor
+            0      0 to 200             0 to 20                    none
+            1      200 to 400           20 to 30                   0 to 10
 
         Args:
             divided: the sections with this state.
 
         Returns:
-            For each section, the rows that this rank copies of each leaf; None for a leaf that is
-            not divided. Empty if there is one rank on the machine, which copies everything.
+            For each section, the rows that this rank copies of each leaf, such as (20, 30); None
+            for a leaf that is not divided, whose bytes are not numbered. Empty if there is one rank
+            on the machine, which copies everything.
         """
         if self._local_size == 1:
             return {}
@@ -387,7 +388,7 @@ class KeptLayout:
         range_end = total_bytes * (self._local_rank + 1) // self._local_size
 
         rows_of_section: dict[SectionKey, list[Rows | None]] = {}
-        leaf_begin = 0  # the number of the first byte of the leaf
+        leaf_begin = 0  # the number of the first byte of the next leaf that is divided
         for present in divided:
             rows_of_leaf: list[Rows | None] = []
             for leaf, kind in zip(present.local_leaves, present.leaf_kinds, strict=True):
@@ -464,7 +465,7 @@ class _PresentSection:
     def _convert_leaves(self) -> None:
         """Fills `local_leaves` and `leaf_kinds`: one plain tensor and one kind for each leaf."""
         for leaf in self.leaves:
-            plain_tensor = _local(leaf)  # also of a numpy value
+            plain_tensor = _local(leaf)  # of a numpy value, a tensor with its numbers
             is_numpy_value = isinstance(leaf, np.ndarray | np.generic)
             device_of_tensor = None if is_numpy_value else plain_tensor.device
             shape = tuple(plain_tensor.shape)
@@ -555,9 +556,7 @@ class _LayoutEncoder(Encoder):
 
         if is_sharded(value) or self._keeps_undivided_leaves:
             return super()._box_to_store(value)  # this rank's shard, or the whole tensor
-
-        # The first rank of the machine stores the whole tensor.
-        return None
+        return None  # the first rank of the machine stores the whole tensor
 
     def _unused_name(self, path: KeyPath) -> str:
         """Returns a name for a tensor that no other tensor has: its path, and a number if needed.
@@ -584,7 +583,7 @@ class _LayoutEncoder(Encoder):
             tensor: the leaf as a tensor. Only its dtype is used.
         """
         leaf = self._leaf
-        if leaf.box is None:  # numpy values are copied by the first rank alone
+        if leaf.box is None:  # a numpy value, which the first rank of the machine copies
             return
 
         dtype, shape = _dtype_and_shape_in_area(tensor.dtype, leaf.box)
@@ -703,22 +702,25 @@ def _clamped_row_at(tensor: Tensor, position: int) -> int:
 def _text_of(section: Section, encoded: _EncodedSection) -> str:
     """Returns the description of a section in the header, as JSON.
 
-    A *box* is a region of a tensor, given by its offsets and its sizes. Example, for the rows 2 and
-    3 of a tensor in float32 (code "F32") with 5 columns, which are stored at byte 64 of the area.
-    The last two lists are the offsets and the sizes of this box in the whole tensor.
+    For example:
 
         {"file": "training", "path": ["optimizer", "state"], "partial": false,
          "tensors": {"optimizer.state.0.exp_avg": ["F32", [2, 5], 64, [2, 0], [2, 5]]},
          "tree": {...}}
 
-    There is no "tree" if another rank of the machine keeps it.
+    Here the rows 2 and 3 of a tensor with 5 columns are stored: as float32 ("F32"), in the shape
+    [2, 5], at byte 64 of the area. In the whole tensor, they are the region with the offsets [2, 0]
+    and the sizes [2, 5]. There is no "tree" if another rank of the machine keeps it.
     """
     tensors: dict[str, Any] = {}
-    for placement, offset in zip(encoded.placements, encoded.offsets, strict=True):
-        box_offsets = None if placement.box is None else placement.box.offsets
-        box_sizes = None if placement.box is None else placement.box.sizes
-        code = CODE_OF_DTYPE[placement.dtype]
-        tensors[placement.name] = [code, placement.shape, offset, box_offsets, box_sizes]
+    for placement, offset_in_area in zip(encoded.placements, encoded.offsets, strict=True):
+        tensors[placement.name] = [
+            CODE_OF_DTYPE[placement.dtype],
+            placement.shape,
+            offset_in_area,
+            placement.box.offsets,
+            placement.box.sizes,
+        ]
     description = {
         "file": section.file,
         "path": section.path,
@@ -747,13 +749,13 @@ def sections_of(
     """Cuts the states of a training into sections.
 
     A section is *partial* if each rank has only some of its entries. It is *divided* if it is equal
-    on all ranks of a machine, of which each copies a share. So no section is both:
+    on all ranks of a machine, of which each copies a share. No section is both:
 
-        section                              if the state has a partial name   if not
-        a module                             partial                           divided
-        entry "state" of an optimizer        partial                           divided
-        entry "state" of another object      partial                           (no such section)
-        any other entry, or a whole object   neither                           neither
+        section                              if its name is in `partial_names`   otherwise
+        a module                             partial                             divided
+        entry "state" of an optimizer        partial                             divided
+        entry "state" of another object      partial                             (no such section)
+        any other entry, or a whole object   neither                             neither
 
     Args:
         states: by name; in the state of a module, tensors that other ranks have are None.
@@ -772,29 +774,42 @@ def sections_of(
             sections.append(Section(name, (), state, is_partial, is_divided=not is_partial))
             continue
 
-        # An optimizer has a section for each entry: "state", which has the tensors, "param_groups"
-        # and others. Another object of which this rank has only some entries is cut likewise. Only
-        # "state" can be partial or divided: the other entries are small, and equal on all ranks.
+        # An optimizer, and any object of which this rank has only some entries, has a section for
+        # each entry.
         is_optimizer = name in optimizer_names
         has_section_for_each_entry = (is_optimizer or is_partial) and _can_be_cut(state)
         if has_section_for_each_entry:
-            for key, value in state.items():
-                is_entry_with_tensors = key == "state"
-                section = Section(
-                    layout.TRAINING,
-                    (name, key),
-                    value,
-                    is_partial=is_entry_with_tensors and is_partial,
-                    # Without a partial name, only optimizers are cut into entries.
-                    is_divided=is_entry_with_tensors and not is_partial,
-                )
-                sections.append(section)
+            sections += _sections_of_entries(name, state, is_partial=is_partial)
             continue
 
         # Any other object is one section, of which the first rank of each machine keeps all.
         section = Section(layout.TRAINING, (name,), state, is_partial=False, is_divided=False)
         sections.append(section)
     return sections
+
+
+def _sections_of_entries(
+    name: str, state: Mapping[str, Any], *, is_partial: bool
+) -> Iterator[Section]:
+    """Yields a section for each entry of a state, such as "state" and "param_groups".
+
+    Only the entry "state" has tensors. The others are small, and equal on all ranks, so they are
+    neither partial nor divided.
+
+    Args:
+        name: the name of the object, for example of an optimizer.
+        state: its state.
+        is_partial: True if this rank has only some of the entries in `state["state"]`.
+    """
+    for key, value in state.items():
+        has_tensors = key == "state"
+        yield Section(
+            layout.TRAINING,
+            (name, key),
+            value,
+            is_partial=has_tensors and is_partial,
+            is_divided=has_tensors and not is_partial,
+        )
 
 
 def _can_be_cut(state: Any) -> bool:

@@ -116,7 +116,7 @@ class Lock:
                 "replaced the folder; give each run a folder of its own",
             )
         with suppress(OSError):
-            os.utime(self._path)
+            os.utime(self._path)  # the time of the last save, for runs on other machines
 
     def release(self) -> None:
         """Gives up this object's share of the lock. The last owner removes the lock file."""
@@ -160,9 +160,9 @@ def _make_lock(path: Path) -> _FileLock:
     Raises:
         CheckpointError: another run has the lock.
     """
-    # `find_other_writer` of another process takes the lock for an instant, only to see whether it
-    # is free. So a few attempts are made. The ranks of this run before it was restarted may have
-    # the lock for longer, so while they are waited for, attempts do not count.
+    # A few attempts are made, because another process may have the lock for an instant only: its
+    # `find_other_writer` takes it to see whether it is free. If this run was restarted, its former
+    # ranks may have the lock for longer, so they are waited for, and these attempts do not count.
     num_refused = 0
     waits_until = time.monotonic() + MAX_WAIT_FOR_EARLIER_ATTEMPT_S
     while True:
@@ -287,9 +287,9 @@ def _seems_alive_on_other_machine(run: Mapping[str, Any], path: Path) -> bool:
         run: the content of the lock file, see `_describe_this_process`.
         path: the path of the lock file.
     """
-    # If this attempt has replaced its attempt, it begins no save any more: either its machine was
-    # lost, and a save needs all ranks; or it notices at its next save that the lock file is no
-    # longer its own.
+    # A run that this process's attempt has replaced saves no more. Either its machine was lost, and
+    # a save needs all ranks. Or it sees before its next save that the lock file is no longer its
+    # own.
     if _is_replaced_by_this_attempt(run, _describe_this_process()):
         return False
     last_save_age_s = time.time() - path.stat().st_mtime
@@ -314,17 +314,17 @@ def _is_of_earlier_attempt(text: bytes) -> bool:
 
 
 def _is_replaced_by_this_attempt(run: Mapping[str, Any], own: Mapping[str, Any]) -> bool:
-    """Returns True if the ranks that have written a lock file are over, as this attempt goes on.
+    """Returns True if this process continues the run that has written a lock file.
 
-    That is so if the launcher has restarted them as the ranks of this attempt, or if Slurm has
-    started their job again, as it does after it has lost a machine.
+    That is so if the launcher has restarted the ranks of that run since, or if Slurm has started
+    its job again, as it does after it has lost a machine.
 
     Args:
         run: the content of the lock file, see `_describe_this_process`.
         own: what this process would write into a lock file.
 
     Raises:
-        KeyError: it is not that of a lock file.
+        KeyError: `run` is not the content of a lock file.
     """
     is_of_same_job = own["job"] != "" and run.get("job") == own["job"]
     if is_of_same_job and run.get("job starts", 0) < own["job starts"]:

@@ -85,12 +85,11 @@ def _restore_entries(
         if number not in entries or parameter not in optimizer.state:
             continue
 
-        dtype_when_saved = saved_dtypes.get(parameter, parameter.dtype)  # of the parameter
-        dtype_has_changed = dtype_when_saved != parameter.dtype
+        former_dtype = saved_dtypes.get(parameter)
+        if former_dtype == parameter.dtype:
+            former_dtype = None  # the parameter has the dtype that it had
         optimizer.state[parameter] = _restore_saved(
-            optimizer.state[parameter],
-            entries[number],
-            stays_converted=dtype_when_saved if dtype_has_changed else None,
+            optimizer.state[parameter], entries[number], former_dtype
         )
 
 
@@ -153,7 +152,7 @@ def _none_for_string_or_array(leaf: Any) -> Any:
     return leaf
 
 
-def _restore_saved(loaded: Any, saved: Any, stays_converted: torch.dtype | None) -> Any:
+def _restore_saved(loaded: Any, saved: Any, former_dtype: torch.dtype | None) -> Any:
     """Returns a value that an optimizer has loaded, or the saved value if torch has changed it.
 
     Dictionaries are changed in place. Values without a saved counterpart stay as they were loaded.
@@ -161,30 +160,31 @@ def _restore_saved(loaded: Any, saved: Any, stays_converted: torch.dtype | None)
     Args:
         loaded: the value in the optimizer's state, on the right device.
         saved: the saved value, of any type, from which torch has made it.
-        stays_converted: the dtype of the saved tensors that stay as torch has converted them. None
-            to put all tensors back. With float32, for a parameter that is bfloat16 now: a momentum
-            in float32 stays as torch has converted it, in bfloat16; one in int8 is put back.
+        former_dtype: the dtype that the parameter had when it was saved, if it has another one now.
+            A tensor that was saved in this dtype stays as torch has converted it. For example, for
+            a parameter that was float32 and is bfloat16 now, a momentum in float32 stays bfloat16,
+            and one in int8 is put back. None if the dtype is the same: all tensors are put back.
     """
     if isinstance(saved, TAKEN_FOR_LISTS_BY_TORCH):
         return saved
 
     if isinstance(saved, Tensor) and isinstance(loaded, Tensor):
         was_not_converted = saved.dtype == loaded.dtype
-        if was_not_converted or saved.dtype == stays_converted:
+        if was_not_converted or saved.dtype == former_dtype:
             return loaded
         return saved.to(loaded.device)
 
     if isinstance(saved, dict) and isinstance(loaded, dict):
         for key, value in saved.items():
             if key in loaded:
-                loaded[key] = _restore_saved(loaded[key], value, stays_converted)
+                loaded[key] = _restore_saved(loaded[key], value, former_dtype)
         return loaded
 
     is_sequence = type(saved) in (list, tuple) and type(loaded) is type(saved)
     if is_sequence and len(saved) == len(loaded):
         items = []
         for loaded_item, saved_item in zip(loaded, saved, strict=True):
-            items.append(_restore_saved(loaded_item, saved_item, stays_converted))
+            items.append(_restore_saved(loaded_item, saved_item, former_dtype))
         return type(saved)(items)
 
     return loaded

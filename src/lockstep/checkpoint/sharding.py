@@ -91,19 +91,20 @@ def entries_to_store(
     """
     key_sets = [None if keys is None else frozenset(keys) for keys in keys_of_ranks]
 
+    def is_stored_here(key: int | str) -> bool:
+        return _first_rank_with(key, key_sets) == rank
+
+    # An optimizer has {"state": {0: entry of the first parameter, ...}, "param_groups": [...]}.
     is_optimizer_state = isinstance(state.get("state"), dict)
     if is_optimizer_state:
-        stored = {}
-        for key, entry in state["state"].items():
-            if _first_rank_with(key, key_sets) == rank:
-                stored[key] = entry
-        return {**state, "state": stored}
+        entries = {key: entry for key, entry in state["state"].items() if is_stored_here(key)}
+        return {**state, "state": entries}
 
-    # The state of a module. It keeps what torch has attached to it: the versions of its modules.
+    # A module has {"fc.weight": tensor, ...}, to which torch has attached the versions of its
+    # submodules.
     module_state: OrderedDict[str, Any] = OrderedDict()
     for key, tensor in state.items():
-        is_stored_here = _first_rank_with(key, key_sets) == rank
-        module_state[key] = tensor if is_stored_here else None
+        module_state[key] = tensor if is_stored_here(key) else None
     set_state_dict_metadata(module_state, state_dict_metadata(state))
     return module_state
 
@@ -134,8 +135,8 @@ def reshard_optimizer(state: Any, optimizer: Optimizer) -> Any:
             in shards.
         optimizer: the optimizer that will load the state.
     """
-    # A saved state has numbers in place of parameters. If the optimizer has other groups than the
-    # saved one, `load_state_dict` will tell the user later: hence `strict=False`.
+    # A saved state has numbers in place of parameters. If the optimizer has more or fewer of them
+    # now, no error is raised here (`strict=False`): `load_state_dict` will raise one.
     parameter_of_number: dict[int, Tensor] = {}
     for saved_group, group in zip(state["param_groups"], optimizer.param_groups, strict=False):
         for number, parameter in zip(saved_group["params"], group["params"], strict=False):

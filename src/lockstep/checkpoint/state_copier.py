@@ -21,6 +21,19 @@ BACKGROUND_DEVICES = ("cuda",)
 """The types of devices from which a thread copies while the next step computes."""
 
 
+class _Copies:
+    """Pairs of tensors: what is copied, and to where."""
+
+    def __init__(self) -> None:
+        self.destinations: list[Tensor] = []
+        self.sources: list[Tensor] = []
+
+    def add(self, destination: Tensor, source: Tensor) -> None:
+        """Adds a pair."""
+        self.destinations.append(destination)
+        self.sources.append(source)
+
+
 class StateCopier:
     """Copies tensors to an area: those on the CPU at once, and those on a GPU in a thread.
 
@@ -61,26 +74,22 @@ class StateCopier:
             return
 
         ids = steady_ids()
-        cpu_destinations: list[Tensor] = []
-        cpu_sources: list[Tensor] = []
-        gpu_destinations: list[Tensor] = []
-        gpu_sources: list[Tensor] = []
-        for destination, source, leaf in zip(
-            destinations, layout.sources, layout.leaves(), strict=True
-        ):
+        copied_now = _Copies()
+        copied_in_thread = _Copies()
+
+        # Each source is a tensor of the training state, its leaf, or some rows of it.
+        leaves = layout.leaves()
+        for destination, source, leaf in zip(destinations, layout.sources, leaves, strict=True):
             if source.device.type not in BACKGROUND_DEVICES:
-                cpu_destinations.append(destination)
-                cpu_sources.append(source)
+                copied_now.add(destination, source)
                 continue
 
-            # The source is a tensor of the training state (the leaf), or some rows of it.
             is_steady = id(leaf) in ids
             needs_clone = self.clones_every_source or not is_steady
-            gpu_destinations.append(destination)
-            gpu_sources.append(source.clone() if needs_clone else source)
+            copied_in_thread.add(destination, source.clone() if needs_clone else source)
 
-        copy_to_each(cpu_destinations, cpu_sources)
-        self._background.start(gpu_destinations, gpu_sources, seal)
+        copy_to_each(copied_now.destinations, copied_now.sources)
+        self._background.start(copied_in_thread.destinations, copied_in_thread.sources, seal)
 
     def wait(self) -> bool:
         """Waits until the last copy has ended.

@@ -85,9 +85,11 @@ class Writer:
             """Runs in the thread, and keeps the error if `work` raises one."""
             try:
                 work()
-                self._unfinished_folder = None  # so that `give_up` does not remove it
+                self._unfinished_folder = (
+                    None  # this rank's part is written: it must not be removed
+                )
             except SaveGivenUp:
-                pass  # the user is told by the code that has given up the save
+                pass  # no error of the thread: `give_up` was called, to end it
             except Exception as error:
                 self._error = error
             finally:
@@ -147,8 +149,6 @@ class Writer:
     def finish(self, timeout_s: float | None = None) -> None:
         """Waits until this rank has written its part. Raises the error of the thread, if any.
 
-        The caller then tells all ranks whether it succeeded.
-
         Args:
             timeout_s: seconds after which a save that is not complete is given up; None: never.
 
@@ -156,8 +156,8 @@ class Writer:
             Exception: the error that the thread has raised since the last call.
         """
         if self._thread is not None:
-            # Not in `Thread.join`: if Ctrl-C interrupts a join in Python 3.11 and 3.12, Python
-            # takes a running thread for ended.
+            # The event is waited for, and not the thread: if Ctrl-C interrupts `Thread.join` in
+            # Python 3.11 and 3.12, Python takes a running thread for ended.
             has_ended = self._thread_ended.wait(timeout_s)
             if not has_ended:
                 self.give_up()

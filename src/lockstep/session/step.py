@@ -58,9 +58,19 @@ def _are_fetched_together(first: TrainingPass, second: TrainingPass) -> bool:
     return second.previous_begun_at < first.begun_at < second.begun_at
 
 
-StepKey = tuple[TrainingPass, int, int]
-"""Identifies an optimizer step: the pass, the number of its global batch within the pass, and the
-number of the optimizer step within the pass."""
+class StepKey(NamedTuple):
+    """Identifies an optimizer step."""
+
+    training_pass: TrainingPass
+    global_batch: int
+    """The number of its global batch within the pass."""
+    num_steps: int
+    """The number of the optimizer step within the pass."""
+
+
+def _latest_key(training_pass: TrainingPass) -> StepKey:
+    """Returns the key of the last optimizer step that a pass has begun."""
+    return StepKey(training_pass, training_pass.number, training_pass.num_steps)
 
 
 class Dispute(NamedTuple):
@@ -148,28 +158,26 @@ class Step:
     @property
     def key(self) -> StepKey:
         """Identifies the current optimizer step."""
-        return self.training_pass, self.training_pass.number, self.training_pass.num_steps
+        return _latest_key(self.training_pass)
 
     def is_still_due(self, key: StepKey) -> bool:
         """Returns True if a loop still has to make an optimizer step that it has begun.
 
         Examples, for step 5 of a loop with two micro-batches (5a, 5b) in each step:
 
-        - The loop trains on 5a or 5b: the step is due.
-        - The loop trains on 6a: step 5 is not due.
-        - The loader has ended, and the loop has trained on 5a and holds 5b: the step is due.
-        - The loader has ended, and the loop has trained on 5b: the step is not due. The loop makes
-          none.
-        - The script trains on a batch of another loader: step 5 is not due.
+            the loop trains on 5a or 5b                         due
+            it trains on 6a                                     not due: it has gone on
+            it trains on a batch of another loader              not due
+            the loader has ended, and the loop still holds 5b   due
+            the loader has ended, and 5b is trained             not due: the loop makes no step
 
         A step of a single micro-batch is never due.
 
         Args:
             key: the optimizer step.
         """
-        training_pass, _, _ = key
-        latest_key = (training_pass, training_pass.number, training_pass.num_steps)
-        pass_has_gone_on = key != latest_key
+        training_pass = key.training_pass
+        pass_has_gone_on = key != _latest_key(training_pass)
         if pass_has_gone_on or training_pass.micro_batch.is_only_of_step:
             return False
 
@@ -177,12 +185,8 @@ class Step:
         if is_being_trained:
             return True
 
-        script_uses_another_loader = self.training_pass is not self._pass_without_loader
-        if script_uses_another_loader:
-            return False
-
-        # The loader has ended.
-        return self._holds_more_of_step(training_pass)
+        loader_has_ended = self.training_pass is self._pass_without_loader
+        return loader_has_ended and self._holds_more_of_step(training_pass)
 
     def _holds_more_of_step(self, training_pass: TrainingPass) -> bool:
         """Returns True if a loop holds untrained micro-batches of its present optimizer step."""
@@ -261,13 +265,14 @@ class Step:
         training_pass.source_of_loss_is_known = False
         self._watch_forward_passes()
 
-        # An evaluation with gradients enabled makes no backward passes that would show the batch in
-        # use. So as long as the loop may be one, its values are taken to be of the latest batch.
+        # A pass in which no optimizer has stepped may be an evaluation with gradients enabled. No
+        # backward pass would show which batch it uses, so that is taken to be the latest one.
         may_be_evaluation = not training_pass.ever_stepped
         if may_be_evaluation:
             training_pass.batch_in_use = delivery
 
-        # If it makes no difference, batch 2 takes the place of batch 1 at once.
+        # If the next loss has the same factor in either case, batch 2 is taken for the one that is
+        # trained, without waiting for a forward pass.
         if self._any_batch_may_be_next(delivery):
             self._begin_delivery(delivery)
 
@@ -325,11 +330,10 @@ class Step:
                 self._seen_in_forward.append(delivery)
             self._note_call_with(delivery)
 
-        # The script may have made the tensors from any batch. `source_of_loss` warns of this if the
-        # batches have different factors.
+        # Otherwise the script may have made the tensors from any batch. That is noted for
+        # `source_of_loss`, which warns of it if the batches have different factors.
         is_output_of_prepared_module = has_gradient
-        source_is_unknown = not deliveries and not is_output_of_prepared_module
-        if source_is_unknown:
+        if not deliveries and not is_output_of_prepared_module:
             self._called_without_delivery = True
 
     def _note_call_with(self, delivery: Delivery) -> None:
@@ -361,9 +365,9 @@ class Step:
         Raises:
             UsageError: the loss may come from several micro-batches of different weight.
         """
-        # The deliveries with which modules were called since the last loss. It is empty as long as
-        # the loop fetches nothing ahead, because modules do not report their calls then: the loss
-        # is of the latest delivery.
+        # The deliveries with which modules were called since the last loss. The list is empty in a
+        # loop that fetches nothing ahead: modules need not report their calls there, as the loss is
+        # always of the latest delivery.
         seen_in_forward = self._seen_in_forward
         deliveries_of_loss = self._find_deliveries_of_loss(seen_in_forward)
         for delivery in deliveries_of_loss:
@@ -404,7 +408,8 @@ class Step:
         if not weigh_the_same(seen_in_forward):
             raise mixed_sources_error(seen_in_forward)
 
-        # True if a module was also called with tensors that no loader handed out.
+        # A module was also called with tensors that no loader handed out, but that the script may
+        # have made from another batch.
         if self._called_without_delivery:
             self._warn_of_other_batches(seen_in_forward[0])
         return seen_in_forward
@@ -585,8 +590,7 @@ class Step:
         Raises:
             UsageError: two loaders are trained on, and the optimizer steps at different times.
         """
-        # Which part of the global batch this is, stays known even if the micro-batch is trained
-        # without its virtual rank.
+        # The virtual rank of the loader's micro-batch stays known, even if it is trained without.
         self.virtual_rank = micro_batch.virtual_rank
         is_common_step = self.number < self.num_common_steps
         if is_common_step:
@@ -729,9 +733,11 @@ class Step:
         scale = self.micro_batch_of_loss.scale
         weighted_loss = loss if scale == 1.0 else loss * scale
 
-        has_no_samples = scale == 0.0  # the loss may be NaN
+        # A loss without weight adds 0, although it may be NaN. So does the loss of a micro-batch
+        # that another process has, and this one repeats to check a device.
+        has_no_weight = scale == 0.0
         only_checks_device = self.training_pass.micro_batch.is_repeat
-        if has_no_samples or only_checks_device:
+        if has_no_weight or only_checks_device:
             loss_to_add = weighted_loss.new_zeros(())
         else:
             loss_to_add = weighted_loss.detach()
@@ -742,12 +748,17 @@ class Step:
     def _add_loss(self, loss_to_add: Tensor) -> None:
         """Adds a weighted loss to the sums of the global batch that is being trained.
 
-        With virtual ranks, the factor of a loss is chosen for the mean over the virtual ranks, and
-        the sums must be right for the mean over the processes. Example: of 4 virtual ranks, this
-        process computes 2, with weighted losses 1.0 and 3.0, and another process 2, with 5.0 and
-        7.0. The mean is 4.0. Divided by 2, they are 0.5 + 1.5 = 2.0 here and 2.5 + 3.5 = 6.0 there,
-        and the mean of 2.0 and 6.0 is 4.0 too. The loss for the backward pass is not divided, as
-        gradients are averaged over the virtual ranks.
+        The mean of the sums over the processes is the loss of the global batch. With virtual ranks,
+        that is the mean of the weighted losses over the virtual ranks. So each of them is divided
+        by the number of virtual ranks of a process. Example: 4 virtual ranks on 2 processes, with a
+        mean of 4.0.
+
+            process   weighted losses of its virtual ranks   its sum
+            0         1.0 and 3.0                            (1.0 + 3.0) / 2 = 2.0
+            1         5.0 and 7.0                            (5.0 + 7.0) / 2 = 6.0
+
+        The loss for the backward pass is not divided, as gradients are averaged over the virtual
+        ranks.
         """
         training_pass = self.training_pass
         virtual_rank = training_pass.micro_batch.virtual_rank
@@ -814,19 +825,19 @@ class Step:
         """Returns True if an optimizer has stepped for the current global batch of a pass.
 
         A loop over `zip(one, other)` trains on a batch of each, and then the optimizer steps. The
-        step is for both, but was only recorded in the pass over `other`, which was fetched last. So
-        asked for the pass over `one`, this looks at the pass over `other`, too.
+        step is for both, but it is recorded only in the pass over `other`, which was fetched last.
+        So for the pass over `one`, that pass is looked at, too.
         """
         if not training_pass.micro_batch.last:
             return False
+        if training_pass.has_stepped_for_current_batch:
+            return True
 
-        fetched_together = [
-            other for other in self._passes if _are_fetched_together(training_pass, other)
-        ]
-        return any(
-            each_pass.has_stepped_for_current_batch
-            for each_pass in [training_pass, *fetched_together]
-        )
+        for other in self._passes:
+            is_fetched_together = _are_fetched_together(training_pass, other)
+            if is_fetched_together and other.has_stepped_for_current_batch:
+                return True
+        return False
 
     @contextmanager
     def preserved(self) -> Iterator[None]:
@@ -837,7 +848,6 @@ class Step:
         number = self.number
         samples = self.samples
         first_batch_at_s = self._first_batch_at_s
-
         last_step_at_s = self._last_step_at_s
         try:
             with self.extensions.observers_muted():

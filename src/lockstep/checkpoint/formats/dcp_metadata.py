@@ -128,15 +128,16 @@ def _check_operations(content: bytes) -> None:
     """
     stack = _StackOfSizes()
     for number, (operation, argument, _) in enumerate(pickletools.genops(content)):
-        uses_memo = operation.name in GET_OPERATIONS or operation.name in PUT_OPERATIONS
-        memo_index = int(argument or 0) if uses_memo else 0
+        writes_memo = operation.name in PUT_OPERATIONS
+        reads_memo = operation.name in GET_OPERATIONS
+        memo_index = int(argument or 0) if reads_memo or writes_memo else None
 
         # Whoever writes a pickle numbers the memo from 0 on, so that no index exceeds the number of
         # operations so far.
-        is_too_large_index = operation.name in PUT_OPERATIONS and memo_index > number
+        is_too_large_index = writes_memo and memo_index is not None and memo_index > number
         if number > MAX_OPERATIONS or is_too_large_index:
             raise ValueError("it would take more memory than any metadata does")
-        stack.do(operation, memo_index)
+        stack.follow(operation, memo_index)
 
 
 class _StackOfSizes:
@@ -154,12 +155,12 @@ class _StackOfSizes:
         self._memo: dict[int, int] = {}
         """The sizes of the values in the memo, by index."""
 
-    def do(self, operation: pickletools.OpcodeInfo, memo_index: int) -> None:
-        """Does what an operation does.
+    def follow(self, operation: pickletools.OpcodeInfo, memo_index: int | None) -> None:
+        """Changes the stack of sizes as an operation of the pickle changes the stack of values.
 
         Args:
             operation: the operation.
-            memo_index: the index in the memo that it reads or writes, if it does.
+            memo_index: the index in the memo that it reads or writes; None if it does not.
 
         Raises:
             ValueError: it makes a tuple that is larger than any of metadata.
@@ -167,40 +168,41 @@ class _StackOfSizes:
         size_of_operands = self._take_operands(operation)
         if operation.name == "MARK":
             self._marks.append(len(self._sizes))
-        elif operation.name in GET_OPERATIONS:
+        elif operation.name in GET_OPERATIONS and memo_index is not None:
             self._sizes.append(self._memo[memo_index])
-        elif operation.name in PUT_OPERATIONS:
+        elif operation.name in PUT_OPERATIONS and memo_index is not None:
             self._memo[memo_index] = self._sizes[-1]  # the value itself stays on the stack
-        elif operation.name == "MEMOIZE":
-            # It has taken one value, and puts it back.
+        elif operation.name == "MEMOIZE":  # puts its operand into the memo, and back on the stack
             self._memo[len(self._memo)] = size_of_operands
             self._sizes.append(size_of_operands)
-        elif operation.name == "DUP":  # it has taken one value, and puts it back twice
+        elif operation.name == "DUP":  # puts its operand back twice
             self._sizes += [size_of_operands, size_of_operands]
         else:
-            # A tuple counts as itself and everything that it holds, any other value as 1.
-            is_tuple = operation.name.startswith("TUPLE")
-            new_size = size_of_operands + 1 if is_tuple else 1
+            new_size = 1
+            if operation.name.startswith("TUPLE"):
+                new_size += (
+                    size_of_operands  # a tuple counts as itself and everything that it holds
+                )
             if new_size > MAX_TUPLE_VALUES:
                 raise ValueError("it has a tuple that is larger than any of metadata")
             self._sizes += [new_size] * len(operation.stack_after)  # one value, or none
 
     def _take_operands(self, operation: pickletools.OpcodeInfo) -> int:
-        """Takes from the stack what an operation takes, and returns the sum of the sizes.
+        """Takes the operands of an operation from the stack, and returns the sum of their sizes.
 
-        `pickletools` lists what that is. SETITEMS, for example, takes `[pydict, markobject,
-        stackslice]`: everything above the last mark, and one value below it, the dictionary. The
-        sizes of values below the mark do not count.
+        `stack_before` lists them. ADD, for example, has two values. SETITEMS has `[pydict,
+        markobject, stackslice]`: one value below the last mark, the dictionary, and everything
+        above it. The sizes of values below the mark do not count.
         """
         operands = operation.stack_before
         if pickletools.markobject in operands:
-            begin = self._marks.pop()
+            counted_from = self._marks.pop()  # the height of the stack at the last mark
             num_below_mark = operands.index(pickletools.markobject)
         else:
-            begin = len(self._sizes) - len(operands)
+            counted_from = len(self._sizes) - len(operands)
             num_below_mark = 0
-        size = sum(self._sizes[begin:])
-        del self._sizes[begin - num_below_mark :]
+        size = sum(self._sizes[counted_from:])
+        del self._sizes[counted_from - num_below_mark :]
         return size
 
 

@@ -114,8 +114,8 @@ class GradientVersionCheck(Check):
                 parameters.append(parameter)
                 gradients.append(gradient)
 
-        # One record for each gradient. This runs in every micro-batch, and `map` is faster than a
-        # loop.
+        # `GradientRecord(parameter, id of its gradient, write count)` for each gradient. This runs
+        # in every micro-batch, and `map` is faster than a loop.
         gradient_ids = [id(gradient) for gradient in gradients]
         self._records = list(map(GradientRecord, parameters, gradient_ids, write_counts(gradients)))
         self._shard = _record_smallest_shard(parameters)
@@ -141,26 +141,23 @@ class GradientVersionCheck(Check):
             micro_batch: not used; see `after_backward`.
         """
         del loss, micro_batch
-        micro_batch_of_step = self.run.step.micro_batch
-        has_earlier_micro_batch = not micro_batch_of_step.opens_step
+        is_first_micro_batch = self.run.step.micro_batch.opens_step
         is_first_backward_of_micro_batch = self._num_backwards_of_micro_batch == 0
-        if not (has_earlier_micro_batch and is_first_backward_of_micro_batch):
-            return
-
-        self._check_partial_gradients()
+        if is_first_backward_of_micro_batch and not is_first_micro_batch:
+            self._check_partial_gradients()
 
     def batch_is_done(self) -> None:
         """Raises UsageError if the gradients of a virtual rank were written to.
 
-        When the next virtual rank begins, they are taken out of `parameter.grad`, and
-        `before_backward` finds nothing to compare.
+        They are looked at before the next virtual rank begins. It takes them out of
+        `parameter.grad`, so `before_backward` would be too late.
         """
         micro_batch_of_step = self.run.step.micro_batch
         virtual_rank = micro_batch_of_step.virtual_rank
-        are_taken_out = virtual_rank is not None and not virtual_rank.has_own_step
+        will_be_taken_out = virtual_rank is not None and not virtual_rank.has_own_step
         are_complete = micro_batch_of_step.closes_step
         had_backward = self._num_backwards_of_micro_batch > 0
-        if are_taken_out and had_backward and not are_complete:
+        if will_be_taken_out and had_backward and not are_complete:
             self._check_partial_gradients()
 
     def _check_partial_gradients(self) -> None:
@@ -208,10 +205,12 @@ class GradientVersionCheck(Check):
             if id(record.parameter) in ids and _was_written_to(record):
                 return True
 
+        # Torch does not count all writes to shards. So one shard was copied, and is compared.
         shard = self._shard
         if shard is None or id(shard.parameter) not in ids or shard.parameter.grad is None:
             return False
-        return not torch.equal(_bytes_of(to_local(shard.parameter.grad)), _bytes_of(shard.values))
+        present_values = to_local(shard.parameter.grad)
+        return not torch.equal(_bytes_of(present_values), _bytes_of(shard.values))
 
     def _warn_if_shards_were_written_to(self, optimizer: Optimizer) -> None:
         """Warns, once, if the script has changed shards of gradients without `world`'s clipping.
