@@ -82,20 +82,24 @@ def find_error_that_led_here(error: BaseException) -> BaseException | None:
 
 
 def find_handled_error(error: BaseException) -> BaseException | None:
-    """Finds the exception to report, of one in flight and those in whose handling it was raised.
+    """Finds the exception to report, of all that a thread handles.
+
+    For example, a `finally` block handles a `ValueError` and raises a `KeyError`, which another
+    `finally` block handles. Python will raise both again, and the `ValueError` is reported.
 
     Args:
-        error: the exception that a thread handles.
+        error: the exception that the thread handles: the `KeyError`. It may have been raised while
+            another one was handled.
 
     Returns:
-        The exception that will be raised again, the earliest if there are several; otherwise the
-        last one that the user's own code handles, or None. If the `finally` block that handles a
-        `ValueError` raises a `KeyError`, and another `finally` block handles that, both will be
-        raised again, and the `ValueError` is the one to report.
+        The earliest exception that will be raised again; if there is none, the latest one that the
+        user's own code handles, or None.
     """
     latest_first = [error, *errors_before(error)]
-    for raised_again in _errors_raised_again(latest_first[::-1]):
-        return raised_again  # the earliest
+    earliest_raised_again = next(iter(_errors_raised_again(latest_first[::-1])), None)
+    if earliest_raised_again is not None:
+        return earliest_raised_again
+
     for handled in latest_first:
         if is_handled_by_user(handled):
             return handled

@@ -303,8 +303,10 @@ class RankFailedError(LockstepError, RuntimeError):
 
     @property
     def translated_message(self) -> str:
-        """The message in the user's language, without the rank and the line at its end."""
-        # If `found` quotes the script's output, the launcher has translated all but the quotes.
+        """The message in the user's language, without the rank and the line at its end.
+
+        The launcher may have translated `found` already: all but what it quotes of the script.
+        """
         return _format_message(
             self.was_set,
             self.found,

@@ -21,6 +21,7 @@ import json
 import os
 import re
 import string
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -554,7 +555,7 @@ class Template:
     def _fits(self, field_number: int, text: str, begin: int, end: int) -> bool:
         """Returns True if `text[begin:end]` may be the value of a field."""
         pattern = self.patterns[field_number]
-        if pattern.pattern == ANY_TEXT:  # most are, and this is faster
+        if pattern.pattern == ANY_TEXT:  # the pattern of most fields; this is faster than a match
             value = text[begin:end]
             begins_with_separator = value.startswith((",", ":"))
             ends_with_separator = value.endswith(";")
@@ -713,19 +714,10 @@ class Catalogue:
         has the readings ("wait", "each other for a batch") and ("wait for each other", "a batch").
         If the readings that count differ in Chinese, the text stays English.
         """
-        # Translate the text in every way in which it can be read. The templates are sorted, so the
-        # readings whose templates have more words come first.
-        readings: list[Reading] = []
-        templates_with_further_readings: list[Template] = []
-        for template in self._templates:
-            spans_of_readings = template.match(text)
-            if len(spans_of_readings) == MAX_READINGS:
-                templates_with_further_readings.append(template)
-            for spans in spans_of_readings:
-                translation = self._translate_reading(text, template, spans, cache)
-                readings.append(Reading(template, spans, translation))
+        readings = self._find_readings(text, cache)
 
-        # Some values may not have been translated, so the readings cannot be compared.
+        # With a full cache, some values were left in English for that reason alone, so the readings
+        # cannot be compared.
         if cache.is_full:
             return _leave_in_english(text)
 
@@ -738,20 +730,21 @@ class Catalogue:
         # So all readings with a best template must say the same in Chinese.
         best_templates = [reading.template for reading in best_readings]
         readings_that_count = [each for each in readings if each.template in best_templates]
+        if _certainly_say_the_same(readings_that_count, text):
+            return best_readings[0].translation
+        return _leave_in_english(text)
 
-        # Spaces depend on where the values begin, and say nothing.
-        chinese_texts = {each.translation.text.replace(" ", "") for each in readings_that_count}
-        is_ambiguous = len(chinese_texts) > 1
+    def _find_readings(self, text: str, cache: Cache) -> list[Reading]:
+        """Returns up to `MAX_READINGS` readings of a text with each template.
 
-        # A reading that was not looked for may translate less of a value, or more of it.
-        further_reading_may_differ = any(
-            each.template in templates_with_further_readings and each.translates_a_value(text)
-            for each in readings_that_count
-        )
-
-        if is_ambiguous or further_reading_may_differ:
-            return _leave_in_english(text)
-        return best_readings[0].translation
+        The templates are sorted, so readings whose templates have more words come first.
+        """
+        readings: list[Reading] = []
+        for template in self._templates:
+            for spans in template.match(text):
+                translation = self._translate_reading(text, template, spans, cache)
+                readings.append(Reading(template, spans, translation))
+        return readings
 
     def _translate_reading(
         self, text: str, template: Template, spans: tuple[Span, ...], cache: Cache
@@ -987,6 +980,28 @@ def _stays_english(text: str, *, may_be_word: bool) -> bool:
     return is_single_word and not may_be_word
 
 
+def _certainly_say_the_same(readings: Sequence[Reading], text: str) -> bool:
+    """Returns True if all readings of a text say the same in Chinese, also those that are unknown.
+
+    Args:
+        readings: up to `MAX_READINGS` readings with each template.
+        text: the text that was read.
+    """
+    # Spaces depend on where the values begin, and say nothing.
+    chinese_texts = {reading.translation.text.replace(" ", "") for reading in readings}
+    if len(chinese_texts) > 1:
+        return False
+
+    # A template with `MAX_READINGS` readings may have further ones, which were not looked for. They
+    # divide the text into other values. That makes no difference if all values stay as they are.
+    num_readings = Counter(id(reading.template) for reading in readings)
+    for reading in readings:
+        may_have_further_readings = num_readings[id(reading.template)] == MAX_READINGS
+        if may_have_further_readings and reading.translates_a_value(text):
+            return False
+    return True
+
+
 def _best_readings(readings: Sequence[Reading]) -> list[Reading]:
     """Returns the best of the readings of a text with different templates.
 
@@ -1079,9 +1094,9 @@ def _keep_english_beside_separator(
 ) -> None:
     """Leaves a translated part in English if English words stand on both sides of a separator.
 
-    For example, "see x; y" has the parts "see x" and "y". If they are translated to "见 x" and not
-    at all, "x" and "y" stand on both sides and may belong together, so "see x" stays English. Of
-    "x; y is missing", the second part stays English.
+    For example, "see x; y" has the parts "see x", in Chinese "见 x", and "y", which is no message.
+    The English words "x" and "y" stand on both sides of the separator and may belong together, so
+    "see x" stays English. Of "x; y is missing", the second part stays English.
 
     Args:
         parts: all parts of the text.
@@ -1168,7 +1183,7 @@ def _leave_in_english(text: str) -> Translation:
 
 
 def _with_spaces_of(text: str, translation: Translation) -> Translation:
-    """Returns a translation, of a text without the spaces at its ends, with these spaces."""
+    """Puts the spaces at the ends of a text around the translation of what is between them."""
     stripped = text.strip()
     num_spaces_before = len(text) - len(text.lstrip())
     before = text[:num_spaces_before]

@@ -59,29 +59,25 @@ def mask_secrets(arguments: Sequence[str]) -> list[str]:
         arguments: the words of the command line.
     """
     masked = []
-    next_option_before = ""
+    open_option = ""  # an option whose value the next argument may be
     for argument in arguments:
-        option_before = next_option_before  # the previous argument, if it may take a value
-        next_option_before = ""
-
         # `--token VALUE`. A value may begin with one dash, as a random text or `-1` may.
-        if option_before and not argument.startswith("--"):
-            is_secret = _is_secret(option_before, argument)
+        if open_option and not argument.startswith("--"):
+            is_secret = _is_secret(open_option, argument)
             # A value that is no secret as a whole may still contain one, such as a password.
             masked.append(MASK if is_secret else _mask_value(argument))
+            open_option = ""
             continue
+
+        name, equals_sign, value = argument.partition("=")
+        is_open_option = argument.startswith("-") and not equals_sign
+        open_option = argument if is_open_option else ""
 
         # `--token=VALUE`
-        name, equals_sign, value = argument.partition("=")
         if equals_sign and re.fullmatch(r"[-+\w.]+", name) and _is_secret(name, value):
             masked.append(f"{name}={MASK}")
-            continue
-
-        # Only an option, which begins with a dash, may have a value in the next argument.
-        is_option = argument.startswith("-") and not equals_sign
-        if is_option:
-            next_option_before = argument
-        masked.append(_mask_value(argument))
+        else:
+            masked.append(_mask_value(argument))
 
     return masked
 

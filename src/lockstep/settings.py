@@ -635,21 +635,13 @@ def resolve_settings(environ: Mapping[str, str], **given: Any) -> Settings:
 def _override_by_verify(values: dict[str, Any], settings_of_verify: Mapping[str, Any]) -> None:
     """Writes the settings of `lockstep verify` into those of the run.
 
-    `verify` makes runs of three kinds, with these settings among others:
-
-        to compare bits:                   {"virtual_ranks_of_verify": 4}
-        to compare within a tolerance:     {"uncompressed": True}
-        on one process, as its reference:  {"uncompressed": True, "reference_of_verify": True}
-
-    The run then has these virtual ranks, if the user has set virtual_ranks=8, or has not set it:
-
-        to compare bits:                   8, or 4
-        to compare within a tolerance:     8, or none
-        on one process, as its reference:  8 (none if BatchNorm is synchronised), or none
+    `verify` runs the script on several processes and on one, the *reference*. It compares their
+    results bit by bit (`{"virtual_ranks_of_verify": 4}`), or within a tolerance.
 
     Args:
         values: the settings of the run, by the names of the arguments; they are changed.
-        settings_of_verify: the settings that `lockstep verify` makes.
+        settings_of_verify: the settings that `lockstep verify` makes. In a reference that is
+            compared within a tolerance, `reference_of_verify` is True.
     """
     values.update(settings_of_verify)
 
@@ -658,20 +650,20 @@ def _override_by_verify(values: dict[str, Any], settings_of_verify: Mapping[str,
     values.pop("check_devices", None)
     values.pop("trace_step", None)
 
-    chosen_by_verify = values.get("virtual_ranks_of_verify")
-    compares_bits = chosen_by_verify is not None
-    is_reference = values.get("reference_of_verify")
-    user_has_chosen = values.get("virtual_ranks") is not None
-    if compares_bits:
-        if user_has_chosen:
-            values["virtual_ranks_of_verify"] = None
-        else:
-            values["virtual_ranks"] = chosen_by_verify
-            # With one process for several virtual ranks, BatchNorm cannot compute the statistics of
-            # the global batch. `verify` compares them within a tolerance.
-            values["sync_batchnorm"] = False
-    elif is_reference and values.get("sync_batchnorm"):
-        values["virtual_ranks"] = None  # synchronised BatchNorm must get the whole batch at once
+    # Only virtual ranks give equal bits. If the user has set none, `verify` has chosen a number.
+    compares_bits = values.get("virtual_ranks_of_verify") is not None
+    user_has_set_number = values.get("virtual_ranks") is not None
+    if compares_bits and user_has_set_number:
+        values["virtual_ranks_of_verify"] = None
+    elif compares_bits:
+        values["virtual_ranks"] = values["virtual_ranks_of_verify"]
+        # With one process for several virtual ranks, BatchNorm cannot compute the statistics of the
+        # global batch. `verify` compares them within a tolerance.
+        values["sync_batchnorm"] = False
+
+    # In a reference, synchronised BatchNorm must get the whole batch at once.
+    if values.get("reference_of_verify") and values.get("sync_batchnorm"):
+        values["virtual_ranks"] = None
 
 
 def _read_variable(declaration: Declaration, environ: Mapping[str, str]) -> Any:
@@ -766,11 +758,7 @@ def choices_from_file(environ: Mapping[str, str]) -> list[Choice]:
 
 
 def check_names_of_variables(environ: Mapping[str, str]) -> None:
-    """Raises SettingError for a misspelt variable such as LOCKSTEP_PRECISON.
-
-    It also raises one for LOCKSTEP_NPROC and the like, as options of `lockstep run` that are no
-    settings have no variable, and for settings that can only be set in the script.
-    """
+    """Raises SettingError for a variable that would have no effect, such as LOCKSTEP_PRECISON."""
     # A setting with a reader can be set by a variable: the reader turns its text into a value.
     known_names = []
     name_in_script = {}
@@ -787,6 +775,7 @@ def check_names_of_variables(environ: Mapping[str, str]) -> None:
         if name in known_names:
             continue
 
+        # LOCKSTEP_NPROC: an option of `lockstep run` that is no setting.
         option = OPTION_OF_LAUNCHER_VARIABLE.get(name)
         if option is not None and value:
             raise SettingError(
@@ -795,6 +784,7 @@ def check_names_of_variables(environ: Mapping[str, str]) -> None:
                 f"unset it, and write the option: lockstep run {option} ... SCRIPT",
             )
 
+        # A setting that can only be set in the script.
         setting = name_in_script.get(name)
         if setting is not None and value:
             raise SettingError(
@@ -803,6 +793,7 @@ def check_names_of_variables(environ: Mapping[str, str]) -> None:
                 f"unset it, and pass {setting} to lockstep.init in the script",
             )
 
+        # A misspelt setting.
         similar = difflib.get_close_matches(name, known_names, n=1, cutoff=SIMILAR_VARIABLE)
         if similar:
             raise SettingError(

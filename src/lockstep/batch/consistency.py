@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import multiprocessing
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -154,22 +154,32 @@ def read_samples(
     # An iterable dataset of digests. It ends early if `READ_TIME_LIMIT_S` have passed.
     reader = _DigestReader(source.dataset, seed, indices, file_names)
     loader_has_workers = source.options["num_workers"] > 0
-    if not loader_has_workers:
-        with preserve_rng_state():
-            return list(reader)
+    if loader_has_workers:
+        return _read_in_worker(reader, source.options)
 
-    # A context of the `multiprocessing` module, as DataLoader stores it; None for the default one.
-    context = source.options["multiprocessing_context"]
-    start_method = (context or multiprocessing).get_start_method()
-    if start_method != "fork":  # starting a worker would take seconds
+    with preserve_rng_state():
+        return list(reader)
+
+
+def _read_in_worker(reader: _DigestReader, options: Mapping[str, Any]) -> list[Any]:
+    """Reads the digests in a worker process; see `read_samples` for when the result is empty.
+
+    Args:
+        reader: yields the digests.
+        options: options of the loader for torch's DataLoader.
+    """
+    # The user may have chosen how workers are started: a context of the `multiprocessing` module.
+    users_context = options["multiprocessing_context"]
+    context = multiprocessing if users_context is None else users_context
+    if context.get_start_method() != "fork":  # starting a worker would take seconds
         return []
 
     worker: DataLoader[Any] = DataLoader(
         reader,
         batch_size=None,  # the digests come one by one
         num_workers=1,
-        multiprocessing_context=context,
-        worker_init_fn=source.options["worker_init_fn"],
+        multiprocessing_context=users_context,
+        worker_init_fn=options["worker_init_fn"],
         generator=torch.Generator(),  # torch would draw the worker's seed from the global stream
     )
     try:

@@ -52,8 +52,8 @@ def digest(value: Any, max_numbers: int = MAX_NUMBERS, *, file_names: bool = Fal
         value: the sample.
         max_numbers: the digest of an array is made of about this many of its numbers, evenly
             spread, so that a large array does not take long.
-        file_names: True in fingerprints of data sets: a path counts by its file name, without the
-            folders, which differ between machines. False between ranks: all paths are equal.
+        file_names: True to digest the file name of a path, without its folders, which may differ
+            between machines. False to take all paths for equal.
     """
     if isinstance(value, Tensor):
         if value.layout is not torch.strided:  # the numbers of a sparse tensor are not compared
@@ -70,7 +70,7 @@ def digest(value: Any, max_numbers: int = MAX_NUMBERS, *, file_names: bool = Fal
         file_name = _file_name(value)
         is_path = file_name != value  # it has a slash
         if is_path and not file_names:
-            return "path"
+            return "path"  # the same for all paths
         return zlib.crc32(file_name.encode())
 
     if isinstance(value, bytes):

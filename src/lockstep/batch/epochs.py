@@ -67,7 +67,7 @@ class Epochs:
         only after each of them has been trained on again.
         """
         # Until `begin_epoch` below, the loaders describe the epoch that has just ended. A loader
-        # that was prepared during that epoch has no beginning of it, and is not waited for.
+        # that was prepared in the middle of that epoch is not waited for in the new one.
         self._loaders_of_previous_epoch = [
             loader
             for loader in self._loaders

@@ -289,11 +289,18 @@ class Loader:
         return Choice(f"loader {number}", value, f"samples in a global batch, {how}")
 
     def _describe_division(self, samples_of_rank: list[int]) -> str:
-        """Returns how many samples of a global batch each rank has: "4 + 2 on ranks 0 to 1"."""
+        """Returns how many samples of a global batch each rank has: "4 + 2 on ranks 0 to 1".
+
+        Args:
+            samples_of_rank: samples of each rank that has a part of its own. In a pipeline, through
+                which each batch passes, all ranks count as one.
+        """
+        if self._collectives.single_process:
+            return "in one process"
+
         num_ranks = len(samples_of_rank)
         if num_ranks == 1:
-            single_process = self._collectives.single_process
-            return "in one process" if single_process else "by all ranks together"
+            return "by all ranks together"
         if len(set(samples_of_rank)) == 1:
             return f"{samples_of_rank[0]} on each of {num_ranks} ranks"
 
@@ -556,17 +563,15 @@ class Loader:
         plan = self.source.plan(self.seed, epoch)
         planned = self._plan.plan_epoch(plan, start=0)
 
-        some_ranks_lack_samples = not self._plan.every_rank_has_samples(plan)
-        if self._evaluates_together:
-            # The model needs all ranks in each forward pass, as under FSDP, so a rank without
-            # samples gets an empty batch.
-            self._needs_empty_batches = some_ranks_lack_samples
-            some_ranks_skip = False
-        else:
-            # A rank without samples in a micro-batch skips it.
-            self._needs_empty_batches = False
-            some_ranks_skip = some_ranks_lack_samples
+        # A rank that has no samples in a micro-batch skips it, unless the model needs all ranks in
+        # each forward pass, as under FSDP. Then the rank gets an empty batch.
+        ranks_skip = not self._evaluates_together
+        if ranks_skip:
             planned = (item for item in planned if item.micro_batch.local_rows > 0)
+
+        some_ranks_lack_samples = not self._plan.every_rank_has_samples(plan)
+        some_ranks_skip = some_ranks_lack_samples and ranks_skip
+        self._needs_empty_batches = some_ranks_lack_samples and not ranks_skip
 
         read = self._count_rows(epoch, self._read_planned(epoch, planned))
         on_device = to_device(read, self._collectives.device)
@@ -687,8 +692,9 @@ class Loader:
             epoch, planned.position, samples, planned.micro_batch, planned.global_batch
         )
 
-        # The step calls `on_begin` when training on the batch begins: usually at once, in
-        # `hand_out`, with the batch; later, and without it, if an earlier batch is not finished.
+        # The step calls `on_begin` when training on the batch begins. That is usually at once, in
+        # `hand_out`. If an earlier batch is not finished, it is later, and the batch is not kept
+        # for that long.
         awaiting = _BatchAwaitingTraining(epoch, training_pass, planned, batch)
         on_begin = partial(self._begin_training_on, awaiting)
         references = storage_references(batch)
@@ -922,19 +928,16 @@ class Loader:
             yield from read
             return
 
-        # Only the rows are counted. The weights by the user's `weight=` are not needed, because an
-        # evaluation takes no mean loss.
-        counting = replace(self._weighing(epoch), weight=None)
-
-        model_needs_every_rank = self._evaluates_together
+        # An evaluation takes no mean loss, so the user's `weight=` is not called.
+        row_counting = replace(self._weighing(epoch), weight=None)
         for planned, collated in read:
-            counted = counting.count_rows(planned, collated)
-            if model_needs_every_rank:
-                # If the collate function has dropped all samples of this rank, this is an empty
-                # batch that a model can process, in place of what the function returned.
-                yield counted.planned, counted.batch
-            else:
-                yield counted.planned, collated
+            counted = row_counting.count_rows(planned, collated)
+
+            # If the collate function has dropped all samples of this rank, `counted.batch` is an
+            # empty batch, and `collated` what the function returned (often None). A model that
+            # needs all ranks in each forward pass gets the empty batch.
+            batch = counted.batch if self._evaluates_together else collated
+            yield counted.planned, batch
 
     def _keep_as_template(self, batch: Any, num_samples: int) -> None:
         """Keeps a sample of the first batch that is read, as the template of empty batches.

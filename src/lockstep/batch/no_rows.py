@@ -165,8 +165,8 @@ class Placeholder:
     def _add_row(self, tensor: Tensor) -> Tensor:
         """Replaces a tensor without rows by one row, and returns any other tensor unchanged.
 
-        It records in which dimension the row was added, and how many rows of a result may come from
-        it, so that `cut_off` finds them there.
+        It notes in which dimension the row was added, and which lengths the row may have in a
+        result, so that `cut_off` finds it there.
         """
         if not has_no_rows(tensor):
             return tensor
@@ -352,8 +352,8 @@ class _CutRows(torch.autograd.Function):
     def forward(ctx: Any, tensor: Tensor, dimension: int | None) -> Tensor:
         """Returns the tensor with size 0 in the dimension that holds the placeholder's rows.
 
-        With None the tensor has no such dimension, like a mean over the rows. Then this returns a
-        copy: the tensor itself would become a view, which must not be changed in place.
+        If the tensor has no such dimension (None), like a mean over the rows, this returns a copy.
+        Autograd would turn the tensor itself into a view, and forbid to change it in place.
         """
         ctx.shape = tensor.shape
         if dimension is None:

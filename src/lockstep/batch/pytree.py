@@ -269,9 +269,9 @@ def cut_to_rows(
 ) -> Any:
     """Removes all samples from a batch (`keep=0`), or all but the first one (`keep=1`).
 
-    With `keep=1`, a tensor of shape `(n, *)` becomes `(1, *)`, a list of texts gets 1 text, and of
-    a sequence with one item for each sample 1 item remains. *Opaque* objects, which move themselves
-    with `.to`, cannot be cut.
+    With `keep=1`, a tensor of shape `(n, *)` becomes `(1, *)`, and a list with one item for each
+    sample becomes a list of 1 item. *Opaque* objects, which move themselves with `.to`, cannot be
+    cut.
 
     Args:
         batch: the batch, which is not modified.
@@ -294,14 +294,12 @@ def cut_to_rows(
     if children is None:  # a leaf that is no array, e.g. one text
         return batch
 
-    # First case: a list or tuple with one item for each sample, of which the first ones are kept.
-    # This is a list of plain data, such as file names, or any other sequence that seems to have one
-    # item for each of the `num_samples` samples.
-    is_sequence = isinstance(batch, list | tuple)
-    has_one_item_per_sample = is_list_of_plain_data(batch) or (
-        is_sequence and has_item_per_sample(batch, num_samples)
-    )
-    if has_one_item_per_sample:
+    # First case: a list or tuple with one item for each sample, such as a list of file names. The
+    # first items are kept.
+    items_are_samples = is_list_of_plain_data(batch)
+    if isinstance(batch, list | tuple) and has_item_per_sample(batch, num_samples):
+        items_are_samples = True
+    if items_are_samples:
         first_items = dict(list(children.items())[:keep])  # the items by position
         return _rebuild(batch, first_items)
 
@@ -437,16 +435,16 @@ def _is_structured(item: Any) -> bool:
 def has_item_per_sample(sequence: Sequence[Any], count: int | None) -> bool:
     """Returns True if a sequence has one item for each sample, and not one for each field.
 
-    If every tensor in the sequence has `count` rows, the items are fields, otherwise samples. Some
-    sequences of fields are recognised before that. So these rules are tried in order, here for 2
-    samples:
+    The first of these rules that applies decides. The examples are of 2 samples.
 
-    1. `[a, b, c]` has 3 items: False.
-    2. `(images, {"label": labels})` has items of different structures: fields, so False.
-    3. `([image, image], [mask, mask])`: each item has one item for each sample. So the items are
-       fields, the images and the masks: False.
-    4. `[image, image]` with images of shape `(3, 8, 8)`: they have 3 rows, so they are samples:
-       True. `(images, masks)` of shape `(2, 3, 8, 8)`: they have 2 rows, so they are fields: False.
+    1. There is another number of items, as in `[a, b, c]`: False.
+    2. The items have different structures, as in `(images, {"label": labels})`. They are fields:
+       False.
+    3. Some item has one item for each sample, as in `([image, image], [mask, mask])`. They are
+       fields: False.
+    4. Every tensor has one row for each sample, as in `(images, masks)` of shape `(2, 3, 8, 8)`.
+       They are fields: False. Otherwise they are samples, as in `[image, image]` of shape
+       `(3, 8, 8)`: True.
 
     Args:
         sequence: a list or a tuple.
@@ -587,6 +585,6 @@ def _copy_may_share_items(batch: Any) -> bool:
     if not isinstance(batch, dict | UserDict):
         return True
 
-    # `class Batch(dict)` with `self.__dict__ = self`, so that `batch.image` is `batch["image"]`: a
-    # copy has the original as its `__dict__`.
+    # A class may set `self.__dict__ = self`, so that `batch.image` is `batch["image"]`. Then the
+    # original is the `__dict__` of a copy, too.
     return getattr(batch, "__dict__", None) is batch

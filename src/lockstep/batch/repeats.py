@@ -198,7 +198,7 @@ def completed_virtual_ranks(pieces: Sequence[VirtualRankPiece], num_pieces: int)
 
 
 def _unused_piece(pieces: Sequence[VirtualRankPiece]) -> CheckedPiece:
-    """Returns a micro-batch that fills a gap; its result is not used.
+    """Returns a micro-batch whose result is not used, for a rank that has fewer than others.
 
     If possible it has samples, because the mean loss of an empty batch would be NaN, and the user's
     loop might print that or stop.

@@ -28,6 +28,7 @@ import torch.distributed as dist
 from lockstep.batch.device_copy import to_device
 from lockstep.batch.digest import SAMPLES_COMPARED
 from lockstep.batch.digest_matching import first_differing_sample
+from lockstep.batch.indices import Indices
 from lockstep.batch.loader import SOME_RANKS_SKIP, Loader
 from lockstep.batch.micro_batches import PlannedMicroBatch, ReadMicroBatch
 from lockstep.batch.source import IterableSource
@@ -440,8 +441,8 @@ class IterableLoader(Loader):
         global_samples = int(rank_batch.samples_of_ranks.sum())
         micro_batches = self._plan.make_micro_batches(sizes[numbers_of_filled], global_samples)
 
-        # Under DiLoCo, a rank may train fewer copies than others. With 3 copies on 2 ranks and
-        # the sizes [[2, 2], [2, 0]], rank 1 has one micro-batch: number 1 is not used.
+        # Under DiLoCo, a rank may train fewer copies than others, and then has fewer micro-batches.
+        # For example, 3 copies on 2 ranks have the sizes [[2, 2], [2, 0]]: rank 1 has number 0.
         numbers_of_this_rank = numbers_of_filled[: len(micro_batches)]
         for number, micro_batch in zip(numbers_of_this_rank, micro_batches, strict=True):
             planned = PlannedMicroBatch(
@@ -510,7 +511,9 @@ class IterableLoader(Loader):
                 if compares_samples and is_compared(rank_batch.position, start, self.batch_size):
                     self._compare_first_samples(epoch, rank_batch)
 
-                work = self._start_count_exchange(rank_batch) if exchanges_counts else None
+                work = None
+                if exchanges_counts:
+                    work, rank_batch.samples_of_ranks = self._start_count_exchange(rank_batch)
                 in_flight.append((rank_batch, work))
                 if exchanges_counts and len(in_flight) < 2:
                     continue  # the counts arrive while the next global batch is read
@@ -574,31 +577,30 @@ class IterableLoader(Loader):
                 "let its __iter__ begin with the first sample each time",
             )
 
-    def _start_count_exchange(self, rank_batch: RankBatch) -> dist.Work:
+    def _start_count_exchange(self, rank_batch: RankBatch) -> tuple[dist.Work, Indices]:
         """Starts an all-gather of the number of samples that each rank has of a global batch.
 
         Args:
-            rank_batch: the part of the global batch that this rank has read. Its `samples_of_ranks`
-                is replaced by an array of shape `(ranks,)` that the all-gather fills.
+            rank_batch: the part of the global batch that this rank has read.
 
         Returns:
-            The handle of the all-gather. The new `samples_of_ranks` is valid once it has completed.
+            The handle of the all-gather, and the numbers, shape `(ranks,)`. They are there once the
+            all-gather has completed.
         """
         rank = self._collectives.data_parallel.rank
         world_size = self._collectives.topology.size
         count = torch.tensor([int(rank_batch.samples_of_ranks[rank])])
 
-        # One memory has three views: this tensor, its rows of shape (1,), which the all-gather
-        # fills later, and the array that the caller gets.
+        # The all-gather fills the rows of this tensor, one for each rank.
         counts_of_all = torch.empty(world_size, 1, dtype=count.dtype)
         rows = list(counts_of_all)
         work: dist.Work = dist.all_gather(rows, count, async_op=True)
 
         # In a pipeline all stages read the same data, so only the processes of the first stage are
-        # counted; these have the lowest numbers.
+        # counted; these have the lowest numbers. The array shares the memory of the tensor.
         num_data_parallel_ranks = len(rank_batch.samples_of_ranks)
-        rank_batch.samples_of_ranks = counts_of_all.view(-1).numpy()[:num_data_parallel_ranks]
-        return work
+        counts_of_ranks = counts_of_all.view(-1).numpy()[:num_data_parallel_ranks]
+        return work, counts_of_ranks
 
     def _read_global_batches(self, epoch: int, start: int) -> Generator[RankBatch, None, None]:
         """Yields this rank's part of each global batch from position `start` on, without end.

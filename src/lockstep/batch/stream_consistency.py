@@ -47,8 +47,8 @@ def check_global_batch(
 ) -> None:
     """Compares the samples that ranks have read for a global batch of a stream. A collective.
 
-    In the same exchange, a rank whose stream has ended calls `check_length`, which sends the number
-    of its samples instead of digests.
+    A rank whose stream has ended calls `check_length` instead, which sends the number of its
+    samples in the same exchange.
 
     Args:
         collectives: the collectives of the run.
@@ -60,16 +60,17 @@ def check_global_batch(
     Raises:
         RanksDifferError: the ranks have read the wrong samples; raised on every rank.
     """
-    every_rank_reads_whole = source.shard is None
     sent_by_rank = collectives.exchange(digests)
+    every_rank_reads_whole = source.shard is None
     if every_rank_reads_whole:
         _check_ends(epoch, sent_by_rank)  # if it does not raise, every item is a list of digests
         _check_same_samples(source, epoch, first, sent_by_rank)
-    else:
-        # The first ranks have different parts of the stream. In a pipeline, the other ranks are the
-        # later stages, which have the same samples as the first stage.
-        digests_of_parts = sent_by_rank[: collectives.num_contributing_ranks]
-        _check_other_samples(source, epoch, first, digests_of_parts)
+        return
+
+    # The later stages of a pipeline have the same samples as the first stage, so only the ranks of
+    # the first stage, which have the lowest numbers, are compared.
+    digests_of_parts = sent_by_rank[: collectives.num_contributing_ranks]
+    _check_other_samples(source, epoch, first, digests_of_parts)
 
 
 def _check_same_samples(

@@ -293,9 +293,9 @@ class IterableFetch(Dataset[Any]):
         first_number = _next_number_of_rank(first_of_global_batch, rank, num_ranks)
         samples = self._read(request.epoch, first=first_number, stride=num_ranks, count=num_wanted)
 
-        # If a global batch has fewer samples than ranks, a rank for which nothing is planned reads
-        # nothing, although the dataset has not ended. A part that is shorter than planned is
-        # trained on, too; the next request then finds no samples.
+        # The dataset has ended if there are no samples where some are planned. A part that is
+        # shorter than planned is trained on; then the next one finds no samples. (Nothing is
+        # planned for some ranks if a global batch has fewer samples than ranks.)
         ended = num_wanted > 0 and not samples
         return self._divide_part(
             samples, first_number=first_number, planned_sizes=planned_sizes, ended=ended
@@ -402,9 +402,9 @@ class IterableFetch(Dataset[Any]):
             epoch: number of the epoch.
             position: position of the global batch in the epoch.
             pass_begin: position of the first global batch of the pass, which is above 0 in a
-                resumed epoch. Global batches before `position` may have to be read and dropped. If
-                they hold the first samples from `pass_begin` on, their digests are kept, to compare
-                them with those of other readers (`is_compared`).
+                resumed epoch. Digests of the samples near it are kept, to compare them with those
+                of other readers (`is_compared`), even if this reader has to drop these samples on
+                its way to `position`.
         """
         batch_size = self._source.batch_size
         return self._read(

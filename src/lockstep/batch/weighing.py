@@ -186,8 +186,8 @@ def scale_by_weight(
     """
     pending: _PendingGlobalBatch | None = None  # its all-reduce is in progress
     for global_batch in _group_by_global_batch(read):
-        # Wait for the previous all-reduce before starting the next one. If a rank has left its
-        # loop, the next one would be matched with an unrelated collective of that rank.
+        # Wait for the previous all-reduce before the next one is started. It raises an error if a
+        # rank has left its loop; the next one would then meet another collective of that rank.
         previous = [] if pending is None else pending.wait_for_scaled()
         pending = _PendingGlobalBatch(
             global_batch, weighing, collectives, epoch, weight_before, virtual_ranks
@@ -384,8 +384,8 @@ class _PendingGlobalBatch:
         has_weight = total_weight > 0
         scale = 0.0
         if has_weight:
-            # The optimizer gets the mean of so many gradients. Taking the mean divides by their
-            # number, so each loss is multiplied by it.
+            # The optimizer gets a mean of gradients, which is their sum divided by their number. So
+            # each loss is multiplied by this number.
             scale = counted.weight * self._num_averaged_gradients() / total_weight
 
         # A micro-batch that is the whole global batch has the scale 1, unless it has no weight.

@@ -222,9 +222,20 @@ def _flags_in(command: Sequence[str]) -> list[str]:
     flags = []
     for argument in command:
         if argument.startswith("-"):
-            match = NAME_AND_VALUE.fullmatch(argument)
-            flags.append(match["name"].removesuffix("=") if match and match["name"] else argument)
+            flag, _ = _flag_and_value(argument)
+            flags.append(flag or argument)
     return flags
+
+
+def _flag_and_value(argument: str) -> tuple[str, str]:
+    """Returns the flag and the value of an argument that has both, and otherwise two empty texts.
+
+    `--rank=1` gives ("--rank", "1"), and `-r1` gives ("-r", "1").
+    """
+    match = NAME_AND_VALUE.fullmatch(argument)
+    if match is None or not match["name"]:
+        return "", ""
+    return match["name"].removesuffix("="), match["value"]
 
 
 def _split_off(command: Sequence[str], flag: str) -> tuple[list[str], list[str]]:
@@ -238,11 +249,11 @@ def _split_off(command: Sequence[str], flag: str) -> tuple[list[str], list[str]]
             value_follows = False
             continue
 
-        match = NAME_AND_VALUE.fullmatch(argument)
+        flag_of_value, value = _flag_and_value(argument)
         if argument == flag:
             value_follows = True
-        elif match is not None and match["name"].removesuffix("=") == flag:
-            values.append(match["value"])
+        elif flag_of_value == flag:  # `--rank=1`
+            values.append(value)
         else:
             others.append(argument)
     return others, values

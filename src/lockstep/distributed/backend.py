@@ -93,12 +93,7 @@ def open_group(
         SettingError: the user named an interface that does not exist, or no interface can be
             chosen, or MPI numbers the ranks differently.
     """
-    # DDP will import this module of torch, so it is imported here, before the group is opened. The
-    # module's functions have the default group as the default value of an argument, taken when the
-    # module is imported. They would keep an open group, with its threads, alive until the process
-    # ends (see `ExactDDP.release` for what such a thread can do then).
-    import_module("torch.distributed.nn.functional")
-
+    _import_what_would_keep_a_group()
     if backend == "mpi":
         _open_mpi_group(topology, timeout)
         return [Choice("network", "MPI's own", "the backend is mpi")]
@@ -124,6 +119,16 @@ def open_group(
     return choices
 
 
+def _import_what_would_keep_a_group() -> None:
+    """Imports `torch.distributed.nn.functional` while no group is open.
+
+    Its functions have an argument whose default value is the default group at the time of the
+    import. DDP imports the module. If a group were open by then, it would stay open, with its
+    threads, until the process ends (see `ExactDDP.release` for what such a thread can do).
+    """
+    import_module("torch.distributed.nn.functional")
+
+
 def _set_interfaces(topology: Topology, backend: str) -> list[Choice]:
     """Chooses and sets the network interfaces of Gloo, and those of NCCL if the run uses it.
 
@@ -133,6 +138,8 @@ def _set_interfaces(topology: Topology, backend: str) -> list[Choice]:
     Raises:
         SettingError: the user named an interface that does not exist, or none can be chosen.
     """
+    # A launcher that has started this process alone may have chosen loopback for it, and the script
+    # has then made it a rank of a run on several machines.
     addresses = network.local_addresses()
     if topology.is_set_by_hand and not topology.one_node:
         interface.forget_loopback_of_launcher(addresses)
@@ -140,9 +147,9 @@ def _set_interfaces(topology: Topology, backend: str) -> list[Choice]:
     name, reason = interface.choose_interface(
         os.environ,
         addresses,
-        topology.one_node,
-        network.address_reaching(topology.master_addr),
-        network.hostname_address(),
+        one_node=topology.one_node,
+        address_reaching_master=network.address_reaching(topology.master_addr),
+        hostname_address=network.hostname_address(),
     )
     interface.use_gloo_interface(name, topology.size)
     choices = [Choice("network", name or "by host name", reason)]

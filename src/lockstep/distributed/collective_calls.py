@@ -360,6 +360,7 @@ def _named_children(part: Any) -> list[tuple[str, Any]]:
 
     In `{"a": 1}`, the place is `['a']`. It is empty for a container whose items have no such place.
     """
+    # Everything inside of `part` counts as a leaf, so only `part` itself is opened.
     children, _ = pytree.tree_flatten(part, is_leaf=lambda inner: inner is not part)
     is_leaf = len(children) == 1 and children[0] is part
     if is_leaf:
@@ -377,15 +378,12 @@ def calls_differ_error(calls: Sequence[CallDescription]) -> RanksDifferError:
     Args:
         calls: the call of each rank, in the order of the ranks.
     """
-    # A call has two names: that of the collective, such as "exchange", and that of the user's own
-    # call that led to it, such as "checkpoint.save()".
-    collective_names = list(dict.fromkeys(call.name for call in calls))  # without duplicates
-    user_calls = [call.user_call or _usual_user_call(call.name) for call in calls]
-
     found = "; ".join(_describe_call_of_each_rank(calls))
 
-    # First case: the user's script called different functions on different ranks. A barrier is
-    # named last, since it is rarely the mistake: it waits for anything that the other ranks do.
+    # First case: the user's script called different functions on different ranks, such as
+    # "checkpoint.save()" and "world.gather()". A barrier is named last, since it is rarely the
+    # mistake: it waits for anything that the other ranks do.
+    user_calls = [call.user_call or _usual_user_call(call.name) for call in calls]
     ranks_of_user_call = group_by_key((name, rank) for rank, name in enumerate(user_calls))
     if len(ranks_of_user_call) > 1:
         ordered = sorted(ranks_of_user_call, key=lambda name: name == "world.barrier()")
@@ -394,7 +392,9 @@ def calls_differ_error(calls: Sequence[CallDescription]) -> RanksDifferError:
         )
         return RanksDifferError(was_set, found, advise_call_on_all_ranks(ordered))
 
-    # Second case: all ranks called the same function, but with different arguments.
+    # Second case: all ranks called the same function, but with different arguments. It may have
+    # called different collectives for them, such as "gather" and "exchange".
+    collective_names = list(dict.fromkeys(call.name for call in calls))  # without duplicates
     if len(collective_names) == 1:
         was_set = user_calls[0].removesuffix("()")
     else:

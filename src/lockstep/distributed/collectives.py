@@ -128,8 +128,8 @@ class Collectives:
         """Refuses collectives of the script inside this context.
 
         Args:
-            reason: why a collective would hang, as what an error has found. None to leave it as it
-                is, for example in an evaluation loop which all ranks run equally often.
+            reason: why a collective would hang, in words for an error. None to leave the present
+                reason, for example in an evaluation loop which all ranks run equally often.
         """
         reason_before = self.blocked_reason
         if reason is not None:
@@ -210,15 +210,15 @@ class Collectives:
         descriptions_of_rank = self._agree_on_call(call, can_be_joined)
 
         # Either all ranks take part in the backward pass of a leaf or none, even if the leaf
-        # requires a gradient on some ranks only. (In a single process a tensor is passed through.)
+        # requires a gradient on some ranks only.
         gradients_cross_ranks = gradient and not self.single_process
         if gradients_cross_ranks:
             leaves = self._with_equal_requires_grad(leaves)
 
         gathered: list[Any] = []
         for position, leaf in enumerate(leaves):
-            # Numbers and strings become a list. Only the first `num_contributing_ranks` ranks
-            # contribute to it; the others repeat what these compute (in a pipeline, for example).
+            # Numbers and strings become a list, with an item for each rank that contributes. These
+            # ranks come first; in a pipeline the other ranks have the same values.
             if not isinstance(leaf, Tensor):
                 leaf_of_rank = self._exchange(leaf)
                 gathered.append(leaf_of_rank[: self.num_contributing_ranks])

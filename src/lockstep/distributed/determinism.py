@@ -62,7 +62,7 @@ class Determinism(Extension):
     def __init__(self, collectives: Collectives) -> None:
         self._threads_before = torch.get_num_threads()
         self._was_deterministic = torch.are_deterministic_algorithms_enabled()
-        self._only_warned = torch.is_deterministic_algorithms_warn_only_enabled()
+        self._warned_only = torch.is_deterministic_algorithms_warn_only_enabled()
         self._fill_before: bool = deterministic.fill_uninitialized_memory
         self._benchmark_before = torch.backends.cudnn.benchmark
         self._cublas_before = os.environ.get(CUBLAS_VARIABLE)
@@ -91,7 +91,10 @@ class Determinism(Extension):
         """The numerics that differ between ranks, as a text; "" if all are equal."""
 
     def _warn_if_copy_ignores_threads(self) -> None:
-        """Warns if the user has asked for several threads in a copy, which computes with one."""
+        """Warns if the user has asked for several threads in a copy of a process.
+
+        A copy, which `lockstep.launch` has made with `fork`, can only compute with one.
+        """
         if self._users_threads is None or self._users_threads == process_copy.THREADS_OF_COPY:
             return
         warn(
@@ -142,7 +145,7 @@ class Determinism(Extension):
 
         pin_threads(number)
         advice = f"set OMP_NUM_THREADS={number} in all runs that should have the same bits"
-        if process_copy.is_copy():  # which cannot use the number of OMP_NUM_THREADS
+        if process_copy.is_copy():  # a copy of a process begins with one thread in any case
             advice = WAY_TO_SEVERAL_THREADS
         warn(
             f"torch.set_num_threads({number}) with virtual_ranks",
@@ -157,10 +160,10 @@ class Determinism(Extension):
         global _pinned_threads
         _pinned_threads = None
         torch.set_num_threads(self._threads_before)
-        torch.use_deterministic_algorithms(self._was_deterministic, warn_only=self._only_warned)
+        torch.use_deterministic_algorithms(self._was_deterministic, warn_only=self._warned_only)
         deterministic.fill_uninitialized_memory = self._fill_before
         torch.backends.cudnn.benchmark = self._benchmark_before
-        if self._cublas_before is None:
+        if self._cublas_before is None:  # otherwise it was not changed
             os.environ.pop(CUBLAS_VARIABLE, None)
 
 

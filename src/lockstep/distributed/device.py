@@ -93,7 +93,12 @@ def _choose_gpu_by_local_rank(
 ) -> tuple[int, str]:
     """Returns the number of the GPU that this process takes, and the reason for the choice.
 
-    The arguments are those of `choose_device`, and the number of visible GPUs.
+    Args:
+        topology: this process's rank, and how many processes this machine has.
+        num_gpus: the number of visible GPUs.
+        environ: the environment variables.
+        may_share: True if several processes may use one GPU.
+        on_this_machine: exchanges a text with the other processes here, see `choose_device`.
 
     Raises:
         SettingError: there are fewer GPUs than processes on this machine.
@@ -134,7 +139,7 @@ def _processes_see_different_gpus(
         index: the number of the GPU that this process has chosen, as the process sees it.
         on_this_machine: exchanges a text with the other processes here, see `choose_device`.
     """
-    # NCCL compares the PCI addresses, too. All MIG slices of one GPU have the same address.
+    # NCCL compares the PCI addresses, too. So it takes MIG slices of one GPU for the same GPU.
     pci_addresses = on_this_machine(_pci_address(index))
     if pci_addresses is None:
         return False
@@ -255,12 +260,11 @@ def _check_given_gpu(device: torch.device, topology: Topology, num_gpus: int) ->
         )
 
     if device.index >= num_gpus:
-        # The variable may not be set, so its usual name is shown, that for an empty environment.
+        visible_devices_variable = _visible_devices_variable(environ={})  # perhaps it is not set
         raise SettingError(
             f"device='{device}'",
             f"{count_noun(num_gpus, 'visible GPU')}, numbered from 0",
-            f"choose a lower number; {_visible_devices_variable({})} renumbers the GPUs it lists "
-            "from 0",
+            f"choose a lower number; {visible_devices_variable} renumbers the GPUs it lists from 0",
         )
 
 

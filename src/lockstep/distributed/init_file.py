@@ -122,8 +122,8 @@ def _reason_file_is_stale(content: bytes, age_s: float, timeout_s: float) -> str
         is_too_old = age_s > process_age_s + timeout_s
         return "from long before this process was started" if is_too_old else ""
 
-    # Ranks of this run have ended already if its rank 0 has decided that it cannot start, and they
-    # have read that. This process must read it, too.
+    # The ranks that have ended may be of this run: its rank 0 has decided that it cannot start, and
+    # they have read that. Then this process must read it, too.
     rank_0_decided_against_start = ERROR_MARK.encode() in content
     started_with_this_process = all(
         abs(request.started - own_start) < SAME_START_S for request in ended

@@ -281,7 +281,7 @@ class Join:
             num_members: the number of members, which is the world size of the run.
         """
         # If this process came to the wrong run, its rank may be too large: rank 5 in a run of 4.
-        # Then it is no member, and any member will do for the error: `%` takes rank 1.
+        # Then no member has its rank, and the error names another one: rank 1 (5 % 4).
         member_rank = request.rank % num_members
 
         # Each process that comes to the store gets a number of its own, and rank 0 writes down the

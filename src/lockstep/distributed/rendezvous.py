@@ -283,7 +283,7 @@ def parse_init_method(topology: Topology, init_method: str | None) -> Endpoint |
         found = "something follows the port; rank and world_size are arguments of init"
         raise _malformed_error(init_method, found)
 
-    return Endpoint(host, port, _all_meet_at_loopback(topology, host))
+    return Endpoint(host, port, at_loopback=_all_meet_at_loopback(topology, host))
 
 
 def _endpoint_of_environment(topology: Topology) -> Endpoint:
@@ -380,10 +380,12 @@ def _connect_to_other_rank_0(
         raise network.port_taken_error(endpoint)
 
     other = read_request(run_store, "rank 0")
-    has_decided = run_store.check(["decision"])  # whether its run starts
-    if has_decided or not _has_same_command(other, manifest, topology):
+    other_has_decided = run_store.check(["decision"])  # whether its run starts
+    if other_has_decided or not _has_same_command(other, manifest, topology):
+        owner = f"another Lockstep run: {other.process}"
         arguments = other.manifest.get("arguments")
-        owner = f"another Lockstep run: {other.process}, {arguments or ''}".rstrip(", ")
+        if arguments:
+            owner += f", {arguments}"
         raise network.port_taken_error(endpoint, owner)
     return store
 

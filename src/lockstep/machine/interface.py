@@ -274,6 +274,11 @@ def _taken_by_nccl(interfaces: Sequence[str]) -> list[str]:
     return []
 
 
+def _is_named_loopback(interface: str) -> bool:
+    """Returns True if NCCL takes an interface for loopback, by its name: it begins with "lo"."""
+    return interface.startswith("lo")
+
+
 def choose_nccl_interfaces(
     environ: Mapping[str, str], interfaces: Sequence[str], reaching_master: str | None
 ) -> tuple[str, str] | None:
@@ -298,7 +303,7 @@ def choose_nccl_interfaces(
     """
     if environ.get(NCCL_INTERFACE) or environ.get("NCCL_COMM_ID"):
         return None
-    if reaching_master is not None and nccl_matches("lo", reaching_master):
+    if reaching_master is not None and _is_named_loopback(reaching_master):
         return None  # all ranks are on this machine, so any interface reaches them
 
     present = list(interfaces)
@@ -310,7 +315,7 @@ def choose_nccl_interfaces(
     usable = []
     unusable = []
     for name in _taken_by_nccl(present):
-        leads_nowhere = nccl_matches("lo", name) or CONTAINER_INTERFACE.match(name)
+        leads_nowhere = _is_named_loopback(name) or CONTAINER_INTERFACE.match(name)
         if leads_nowhere and name != reaching_master:
             unusable.append(name)
         else:

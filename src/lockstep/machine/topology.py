@@ -346,7 +346,8 @@ def _place_on_machine(
     if node_rank is None:
         unknown.add("node_rank")
         node_rank = rank
-    return _PlaceOnMachine(local_rank, local_rank + 1, node_rank, frozenset(unknown))
+    least_local_size = local_rank + 1  # until it is known
+    return _PlaceOnMachine(local_rank, least_local_size, node_rank, frozenset(unknown))
 
 
 def _check_agrees_with_scheduler(topology: Topology, environ: Environ) -> None:

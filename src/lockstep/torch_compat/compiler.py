@@ -68,10 +68,10 @@ def compiler_is_loaded() -> bool:
 def outside_compiled_code(function: Callable[P, T]) -> Callable[P, T]:
     """Wraps a hook of a module so that neither the hook nor what it calls is compiled.
 
-    `torch.compile(model)` and `model.compile()` call hooks and compile the forward pass between
-    them. Without this they would compile each hook separately, with a graph break where the hook
-    reads what a graph does not have (`grad_fn`), and again whenever a number changes that the hook
-    has read. Torch excludes the hooks of `fully_shard` in the same way.
+    In `torch.compile(model)` and `model.compile()`, torch would compile the hooks of the modules
+    too, and again whenever a number changes that a hook has read. Where a hook reads `grad_fn`,
+    which a graph does not have, the graph would be split. Torch excludes the hooks of `fully_shard`
+    in the same way.
 
     Args:
         function: the hook.

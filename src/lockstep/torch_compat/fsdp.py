@@ -134,8 +134,8 @@ def set_dtypes_of_frozen_unit(unit: FSDPModule) -> None:
     parameter. There is nothing to do then.
     """
     for parameter_group in _parameter_groups(unit):
-        lacks_dtypes = getattr(parameter_group, "_orig_dtype", "not there") is None
-        if not lacks_dtypes:
+        has_attribute = hasattr(parameter_group, "_orig_dtype")  # not with torch 2.15
+        if not has_attribute or parameter_group._orig_dtype is not None:
             continue
 
         # All parameters of a group have the same dtypes, so take those of the first one with
@@ -270,21 +270,24 @@ def reset_after_failed_forward(units: Sequence[FSDPModule]) -> bool:
     if reset is None:
         return False
 
-    kept: list[tuple[nn.Parameter, Tensor | None]] = []
-    for unit in units:
-        for parameter_group in _parameter_groups(unit):
-            for fsdp_parameter in parameter_group.fsdp_params:
-                shard = fsdp_parameter.sharded_param
-                kept.append((shard, shard.grad))
-                whole = getattr(fsdp_parameter, "_unsharded_param", None)
-                if whole is not None:
-                    kept.append((whole, whole.grad))
-
+    kept = [(parameter, parameter.grad) for unit in units for parameter in _all_parameters(unit)]
     reset()
     for parameter, gradient in kept:
         if parameter.grad is not gradient:
             parameter.grad = gradient
     return True
+
+
+def _all_parameters(unit: FSDPModule) -> list[nn.Parameter]:
+    """Returns the shards of an FSDP unit, and the whole parameters that torch has made of them."""
+    parameters: list[nn.Parameter] = []
+    for parameter_group in _parameter_groups(unit):
+        for fsdp_parameter in parameter_group.fsdp_params:
+            parameters.append(fsdp_parameter.sharded_param)
+            whole = getattr(fsdp_parameter, "_unsharded_param", None)
+            if whole is not None:  # torch makes it when it is needed for the first time
+                parameters.append(whole)
+    return parameters
 
 
 def _parameter_groups(unit: FSDPModule) -> list[Any]:

@@ -260,8 +260,10 @@ def compare_journals(journal_a: Journal, journal_b: Journal) -> JournalCompariso
 
     comparison.notes += _notes_on_comparison(journal_a, journal_b)
 
-    # Perhaps nothing can be compared: losses cannot if the runs have other numbers of ranks, say.
     _compare_steps(comparison, common_steps)
+
+    # Perhaps nothing could be compared. For example, no step has hashes in both runs, and the runs
+    # have different numbers of ranks, each of which has written its own loss.
     compared_nothing = comparison.num_with_hashes == 0 and comparison.num_with_losses_only == 0
     if compared_nothing:
         raise CheckpointError(
@@ -327,17 +329,17 @@ def _compare_step(journal_a: Journal, journal_b: Journal, step: int) -> StepDiff
 
     # Losses and gradients belong to parts of the global batch: one for each virtual rank; if there
     # are none, one for each rank.
-    have_same_parts = _have_same_parts(journal_a, journal_b, a, b)
+    have_same_parts = _have_same_parts(journal_a, journal_b, step_a=a, step_b=b)
     differences.has_losses = have_same_parts
     if have_same_parts:
         differences.losses = _differing_losses(a, b)
-    if not differences.has_hashes:
-        return differences
-
-    if have_same_parts:
+    if have_same_parts and differences.has_hashes:
         # Without virtual ranks, no gradients are recorded.
         differences.gradients_are_known = journal_a.virtual_ranks is not None
         differences.gradients = _differing_gradients(a, b)
+
+    if not differences.has_hashes:
+        return differences
 
     parameters_a = a.names[: a.num_parameters]
     parameters_b = b.names[: b.num_parameters]

@@ -255,9 +255,11 @@ def _parse_step(content: bytes, table: TensorTable | None, has_gradients: bool) 
     _, num_parts, _ = STEP_FIELDS.unpack_from(content)
     numbers = np.frombuffer(content, "<u8", offset=STEP_FIELDS.size)
 
-    step_has_gradients = has_gradients and table is not None
-    gradients_per_part = table.num_parameters if table and step_has_gradients else 0
-    num_weights = len(table.hashed_weights) if table else 0
+    gradients_per_part = 0
+    num_weights = 0
+    if table is not None:
+        gradients_per_part = table.num_parameters if has_gradients else 0
+        num_weights = len(table.hashed_weights)
 
     # With 2 parts, 3 parameters and 3 hashes of weights, the lengths are 2, 2, 6 and 3, so the
     # numbers are cut at 2, 4, 10 and 13. The hashes of states are what remains.
@@ -267,7 +269,7 @@ def _parse_step(content: bytes, table: TensorTable | None, has_gradients: bool) 
 
     part_numbers = parts.tolist()
     gradients_of_parts: dict[int, Hashes] = {}
-    if step_has_gradients:
+    if table is not None and has_gradients:
         rows = gradients.reshape(num_parts, gradients_per_part)
         gradients_of_parts = dict(zip(part_numbers, rows, strict=True))
 

@@ -185,7 +185,7 @@ class TensorHasher:
         first_block = ceil_div(part.first_byte, BLOCK_BYTES)
         end_block = (part.first_byte + numel * itemsize) // BLOCK_BYTES
 
-        # Blocks begin at whole elements, so nothing is rounded here.
+        # A block has a whole number of elements, so these divisions leave no remainder.
         begin = (first_block * BLOCK_BYTES - part.first_byte) // itemsize
         end = (end_block * BLOCK_BYTES - part.first_byte) // itemsize
 
@@ -281,9 +281,8 @@ class TensorHasher:
     def hashes(self, tensors: Sequence[Tensor | None]) -> Any:
         """Hashes tensors, without waiting for a GPU.
 
-        If a tensor of 450 words were large, and began at word 100 of the whole tensor, its words 28
-        to 411 would be the whole blocks 1, 2 and 3, which are hashed in place. The margins, words 0
-        to 27 and 412 to 449, are copied and hashed together with the small tensors.
+        A large tensor is hashed in place, except for its margins, which are copied and hashed
+        together with the small tensors (see `_cut`).
 
         Args:
             tensors: tensors as described by `parts`; the hash of None is 0.

@@ -34,11 +34,7 @@ class NamedParameters(NamedTuple):
 
 
 def collect_tensors(modules: Sequence[nn.Module]) -> NamedParameters:
-    """Returns the tensors of modules, by names that are the same under every strategy.
-
-    A parameter is returned itself. A module may replace a buffer by another tensor (`self.mean =
-    ...`), so of a buffer its module and its name there are returned.
-    """
+    """Returns the tensors of modules, by names that are the same under every strategy."""
     found = NamedParameters(trained={}, frozen={}, buffers={})
     for number, module in enumerate(modules):
         to_plain_name = plain_names(module)

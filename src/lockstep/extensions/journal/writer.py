@@ -190,8 +190,9 @@ class Journal(Extension):
     def before_backward(self, loss: Any, micro_batch: MicroBatch) -> None:
         """Discards hashes of gradients that the loop has cleared instead of making a step.
 
-        Called before the first backward pass of a global batch, for which the gradients of earlier
-        global batches are still in their places: `EarlierGradients` has not put them away yet.
+        Called before each backward pass. Before the first one of a global batch, a parameter still
+        has the gradient of earlier global batches for which no optimizer has stepped. If the loop
+        has called `zero_grad()`, the gradient is None, and its hash must not be written.
         """
         if not self._may_have_dropped_gradients:
             return
@@ -201,7 +202,7 @@ class Journal(Extension):
         if all(are_kept):
             return
 
-        # Hashes are integers, and a gradient that was cleared has the factor 0.
+        # The hash of a gradient that was cleared is multiplied by 0.
         factors: Any = np.array(are_kept, np.int64)
         if self._device.type != "cpu":
             factors = copy_to_device(torch.from_numpy(factors), self._device)
@@ -219,9 +220,9 @@ class Journal(Extension):
         The backward pass of one virtual rank may deliver its gradients in several groups, with one
         call for each group. For example, a model has the trained parameters a, b and c:
 
-            group          indices_in_group   indices_in_model   hashes of the virtual rank
-            (c, untrained)       [0]                [2]          [0, 0, hash of c]
-            (a, b)               [0, 1]             [0, 1]       [hash of a, of b, of c]
+            group               hashes of the virtual rank after the call
+            (c, frozen weight)  [0, 0, hash of c]
+            (a, b)              [hash of a, hash of b, hash of c]
         """
         if not self._is_hashed(self._step.number):
             return

@@ -140,6 +140,7 @@ def _add_step(file: RankFile, data: Data, begin: int, end: int) -> None:
     samples = np.frombuffer(data, "<i8", num_samples, samples_begin)
     batch = TrainedBatch(step, loader, epoch, position, global_samples, (samples,))
 
+    # A step may have several batches, of different loaders, so an equal number is no step back.
     batches_of_latest_attempt = file.batches_by_attempt[-1]
     went_back = bool(batches_of_latest_attempt) and step < batches_of_latest_attempt[-1].step
     if went_back:
