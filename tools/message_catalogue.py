@@ -142,7 +142,7 @@ NO_MESSAGES_BY_REASON = {
         "{op} number {num_begun}",
         "{describe_op} in slices",
         "{op} of {shown} {unit}",
-        "(?:Stack|.*hread 0x0*{thread}\\b.*) \\(most recent call first\\):\\n",
+        "(?:Stack|.*[Tt]hread 0x0*{thread}\\b.*) \\(most recent call first\\):\\n",
     ),
     "it is what torch, Python, the system or another program says, and is looked for": (
         "Application timeout caused pair closure",

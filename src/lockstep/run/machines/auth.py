@@ -257,7 +257,7 @@ async def authenticate(address: str, port: int, token: Token, purpose: bytes) ->
             own_nonce = secrets.token_bytes(NONCE_BYTES)
             proof = _hmac(token, b"client", proxy_nonce, own_nonce, purpose)
             proxy.writer.write(MAGIC + own_nonce + purpose + proof)
-            answer = await proxy.reader.readexactly(1 + PROOF_BYTES)
+            answer = await proxy.reader.readexactly(len(ACCEPTED) + PROOF_BYTES)
 
         # The proxy must prove that it has the token too, as another program may be listening there.
         expected = ACCEPTED + _hmac(token, b"server", proxy_nonce, own_nonce, purpose)

@@ -193,7 +193,8 @@ class DynamicRendezvous(Rendezvous):
 
         took_part_in_last_round = own.started == last_started_round
         if took_part_in_last_round:
-            return max(last_started_round + 1, latest_asked_round)
+            next_round = last_started_round + 1
+            return max(next_round, latest_asked_round)
 
         others_begin_a_round = latest_asked_round > last_started_round
         if others_begin_a_round:

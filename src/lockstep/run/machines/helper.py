@@ -5,15 +5,20 @@ tests connections to other machines, and then starts the *launcher*, whose outpu
 *Requests* are JSON lines on its standard input. *Answers* are lines on its standard output that
 begin with ANSWER_MARK and a *nonce*, a random text that is the argument of this process:
 
-    {"folder", "script", "here"}   answered with a description of this machine: versions, address,
-                              and what is missing; `here` says that it is the first machine itself
-    {"listen", "instead"}     listens at a port; answered with the port
-    {"reach"}                 tests the connection to an address and port; answered with the reason
-                              why it fails, or empty, and this machine's address on it
-    {"start", "environment", "keep", "grace"}   starts the launcher, a module with its arguments;
-                              its ranks have `grace` seconds to end
-    {"signal"}                sends a signal to the launcher
-    an empty line             a heartbeat: the first machine is still there
+    {"folder", "script", "here"}
+        answered with a description of this machine: versions, address, and what is missing; `here`
+        says that it is the first machine itself
+    {"listen", "any_port_if_taken"}
+        listens at a port; answered with the port
+    {"reach"}
+        tests the connection to an address and port; answered with the reason why it fails, or
+        empty, and this machine's address on it
+    {"start", "environment", "keep", "grace"}
+        starts the launcher, a module with its arguments; its ranks have `grace` seconds to end
+    {"signal"}
+        sends a signal to the launcher
+    an empty line
+        a heartbeat: the first machine is still there
 
 The last answer has the launcher's exit code. While the launcher runs, ALIVE is sent as a heartbeat.
 
@@ -100,11 +105,16 @@ def describe_machine(request: dict[str, Any]) -> dict[str, Any]:
             and `here`, whether this is the first machine itself.
 
     Returns:
-        `versions`, the versions that must be the same everywhere; `missing`, a text on what is
-        missing, or empty; `own_address`, the address of this machine that ssh has reached, or else
-        that of its default route; `address_ssh_came_from`, which is that of the first machine or of
-        a jump host, or empty without ssh; `machine`, a text that identifies this machine, which may
-        have several names; and `time`, its clock.
+        A dictionary with these keys:
+
+        - `versions`: the versions that must be the same everywhere.
+        - `missing`: a text on what is missing; empty if nothing is.
+        - `own_address`: the address of this machine that ssh has reached, or else that of its
+          default route.
+        - `address_ssh_came_from`: the address of the first machine, or of a jump host; empty
+          without ssh.
+        - `machine`: a text that identifies this machine, which may have several names.
+        - `time`: its clock.
     """
     address_ssh_came_from, address_ssh_reached = _addresses_of_ssh(is_first_machine=request["here"])
     has_usable_address = bool(address_ssh_reached) and not is_loopback_address(address_ssh_reached)
@@ -348,7 +358,7 @@ def _start_forwarding_output(
 def watch_launcher(
     launcher: subprocess.Popen[bytes],
     reader: RequestReader,
-    requests: list[dict[str, Any]],
+    signals: list[dict[str, Any]],
     *,
     keep: bool,
     grace: float,
@@ -357,8 +367,8 @@ def watch_launcher(
 
     Args:
         launcher: the process of the launcher.
-        reader: reads further requests.
-        requests: signals that have already arrived.
+        reader: reads further signals.
+        signals: requests that have already arrived, such as `{"signal": "SIGTERM"}`.
         keep: whether the launcher goes on if the first machine is lost.
         grace: the seconds that the ranks get to end.
 
@@ -371,7 +381,7 @@ def watch_launcher(
     next_heartbeat = 0.0
     exit_code = launcher.poll()  # None while it is running
     while exit_code is None:
-        for request in requests:
+        for request in signals:
             launcher.send_signal(signal.Signals[request["signal"]])
 
         received = reader.receive(POLL_INTERVAL_S)
@@ -379,7 +389,7 @@ def watch_launcher(
             nobody_reads.set()
             exit_code = _wait_without_first_machine(launcher, keep=keep, grace=grace)
             break
-        requests = received
+        signals = received
 
         if time.monotonic() >= next_heartbeat:
             with contextlib.suppress(OSError):
@@ -390,7 +400,7 @@ def watch_launcher(
     # The wait is limited, as a process that the ranks have left behind may hold the output open.
     for thread in threads:
         thread.join(LAST_OUTPUT_TIMEOUT_S)
-    nobody_reads.set()
+    nobody_reads.set()  # from now on the threads drop what they read
 
     if exit_code < 0:
         signal_number = -exit_code

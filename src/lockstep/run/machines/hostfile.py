@@ -107,6 +107,17 @@ def _is_bare_ipv6_address(text: str) -> bool:
     return "::" in text or text.count(":") > 2
 
 
+def _check_processes(setting: str, given: str) -> None:
+    """Raises SettingError unless a text is a number of processes, or `auto`, `gpu` or `cpu`."""
+    is_number = POSITIVE_NUMBER_PATTERN.fullmatch(given) is not None
+    if not is_number and given not in ("auto", "gpu", "cpu"):
+        raise SettingError(
+            setting,
+            f"{given!r} is not a number of processes",
+            "write node1:4, or node1:gpu for one for each GPU",
+        )
+
+
 def _parse_list_item(setting: str, text: str) -> Host:
     """Parses one item of a list: `node1`, `node1:4` or `node1:gpu`.
 
@@ -130,14 +141,7 @@ def _parse_list_item(setting: str, text: str) -> Host:
     if match and not _is_bare_ipv6_address(text):
         name = match["name"]
         processes = match["processes"]
-        is_number = POSITIVE_NUMBER_PATTERN.fullmatch(processes)
-        if not is_number and processes not in ("auto", "gpu", "cpu"):
-            given = processes
-            raise SettingError(
-                setting,
-                f"{given!r} is not a number of processes",
-                "write node1:4, or node1:gpu for one for each GPU",
-            )
+        _check_processes(setting, processes)
 
     _check_name(
         setting,

@@ -203,13 +203,14 @@ class HostsRun:
 
     async def _send_heartbeats(self) -> None:
         """Sends heartbeats to the helpers, and writes waiting output to the terminal in between."""
+        polls_per_heartbeat = int(HEARTBEAT_S / POLL_INTERVAL_S)
         while True:
             for connection in self._connections:
                 helper_has_answered = bool(connection.facts)
                 if helper_has_answered:
                     connection.send()  # without arguments, this is a heartbeat
 
-            for _ in range(int(HEARTBEAT_S / POLL_INTERVAL_S)):
+            for _ in range(polls_per_heartbeat):
                 await asyncio.sleep(POLL_INTERVAL_S)
                 self._write_waiting_output()
 

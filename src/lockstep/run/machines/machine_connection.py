@@ -20,7 +20,13 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, S
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
-from lockstep.run.machines.helper import ALIVE, ANSWER_MARK, SILENCE_TIMEOUT_S, versions
+from lockstep.run.machines.helper import (
+    ALIVE,
+    ANSWER_MARK,
+    MESSAGE_LOST,
+    SILENCE_TIMEOUT_S,
+    versions,
+)
 from lockstep.run.machines.helper_output import HelperOutput
 from lockstep.run.machines.hosts import Host
 from lockstep.run.start.late_end import GIVE_UP_IDLE_AFTER_S
@@ -295,7 +301,7 @@ class MachineConnection(ABC):
                 "--master-port give another place of the first; `lockstep doctor --hosts` tests "
                 "all connections"
             )
-            if "MTU" in reason:  # the length of the largest packet
+            if reason == MESSAGE_LOST:
                 advice = (
                     "set the MTU of their interfaces to that of the network between them, as root"
                 )

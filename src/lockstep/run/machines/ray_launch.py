@@ -202,7 +202,7 @@ def returned_values(
             launch_text,
             f"what the ranks returned cannot be read here: {error}",
             "return plain values, tensors, or objects of importable classes",
-            0,
+            rank=0,
         ) from error
 
 

@@ -138,6 +138,7 @@ def _placement_of_job(
     if not nproc:
         nproc = _tasks_per_node(environ)
 
+    # SLURM_NNODES is the older name of the same variable.
     num_nodes = (
         _number_from_slurm(environ, "SLURM_JOB_NUM_NODES")
         or _number_from_slurm(environ, "SLURM_NNODES")
@@ -149,7 +150,7 @@ def _placement_of_job(
 
     # A launcher is the only task on its machine, but needs the GPUs of all tasks there.
     gpus_per_task = _number_from_slurm(environ, "SLURM_GPUS_PER_TASK") or 0
-    num_tasks = _number_from_slurm(environ, "SLURM_NTASKS") or num_nodes
+    num_tasks = _number_from_slurm(environ, "SLURM_NTASKS") or num_nodes  # or one on each
     gpus_per_node = gpus_per_task * num_tasks // num_nodes
     return JobPlacement(nproc=nproc, srun_nodes=num_nodes, gpus_per_node=gpus_per_node)
 

@@ -579,20 +579,20 @@ class Agent(api.SimpleElasticAgent):
         self._rdzv.request_restart()  # tells the other launchers that this one restarts
         can_train_on = not a_machine_was_lost and _all_are_running(attempt)
         if can_train_on:
-            has_steps = self._all_have_kept_a_step_since(self._seals_at_start)
-            if has_steps:
+            keep_steps = self._all_have_kept_a_step_since(self._seals_at_start)
+            if keep_steps:
                 self._wait_for_kept_step(attempt)  # they may keep only every k-th step
         else:
-            has_steps = self._step_memory.is_used
-        self._end_ranks(signal.SIGKILL if has_steps else signal.SIGTERM, before_restart=True)
+            keep_steps = self._step_memory.is_used
+        self._end_ranks(signal.SIGKILL if keep_steps else signal.SIGTERM, before_restart=True)
 
     def _wait_for_kept_step(self, attempt: Attempt) -> None:
         """Lets the ranks train until each of them has kept another step, or one of them fails.
 
         The ranks are watched meanwhile, since torch elastic's loop, which watches them otherwise,
-        waits for this. If they hang, the wait ends, and they are restarted after that verdict.
+        waits for this. The wait also ends if the ranks must be ended, because they hang, say.
         """
-        seals = self._step_memory.seals()
+        seals = self._step_memory.seals()  # a rank that keeps a step gets another seal
         next_check_at = 0.0  # at once
         deadline = time.monotonic() + _MAX_WAIT_FOR_KEPT_STEP_S
         while _all_are_running(attempt) and time.monotonic() < deadline:

@@ -357,9 +357,10 @@ class Console:
             sink.ends_mid_line = False
 
     def _read(self, stream: RankStream) -> None:
-        """Reads what has arrived on a stream, writes it to the log, and shows it if it is shown.
+        """Reads what has arrived on a stream, writes it to the log, and shows it on the console.
 
-        Last words are held back in the stream. At the end of the stream, the stream is closed.
+        A stream without a sink is only written to the log. Last words are held back in the stream.
+        At the end of the stream, the stream is closed.
         """
         data = stream.read()
         if data is None:
@@ -387,9 +388,13 @@ class Console:
             # A line of the launcher's own must not be appended to an unfinished line of the rank.
             stream.sink.ends_mid_line = not data.endswith(b"\n")
 
-        # On a terminal, the status row is drawn once for all data that arrives within a moment.
+        if stream.sink.can_draw:
+            self._draw_soon()
+
+    def _draw_soon(self) -> None:
+        """Plans to draw the status rows, once for all data that arrives within a moment."""
         is_drawing_planned = self._draw_at < math.inf
-        if stream.sink.can_draw and not is_drawing_planned:
+        if not is_drawing_planned:
             self._draw_at = time.monotonic() + _TICK_S
 
     def _show(self, stream: RankStream, sink: Sink, lines: list[bytes]) -> None:
@@ -473,8 +478,8 @@ class Console:
         self._streams.remove(stream)
 
         if stream.sink is not None:
-            # An unfinished line may be the end of the last words, which are shown below. Otherwise
-            # it is returned, and shown before them.
+            # The last line has no newline if the rank was killed while it wrote the line. If the
+            # last words have begun, the line is the end of them, and is shown below with them.
             unfinished_lines = []
             if stream.has_unfinished_line_to_show:
                 unfinished_lines.append(stream.unfinished_line)

@@ -137,16 +137,27 @@ def _options_of_python(words: Iterable[str]) -> Iterator[tuple[str, str]]:
                 next(remaining, "")  # the value
             continue
 
-        letters = word[1:]
-        for position, letter in enumerate(letters):
+        letters = _letters_of_options(word)
+        for letter in letters:
             yield letter, word
-            if letter in _LETTERS_BEFORE_PROGRAM:  # -c CODE or -m MODULE: no options follow
-                return
-            if letter in _LETTERS_WITH_VALUE:  # the value is the rest of the word, or the next word
-                value_in_word = letters[position + 1 :]
-                if not value_in_word:
-                    next(remaining, "")
-                break
+        if letters[-1] in _LETTERS_BEFORE_PROGRAM:  # -c CODE or -m MODULE: no options follow
+            return
+        value_is_in_word = len(letters) < len(word) - 1
+        if letters[-1] in _LETTERS_WITH_VALUE and not value_is_in_word:
+            next(remaining, "")  # the value
+
+
+def _letters_of_options(word: str) -> str:
+    """Returns the letters of the options in a word: `bE` for `-bE`.
+
+    What follows an option with a value is the value, and is left out: `bW` for `-bWignore`.
+    """
+    letters = ""
+    for letter in word[1:]:
+        letters += letter
+        if letter in _LETTERS_WITH_VALUE or letter in _LETTERS_BEFORE_PROGRAM:
+            break
+    return letters
 
 
 def with_hook(env: Mapping[Any, Any], rank_pid: int) -> dict[str, str]:

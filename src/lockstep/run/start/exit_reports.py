@@ -142,7 +142,7 @@ class ExitReports:
             earlier_failures.update(report.earlier_failures)
         hangs = [report.hang for report in reports if report.hang is not None]
         # The user may have interrupted this launcher, or that of another machine.
-        interrupted = [report for report in reports if report.interrupted is not None]
+        interruptions = [report for report in reports if report.interrupted is not None]
 
         folder = str(self._attempt.folder)
         if self._attempt.logs_deleted:
@@ -151,18 +151,19 @@ class ExitReports:
         failure = first_failure(
             exits,
             hang=min(hangs, key=lambda hang: hang.found_at, default=None),
-            interrupted=interrupted[0].interrupted if interrupted else None,
+            interrupted=interruptions[0].interrupted if interruptions else None,
             lost_nodes=self._failures_of_lost_nodes(reports_of_others, exits),
             earlier_failures=earlier_failures,
             folder=folder,
         )
-        is_interruption = failure is not None and failure.kind == "interrupted"
-        if failure is None or not is_interruption or interrupted[0] is own_report:
+        if failure is None or failure.kind != "interrupted":
             return failure
 
+        report = interruptions[0]
+        if report is own_report:
+            return failure
         # The user has interrupted the launcher of another machine. The message says which.
-        host = interrupted[0].host
-        return replace(failure, headline=f"{failure.headline} on host {host}")
+        return replace(failure, headline=f"{failure.headline} on host {report.host}")
 
     def _failures_of_lost_nodes(
         self, reports_of_others: Mapping[int, ExitReport], exits: Sequence[ExitStatus]

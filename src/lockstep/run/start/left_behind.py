@@ -57,7 +57,10 @@ def end_with_descendants(
         # A process can only wait for its own children. Grandchildren become children of this
         # process when their parents have ended, as it is a subreaper (see `parent_death`).
         wait_for_ends({child.pid for child in children}, _RECHECK_S)
-        time.sleep(MAX_POLL_S)  # as the call does not wait for children of given-up ranks
+
+        # The call returns at once for children of ranks that were given up, as these are no
+        # children of this process.
+        time.sleep(MAX_POLL_S)
 
     return [process.pid for process in processes if not _has_ended_completely(process)]
 

@@ -159,7 +159,8 @@ class RankEnding:
     def _give_up_unstarted(self) -> None:
         """Gives up on ranks that were requested and not started, if the zygote does not answer.
 
-        The zygote is killed, so that nothing is waited for that it will not do either.
+        The zygote is killed. Otherwise the launcher would later wait for it again, when it asks the
+        zygote to end what ranks have left behind.
         """
         unstarted = [process for process in self._attempt.running if process.pid is None]
         if not unstarted:
@@ -194,7 +195,9 @@ class RankEnding:
         )
         if progress is Progress.GIVEN_UP:
             code = exit_code_of_ending_process(pid)
-            self._ranks.give_up(process, -signal.SIGKILL if code is None else code, text)
+            if code is None:  # it is not known, and the rank was sent SIGKILL
+                code = -signal.SIGKILL
+            self._ranks.give_up(process, code, text)
             self._say(f"rank {process.rank}: {text}; it is not waited for any longer")
         elif not late_end.is_announced:
             late_end.is_announced = True

@@ -16,7 +16,8 @@ def without_garbage_collection() -> Iterator[None]:
     """Switches the garbage collector off for a block of imports, and makes Ctrl-C end the block.
 
     While torch is imported, the collector would go through all of torch's objects again and again,
-    which takes longer than the import itself.
+    which takes longer than the import itself. And Ctrl-C alone would not end the imports if one of
+    the modules catches all exceptions.
     """
     was_enabled = gc.isenabled()
     with _interrupt_ends_block():

@@ -104,14 +104,9 @@ class RankStream:
         if not lines or not is_standard_error or not self._has_raised():
             return lines
 
-        begin = 0  # stays 0 if the last words have begun before, or if there is no heading
+        # Once the last words have begun, all lines belong to them.
         have_begun_before = bool(self.last_words)
-        if not have_begun_before:
-            for index, line in enumerate(lines):
-                if TRACEBACK_HEADING in line:
-                    begin = index
-                    break
-
+        begin = 0 if have_begun_before else _index_of_heading(lines)
         self.last_words += lines[begin:]
         return lines[:begin]
 
@@ -155,3 +150,11 @@ class RankStream:
         if self._file is not None:
             self._file.close()
             self._file = None
+
+
+def _index_of_heading(lines: list[bytes]) -> int:
+    """Returns the index of the first line with the heading of a traceback; 0 if there is none."""
+    for index, line in enumerate(lines):
+        if TRACEBACK_HEADING in line:
+            return index
+    return 0

@@ -130,16 +130,16 @@ class RankWatch:
         """Makes the supervisor watch the ranks that the only process of an attempt has spawned.
 
         If it has spawned none, or all of them have returned, the supervisor watches that process
-        itself. `_spawned_ranks` is empty as long as it does.
+        itself, and `_spawned_ranks` is empty.
         """
-        spawned = spawned_ranks(self._attempt.processes[0])  # empty if all of them have returned
+        only_process = self._attempt.processes[0]
+        spawned = spawned_ranks(only_process)  # empty if all of them have returned
         pids = [process.pid for process in spawned]
         watched_pids = [process.pid for process in self._spawned_ranks]
         others_must_be_watched = pids != watched_pids
         if others_must_be_watched:
-            only_process = self._attempt.processes
             self._supervisor = Supervisor(
-                spawned or only_process,
+                spawned or [only_process],
                 self._plan.hang,
                 self._attempt.folder,
                 self._record.find,

@@ -129,10 +129,10 @@ def run_script(spec: LaunchSpec, announce: Callable[[str], None]) -> int:
 def _variables_for_imports(
     nproc: int, settings: Mapping[str, object], environ: Mapping[str, str]
 ) -> dict[str, str]:
-    """Returns the variable with the number of threads, unless the user has set it.
+    """Returns OMP_NUM_THREADS with the number of threads, unless the user has set the variable.
 
-    Libraries read it when they are imported, so it cannot wait for the plan. A library that has
-    been loaded already is told the number here.
+    Libraries read it when they are imported, which is before the plan with all variables is made. A
+    library that has been loaded already is told the number here.
 
     Args:
         nproc: number of ranks on this machine; 0 if it is not known yet.

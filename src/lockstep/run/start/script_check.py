@@ -9,6 +9,7 @@ import difflib
 import importlib.util
 import re
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 from lockstep.errors import SettingError
@@ -95,22 +96,31 @@ def _check_no_interpreter(script: Script, command: str) -> None:
             its arguments.
     """
     is_interpreter = INTERPRETER_PATTERN.fullmatch(Path(script.path).name) is not None
-    if not is_interpreter:
-        return
-
-    for position, argument in enumerate(script.arguments):
-        if argument == "-m":
-            suggestion = " ".join(script.arguments[position : position + 2])  # -m MODULE
-        elif argument.startswith("-"):  # another option of the interpreter: python -u train.py
-            continue
-        else:
-            suggestion = argument
-
+    program = _program_of_interpreter(script.arguments)
+    if is_interpreter and program:
         raise SettingError(
             f"{command} {script.path}",
             f"{command} starts the Python interpreter itself",
-            f"leave {script.path} out: {command} {suggestion}",
+            f"leave {script.path} out: {command} {program}",
         )
+
+
+def _program_of_interpreter(arguments: Sequence[str]) -> str:
+    """Returns what the Python interpreter would run: `train.py` for `-u train.py --lr 1`.
+
+    Args:
+        arguments: the arguments of the interpreter.
+
+    Returns:
+        The script, or the module as `-m MODULE`; empty if there is neither.
+    """
+    for position, argument in enumerate(arguments):
+        if argument == "-m":
+            return " ".join(arguments[position : position + 2])
+        is_option = argument.startswith("-")
+        if not is_option:
+            return argument
+    return ""
 
 
 def _check_path(script: Script, command: str) -> None:

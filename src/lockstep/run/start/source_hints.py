@@ -273,15 +273,19 @@ def _nodes_that_certainly_run(tree: ast.AST) -> list[ast.AST]:
         pending += unseen_bodies.pop(name, [])
 
         for child in ast.iter_child_nodes(node):
-            if isinstance(child, ast.FunctionDef):
-                continue  # its body is added above, if its name is mentioned
-
-            # A condition with `__name__` is taken for `__name__ == "__main__"`.
-            if isinstance(child, ast.If | ast.IfExp) and "__name__" not in ast.dump(child.test):
-                continue
-            pending.append(child)
+            # The body of a function is added above, if its name is mentioned.
+            if not isinstance(child, ast.FunctionDef) and not _is_conditional(child):
+                pending.append(child)
 
     return nodes
+
+
+def _is_conditional(node: ast.AST) -> bool:
+    """Returns True for an `if`, and for `x if y else z`, but not for `if __name__ == "__main__"`.
+
+    Any condition that mentions `__name__` is taken for the latter.
+    """
+    return isinstance(node, ast.If | ast.IfExp) and "__name__" not in ast.dump(node.test)
 
 
 def _is_spawn_of_generator(call: ast.Call) -> bool:

@@ -291,11 +291,11 @@ def _pickle_if_possible(call: FunctionCall) -> tuple[bytes | None, str]:
 def _fresh_process_can_unpickle(pickled_call: bytes) -> bool:
     """Returns True if a fresh process can import the user's program, or need not.
 
-    the program is       can be imported    must be imported
-    a script             yes                yes
-    `python -m`          yes, by its name   yes
-    read from stdin      no                 yes: its `__file__` is "<stdin>", which is tried
-    a prompt, notebook   no                 if the call uses something of `__main__`
+    the program is            a fresh process
+    run by `python -m`        imports it by its name
+    a prompt or a notebook    cannot import it, and need not if the call uses nothing of it
+    a script                  imports its file
+    read from stdin           cannot import it: its `__file__`, "<stdin>", is no file
     """
     main = sys.modules["__main__"]
     file = getattr(main, "__file__", None)  # None at the prompt and in a notebook

@@ -158,10 +158,9 @@ class TorchrunFlags:
         for word in self.words:
             if word.startswith("--"):
                 name, _, value = word.partition("=")
-                flags.append(_GivenFlag(name.replace("_", "-"), value, (word,)))
+                flags.append(_GivenFlag(name=name.replace("_", "-"), value=value, words=(word,)))
             else:
-                flag = flags.pop()
-                flags.append(_GivenFlag(flag.name, word, (*flag.words, word)))
+                flags[-1] = flags[-1]._replace(value=word, words=(*flags[-1].words, word))
         return flags
 
 

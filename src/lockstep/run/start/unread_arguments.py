@@ -98,10 +98,10 @@ def _imported_modules(node: ast.AST) -> Iterator[str]:
 def _files_of_module(module: str, own_folder: Path, script_folder: Path) -> list[Path]:
     """Returns the source files beside the script that are run when a module is imported.
 
-    For `pack.part`, where `pack` is a folder, these are those of the following that exist:
+    For `pack.part`, these four files are looked for, and those that exist are returned:
 
-        pack          pack/__init__.py, pack.py
-        pack.part     pack/part/__init__.py, pack/part.py
+        pack/__init__.py         pack.py
+        pack/part/__init__.py    pack/part.py
 
     If `part` is a function, there is no file for it.
 
@@ -118,7 +118,8 @@ def _files_of_module(module: str, own_folder: Path, script_folder: Path) -> list
         files += [path for path in candidates if path.is_file()]
         folder = folder / name
 
-    # For `from . import name`, where the name is a function: the package of the dot defines it.
+    # `from . import name`, where the name is that of a function: the package that the dot stands
+    # for defines it.
     is_relative = module.startswith(".")
     package_file = start_folder / "__init__.py"
     if is_relative and not files and package_file.is_file():

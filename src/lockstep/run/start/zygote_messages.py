@@ -56,7 +56,7 @@ class Event(NamedTuple):
 
 
 def read_event(message: Any) -> Event | None:
-    """Returns the event that is in a message of the zygote; None if the message is an answer."""
+    """Returns the event that a message of the zygote is; None if the message is an answer."""
     return Event(*message) if isinstance(message, list) else None
 
 

@@ -232,10 +232,12 @@ class ZygoteServer:
 
         self.rank_of_pid[pid] = rank
 
+        # A program that is not Python may not pass signals on to what it has started, so `_signal`
+        # sends them to its whole process group.
         is_copy = not request.command
         is_python = is_copy or request.command[0] == sys.executable
         if not is_python:
-            self.non_python_pids.add(pid)  # `_signal` sends signals to its whole group
+            self.non_python_pids.add(pid)
 
         # Without a session of its own, the rank will create its process group. Create it here, too,
         # so that the group exists if the next request is to signal it.

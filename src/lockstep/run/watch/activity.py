@@ -227,12 +227,14 @@ def _is_seen_to_wait(state: RankState, pending: Sequence[CollectiveCall], *, is_
         return True
 
     wait = stacks.find_wait(state.stack)
-    if wait is None or wait.certain:
-        return wait is not None
+    if wait is None:
+        return False
+    if wait.certain:
+        return True
 
-    # If the wait is not certain, torch may be computing or waiting at this place. The rank waits if
-    # it uses no processor time and a call has not completed. If its calls could not be read, there
-    # may be such a call.
+    # Otherwise torch may be computing or waiting at this place. The rank waits if it uses no
+    # processor time and a call has not completed. If its calls could not be read, there may be
+    # such a call.
     may_have_pending_call = bool(pending) or state.calls is None
     return is_idle and may_have_pending_call
 

@@ -149,8 +149,8 @@ def _deadlock_after_error(
         fatal: True if the run cannot recover by itself.
         mismatch: the first collective that the ranks did not all call in the same way.
     """
-    # If the ranks handle several exceptions, the headline names that of the first rank. The rows of
-    # the others show theirs.
+    # If the ranks handle several exceptions, the headline names that of the first rank. What the
+    # other ranks handle is in the rows of the verdict, of which each rank has one.
     first_state = after_error[min(after_error)].state
     error = first_state.in_flight
     assert error is not None
@@ -246,7 +246,7 @@ def _describe_calls(waiting: Mapping[int, Activity], mismatch: Mismatch | None) 
     ops_at_mismatch = {call.op for call in _calls_made(mismatch)}  # empty without a mismatch
 
     if _only_sizes_differ(mismatch):
-        op = min(ops_at_mismatch)  # the only one
+        (op,) = ops_at_mismatch  # the ranks called the same operation
         if ops_now == {op}:
             return f"{op} with different sizes or types"
         # Some ranks have got through that call, and wait in a later one.
@@ -307,8 +307,8 @@ def _ranks_at_fault(
     """
     sides = _sides_of_mismatch(mismatch)  # lists of ranks that made the same call, longest first
 
-    # 1. All members that are still in the group made the same call. The call that differs was made
-    # by a rank that has left the group, so no member is to blame.
+    # 1. The call that differs was made by a rank that has left the group. The members that are left
+    # all made the same call, so none of them is to blame.
     if len(sides) == 1:
         return []
 

@@ -162,10 +162,11 @@ def readable_torch_file(path: Path) -> str:
         The path, or an empty string.
     """
     try:
-        # torch accepts a message that is a text, or a dictionary with the time as a number.
         message = json.loads(path.read_text())["message"]
+        # torch accepts a text, and otherwise reads this number. What raises an exception there
+        # raises one here too.
         if not isinstance(message, str):
-            int(message["extraInfo"]["timestamp"])  # raises for any other message, as torch does
+            int(message["extraInfo"]["timestamp"])
     except (OSError, ValueError, TypeError, KeyError):
         return ""
     return str(path)
@@ -194,11 +195,12 @@ def describe_error(error: BaseException) -> ErrorRecord:
     the user's `random.py` instead of Python's, for example. Then the record names that file.
     """
     groups, cause = _unpack_groups(error)
-
-    # A rank may have been about to end by an exception, when code that cleans up raised another
-    # one. The first of them says what went wrong. `sys.exit` and Ctrl-C are no such accidents.
     raised_meanwhile: list[str] = []
     handled = ""
+
+    # A rank may have been about to end by an exception, when code that cleans up raised another
+    # one. Then the first of them, `uncaught`, says what went wrong. (`sys.exit` and Ctrl-C are no
+    # such accidents.)
     if isinstance(cause, Exception):
         uncaught = find_uncaught_before(cause)
         if isinstance(uncaught, Exception):
@@ -276,7 +278,7 @@ def describe_in_flight(error: BaseException) -> ErrorInFlight | None:
     return ErrorInFlight(
         headline=_shorten_headline(_headline(cause)),
         line=_user_line(cause, groups),
-        # An optimizer has made a step since, so the exception has done no harm.
+        # True if an optimizer has made a step since the exception was raised: then it did no harm.
         training_went_on=training_went_on(error_to_report),
     )
 

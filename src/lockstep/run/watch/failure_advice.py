@@ -152,8 +152,12 @@ def advise(kind: str, end: ExitStatus, *, network_failed: bool) -> tuple[str, ..
         A tuple with one text, and with a second one if a file has the stacks of the rank. It is
         empty if no advice is known, or if the error itself says what to do.
     """
-    # The first rule that applies decides.
     text = _error_text(end)
+    stacks: tuple[str, ...] = ()
+    if kind == "signal" and end.stacks_file:
+        stacks = (f"see the Python stacks of that moment in {end.stacks_file}",)
+
+    # The first rule that applies decides.
     if end.oom:
         advice = _advice_on_oom_of_other_process(kind, end, text)
         if advice:
@@ -168,10 +172,6 @@ def advise(kind: str, end: ExitStatus, *, network_failed: bool) -> tuple[str, ..
             f"{file} is imported in place of the installed module of the same name: rename it, if "
             "that module is meant",
         )
-
-    stacks: tuple[str, ...] = ()
-    if kind == "signal" and end.stacks_file:
-        stacks = (f"see the Python stacks of that moment in {end.stacks_file}",)
 
     for pattern, what_to_do in _BY_TEXT.items():
         if re.search(pattern, text):
@@ -222,8 +222,8 @@ def _advise_on_network(text: str) -> str:
         text: the messages of the rank's error, or the end of its output.
     """
     timeouts_s = []
-    for match in _TIMEOUT_OF_COLLECTIVE.finditer(text):
-        (milliseconds,) = filter(None, match.groups())  # only one alternative has matched
+    for groups in _TIMEOUT_OF_COLLECTIVE.findall(text):
+        milliseconds = "".join(groups)  # ("", "3000", ""): one of the alternatives has matched
         timeouts_s.append(int(milliseconds) / 1000)
 
     # A text may have several: monitored_barrier waits for each rank for what is left of its time.

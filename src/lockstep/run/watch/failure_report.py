@@ -87,18 +87,7 @@ def _heading_lines(failure: FirstFailure, in_language: InLanguage) -> list[str]:
     if failure.kind == "interrupted":
         return [join_label(in_language("INTERRUPTED:"), in_language(failure.headline))]
 
-    subject = failure.subject  # the ranks or, without any, the host itself
-
-    # A failure that was merged from those of several hosts has all their names: "a, b".
-    has_several_hosts = "," in failure.host
-    if not failure.host or not failure.ranks:
-        who = in_language(subject)
-    elif has_several_hosts:
-        who = in_language(f"{subject} on hosts {failure.host}")
-    else:
-        who = in_language(f"{subject} on host {failure.host}")
-
-    heading = join_label(in_language("FIRST FAILURE:"), who)
+    heading = join_label(in_language("FIRST FAILURE:"), _who_failed(failure, in_language))
     if failure.step is not None:
         heading += in_language(f", after step {failure.step}")
     if failure.simultaneous_subjects:
@@ -126,6 +115,20 @@ def _headline(failure: FirstFailure, in_language: InLanguage) -> str:
     return error_type + separator + heading_in_language(message, in_language)
 
 
+def _who_failed(failure: FirstFailure, in_language: InLanguage) -> str:
+    """Writes which ranks failed, and on which host: `ranks 0-1 on host a`."""
+    subject = failure.subject  # the ranks or, if the machine itself failed, "host a"
+    host_is_said = not failure.ranks
+    if host_is_said or not failure.host:
+        return in_language(subject)
+
+    # A failure that was merged from those of several hosts has all their names: "a, b".
+    has_several_hosts = "," in failure.host
+    if has_several_hosts:
+        return in_language(f"{subject} on hosts {failure.host}")
+    return in_language(f"{subject} on host {failure.host}")
+
+
 def _detail(failure: FirstFailure, text: str, in_language: InLanguage) -> str:
     """Returns a line below the headline, in the user's language as far as it is Lockstep's text.
 
@@ -144,7 +147,8 @@ def _detail(failure: FirstFailure, text: str, in_language: InLanguage) -> str:
     if not is_line_of_own_error:
         return text
     rest = rest.strip()
-    translated = hint_in_language(rest, in_language) if label == "more:" else in_language(rest)
+    is_hint = label == "more:"  # "more:  [LS311: lockstep explain LS311]"
+    translated = hint_in_language(rest, in_language) if is_hint else in_language(rest)
     return f"  {pad_label(in_language(label), translated)}"
 
 

@@ -129,7 +129,8 @@ def _sort_ends(exits: Sequence[ExitStatus], interrupted: Interruption | None) ->
     """Sorts the ends of the ranks by what they may mean for the first failure."""
     ends = _Ends()
     for end in exits:
-        # It did not fail by itself if Lockstep ended it, or the signal that ended the launcher too.
+        # A rank did not fail by itself if Lockstep ended it. Nor did it if a signal such as Ctrl-C
+        # was sent to both the rank and the launcher.
         if end.ended_by_lockstep or _was_interrupted_too(end, interrupted):
             ends.ended_by_lockstep.append(end)
         elif end.code == 0:
@@ -169,8 +170,10 @@ def first_failure(
 
     # If no failure explains why ranks lost a peer, a rank may have ended without an error.
     lost_a_peer = [end for end in ends.followers if not _is_told_of_other_rank(end)]
-    if lost_a_peer and not any(_has_cause(end, roots) for end in ends.followers):
-        roots += _roots_without_error(ends, min(end.failed_at for end in lost_a_peer))
+    some_loss_is_explained = any(_has_cause(end, roots) for end in ends.followers)
+    if lost_a_peer and not some_loss_is_explained:
+        first_peer_lost_at = min(end.failed_at for end in lost_a_peer)
+        roots += _roots_without_error(ends, first_peer_lost_at)
 
     consequences, own_failures = _explain_followers(ends.followers, roots)
     roots += own_failures
@@ -650,7 +653,11 @@ def _roots_of_hang(hang: Verdict, ends: _Ends) -> list[FirstFailure]:
                 )
         if failures_of_ranks_that_left:
             return failures_of_ranks_that_left
+    return [_root_of_hang(hang)]
 
+
+def _root_of_hang(hang: Verdict) -> FirstFailure:
+    """Turns the verdict on a hang into one failure."""
     kind: FailureKind
     if hang.kind == "deadlock":
         kind = "deadlock"
@@ -663,7 +670,7 @@ def _roots_of_hang(hang: Verdict, ends: _Ends) -> list[FirstFailure]:
         exit_code = EXIT_LOST_RANK
 
     hosts = {row.host for row in hang.rows if row.rank in hang.ranks}
-    failure = FirstFailure(
+    return FirstFailure(
         kind=kind,
         ranks=tuple(sorted(hang.ranks)),
         host=hosts.pop() if len(hosts) == 1 else "",  # one failure cannot name several hosts
@@ -674,7 +681,6 @@ def _roots_of_hang(hang: Verdict, ends: _Ends) -> list[FirstFailure]:
         advice=hang.advice,
         key=hang.key,
     )
-    return [failure]
 
 
 def _root_of_interruption(interrupted: Interruption) -> FirstFailure:

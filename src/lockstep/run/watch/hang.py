@@ -339,23 +339,24 @@ def _nothing_is_transported(case: Case) -> Verdict | None:
         return None
 
     advice: tuple[str, ...] | None = None  # None: the usual advice for this kind of verdict
+    duration = f"{case.since_last_call_s:.0f} s"
     if any(activity.waits_in_p2p for activity in waiting.values()):
-        how_they_wait = "for each other"
+        headline = (
+            f"all ranks wait in {name_ops(waiting)}, for each other; nothing has moved for "
+            f"{duration}"
+        )
         advice = advice_on_p2p(waiting)
     else:
-        how_they_wait = "which match on all"
+        headline = (
+            f"all ranks wait in {name_ops(waiting)}, which match on all; nothing has moved for "
+            f"{duration}"
+        )
         ops = {activity.op for activity in waiting.values()}
         if not ops.isdisjoint({"init_process_group", LOCKSTEP_INIT}):
             advice = (
                 "look whether all ranks were given the same address, port and number of ranks",
             )
 
-    # For example "all ranks wait in recv, for each other", or "all ranks wait in all_reduce, which
-    # match on all" (the calls of all ranks match).
-    headline = (
-        f"all ranks wait in {name_ops(waiting)}, {how_they_wait}; nothing has moved for "
-        f"{case.since_last_call_s:.0f} s"
-    )
     return case.make_verdict("transport", waiting, headline, advice)
 
 

@@ -54,7 +54,7 @@ def printed_error(lines: Sequence[str]) -> PrintedError | None:
 
     # The prefix that another program has put before the heading shows what it has put before the
     # other lines: the same text, such as `[rank1]: `, or one of the same form, such as the time.
-    example_prefix = _prefix_after_heading(lines[heading_index])
+    example_prefix = _prefix_of_lines_below(lines[heading_index])
     block = []  # the lines after the heading, without the prefix
     for line in lines[heading_index + 1 :]:
         block.append(_remove_prefix(example_prefix, line[:_MAX_LINE_CHARS]))
@@ -134,7 +134,7 @@ def _last_outer_heading_and_its_inner_ones(lines: Sequence[str]) -> list[_Headin
     return block
 
 
-def _prefix_after_heading(heading_line: str) -> str:
+def _prefix_of_lines_below(heading_line: str) -> str:
     """Returns the prefix of the lines that follow a heading.
 
     It is the prefix of the heading itself: `[rank1]: ` for `[rank1]: Traceback ...`. After the

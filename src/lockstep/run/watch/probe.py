@@ -254,9 +254,7 @@ class Probe:
         main_frame = sys._current_frames().get(main_thread)
         group_being_made_json = json.dumps(torch_compat.group_being_made(main_frame))
 
-        error = error_handled_by(main_thread)
-        error_in_flight = None if error is None else describe_in_flight(error)
-        error_json = json.dumps(None if error_in_flight is None else asdict(error_in_flight))
+        error_json = json.dumps(_error_in_flight(main_thread))
 
         # The recorder returns a list as JSON text, which is not parsed, as it may be megabytes
         # long: "[{...}, {...}]".
@@ -275,6 +273,15 @@ class Probe:
             f'"making": {group_being_made_json}, "in_flight": {error_json}, '
             f'"trained_steps": {json.dumps(trained_steps())}, "records": {records_json}}}'
         )
+
+
+def _error_in_flight(thread: int) -> dict[str, Any] | None:
+    """Returns the exception that a thread handles, as plain values; None if it handles none."""
+    error = error_handled_by(thread)
+    if error is None:
+        return None
+    error_in_flight = describe_in_flight(error)
+    return None if error_in_flight is None else asdict(error_in_flight)
 
 
 def _shared_memory_in_use() -> Any:
@@ -332,7 +339,11 @@ def _keep_track_of_faulthandler(crash_file: int) -> None:
     """
     original_enable = faulthandler.enable
     original_disable = faulthandler.disable
-    pid = os.getpid()
+    rank_pid = os.getpid()
+
+    def is_rank_itself() -> bool:
+        """Returns False in a process that the rank has forked, such as a DataLoader worker."""
+        return os.getpid() == rank_pid
 
     @functools.wraps(original_enable)
     def enable_and_note_file(file: Any = None, *args: Any, **keywords: Any) -> None:
@@ -340,26 +351,34 @@ def _keep_track_of_faulthandler(crash_file: int) -> None:
         if file is None:
             file = sys.stderr
         original_enable(file, *args, **keywords)
-
-        # Without a path, the name is a number, or `<stderr>`. Nothing needs to be noted for that,
-        # as the launcher searches standard error in any case.
-        name = getattr(file, "name", None)
-        has_path = isinstance(name, str) and os.path.isfile(name)
-        is_forked = os.getpid() != pid
-        if has_path and not is_forked:
-            note = f"{OTHER_FILE}{os.path.abspath(str(name))}\n"
-            os.write(crash_file, note.encode(errors="surrogateescape"))
+        if is_rank_itself():
+            _note_file_of_dump(file, crash_file)
 
     @functools.wraps(original_disable)
     def write_into_crash_file() -> None:
         """Replaces `faulthandler.disable`: a crash of this rank must still leave its stacks."""
         original_disable()
-        is_forked = os.getpid() != pid
-        if not is_forked:
+        if is_rank_itself():
             original_enable(crash_file)
 
     faulthandler.enable = enable_and_note_file
     faulthandler.disable = write_into_crash_file
+
+
+def _note_file_of_dump(file: Any, crash_file: int) -> None:
+    """Notes the path of the file that faulthandler will write a dump into, in the crash file.
+
+    Args:
+        file: the file, or its descriptor.
+        crash_file: the descriptor of the crash file.
+    """
+    # The name of a file without a path is a number, or `<stderr>`. Nothing needs to be noted for
+    # that, as the launcher searches standard error in any case.
+    name = getattr(file, "name", None)
+    has_path = isinstance(name, str) and os.path.isfile(name)
+    if has_path:
+        note = f"{OTHER_FILE}{os.path.abspath(str(name))}\n"
+        os.write(crash_file, note.encode(errors="surrogateescape"))
 
 
 def _append_to_json_list(list_text: str, item_text: str) -> str:

@@ -132,10 +132,10 @@ def _read_calls(record: Mapping[str, Any]) -> list[tuple[CollectiveCall, str]]:
 def _read_status(
     record: Mapping[str, Any], calls_of_record: Sequence[tuple[CollectiveCall, str]]
 ) -> dict[str, int]:
-    """Reads the number of the last completed call of each group from one record.
+    """Reads the number of the last completed collective of each group from one record.
 
-    A group of NCCL's numbers its collectives from 1, and its sends and receives from 1 too. The
-    status does not say which of the two its number is. So the status of a group with sends or
+    NCCL numbers the collectives of a group 1, 2, 3, and its sends and receives 1, 2, 3 as well. If
+    the status of the group says 2, that may be either. So the status of a group with sends or
     receives is left out; each of its calls has a state that says whether it has completed.
 
     Args:

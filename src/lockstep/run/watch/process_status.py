@@ -140,30 +140,40 @@ def describe_state(pid: int, root: Path = _PROC) -> str:
         pid: number of the process.
         root: the folder `/proc`.
     """
-    threads: list[_Thread] = []
-    with contextlib.suppress(OSError, IndexError):
-        folders = list((root / str(pid) / "task").iterdir())
-        folders.sort(key=lambda folder: folder.name != str(pid))  # the main thread comes first
-        for folder in folders:
-            threads.append(_Thread(folder, _stat_fields(folder / "stat")[_STATE]))
+    process_folder = root / str(pid)
+    threads = _list_threads(process_folder)
     if not threads:
         return "gone by now"
 
     thread = _thread_that_keeps_process(threads)
     state = thread.state
-    kernel_function = _kernel_function(thread.folder)
-
     meanings = []
-    tracer = _tracer(root / str(pid))
+    tracer = _tracer(process_folder)
     if state == "Z" and tracer:
         meanings.append(f"ended, but held by process {tracer}, which traces it")
     elif state in _STATE_MEANINGS:
         meanings.append(_STATE_MEANINGS[state])
 
+    kernel_function = _kernel_function(thread.folder)
     if kernel_function:
         meanings.append(f"in {kernel_function}")
 
     return f"state {state} ({', '.join(meanings)})" if meanings else f"state {state}"
+
+
+def _list_threads(process_folder: Path) -> list[_Thread]:
+    """Returns the threads of a process, the main thread first; none if the process is gone.
+
+    Args:
+        process_folder: the folder of the process in `/proc`, which has its number as its name.
+    """
+    threads = []
+    with contextlib.suppress(OSError, IndexError):
+        for folder in (process_folder / "task").iterdir():
+            thread = _Thread(folder, _stat_fields(folder / "stat")[_STATE])
+            is_main = folder.name == process_folder.name
+            threads.insert(0 if is_main else len(threads), thread)
+    return threads
 
 
 class _Thread(NamedTuple):
@@ -221,8 +231,8 @@ def cpu_of_descendants(pids: Collection[int], root: Path = _PROC) -> dict[int, f
     Returns:
         The seconds, by process. Processes that are gone are left out. Without `/proc` it is empty.
     """
-    # Read all processes of the machine into three tables. The times are in clock ticks. A process
-    # that has ended since it was listed raises an OSError, and is in none of the tables.
+    # Read all processes of the machine into three tables, by process id. The times are in clock
+    # ticks. A process that has ended since it was listed raises an OSError, and is in no table.
     children: dict[int, list[int]] = defaultdict(list)
     own_ticks: dict[int, int] = {}
     ended_children_ticks: dict[int, int] = {}  # of children that the process has waited for
@@ -283,7 +293,8 @@ def harmless_stack_signal(
     Args:
         pid: number of the rank's process.
         earlier_context_switches: how often the main thread had given up its processor some tenths
-            of a second ago (`ProcessStatus.main_context_switches`); None if that is not known.
+            of a second ago (`ProcessStatus.main_context_switches`). If that has not changed since,
+            the thread has slept, or has computed, all the time. None if it is not known.
         answers: True if the rank has a thread that answers requests.
         root: the folder `/proc`.
 

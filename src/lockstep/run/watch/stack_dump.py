@@ -74,46 +74,52 @@ def find_crash(code: int, crash_file: Path, stderr_log: Path, stderr_lines: Sequ
     is_ended_by_signal = code < 0
     if is_ended_by_signal:
         return _crash_by_signal(-code, crash_file, stderr_log, stderr_lines)
-    return _crash_printed(_timeout_dump_at_end(stderr_lines), stderr_log, stderr_lines)
+    return _crash_in_stderr(_timeout_dump_at_end(stderr_lines), stderr_log, stderr_lines)
 
 
 def _crash_by_signal(
     signal_number: int, crash_file: Path, stderr_log: Path, stderr_lines: Sequence[str]
 ) -> Crash:
-    """Finds the dump of a rank that a signal has ended.
+    """Describes a rank that a signal has ended.
 
-    It is in the crash file, in the file that the script has named, or in the standard error.
+    Its dump is in the crash file, in the file that the script has named, or in standard error.
     """
-    printed = find_dump(stderr_lines, _FATAL_HEADING)
-    last_lines = _without_frames_of(printed, stderr_lines)
+    dump_in_stderr = find_dump(stderr_lines, _FATAL_HEADING)
+    last_lines = _without_frames_of(dump_in_stderr, stderr_lines)
 
     # At any other signal, such as SIGKILL, faulthandler writes nothing.
     if signal_number not in _FATAL_SIGNALS:
         return Crash(last_lines=last_lines)
 
-    lines = _read_lines(crash_file)
-    dump = find_dump(lines, _FATAL_HEADING)
+    lines_of_crash_file = _read_lines(crash_file)
+    dump = find_dump(lines_of_crash_file, _FATAL_HEADING)
     if dump is not None:
         return Crash(line=dump.line, stacks_file=CRASH_NAME, last_lines=last_lines)
 
-    named_file = _file_named_by_script(lines)
+    named_file = _file_named_by_script(lines_of_crash_file)
     if named_file is not None:
         dump = find_dump(_read_lines(named_file), _FATAL_HEADING)
         if dump is not None:
             return Crash(line=dump.line, stacks_file=str(named_file), last_lines=last_lines)
 
-    return _crash_printed(printed, stderr_log, stderr_lines)
+    return _crash_in_stderr(dump_in_stderr, stderr_log, stderr_lines)
 
 
-def _crash_printed(
-    printed: StackDump | None, stderr_log: Path, stderr_lines: Sequence[str]
+def _crash_in_stderr(
+    dump: StackDump | None, stderr_log: Path, stderr_lines: Sequence[str]
 ) -> Crash:
-    """Describes a rank whose dump can only be in its standard error; None if there is none."""
-    last_lines = _without_frames_of(printed, stderr_lines)
-    if printed is None:
+    """Describes a rank from its standard error alone.
+
+    Args:
+        dump: the dump that was found in its standard error; None if none was.
+        stderr_log: the file with its standard error.
+        stderr_lines: the last lines of it.
+    """
+    last_lines = _without_frames_of(dump, stderr_lines)
+    if dump is None:
         return Crash(last_lines=last_lines)
     stacks_file = stderr_log.name if stderr_log.exists() else ""
-    return Crash(line=printed.line, stacks_file=stacks_file, last_lines=last_lines)
+    return Crash(line=dump.line, stacks_file=stacks_file, last_lines=last_lines)
 
 
 def _without_frames_of(dump: StackDump | None, lines: Sequence[str]) -> tuple[str, ...]:

@@ -65,7 +65,7 @@ def parse_stack(text: str, thread: int = 0) -> Stack | None:
     # Stack (most recent call first):
     # Thread 0x00007f5c2a7fc640 (most recent call first):
     # Current thread 0x00007f5c2a7fc640 (most recent call first):
-    heading = rf"(?:Stack|.*hread 0x0*{thread:x}\b.*) \(most recent call first\):\n"
+    heading = rf"(?:Stack|.*[Tt]hread 0x0*{thread:x}\b.*) \(most recent call first\):\n"
     parts = re.split(heading, text)
     if len(parts) == 1:  # there is no heading
         return None

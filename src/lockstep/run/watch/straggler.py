@@ -121,8 +121,9 @@ def _collectives_of_all_members(table: CallTable, key: str) -> list[_Collective]
         second_last_came_at_s, last_came_at_s = times[-2:]
         last_rank = max(calls, key=lambda rank: calls[rank].time_s)
 
-        # All other ranks wait from the second last arrival to the last one. Time in which ranks
-        # still waited in an earlier, asynchronous collective was counted there.
+        # All other ranks wait from the second last arrival to the last one. If collectives are
+        # asynchronous, ranks may come to the next one while they still wait for the last rank of an
+        # earlier one. That time is counted as a wait in the earlier one alone.
         wait_began_at_s = max(second_last_came_at_s, earlier_completed_at_s)
         wait_s = max(0.0, last_came_at_s - wait_began_at_s)
         collectives.append(_Collective(last_rank, wait_s, times[0], calls))
@@ -212,7 +213,8 @@ def _wait_by_part(window: Sequence[_Collective], rank: int, window_s: float) -> 
     wait_s_by_part = [0.0] * NUM_WINDOW_PARTS
     window_began_at_s = window[0].began_at_s
 
-    # The window begins with the first collective, so the wait for its last rank is not counted.
+    # What has delayed the last rank of the first collective lies before the window, so the wait for
+    # that rank is not counted.
     for collective in window[1:]:
         if collective.last_rank == rank:
             part = int((collective.began_at_s - window_began_at_s) / window_s * NUM_WINDOW_PARTS)

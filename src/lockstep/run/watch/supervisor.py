@@ -321,7 +321,8 @@ class Supervisor:
             self._next_straggler_check_at = now + _SECOND_STRAGGLER_CHECK_S
             return
 
-        # One report of a straggler is enough. If the ranks are at other lines, it is another wait.
+        # Each wait for a straggler is reported once. It is another wait if the ranks are at other
+        # lines than at the last report, and have moved since.
         keys = self._keys_of_wait(verdict)
         is_reported = not self._reported_stragglers.isdisjoint(keys)
         if not is_reported:

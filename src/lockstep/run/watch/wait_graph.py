@@ -377,7 +377,8 @@ def _receive_waited_in_by_gpu(
 def _oldest_batches_in_both(earlier: RankState, later: RankState) -> list[list[CollectiveCall]]:
     """Returns the oldest pending NCCL batch of each group that has not advanced meanwhile.
 
-    A group has not advanced if the batch that was the oldest one in the first snapshot still is.
+    A *batch* is the sends and receives that a GPU executes together. A group has not advanced if
+    the batch that was the oldest one in the first snapshot still is.
     """
     batches_before = _oldest_nccl_batches(earlier)
     batches = []
