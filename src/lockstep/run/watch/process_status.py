@@ -167,7 +167,7 @@ def _list_threads(process_folder: Path) -> list[_Thread]:
     Args:
         process_folder: the folder of the process in `/proc`, which has its number as its name.
     """
-    threads = []
+    threads: list[_Thread] = []
     with contextlib.suppress(OSError, IndexError):
         for folder in (process_folder / "task").iterdir():
             thread = _Thread(folder, _stat_fields(folder / "stat")[_STATE])
