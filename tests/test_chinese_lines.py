@@ -169,6 +169,7 @@ LINES = {
     "two processes claim rank 0: process 2442 on host0 and process 2443 on host1": None,
     "ranks 3, 5 did not come within 1 s; came: ranks 0-1 on host0; rank 2 on host1": None,
     "start each rank once, and give a second run a port of its own": None,
+    "port 29500 is taken by another Lockstep run: process 7 on host0, train.py --seed 3": None,
     "seed: ranks 0-1 have '0', rank 2 has '7'": "seed：rank 0-1 上是 '0'，rank 2 上是 '7'",
     "shared memory: rank 3 did not come within 5 s to all_reduce number 7": None,
     # Lists with "and" between the items.

@@ -382,10 +382,10 @@ def _connect_to_other_rank_0(
     other = read_request(run_store, "rank 0")
     other_has_decided = run_store.check(["decision"])  # whether its run starts
     if other_has_decided or not _has_same_command(other, manifest, topology):
-        owner = f"another Lockstep run: {other.process}"
         arguments = other.manifest.get("arguments")
+        owner = f"another Lockstep run: {other.process}"
         if arguments:
-            owner += f", {arguments}"
+            owner = f"another Lockstep run: {other.process}, {arguments}"
         raise network.port_taken_error(endpoint, owner)
     return store
 
