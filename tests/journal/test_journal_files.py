@@ -283,11 +283,11 @@ def test_journals_with_losses_only(tmp_path: Path) -> None:
     write_start(tmp_path / "b", 1, range(1, 5))
     exit_code, output = diff(tmp_path)
     assert exit_code == 0
-    assert "equal losses: 4 steps, of which not both have hashes\n" in output
+    assert "equal losses: 4 steps, whose hashes are not in both\n" in output
     write_start(tmp_path / "b", 1, range(1, 5), virtual_ranks=2)
     exit_code, output = diff(tmp_path)
     assert exit_code == 2
-    assert "of no step both have hashes" in output
+    assert "no step has hashes in both" in output
 
 
 def test_later_attempts_replace_steps(tmp_path: Path) -> None:
@@ -460,8 +460,8 @@ def test_every_second_step(tmp_path: Path) -> None:
     assert "4 steps, 0 to 3; 1 process" in output
     assert "4 steps, 0 to 3; hashes every 2 steps; 1 process" in output
     assert (
-        "equal in every bit: 2 steps; equal losses: 2 steps between them, of which not both have "
-        "hashes"
+        "equal in every bit: 2 steps; equal losses: 2 steps between them, whose hashes are not in "
+        "both"
     ) in output
     (tmp_path / "c").mkdir()
     train(tmp_path / "c", learning_rate=0.2, journal_every=4)

@@ -587,33 +587,17 @@ class Collectives:
         text = json.dumps([call, history])
         digest = _bytes_to_tensor(hashlib.md5(text.encode(), usedforsecurity=False).digest())
 
-        # The error is raised here, outside of an `except` block: otherwise the error of shared
-        # memory, which says the same, would be shown too. (`from None` would also hide an exception
-        # that the script handles.)
-        gathered = self._gather_or_error(digest)
-        if isinstance(gathered, RanksDifferError):
-            raise gathered
-        return bool((gathered == digest).all())
-
-    def _gather_or_error(self, digest: Tensor) -> Tensor | RanksDifferError:
-        """Gathers the digests of all ranks.
-
-        Through shared memory, each rank sees what the others send. If another rank sends gradients,
-        for example, each rank gets an error.
-
-        Returns:
-            The digests, shape `(ranks, 16)`, or the error to raise, which names the user's call.
-
-        Raises:
-            RanksDifferError: the same error, if the user's call is not known.
-        """
+        # Through shared memory, each rank sees what the others send, such as gradients.
         try:
-            return self._all_gather(digest)
+            digests = self._all_gather(digest)  # shape (ranks, 16)
         except RanksDifferError as error:
-            error_with_call = _error_naming_users_call(error)
-            if error_with_call is None:
-                raise
-            return error_with_call
+            error_to_raise = _error_naming_users_call(error)
+        else:
+            return bool((digests == digest).all())
+
+        # Within the `except` block, the error of shared memory, which says the same, would be shown
+        # too. (`from None` would also hide an exception that the script handles.)
+        raise error_to_raise
 
     def _exchange(self, value: Any) -> list[Any]:
         """Returns the values of all ranks, without first checking that all ranks call this.
@@ -791,18 +775,18 @@ def _is_description(leaf: Any) -> bool:
     return isinstance(leaf, list)
 
 
-def _error_naming_users_call(error: RanksDifferError) -> RanksDifferError | None:
+def _error_naming_users_call(error: RanksDifferError) -> RanksDifferError:
     """Returns an error like the given one that names the call in the user's script.
 
     Args:
         error: the error of shared memory: other ranks have called another collective.
 
     Returns:
-        None if the user's call is not known.
+        The given error if the user's call is not known.
     """
     called = user_call()
     if called is None:
-        return None
+        return error
 
     in_flight = _error_being_handled(error)
     if in_flight is None:

@@ -121,20 +121,18 @@ class JournalComparison:
         have no hashes of a step, only its losses were compared. Two runs of the steps 0 to 19 give:
 
             hashes of the steps 0 and 10 in both runs:
-                equal in every bit: 2 steps; equal losses: 18 steps between them, of which not both
-                have hashes
+                equal in every bit: 2 steps; equal losses: 18 steps between them, whose hashes are
+                not in both
             hashes in only one of the runs:
-                equal losses: 20 steps, of which not both have hashes
+                equal losses: 20 steps, whose hashes are not in both
         """
         with_losses_only = count_noun(self.num_with_losses_only, "step")
         if not self.num_with_hashes:
-            return f"equal losses: {with_losses_only}, of which not both have hashes"
+            return f"equal losses: {with_losses_only}, whose hashes are not in both"
 
         text = f"equal in every bit: {count_noun(self.num_with_hashes, 'step')}"
         if self.num_with_losses_only:
-            text += (
-                f"; equal losses: {with_losses_only} between them, of which not both have hashes"
-            )
+            text += f"; equal losses: {with_losses_only} between them, whose hashes are not in both"
         return text
 
     def _describe_first_difference(self, found: StepDifferences) -> list[str]:
@@ -268,7 +266,7 @@ def compare_journals(journal_a: Journal, journal_b: Journal) -> JournalCompariso
     if compared_nothing:
         raise CheckpointError(
             f"the journals {journal_a.folder} and {journal_b.folder}",
-            "of no step both have hashes, and their losses are of other parts of the batch",
+            "no step has hashes in both, and their losses are of different parts of the batch",
             "train both with --journal-every 1",
         )
     return comparison

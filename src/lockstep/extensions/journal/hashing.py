@@ -100,6 +100,11 @@ class _SmallPiece(NamedTuple):
     piece is the whole tensor."""
     num_bytes: int
 
+    @property
+    def first_element(self) -> int:
+        """The first element of the piece within its tensor."""
+        return 0 if self.elements is None else self.elements[0]
+
 
 class _CopiedPiece(NamedTuple):
     """A small piece, and the memory that it is copied to."""
@@ -215,17 +220,17 @@ class TensorHasher:
         blocks of its whole tensor, so that each word meets its own factors; the rest is zeros.
         """
         first_block_of_piece: list[int] = []  # within the memory
-        bytes_before_piece: list[int] = []  # within the first block of the piece
+        first_byte_of_piece: list[int] = []  # within the memory
         factors: list[Numbers] = [np.empty(0, np.int64)]
         num_blocks = 0
         for piece in pieces:
             part = parts[piece.tensor_index]
-            skipped = 0 if piece.elements is None else piece.elements[0] * part.dtype.itemsize
-            block_of_tensor, bytes_before = divmod(part.first_byte + skipped, BLOCK_BYTES)
+            byte_of_tensor = part.first_byte + piece.first_element * part.dtype.itemsize
+            block_of_tensor, bytes_before = divmod(byte_of_tensor, BLOCK_BYTES)
             blocks_of_piece = ceil_div(bytes_before + piece.num_bytes, BLOCK_BYTES)
 
             first_block_of_piece.append(num_blocks)
-            bytes_before_piece.append(bytes_before)
+            first_byte_of_piece.append(num_blocks * BLOCK_BYTES + bytes_before)
             factors.append(mixed_numbers(block_of_tensor, blocks_of_piece) * np.int64(part.factor))
             num_blocks += blocks_of_piece
 
@@ -233,13 +238,10 @@ class TensorHasher:
         self._copied_words = self._words(memory)
         self._copied_factors = self._to_device(np.concatenate(factors))
 
-        for piece, first_block, bytes_before in zip(
-            pieces, first_block_of_piece, bytes_before_piece, strict=True
-        ):
+        for piece, begin in zip(pieces, first_byte_of_piece, strict=True):
             part = parts[piece.tensor_index]
-            begin = first_block * BLOCK_BYTES + bytes_before
             destination = memory[begin : begin + piece.num_bytes].view(part.dtype)
-            if piece.elements is None:
+            if piece.elements is None:  # the tensor is copied with its shape
                 destination = destination.view(part.shape)
             self._copied_pieces.append(
                 _CopiedPiece(piece.tensor_index, piece.elements, destination)
