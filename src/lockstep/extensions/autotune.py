@@ -89,15 +89,9 @@ class Autotune(Extension):
             SettingError: if a value is `"auto"` and the strategy does not support that, or if the
                 loader has shares of its own and the strategy needs the same shares for all loaders.
         """
-        if shares is None:
-            shares_in_effect = self.run.settings.shares
-            loader_has_own_numbers = False
-        else:
-            shares_in_effect = shares
-            loader_has_own_numbers = not is_auto(shares)
-
         # With several devices in a process, the model divides a batch over them, not the loader.
         model_divides_batches = len(self.plan.local_devices) > 1
+        loader_has_own_numbers = shares is not None and not is_auto(shares)
         if loader_has_own_numbers and model_divides_batches:
             raise SettingError(
                 f"world.loader(shares={shares!r})",
@@ -107,6 +101,7 @@ class Autotune(Extension):
                 "later",
             )
 
+        shares_in_effect = self.run.settings.shares if shares is None else shares
         wants_shares = is_auto(shares_in_effect)
         wants_size = is_auto(micro_batch_size)
         if (wants_shares or wants_size) and not self.plan.can_autotune:
@@ -148,7 +143,8 @@ class Autotune(Extension):
         must_find_shares = request.shares_are_open
         must_find_size = request.micro_batch_size_is_open
 
-        # First the shares: the size depends on how many samples each process has.
+        # First the shares: the size depends on how many samples each process has. They are written
+        # to `self.found` last, because an error of the second search must still name both values.
         shares_of_processes = plan_of_loader.shares
         if must_find_shares:
             shares_of_processes = self._find_and_apply_shares(search, shares_of_processes)
@@ -160,7 +156,6 @@ class Autotune(Extension):
             self.found.micro_batch_size = size
             self.found.micro_batch_size_is_known = True
 
-        # Until both searches have ended, the shares stay open: an error names what is open.
         if must_find_shares:
             self.found.shares = shares_of_processes
 
@@ -175,16 +170,17 @@ class Autotune(Extension):
         """
         result = search.find_shares()
         process_has_one_device = len(self.plan.local_devices) == 1
-        if not process_has_one_device:
-            for module in self.modules:
-                if isinstance(module, DataParallel):
-                    module.set_shares(result.after)
-
         device_name = "rank" if process_has_one_device else "device"
         self._print_translated(
             _describe_shares(result.before, result.after, result.times, device_name)
         )
-        return result.after if process_has_one_device else shares_of_processes
+        if process_has_one_device:
+            return result.after
+
+        for module in self.modules:
+            if isinstance(module, DataParallel):
+                module.set_shares(result.after)
+        return shares_of_processes
 
     def _print_translated(self, text: str) -> None:
         """Prints a text in the user's language, on the main rank only."""
@@ -213,19 +209,19 @@ class Autotune(Extension):
         try:
             yield
 
-            # `after_backward`, which uses the calls, was not called. If an optimizer has stepped,
-            # the user's loop has called `loss.backward()`. If none has, it was an evaluation, or
-            # the loop has skipped the batch.
-            is_still_recorded = self._recorded_micro_batch is recorded
+            # If `after_backward` was not called, and yet an optimizer has stepped, the user's loop
+            # has called `loss.backward()`. If none has stepped, it was an evaluation, or the loop
+            # has skipped the batch.
+            was_not_used = self._recorded_micro_batch is recorded
             has_stepped = self.run.step.training_pass.stepped
-            if is_still_recorded and has_stepped:
+            if was_not_used and has_stepped:
                 raise UsageError(
                     "loss.backward() where shares or micro_batch_size are 'auto'",
                     "they are found in world.backward",
                     "call world.backward(loss)",
                 )
         finally:
-            if self._recorded_micro_batch is recorded:  # `after_backward` has not stopped it
+            if self._recorded_micro_batch is recorded:  # `after_backward` was not called
                 self._stop_recording()
 
     def _stop_recording(self) -> None:
@@ -292,9 +288,9 @@ def _describe_shares(
             f"shares auto: {change}: the {device_name}s are equally fast "
             f"(time per sample: {measured}, within noise)"
         )
-    if are_kept:
+    if are_kept:  # the text has the value of `batch.shares.MIN_SPEEDUP`
         return (
-            f"shares auto: {change}: no others make a step at least 8 % faster "  # MIN_SPEEDUP
+            f"shares auto: {change}: no others make a step at least 8 % faster "
             f"(time per sample: {measured})"
         )
     return f"shares auto: {change} (time per sample: {measured})"

@@ -12,6 +12,7 @@ after each measurement; at most three different shares are tried, with 5 to 20 m
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -146,9 +147,9 @@ class AutotuneSearch:
             The smallest number that fits on any process, which all of them use; None if every
             process can compute its whole part of a global batch at once.
         """
-        # If a process has several devices, they are tried together, as in the training. Each by
-        # itself would not show the limit: they do not have the same free memory, because one of
-        # them holds the parameters and the optimizer's state.
+        # If a process has several devices, they are tried together, as in the training. Tried one
+        # by one, they would not show the limit: one of them holds the parameters and the
+        # optimizer's state, so they do not have the same free memory.
         devices: Sequence[int | None] = self._local_devices
         if len(devices) > 1:
             devices = (ALL_DEVICES,)
@@ -198,7 +199,7 @@ class AutotuneSearch:
 
             part of 30   None: the whole part fits
             part of 60   50: numbers from 30 to 60 were tried
-            part of 40   50: the limit is known already, though it is above this part
+            part of 40   50: the limit is known already, so nothing is tried
 
         Args:
             device: the number of the device; ALL_DEVICES for those of this process together.
@@ -214,14 +215,15 @@ class AutotuneSearch:
         if nothing_was_recorded:
             return None
 
+        # What was recorded in the training has fitted. Earlier calls may have tried more.
         part = self._size_of_part(device, shares)
-        fits_already = self._known_to_fit.get(device, self._num_samples)
-        if part <= fits_already:
+        known_to_fit = self._known_to_fit.get(device, self._num_samples)
+        if part <= known_to_fit:
             return None
 
         index = self._index_in_process(device)
         largest = largest_that_fits(
-            lambda num_samples: self._profiling.fits(num_samples, index), fits_already, part
+            lambda num_samples: self._profiling.fits(num_samples, index), known_to_fit, part
         )
         self._known_to_fit[device] = largest
         if largest == part:
@@ -288,10 +290,7 @@ class AutotuneSearch:
 
         # If a call fails on one rank, all ranks raise a `UsageError`.
         results_of_ranks = gather_answers(collectives, setting, call_for_local_devices, UsageError)
-        results: list[Any] = []
-        for results_of_rank in results_of_ranks:
-            results += results_of_rank
-        return results
+        return list(itertools.chain.from_iterable(results_of_ranks))
 
 
 def _not_tried_error(setting: str, error: Exception, rank: int) -> UsageError:

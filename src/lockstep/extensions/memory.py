@@ -57,7 +57,8 @@ def measure(
     run = preparer.run
     bytes_by_attribute_and_device = _bytes_of_model(model, run.device)
 
-    # What is the same for all devices of this process, by the attribute of DeviceMemory.
+    # The values that the rows of all devices of this process have, by the attribute of
+    # `DeviceMemory`.
     common: dict[str, Any] = {"rank": run.topology.rank}
     if loader is not None or loss is not None:
         steps = make_training_steps(preparer, model, optimizer, loader, loss)
@@ -80,8 +81,9 @@ def measure(
     for rows_of_rank in rows_of_ranks:
         all_rows += [DeviceMemory(**row) for row in rows_of_rank]
 
-    # Fewer ranks have data of their own than there are, if several ranks hold stages of one model.
-    has_stages = run.collectives.data_parallel.size < run.topology.size
+    # In a pipeline, several ranks hold stages of one model, and only one of them has data.
+    num_ranks_with_data = run.collectives.data_parallel.size
+    has_stages = num_ranks_with_data < run.topology.size
     return Memory(strategy=preparer.strategy.name, devices=tuple(all_rows), stages=has_stages)
 
 
@@ -166,20 +168,16 @@ def _rows_of_replicas(
     if not each_has_a_device:
         return _rows_of_sharing_replicas(row_of_first_replica, samples_of_replica)
 
-    samples_of_device: dict[str, int | None] = {}
-    for device, replica_samples in zip(model.devices, samples_of_replica, strict=True):
-        samples_of_device[str(device)] = replica_samples
-
+    names_of_devices = [str(device) for device in model.devices]
+    samples_of_device = dict(zip(names_of_devices, samples_of_replica, strict=True))
     completed: list[DeviceMemory] = []
     for row in rows:
-        # No replica computes on this device, but it holds something, such as the loss.
-        if row.device not in samples_of_device:
+        if row.device in samples_of_device:
+            device_samples = samples_of_device[row.device]
+            gradients = row_of_first_replica.gradients
+            completed.append(replace(row, samples=device_samples, gradients=gradients))
+        else:  # no replica computes on this device, but it holds something, such as the loss
             completed.append(replace(row, samples=None))
-            continue
-
-        device_samples = samples_of_device[row.device]
-        gradients = row_of_first_replica.gradients
-        completed.append(replace(row, samples=device_samples, gradients=gradients))
     return completed
 
 
@@ -188,9 +186,9 @@ def _rows_of_sharing_replicas(
 ) -> list[DeviceMemory]:
     """Returns a row for each of several replicas that share one device.
 
-    Each row says what the device would hold if this replica had it for itself. The first replica
-    computes with the parameters themselves, and has the optimizer's state, the loss and the
-    measured peak of all. Each other replica has a copy of the parameters.
+    Each row says what one replica holds. The first one computes with the parameters themselves, and
+    its row also has the optimizer's state, the loss and the measured peak of the device. Each other
+    replica has a copy of the parameters.
 
     Args:
         shared: the row of the device, with the bytes of all replicas.
@@ -222,15 +220,23 @@ def _rows_of_sharing_replicas(
 def _activations_of_replica(
     shared: DeviceMemory, samples: int | None, samples_of_replica: Sequence[int | None]
 ) -> int | None:
-    """Returns a replica's part of the activations on a device; None if no steps were measured.
+    """Returns a replica's part of the activations on a device, in bytes.
 
-    The bytes are divided in proportion to the samples, because layers that the replicas compute
+    They are divided in proportion to the samples, because layers that the replicas compute
     together, such as BatchNorm, save tensors for all of them.
+
+    Args:
+        shared: the row of the device. Its activations are None if the steps have kept none.
+        samples: the samples of the replica; None if no steps were measured.
+        samples_of_replica: the samples of each replica.
+
+    Returns:
+        The bytes; None if no steps were measured.
     """
     if samples is None:
         return None
     total_samples = sum(number or 0 for number in samples_of_replica)
-    activations_of_all = shared.activations or 0  # None: the measured steps have kept none
+    activations_of_all = shared.activations or 0
     return activations_of_all * samples // max(1, total_samples)
 
 
@@ -240,13 +246,14 @@ def _gathered_bytes(units: Sequence[nn.Module]) -> int:
     These are the gathered parameters, their gradients, and the buffer that gradients are sent in.
 
     Args:
-        units: modules whose parameters FSDP gathers together, the outermost first.
+        units: modules whose parameters FSDP gathers together, the outermost first. Each of them is
+            an `FSDPModule`, too.
     """
     counted_ids: set[int] = set()
     largest = 0
-    unit: Any  # each is an FSDPModule, too
 
-    # Inner units first: a parameter belongs to the innermost unit that has it.
+    # A parameter belongs to the innermost unit that has it. So the inner units come first.
+    unit: Any
     for unit in reversed(units):
         own_parameters = [each for each in unit.parameters() if id(each) not in counted_ids]
         counted_ids.update(id(parameter) for parameter in own_parameters)
@@ -267,10 +274,9 @@ def _bytes_while_gathered(
 
     For example, a parameter of 1000 values in float32 is gathered in bf16:
 
-        the gathered parameter             2000 bytes; 0 if it stays gathered
-        its gradient, in the same dtype    2000 bytes
-        the gradient in the buffer, in
-        the dtype of the parameter itself  4000 bytes
+        the gathered parameter, in bf16        2000 bytes; 0 if it stays gathered
+        its gradient, in bf16                  2000 bytes
+        the gradient as it is sent, in float32 4000 bytes
 
     Args:
         parameter: the parameter, of which this rank has a shard.
@@ -286,6 +292,6 @@ def _bytes_while_gathered(
     num_bytes = 0 if stays_gathered else gathered_bytes
     if parameter.requires_grad:
         gradient_bytes = gathered_bytes
-        sent_bytes = parameter.nbytes
-        num_bytes += gradient_bytes + sent_bytes
+        sent_gradient_bytes = parameter.nbytes  # in the dtype of the parameter itself
+        num_bytes += gradient_bytes + sent_gradient_bytes
     return num_bytes

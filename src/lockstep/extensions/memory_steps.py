@@ -58,11 +58,15 @@ def make_training_steps(
             "world.memory(model, optimizer) to count without a step",
         )
 
-    is_empty = loader.steps == 0
-    if is_empty or _loop_is_running(loader):
+    why_no_batch = ""
+    if loader.steps == 0:
+        why_no_batch = "it is empty"
+    elif _loop_is_running(loader):
+        why_no_batch = "a loop over it is running"
+    if why_no_batch:
         raise UsageError(
             "world.memory with a loader that has no batch to give",
-            "it is empty" if is_empty else "a loop over it is running",
+            why_no_batch,
             "call it before the loop, with data for one global batch at least",
         )
     if preparer.virtual_ranks is not None:
@@ -205,9 +209,8 @@ class TrainingSteps:
     def _count_saved(self, samples: int) -> Iterator[None]:
         """Counts what the forward pass and the loss, computed in this context, keep for backward.
 
-        When the context is left, the bytes are put into `_sizes`, and the number of samples that
-        they belong to into `self.samples`. The loss must still be alive then, because it keeps
-        alive what is counted.
+        When the context is left, the bytes are put into `_sizes`, and the number of samples into
+        `self.samples`. The loss must still be alive then, because it keeps alive what is counted.
 
         Args:
             samples: how many samples this rank has in this micro-batch.
@@ -230,21 +233,25 @@ class TrainingSteps:
         ):
             yield
 
-        # A sharded model computes with gathered parameters, and each replica but the first with
+        # 1. A sharded model computes with gathered parameters, and each replica but the first with
         # parameters of its own. These copies are kept for the backward pass too.
         copies_of_parameters = used_parameters - model_storages
 
-        # `count_new` adds the storages that it counts to this set, so that each counts once.
+        # 2. What the calls of the model have saved beside that. `count_new` adds the storages that
+        # it counts to the set, so that each counts once.
         counted = model_storages | copies_of_parameters
         activations: Counter[torch.device] = Counter()
         for saved in saved_by_calls:
             activations.update(saved.count_new(counted))
 
+        # 3. The rest: what no call of the model has saved.
+        loss = saved_outside.count_new(counted)
+
         self.samples = samples
         self._sizes = {
             "copies": bytes_by_device(copies_of_parameters),
             "activations": activations,
-            "loss": saved_outside.count_new(counted),  # what no call of the model has saved
+            "loss": loss,
         }
 
     @contextmanager
@@ -293,18 +300,19 @@ class TrainingSteps:
         Each tensor is counted while it is alive, in all threads that compute: the main thread takes
         the step, and replicas compute in threads of their own.
         """
-        # A thread that has entered `live` counts each tensor that it makes.
+        # `live` is a context. A thread that has entered it counts each tensor that it makes.
         live = LiveTensors()
         self._count_existing(live)
         main_thread = threading.get_ident()
 
         def live_in_other_threads(arguments: Any) -> AbstractContextManager[Any]:
-            """Returns the context for a call of a replica, in the thread of the replica."""
+            """Returns the context for a call of the model: `live` in the thread of a replica.
+
+            The main thread has entered `live` for the whole step, and must not enter it again.
+            """
             is_main_thread = threading.get_ident() == main_thread
             return nullcontext() if is_main_thread else live
 
-        # The main thread is in the context `live` for the whole step, so it must not enter it again
-        # when it calls the model.
         with around_calls(self._model, live_in_other_threads):
             self._step(batches, context=live)
         return live.peak

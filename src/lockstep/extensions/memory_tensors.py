@@ -77,9 +77,10 @@ def state_bytes(optimizer: Optimizer) -> dict[torch.device, int] | None:
     if inner.state:  # it has stepped
         return bytes_by_device(storages(state_tensors(inner)))
 
-    # Torch wraps the method `step` of an optimizer's class in a function that calls hooks. They
-    # must not see this step, so the method itself is called (`__wrapped__`), as a plain function.
     meta_optimizer, device_of_meta_parameter = _copy_on_meta(inner)
+
+    # Torch wraps the method `step` of an optimizer's class in a function that calls hooks. They
+    # must not see this step, so the wrapped method is called instead.
     step_with_hooks: Any = type(inner).step
     step_without_hooks = getattr(step_with_hooks, "__wrapped__", step_with_hooks)
     try:
@@ -105,8 +106,8 @@ def _copy_on_meta(optimizer: Optimizer) -> tuple[Any, dict[nn.Parameter, torch.d
         The copy; and for each of its parameters the device of the parameter that it stands for.
     """
     meta_optimizer: Any = copy(optimizer)
-    state_type = type(optimizer.state)  # `defaultdict`, unless the optimizer has another
-    meta_optimizer.state = state_type(dict)  # an empty one: `defaultdict(dict)`
+    type_of_state = type(optimizer.state)  # `defaultdict`, or a class of the optimizer's own
+    meta_optimizer.state = type_of_state(dict)  # an empty state, such as `defaultdict(dict)`
     meta_optimizer.param_groups = []
     device_of_meta_parameter: dict[nn.Parameter, torch.device] = {}
     for group in optimizer.param_groups:
@@ -225,10 +226,13 @@ class LiveTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
         To add up the sizes of all storages is slow. So an upper bound of the sum is kept: it grows
         with each new byte, and does not become smaller when storages are freed or shrink. Only if
-        the bound exceeds the peak, the exact sum is computed, and becomes the new bound.
+        the bound exceeds the peak, the exact sum is computed, and becomes the new bound. Example:
 
-        Example: the bound is 10 and 4 bytes are freed. After 3 new bytes, the bound is 13. If the
-        peak was 10, the sum is computed: 9. The peak stays, and the bound is 9.
+                                  exact sum   upper bound   peak
+            at first              10          10            10
+            4 bytes are freed     6           10            10
+            3 bytes are new       9           13            10
+            13 is more than 10    9           9             10
         """
         with self._lock:
             for storage in alive:
@@ -283,8 +287,7 @@ def around_calls(
             that makes the call.
     """
     module = model.module if isinstance(model, DataParallel) else model
-
-    entered = _EnteredContexts()
+    entered = _EnteredContexts()  # a list for each thread
 
     @outside_compiled_code
     def enter(module: nn.Module, args: Any, kwargs: Any) -> None:

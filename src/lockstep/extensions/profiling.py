@@ -174,12 +174,12 @@ class ProfilingRun:
         # The arguments and parameters whose gradients the backward pass computes. They are kept by
         # id, because several calls may share a parameter.
         tensors_with_gradient: dict[int, Tensor] = {}
-        with ExitStack() as stack:
+        with ExitStack() as one_device_only:
             for call in self._calls:
                 module = call.module
                 if device is not None and isinstance(module, DataParallel):
-                    # Only the replica of this device computes, until the context is left.
-                    stack.enter_context(module.only_on(device))
+                    # Until the `with` block ends, only the replica of this device computes.
+                    one_device_only.enter_context(module.only_on(device))
                 args, kwargs = self._resize(call, samples)
                 for tensor in [*tensors((args, kwargs)), *module.parameters()]:
                     if tensor.requires_grad:
@@ -346,7 +346,7 @@ def _states_by_parameter(optimizers: Iterable[Optimizer]) -> dict[int, _Optimize
     states: dict[int, _OptimizerState] = {}
     for optimizer in optimizers:
         for group in optimizer.param_groups:
-            values_per_weight = STATE_VALUES_PER_WEIGHT
+            values_per_weight = STATE_VALUES_PER_WEIGHT  # those of Adam, as most optimizers keep
             if type(optimizer) is torch.optim.SGD:
                 values_per_weight = 1 if group["momentum"] else 0
 
@@ -394,9 +394,9 @@ def restored(
         try:
             yield
         finally:
-            for dictionary, content in dictionaries:
+            for dictionary, earlier_content in dictionaries:
                 dictionary.clear()
-                dictionary.update(content)
+                dictionary.update(earlier_content)
             with torch.no_grad():
                 for tensor, value in copies:
                     to_local(tensor).copy_(value)

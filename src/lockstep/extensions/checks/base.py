@@ -71,10 +71,10 @@ class LateValue:
         if self._pending is None:
             return None
 
-        on_host, has_arrived, step = self._pending
+        on_host, arrival, step = self._pending  # `arrival` is the CUDA event after the copy
         if wait:
-            has_arrived.synchronize()
-        elif not has_arrived.query():  # type: ignore[no-untyped-call]
+            arrival.synchronize()
+        elif not arrival.query():  # type: ignore[no-untyped-call]
             return None
 
         self._pending = None

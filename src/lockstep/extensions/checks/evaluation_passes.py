@@ -54,8 +54,8 @@ class EvaluationPassesCheck(Check):
         """Returns the numbers of passes since the latest detailed comparison, for each loader.
 
         They are pairs: how many passes were begun, and how many came to their end without training
-        (`LoaderPasses.evaluated`). If they differ between ranks, the collectives call
-        `history_details` and `compare_histories`.
+        (`LoaderPasses.evaluated`). If they differ between ranks, the collectives make a detailed
+        comparison, by `history_details` and `compare_histories`, and count from 0 again.
         """
         if self._has_warned:
             return []  # the same on all ranks, so that nothing is compared any more
@@ -122,28 +122,27 @@ class EvaluationPassesCheck(Check):
         """Warns, once in a run, if some ranks have evaluated over a loader more than others.
 
         Args:
-            passes_of_ranks: for each rank and each loader, the fields of `LoaderPasses` in a list.
+            passes_of_ranks: for each rank, a list with an entry for each loader: the fields of its
+                `LoaderPasses` in a list. Empty if nothing is known.
             on_this_rank: True to warn on this rank instead of rank 0.
         """
         if self._has_warned or not passes_of_ranks:
             return
 
         # A rank that is late may not have prepared its last loaders yet.
-        num_loaders = min(len(loaders_of_rank) for loaders_of_rank in passes_of_ranks)
-        for loader_number in range(num_loaders):
-            passes_of_rank = []
-            for loaders_of_rank in passes_of_ranks:
-                passes_of_rank.append(LoaderPasses(*loaders_of_rank[loader_number]))
-
+        num_loaders = min(len(loaders) for loaders in passes_of_ranks)
+        for number in range(num_loaders):
+            # The passes of each rank over this loader.
+            passes_here = [LoaderPasses(*loaders[number]) for loaders in passes_of_ranks]
             evaluating_ranks: list[int] = []
-            for rank, passes in enumerate(passes_of_rank):
-                if _has_evaluated_more(passes, passes_of_rank):
+            for rank, passes in enumerate(passes_here):
+                if _has_evaluated_more(passes, passes_here):
                     evaluating_ranks.append(rank)
 
             if evaluating_ranks:
                 self._has_warned = True
                 first_rank = evaluating_ranks[0]
-                evaluated_at = _as_location(passes_of_rank[first_rank].evaluated_at)
+                evaluated_at = _as_location(passes_here[first_rank].evaluated_at)
                 self._warn(evaluating_ranks, evaluated_at, on_this_rank)
                 return
 

@@ -105,9 +105,9 @@ class LossCheck(Check):
         if has_weight:
             return False  # `before_backward` reports a NaN loss that has a weight
 
-        loss_is_used = self.run.collectives.contributes  # not so in an earlier stage of a pipeline
-        if not loss_is_used:
-            return False
+        is_earlier_stage = not self.run.collectives.contributes
+        if is_earlier_stage:
+            return False  # in a pipeline, only the last stage has the loss
 
         has_rows = bool(micro_batch.local_rows)
         if has_rows:

@@ -55,10 +55,10 @@ class LossScaleCheck(Check):
         """Warns once if the loss is a sum, or is divided by what Lockstep divides by."""
         if self._has_warned or self._num_backwards == MAX_BACKWARDS_WATCHED:
             return
-        if not self.run.collectives.contributes:  # the loss of an earlier stage of a pipeline
-            return
 
-        if _sum_may_be_right(micro_batch):
+        # In a pipeline, only the last stage has the loss.
+        is_earlier_stage = not self.run.collectives.contributes
+        if is_earlier_stage or _sum_may_be_right(micro_batch):
             return
 
         self._num_backwards += 1
@@ -81,10 +81,14 @@ class LossScaleCheck(Check):
         num_rows = micro_batch.local_rows
         num_samples = micro_batch.global_samples
 
-        # Only if the rows are samples, the divisor can be recognised: in a loss over tokens, the
-        # number of tokens may happen to be that of the samples of the global batch.
+        # In a loss over tokens, a divisor that equals the number of samples says nothing: it may be
+        # a number of tokens.
         sums_over_samples = rows_summed_by_loss_function(summing) == num_rows
 
+        advice = (
+            'use reduction="mean", or divide the loss by the number of its samples: '
+            "loss / max(1, len(x))"
+        )
         if _is_equal(divisor, 1):
             self._has_warned = True
             warn(
@@ -92,8 +96,7 @@ class LossScaleCheck(Check):
                 f"{function_name} sums over the {num_rows} samples of this part of the global "
                 f"batch, which has {num_samples}; the losses of the parts are averaged, so the "
                 "gradients get smaller with each further rank or micro-batch",
-                'use reduction="mean", or divide the loss by the number of its samples: '
-                "loss / max(1, len(x))",
+                advice,
                 code="LS202",
             )
         elif sums_over_samples and _is_equal(divisor, num_samples):
@@ -103,8 +106,7 @@ class LossScaleCheck(Check):
                 f"{function_name} sums over the {num_rows} samples of this part of the global "
                 f"batch, and the loss is divided by {num_samples}; the losses of the parts are "
                 "averaged, so the gradients get smaller with each further rank or micro-batch",
-                'use reduction="mean", or divide the loss by the number of its samples: '
-                "loss / max(1, len(x))",
+                advice,
                 code="LS202",
             )
 
@@ -145,8 +147,8 @@ def _sum_may_be_right(micro_batch: MicroBatch) -> bool:
 def split_divisor(node: Any) -> tuple[float, Any]:
     """Separates the numbers by which a loss was divided or multiplied last from the rest.
 
-    Of `F.mse_loss(x, y) / 4 * 2` the factors are 2 and 1/4. So the divisor is 1 / (2 * 1/4) = 2,
-    and the rest is the node of `mse_loss`.
+    `F.mse_loss(x, y) / 4 * 2` was multiplied by 2 last, and by 1/4 before. In all, that is a
+    division by 1 / (2 * 1/4) = 2, and the rest is the node of `mse_loss`.
 
     Args:
         node: the `grad_fn` of the loss.
@@ -155,7 +157,7 @@ def split_divisor(node: Any) -> tuple[float, Any]:
         The number by which the rest was divided, 1 if by none; and the node of the rest.
     """
     divisor = 1.0
-    while node is not None:
+    while node is not None:  # from the last operation backwards
         factor = scalar_factor(node)
         if factor is None or factor == 0:
             break

@@ -69,10 +69,11 @@ class NothingPreparedCheck(Check):
         if not has_trained_alone:
             return
 
+        num_alone = 0  # stays 0 if the store is gone
         with store_at_end(joined) as store:
             num_alone = store.add("trained without prepare", 1)
-            if num_alone == self.run.topology.size:
-                self._warn()
+        if num_alone == self.run.topology.size:
+            self._warn()
 
     @never_compiled
     def _after_any_step(self, optimizer: Optimizer, *_: Any) -> None:
@@ -90,7 +91,7 @@ class NothingPreparedCheck(Check):
         self._num_collectives_at_last_step = calls_of_backend + num_calls_in_shared_memory()
         if self._num_steps == 1:
             self._num_collectives_at_first_step = self._num_collectives_at_last_step
-            self._location = user_location()
+            self._location = user_location()  # for the warning at the end of the run
 
     def _stop(self) -> None:
         """Stops counting steps."""

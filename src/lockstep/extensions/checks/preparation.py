@@ -129,14 +129,14 @@ class PreparationCheck(Check):
         if not self._is_active:
             return None
 
-        # Later in the run, only lines that were suspicious at its beginning are looked at.
+        # Later in the run, lines are only looked at if some line has trained an unprepared model.
         is_beginning_of_run = self._num_backwards <= MAX_BACKWARDS_WATCHED
         if not is_beginning_of_run and not self._unprepared_models:
             return None
 
-        loss_is_used = self.run.collectives.contributes  # not so in an earlier stage of a pipeline
-        has_graph = loss.requires_grad
-        if not (loss_is_used and has_graph):
+        # In a pipeline, only the last stage has the loss.
+        is_earlier_stage = not self.run.collectives.contributes
+        if is_earlier_stage or not loss.requires_grad:
             return None
 
         location = user_location()
@@ -145,27 +145,23 @@ class PreparationCheck(Check):
         return location
 
     def _is_undecided(self, location: Location) -> bool:
-        """Returns True if more losses of a line can show whether they are right.
+        """Returns True if further losses of a line are to be looked at.
 
-        No more losses are needed once enough of them were right, or once the checksums of the
-        unprepared model that the line trains were sent: the last rank to send them decides.
+        That ends once enough of them were right, or once the checksums of the unprepared model that
+        the line trains were sent: then the last rank that sends its checksums decides.
         """
         is_known_to_be_right = self._num_right_losses.get(location, 0) >= MAX_RIGHT_LOSSES_PER_LINE
-        if is_known_to_be_right:
-            return False
-
-        model = self._unprepared_models.get(location)
-        if model is None:  # no loss of the line was wrong yet
-            return True
-        return model.is_followed
+        model = self._unprepared_models.get(location)  # None: no loss of the line was wrong yet
+        awaits_decision = model is not None and not model.is_followed
+        return not is_known_to_be_right and not awaits_decision
 
     def _prepared_parameters(self) -> list[Tensor]:
         """Returns all parameters of prepared modules, and those that a strategy has replaced.
 
         A strategy may put other parameters in the place of the user's, such as shards, or may
         gather shards into whole parameters for the forward pass (`unsharded_parameters`). The
-        script may still hold the old ones. A loss that reaches any of these parameters reaches a
-        prepared module.
+        script may still hold the user's parameters. A loss that reaches a parameter of any of these
+        kinds reaches a prepared module.
         """
         parameters: list[Tensor] = []
         for wrapped in self.wrapped:
@@ -200,24 +196,22 @@ class PreparationCheck(Check):
     def _send_checksums(self, model: UnpreparedModel) -> None:
         """Writes the checksums of a model to the store of the run, once.
 
-        The last rank that does so compares those of all ranks. It warns if the ranks have begun
-        with equal parameters and have different ones now.
+        The last rank that does so compares the checksums of all ranks. It warns if the ranks have
+        begun with equal parameters and have different ones now.
         """
         joined = self.run.joined
-        if joined is None:  # this process has joined no others
-            return
-        if not model.is_followed:
+        if joined is None or not model.is_followed:  # None: this process has joined no others
             return
 
         model.checksums_were_sent = True
         model.update_checksum()
+        # In the store, the key "trained apart/train.py:12" counts the ranks that have sent their
+        # checksums, and "trained apart/train.py:12/3" has the checksums of rank 3.
         file, line = model.location
         key = f"trained apart/{file}:{line}"
         topology = self.run.topology
         checksums = [model.first_checksum, model.latest_checksum]
         joined.store.set(f"{key}/{topology.rank}", json.dumps(checksums))
-
-        # Under the key itself, the store counts the ranks that have sent their checksums.
         num_sent = joined.store.add(key, 1)
         is_last = num_sent >= topology.size
         if is_last and _came_apart(joined.store, key, topology.size):
@@ -272,8 +266,8 @@ class PreparationCheck(Check):
         """Returns why the script must not step this optimizer itself, or None if it may.
 
         `World.prepare` returns a wrapper, which steps the user's optimizer (its `inner`) at the
-        right times. The script must not step that one itself, nor any other optimizer that has
-        parameters of a prepared model.
+        right times. The script must step the wrapper, not the inner optimizer, and no other
+        optimizer that has parameters of a prepared model.
         """
         ids = {id(parameter) for parameter in parameters_of(optimizer)}
         ids_of_prepared_models = {id(parameter) for parameter in self._prepared_parameters()}
@@ -284,9 +278,8 @@ class PreparationCheck(Check):
         if any(optimizer is prepared.inner for prepared in self._prepared_optimizers):
             return "it was given to world.prepare, which returned another one"
 
-        # Some prepared optimizers consist of others, which they step themselves: the optimizer SAM
-        # steps an SGD with the same parameters. So one that shares parameters with a prepared
-        # optimizer may be a part of it.
+        # A prepared optimizer may itself step another one with the same parameters, as SAM steps an
+        # SGD. So an optimizer that shares parameters with a prepared one may be a part of it.
         for prepared in self._prepared_optimizers:
             ids_in_prepared_optimizer = {id(p) for p in parameters_of(prepared)}
             if not ids.isdisjoint(ids_in_prepared_optimizer):
@@ -390,7 +383,7 @@ class UnpreparedModel:
             parameter = reference()
             if parameter is None:
                 return None
-            # The memory of a subclass, such as a DTensor, may not be that of plain numbers.
+            # A subclass, such as a DTensor, may not have its numbers in plain memory.
             is_plain = type(parameter) is nn.Parameter and parameter.layout is torch.strided
             if not is_plain:
                 return None

@@ -62,7 +62,8 @@ class SumOfMeansCheck(Check):
         if are_counts:
             return
 
-        # If no training step came since the evaluation before, its sum is not examined yet.
+        # The sum of the evaluation before this one is still recorded if no training step, which
+        # examines it, came in between.
         self._examine_recorded_sum()
         self._evaluations_at_last_sum = num_evaluations_ended
         self._sum_location = user_location()

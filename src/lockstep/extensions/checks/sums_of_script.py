@@ -220,15 +220,12 @@ def _numbers_of_ranks(node: ast.AST) -> Iterator[ast.Attribute | ast.Name]:
 
     The method `size` of a tensor, as in `x.size(0)`, is not meant.
     """
-    called_size = set()
-    for part in ast.walk(node):
-        if isinstance(part, ast.Call) and isinstance(part.func, ast.Attribute):
-            if part.func.attr == "size":
-                called_size.add(part.func)
-
+    calls = [part for part in ast.walk(node) if isinstance(part, ast.Call)]
+    called_functions = {call.func for call in calls}  # `x.size` in `x.size(0)`
     for part in ast.walk(node):
         if isinstance(part, ast.Attribute) and part.attr in SIZE_NAMES:
-            if part not in called_size:
+            is_method_size = part.attr == "size" and part in called_functions
+            if not is_method_size:
                 yield part
         if isinstance(part, ast.Name) and part.id in SIZE_NAMES:
             yield part

@@ -33,18 +33,19 @@ class UnpreparedTrainingCheck(Check):
         if self._unprepared_loaders is None or self._has_warned:  # None on one process
             return
 
+        # The dataset of the unprepared loader that is being read; None if there is none.
         dataset = self._unprepared_loaders.dataset_in_use
         loss_is_of_prepared_loader = self.run.step.in_training_loop
-        if dataset is None or loss_is_of_prepared_loader:  # None: no unprepared one is being read
+        if dataset is None or loss_is_of_prepared_loader:
             return
 
         # In a pipeline without data parallelism, all ranks need the same samples.
         all_need_same_samples = self.run.collectives.data_parallel.size == 1
-        # The script may have divided another dataset between the ranks by itself.
-        is_dataset_of_prepared_loader = any(
-            loader.dataset is dataset for loader in self.run.loaders
-        )
-        if all_need_same_samples or not is_dataset_of_prepared_loader:
+        if all_need_same_samples:
+            return
+
+        # The script may itself have divided a dataset of no prepared loader between the ranks.
+        if not any(loader.dataset is dataset for loader in self.run.loaders):
             return
 
         self._has_warned = True
