@@ -144,8 +144,8 @@ class TrainingPass:
         """
         previous_was_trained = self.num_backwards > 0
 
-        # Only used to explain an error of a later `optimizer.step()`: within a global batch, no
-        # step comes after most micro-batches.
+        # This only explains an error of a later `optimizer.step()`. It need not be a mistake: no
+        # step comes after most micro-batches of a global batch.
         self.step_left_out = previous_was_trained and not self.stepped
 
         if micro_batch.first:
@@ -232,9 +232,9 @@ def check_order(delivery: Delivery) -> None:
         return
 
     if delivery.micro_batch.first:
-        # The count is still that of `previous`: training on `delivery` has not begun.
-        num_backwards_of_previous = training_pass.num_backwards
-        previous_was_skipped = num_backwards_of_previous == 0
+        # As training on `delivery` has not begun, the pass still counts the backward passes of
+        # `previous`.
+        previous_was_skipped = training_pass.num_backwards == 0
         previous_is_last = previous.micro_batch.last
         in_order = previous_is_last or previous_was_skipped
     else:
@@ -295,8 +295,8 @@ def unknown_source_error(
     samples, so its loss counts differently for each. ..."
 
     Args:
-        possible: the batches that the loss may come from. If there is a single one, the other
-            possibility is that the loss comes from no batch, and is not weighted.
+        possible: the batches that the loss may come from. If there is a single one, the loss may
+            also come from no batch, and would not be weighted then.
         which_batches: the words after "several batches", here "of a loader that has ended".
         advice: the beginning of the advice.
     """

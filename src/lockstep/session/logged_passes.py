@@ -93,8 +93,7 @@ class OpenPass:
         assert self.training_pass is not None  # only training leaves batches to train on
         is_first_value_with_name = name not in self.delivery_of_name
         if is_first_value_with_name:
-            # True while the loop holds batches that it has not trained.
-            return bool(self.training_pass.untrained)
+            return len(self.training_pass.untrained) > 0  # the loop holds batches to train on
 
         # True if the loop has gone on to another batch since it logged the name.
         batch_of_last_value = self.delivery_of_name[name]
@@ -144,10 +143,9 @@ class LoggedPasses:
 
         try:
             yield open_pass
-            self._note_exhausted(open_pass)
+            self._note_exhausted(open_pass)  # not reached if the loop is left early
         finally:
-            # If the loop was left early, `_note_exhausted` was not called, and no batches remain.
-            if not open_pass.only_held_batches_remain:
+            if not open_pass.only_held_batches_remain:  # True only for an exhausted loader
                 self._close(open_pass)
 
     def _note_exhausted(self, open_pass: OpenPass) -> None:
@@ -199,6 +197,7 @@ class LoggedPasses:
 
         self.open.remove(open_pass)
 
+        # A pass without a number is not counted: the loop has left it, and has logged nothing.
         if open_pass.is_counted:
             self.last_ended = open_pass
             self.just_ended = open_pass

@@ -70,23 +70,21 @@ def check_equal(equal_tensors: EqualTensors, when: str) -> None:
     """
     tensors: dict[str, Tensor] = {}
     for name, tensor in (*equal_tensors.parameters.items(), *equal_tensors.buffers.items()):
-        # Empty tensors have no bits. Those on the meta device are held by other ranks.
-        if tensor.numel() and not tensor.is_meta:
+        is_empty = tensor.numel() == 0
+        is_of_other_ranks = tensor.is_meta
+        if not is_empty and not is_of_other_ranks:
             tensors[name] = tensor
     if not tensors:
         return
 
     sums = bit_sums(tensors.values())  # shape (number of tensors,)
 
-    # The minimum over the ranks is found as the maximum of the negative sums.
+    # The smallest sum over the ranks is found as the largest of the negative sums.
     maxima = torch.cat([sums, -sums])
     routing.all_reduce(maxima, dist.ReduceOp.MAX, equal_tensors.group)
     largest, negative_smallest = maxima.chunk(2)
-    is_equal = (largest == -negative_smallest).tolist()
-    differing: list[str] = []
-    for name, equal in zip(tensors, is_equal, strict=True):
-        if not equal:
-            differing.append(name)
+    differs = (largest != -negative_smallest).tolist()
+    differing = [name for name, is_different in zip(tensors, differs, strict=True) if is_different]
     if not differing:
         return
 

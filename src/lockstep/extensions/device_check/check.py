@@ -175,8 +175,8 @@ class DeviceCheck(Extension):
             UsageError: in the previous checked global batch, the loop skipped micro-batches whose
                 results were to be compared.
         """
-        # `before_step` compares the results. If one of the previous global batch is not compared
-        # yet, the loop has left out that step.
+        # `before_step` compares the results. If it has not compared those of the previous global
+        # batch, the loop has left out that step.
         has_uncompared_result = self._own_result is not None and not self._is_compared
         if micro_batch.first and has_uncompared_result:
             raise self._skipped_error()
@@ -283,11 +283,11 @@ class DeviceCheck(Extension):
         virtual ranks on 2 processes. Rank 0 owns the virtual ranks 0 and 1, and rank 1 owns 2 and
         3. Rank 0 repeats the virtual rank 2, and rank 1 repeats the virtual rank 0.
 
-        All ranks call this together. It sets `_dispute`, to the first difference that it finds.
+        All ranks call this together. The first difference that is found is kept in `_dispute`.
 
         Returns:
-            The virtual rank that all processes must compute again, with the factors (`scales`) of
-            its losses; None if all results agree.
+            The virtual rank of this difference, which all processes must compute again, with the
+            factors (`scales`) of its losses; None if all results agree.
 
         Raises:
             UsageError: on all ranks, if the loop has skipped a micro-batch whose result was to be
@@ -324,18 +324,18 @@ class DeviceCheck(Extension):
             What the owners of the compared virtual ranks have computed, and what the checkers have,
             each in the order of the ranks.
         """
-        # An entry consists of the number of the virtual rank and the digest of its results.
-        owned_entry = None if self._own_result is None else self._own_result.entry
+        # An entry is (number of the virtual rank, digest of its results), or None.
+        own_entry = None if self._own_result is None else self._own_result.entry
         repeated_entry = None if self._repeated_result is None else self._repeated_result.entry
-        entries_of_ranks = self._run.collectives.exchange((owned_entry, repeated_entry))
+        entries_of_ranks = self._run.collectives.exchange((own_entry, repeated_entry))
 
         owned: list[_DigestOfRank] = []
         repeated: list[_DigestOfRank] = []
-        for rank, (owned_entry, repeated_entry) in enumerate(entries_of_ranks):
-            if owned_entry is not None:
-                owned.append(_DigestOfRank(rank, *owned_entry))
-            if repeated_entry is not None:
-                repeated.append(_DigestOfRank(rank, *repeated_entry))
+        for rank, (entry_as_owner, entry_as_checker) in enumerate(entries_of_ranks):
+            if entry_as_owner is not None:
+                owned.append(_DigestOfRank(rank, *entry_as_owner))
+            if entry_as_checker is not None:
+                repeated.append(_DigestOfRank(rank, *entry_as_checker))
         return owned, repeated
 
     def _result_bits(self) -> BitSums:
@@ -381,9 +381,8 @@ class DeviceCheck(Extension):
         Args:
             dispute: the virtual rank, and the two ranks that disagree about its results.
         """
-        # Both ranks have computed the virtual rank twice. Their first results, which differ, are
-        # those from before the dispute. Every rank sends its results, as collectives are of all
-        # ranks, but only those of the owner and the checker are needed.
+        # The first results of the owner and of the checker, which differ. All ranks take part in
+        # the exchanges, as in every collective.
         bits_of_owner = self._exchange_bits(self._own_result)[dispute.owner]
         bits_of_checker = self._exchange_bits(self._repeated_result)[dispute.checker]
         assert bits_of_owner is not None  # both have taken part in the dispute
@@ -406,9 +405,9 @@ class DeviceCheck(Extension):
         self._raise_wrong_device(verdict, computation, differing)
 
     def _recomputed_digests(self) -> dict[int, str]:
-        """Returns, by rank, digests of what all ranks have computed because of the dispute.
+        """Returns, by rank, digests of the results of the disputed virtual rank.
 
-        They are empty if a rank could not compute the disputed virtual rank.
+        All ranks have computed it again. The dictionary is empty if a rank could not do so.
         """
         bits_of_ranks: list[BitSums | None] = self._exchange_bits(self._disputed_result)
         digest_of_rank: dict[int, str] = {}
@@ -462,16 +461,13 @@ class DeviceCheck(Extension):
         """
         own_entries = []
         for own_key, bits in own_bits_of_group.items():
-            names_digest = digest(list(bits))
-            bits_digest = digest(bits)
-            own_entries.append((*own_key, names_digest, bits_digest))
+            own_entries.append((own_key, _GroupDigests(digest(list(bits)), digest(bits))))
         entries_of_ranks = self._run.collectives.exchange(own_entries)
 
         digests_of_group: defaultdict[GroupKey, dict[int, _GroupDigests]] = defaultdict(dict)
         for rank, entries in enumerate(entries_of_ranks):
-            for *key_of_entry, names_digest, bits_digest in entries:
-                digests = _GroupDigests(names_digest, bits_digest)
-                digests_of_group[GroupKey(*key_of_entry)][rank] = digests
+            for key_fields, digest_fields in entries:  # tuples are received as lists
+                digests_of_group[GroupKey(*key_fields)][rank] = _GroupDigests(*digest_fields)
         return digests_of_group
 
     def _bits_of_groups(self) -> dict[GroupKey, BitSums]:
@@ -490,8 +486,7 @@ class DeviceCheck(Extension):
                     local_tensors[name] = local
 
             sums = bit_sums(local_tensors.values())
-            sum_of_name = dict(zip(local_tensors, sums, strict=True))
-            bits_of_group[key] = as_numbers(sum_of_name)  # tensors to Python integers
+            bits_of_group[key] = as_numbers(dict(zip(local_tensors, sums, strict=True)))
         return bits_of_group
 
     def _tensors_of_groups(self) -> dict[GroupKey, dict[str, Tensor]]:
@@ -503,9 +498,10 @@ class DeviceCheck(Extension):
             parameter_of_name = dict(users_module(wrapped).named_parameters())
             for equal_tensors in wrapped.equal_tensors():
                 ranks = dist.get_process_group_ranks(equal_tensors.group)
-                key = GroupKey(message.PARAMETERS, min(ranks), len(ranks))
-                parameters = tensors_of_group[key]
-                optimizer_states = tensors_of_group[key._replace(kind=message.OPTIMIZER_STATE)]
+                key_of_parameters = GroupKey(message.PARAMETERS, min(ranks), len(ranks))
+                key_of_states = GroupKey(message.OPTIMIZER_STATE, min(ranks), len(ranks))
+                parameters = tensors_of_group[key_of_parameters]
+                optimizer_states = tensors_of_group[key_of_states]
                 for name, tensor in equal_tensors.parameters.items():
                     full_name = prefix + name
                     parameters[full_name] = tensor

@@ -105,7 +105,6 @@ def wrong_device_error(
     if checkpoint:
         do += f"; {checkpoint}"
 
-    # The first part of an error is what the user has asked for.
     return WrongDeviceError(f"the same bits on every process (check_devices={every})", found, do)
 
 

@@ -75,28 +75,15 @@ def judge_repeats(results: Results) -> Verdict:
     for rank, first in first_digest_of_rank.items():
         if recomputed_digest_of_rank[rank] != first:
             changing.append(rank)
+    if len(changing) == 2:
+        return Verdict(Kind.ALL_CHANGING, sorted(changing))
 
     run_has_two_ranks = len(recomputed_digest_of_rank) == 2
-    if run_has_two_ranks:
-        return _judge_two(sorted(first_digest_of_rank), changing)
-    both_are_changing = len(changing) == len(first_digest_of_rank)
-    if both_are_changing:
-        return Verdict(Kind.ALL_CHANGING, sorted(changing))
-    return Verdict(Kind.NO_MAJORITY, sorted(recomputed_digest_of_rank))
-
-
-def _judge_two(ranks: Sequence[int], changing: Sequence[int]) -> Verdict:
-    """Decides which of two ranks is wrong, if their results differ the second time, too.
-
-    Args:
-        ranks: the two ranks.
-        changing: those of them whose second result differs from their first.
-    """
-    if len(changing) == 1:  # the other rank has the same bits both times
+    if not run_has_two_ranks:
+        return Verdict(Kind.NO_MAJORITY, sorted(recomputed_digest_of_rank))
+    if changing:  # the other rank has the same bits both times
         return Verdict(Kind.CHANGING, changing)
-    if changing:
-        return Verdict(Kind.ALL_CHANGING, sorted(changing))
-    return Verdict(Kind.ONE_OF_TWO, ranks)
+    return Verdict(Kind.ONE_OF_TWO, sorted(first_digest_of_rank))
 
 
 def judge_states(bits_of_rank: Mapping[int, int]) -> Verdict:
