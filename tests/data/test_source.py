@@ -322,3 +322,28 @@ def test_several_workers_are_refused_for_a_stream_whose_workers_wait_for_each_ot
     for workers in (0, 1):
         assert make_source(data, 4, options={"num_workers": workers}).batch_size == 4
     assert make_source(Around([1, 2]), 4, options={"num_workers": 2}).batch_size == 4
+
+
+def test_a_batch_sampler_with_an_empty_batch_is_refused():
+    """It would make an optimizer step without samples, with a loss that is NaN."""
+    with pytest.raises(DataError, match=r"batch 1 of .* in epoch 0\n.*no samples"):
+        make_source(DataLoader(DATA, batch_sampler=[[0], [], [1]])).plan(0, 0)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        *({"sampler": [(0, 8), (1, 16)]}, {"sampler": ["7", "8"]}, {"sampler": [0.0, 1.5]}),
+        *({"batch_sampler": [[(0, 8)]]}, {"batch_sampler": [torch.ones(2, 2)]}),
+    ],
+    ids=str,
+)
+def test_what_is_no_index_is_refused(options):
+    with pytest.raises(DataError, match=r"the order of .*\n.*cannot be read as indices"):
+        make_source(DataLoader(DATA, **options)).plan(0, 0)
+
+
+def test_indices_may_be_of_any_kind_of_integer():
+    batches = [torch.tensor([3, 1]), np.array([2]), [torch.tensor(0), np.int32(4)], iter([5])]
+    plan = make_source(DataLoader(DATA, batch_sampler=batches)).plan(0, 0)
+    assert [batch.tolist() for batch in plan.batches()] == [[3, 1], [2], [0, 4], [5]]

@@ -9,6 +9,8 @@ global batch `t` holds the samples from number `t * batch_size` on, on any numbe
 from __future__ import annotations
 
 import difflib
+import itertools
+import operator
 import random
 import warnings
 import zlib
@@ -22,7 +24,7 @@ import numpy as np
 import torch
 from torch.utils import data as torch_data
 
-from lockstep.batch.indices import ceil_div
+from lockstep.batch.indices import Indices, ceil_div
 from lockstep.batch.plan import (
     CustomPlan,
     Plan,
@@ -167,19 +169,65 @@ class Source:
             for number, generator in enumerate(generators):
                 _seed_generator(generator, mix_seed(seed, epoch, _SAMPLER, number))
 
-            # A batch sampler forms the global batches itself.
             if self.batch_sampler is not None:
-                batches = [np.asarray(batch, dtype=np.int64) for batch in self.batch_sampler]
-                sizes = [len(batch) for batch in batches]
-                no_samples = np.empty(0, np.int64)  # np.concatenate needs at least one array
-                order = np.concatenate([no_samples, *batches])
-                # Global batch t consists of order[bounds[t] : bounds[t + 1]].
-                bounds = np.cumsum([0, *sizes], dtype=np.int64)
-                return CustomPlan(order, bounds)
+                return _plan_of_batches(self.batch_sampler, epoch)
 
             # A sampler only orders the samples.
-            order = np.fromiter(cast("torch_data.Sampler[int]", self.sampler), dtype=np.int64)
+            order = _as_indices(cast("torch_data.Sampler[int]", self.sampler), self.sampler)
             return cut_into_batches(order, self.batch_size, drop_last=self.drop_last)
+
+
+def _plan_of_batches(batch_sampler: Iterable[Iterable[int]], epoch: int) -> CustomPlan:
+    """Takes the batches of a user's batch sampler as the global batches.
+
+    Args:
+        batch_sampler: the batch sampler.
+        epoch: number of the epoch, for the error.
+
+    Raises:
+        DataError: a batch has no samples, or not their indices.
+    """
+    batches = [_as_indices(batch, batch_sampler) for batch in batch_sampler]
+    sizes = [len(batch) for batch in batches]
+    if 0 in sizes:
+        raise DataError(
+            f"batch {sizes.index(0)} of {describe_type(batch_sampler)} in epoch {epoch}",
+            "it has no samples, and a global batch is an optimizer step",
+            "let the batch sampler leave empty batches out",
+        )
+
+    no_samples = np.empty(0, np.int64)  # np.concatenate needs at least one array
+    order = np.concatenate([no_samples, *batches])
+    # Global batch t consists of order[bounds[t] : bounds[t + 1]].
+    bounds = np.cumsum([0, *sizes], dtype=np.int64)
+    return CustomPlan(order, bounds)
+
+
+def _as_indices(items: Iterable[int], sampler: object) -> Indices:
+    """Returns what a user's sampler yields as an array.
+
+    Args:
+        items: the sampler, or a batch of a batch sampler.
+        sampler: the sampler or batch sampler, for the error.
+
+    Raises:
+        DataError: these are not the indices of samples.
+    """
+    if isinstance(items, torch.Tensor | np.ndarray):
+        items = items.tolist()  # to iterate over it is faster
+    try:
+        iterator = iter(items)
+        first_items = list(itertools.islice(iterator, 1))
+        for item in first_items:
+            operator.index(item)  # `np.fromiter` would cut 1.5 to 1, and take "7" for 7
+        return np.fromiter(itertools.chain(first_items, iterator), dtype=np.int64)
+    except (TypeError, ValueError) as error:
+        raise DataError(
+            f"the order of {describe_type(sampler)}",
+            f"what it yields cannot be read as indices of samples: {error}",
+            "let it yield the number of each sample, and put what else belongs to a sample into "
+            "the dataset",
+        ) from error
 
 
 @dataclass(frozen=True, kw_only=True)
