@@ -36,3 +36,11 @@ def test_every_file_of_a_rank_is_explained_there() -> None:
     names += [run_folder.log_path(Path(), stream).name for stream in ("stdout", "stderr")]
     explained = {line.split()[0] for line in run_folder.__doc__.splitlines() if line.strip()}
     assert set(names) <= explained
+
+
+def test_the_largest_of_the_last_groups_of_a_script_is_found(tmp_path: Path) -> None:
+    """Processes that were started together may open process groups of several sizes."""
+    assert run_folder.latest_group_folder(tmp_path) is None
+    for number, size in ((0, 16), (1, 10), (1, 2)):
+        run_folder.group_folder(tmp_path, number, size).mkdir()
+    assert run_folder.latest_group_folder(tmp_path) == (tmp_path / "own_000001_10", 10)

@@ -104,16 +104,22 @@ def group_folder(rank_folder: Path, number: int, size: int) -> Path:
 def latest_group_folder(rank_folder: Path) -> tuple[Path, int] | None:
     """Returns the folder of the group that a script has started last, and the group's size.
 
+    For `own_000000_4` and `own_000001_2`, that is the second folder, and 2. Processes that were
+    started together may open several process groups: then it is the largest one of these.
+
     Returns:
-        The result for `own_000000_4` and `own_000001_2` is the second folder, and 2; None if the
-        script has started no group.
+        The folder and the size; None if the script has started no group.
     """
-    folders = sorted(rank_folder.glob("own_*"))
-    if not folders:
+    folder_of_group: dict[tuple[int, int], Path] = {}  # by number and size
+    for folder in rank_folder.glob("own_*"):
+        _, number, size = folder.name.split("_")
+        folder_of_group[int(number), int(size)] = folder
+    if not folder_of_group:
         return None
-    latest = folders[-1]
-    _, _, size = latest.name.rpartition("_")
-    return latest, int(size)
+
+    latest = max(folder_of_group)
+    _, size_of_latest = latest
+    return folder_of_group[latest], size_of_latest
 
 
 def _make_parent_folder(log_dir: str | None) -> Path:

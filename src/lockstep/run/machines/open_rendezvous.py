@@ -275,15 +275,7 @@ class _MultiNodeOpener:
         with ExitStack() as resources:
             thread = resources.enter_context(closing(NetworkThread()))
             server = PeerServer(peers, self._say)
-
-            def send_changes(changes: Mapping[str, Any], to: int | None) -> None:
-                """Sends changes of the own node to one launcher, or to all (`to` is None).
-
-                It does not wait until they are sent.
-                """
-                thread.call_soon(lambda: server.send(changes, of_node=SERVER_NUMBER, to=to))
-
-            peers.send = send_changes  # called when this launcher changes its own node
+            _send_changes_by_server(thread, server, peers)
 
             # The proxy carries connections of ranks to the store, and hands those of other
             # launchers to `serve_client`.
@@ -479,6 +471,25 @@ class _MultiNodeOpener:
                 if network.is_here(local_address):
                     return local_address
         return None
+
+
+def _send_changes_by_server(thread: NetworkThread, server: PeerServer, peers: Peers) -> None:
+    """Makes the server send the changes that its launcher makes to its own node.
+
+    Args:
+        thread: the thread in which the server runs.
+        server: the server.
+        peers: the table of the nodes.
+    """
+
+    def send_changes(changes: Mapping[str, Any], to: int | None) -> None:
+        """Sends changes to the launcher with the number `to`, or to all launchers if it is None.
+
+        It does not wait until they are sent.
+        """
+        thread.call_soon(lambda: server.send(changes, of_node=SERVER_NUMBER, to=to))
+
+    peers.send = send_changes  # called when this launcher changes its own node
 
 
 def _start_exchanging_changes(

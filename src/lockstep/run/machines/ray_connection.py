@@ -97,8 +97,12 @@ class HelperActor:
         return self._helper.wait()
 
     def take_outcome(self) -> bytes | None:
-        """Returns the file that the launcher has left when the call ended, or None if it has left
-        none. The folder with the call is removed.
+        """Returns the content of the file in which the launcher has left how the call ended.
+
+        The folder with the call is removed.
+
+        Returns:
+            The content; None if the launcher has left no file, or if no function was called here.
         """
         if self._call_folder is None:
             return None

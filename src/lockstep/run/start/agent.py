@@ -365,7 +365,8 @@ class Agent(api.SimpleElasticAgent):
         self._ending = RankEnding(attempt, self.ranks, self.interrupts, self._grace_s, self._say)
         self._keyboard = job_control.Keyboard()
 
-        # A restart compares these seals with the later ones: has each rank kept a step since?
+        # When a rank keeps a step in memory, the step gets a new seal. A restart compares these
+        # seals with the later ones, to see whether each rank has kept a step in this attempt.
         self._seals_at_start = self._step_memory.seals()
 
         # From here on a signal may end the run in the middle. `_end_ranks` then ends this attempt.
@@ -542,11 +543,7 @@ class Agent(api.SimpleElasticAgent):
         else:
             self._end_ranks_for_other_machines(a_machine_was_lost=bool(lost_machines))
 
-        # A process that did not end even at SIGKILL may hold its GPU. Restart without such GPUs.
-        num_gpus_left = self._gpus.leave_out_held(self.attempts[-1])
-        if num_gpus_left is not None:
-            worker_group.spec.local_world_size = num_gpus_left
-            self._say(f"this machine goes on with {count_noun(num_gpus_left, 'GPU')}")
+        self._leave_out_held_gpus(worker_group.spec)
 
         # Announce the restart now, as the rendezvous that follows may take minutes.
         failures = [attempt.failure for attempt in self.attempts]
@@ -556,6 +553,17 @@ class Agent(api.SimpleElasticAgent):
         for line in restart_lines:
             self._console.announce(line)
         self._record.write("restart", "all ranks are started again")
+
+    def _leave_out_held_gpus(self, spec: api.WorkerSpec) -> None:
+        """Leaves out the GPUs of ranks whose processes did not end even at SIGKILL.
+
+        Args:
+            spec: what torch elastic starts next; it gets the number of ranks that is left.
+        """
+        num_gpus_left = self._gpus.leave_out_held(self.attempts[-1])
+        if num_gpus_left is not None:
+            spec.local_world_size = num_gpus_left
+            self._say(f"this machine goes on with {count_noun(num_gpus_left, 'GPU')}")
 
     def _end_ranks_for_other_machines(self, *, a_machine_was_lost: bool) -> None:
         """Ends the ranks to restart them on the machines that the run has now.

@@ -251,38 +251,42 @@ class Console:
         """
         sinks = set(self._sinks.values())
         while self._flush_deadline is None or not self._flush_deadline.wait_is_over():
-            poll = select.poll()
-            poll.register(self._wake_reader, select.POLLIN)
-
-            # If too much is waiting to be shown, let the ranks wait until the console has caught
-            # up.
-            is_full = any(len(sink.waiting) > _MAX_WAITING_BYTES for sink in sinks)
-            polled_streams = {}
-            for stream in self._streams:
-                is_shown = stream.sink is not None  # otherwise it is only written to a log
-                if is_full and is_shown:
-                    continue
-                polled_streams[stream.descriptor] = stream
-                poll.register(stream.descriptor, select.POLLIN)
-
-            for sink in sinks:
-                if sink.waiting:
-                    poll.register(sink.descriptor, select.POLLOUT)
-
-            # While a timer runs, wake up again and again; otherwise when a descriptor is ready.
-            timeout_ms = _TICK_S * 1000 if self._is_timer_running() else None
-            for descriptor, _ in poll.poll(timeout_ms):
-                if descriptor == self._wake_reader:
-                    os.read(self._wake_reader, 4096)  # empties the pipe
-                elif descriptor in polled_streams:
-                    self._read(polled_streams[descriptor])
-
+            self._read_what_arrives(sinks)
             self._run_due_timers(sinks)
 
             for sink in sinks:
                 sink.flush()  # writes what the sink accepts
             self._write_announcements()
             self._end_drain_if_due()
+
+    def _read_what_arrives(self, sinks: Collection[Sink]) -> None:
+        """Waits until a stream has data, a sink accepts data, or it is time to wake up, and reads
+        the streams that have data.
+        """
+        poll = select.poll()
+        poll.register(self._wake_reader, select.POLLIN)
+
+        # If too much is waiting to be shown, let the ranks wait until the console has caught up.
+        is_full = any(len(sink.waiting) > _MAX_WAITING_BYTES for sink in sinks)
+        polled_streams = {}  # by descriptor
+        for stream in self._streams:
+            is_shown = stream.sink is not None  # otherwise it is only written to a log
+            if is_full and is_shown:
+                continue
+            polled_streams[stream.descriptor] = stream
+            poll.register(stream.descriptor, select.POLLIN)
+
+        for sink in sinks:
+            if sink.waiting:
+                poll.register(sink.descriptor, select.POLLOUT)
+
+        # While a timer runs, wake up again and again; otherwise when a descriptor is ready.
+        timeout_ms = _TICK_S * 1000 if self._is_timer_running() else None
+        for descriptor, _ in poll.poll(timeout_ms):
+            if descriptor == self._wake_reader:
+                os.read(self._wake_reader, 4096)  # empties the pipe
+            elif descriptor in polled_streams:
+                self._read(polled_streams[descriptor])
 
     def _is_timer_running(self) -> bool:
         """Returns True if something must be done after some time, even if no data arrives.

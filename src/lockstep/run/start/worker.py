@@ -183,8 +183,8 @@ def _run_watched(script: Script, folder: Path) -> None:
         _set_address_for_script_processes()
         script_processes.watch_script_processes(folder)
 
-    # After a restart, the store may still have keys of the earlier ranks. If the launcher cannot
-    # delete them with this version of torch, the keys of this attempt get a prefix of their own.
+    # After a restart, the store may still have keys of the earlier ranks, as not every version of
+    # torch lets the launcher delete them. Then the keys of this attempt get a prefix of their own.
     restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
     if restarts > 0:
         from lockstep.torch_compat import separate_attempts
@@ -202,13 +202,14 @@ def reset_after_fork() -> None:
     if random is not None:
         random.seed()
 
-    # torch and NumPy have read the number of threads in the zygote.
+    # torch and NumPy have read the number of threads in the zygote, where it may have been another.
     torch = sys.modules.get("torch")
-    threads = os.environ.get("OMP_NUM_THREADS", "")
-    if torch is not None and threads.isdigit():
-        if int(threads) != torch.get_num_threads():
-            torch.set_num_threads(int(threads))
-        limit_openblas(int(threads))
+    setting = os.environ.get("OMP_NUM_THREADS", "")
+    if torch is not None and setting.isdigit():
+        num_threads = int(setting)
+        if num_threads != torch.get_num_threads():
+            torch.set_num_threads(num_threads)
+        limit_openblas(num_threads)
 
 
 def open_streams() -> None:
@@ -316,22 +317,35 @@ def run_recorded(
         installed_probe.warn_if_ranks_trained_alone()
     except BaseException as error:
         reserve.release()
-
-        # Users see the traceback from their own code on, without the frames that have called it.
-        error.__traceback__ = _without_launcher(error.__traceback__)
-
-        _set_last_exception(error)
-        has_called_exit_without_error = isinstance(error, SystemExit) and error.code in (None, 0)
-        if not has_called_exit_without_error:
-            error_record.record_error(error, evidence)
-
-        try:
-            report(error)
-        except SystemExit as end:  # raised by the program's own sys.excepthook
-            return error_record.exit_code(end)
-        return error_record.exit_code(error)
-
+        return _record_and_report(error, evidence, report)
     return 0
+
+
+def _record_and_report(
+    error: BaseException, evidence: Evidence, report: Callable[[BaseException], object]
+) -> int:
+    """Records the exception that ends a rank, and reports it; returns the exit code.
+
+    Args:
+        error: the exception.
+        evidence: the files of this rank.
+        report: see `run_recorded`.
+    """
+    from lockstep.run.watch import error_record
+
+    # Users see the traceback from their own code on, without the frames that have called it.
+    error.__traceback__ = _without_launcher(error.__traceback__)
+
+    _set_last_exception(error)
+    has_called_exit_without_error = isinstance(error, SystemExit) and error.code in (None, 0)
+    if not has_called_exit_without_error:
+        error_record.record_error(error, evidence)
+
+    try:
+        report(error)
+    except SystemExit as end:  # the program's own sys.excepthook chooses another exit code
+        return error_record.exit_code(end)
+    return error_record.exit_code(error)
 
 
 def _set_last_exception(error: BaseException) -> None:

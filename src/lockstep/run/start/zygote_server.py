@@ -370,8 +370,9 @@ class ZygoteServer:
         with contextlib.suppress(BlockingIOError):
             os.read(self.wake_reader, 4096)
 
-        # Processes that ranks have left behind are collected too while ranks are running. Later all
-        # children are such processes, and `end_with_descendants` collects them.
+        # While ranks are running, processes that ranks have left behind are collected here too.
+        # Once no rank is running, all children are such processes, and `end_with_descendants`
+        # collects them.
         while self.rank_of_pid or self.spares or self.given_up:
             try:
                 pid, status = os.waitpid(-1, os.WNOHANG)

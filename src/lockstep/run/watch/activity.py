@@ -256,13 +256,12 @@ def frames_to_user_line(state: RankState) -> tuple[stacks.Frame, ...]:
 def _current_call(state: RankState, wait: stacks.Wait) -> CollectiveCall | None:
     """Returns the recorded call that a waiting rank is in.
 
-    By what its stack shows, that is:
+    A call that a GPU has started and not completed is the one. Otherwise it depends on what the
+    stack of the rank shows:
 
         a function that the recorder knows, such as `all_reduce`   the latest call
         a function that it does not know, such as `recv` on Gloo   the latest pending send/receive
         no function                                                the latest pending call
-
-    A call that a GPU has started and not completed comes before these: it is the one that runs.
 
     Args:
         state: the state of the rank.

@@ -297,6 +297,7 @@ def _first_mismatch_of_group(table: CallTable, key: str) -> Mismatch | None:
 
         differs = (key, seq) in table.mismatched_calls
         if differs or _some_have_not_made_it(table, key, seq, members):
+            # The call of a rank that has not made it is None.
             calls = tuple((rank, calls_by_rank.get(rank)) for rank in members)
 
             # The ranks may have called from different lines of the source for some calls before.

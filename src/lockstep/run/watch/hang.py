@@ -213,8 +213,9 @@ def _verdict_on_blocked_ranks(case: Case, ended_ranks: Collection[int]) -> Verdi
 def _awaited_rank_is_gone(case: Case) -> Verdict | None:
     """Reports that ranks wait for a rank that has ended, has died, or was stopped by a signal.
 
-    If some of the awaited ranks have ended and others are stopped, the verdict names those that
-    have ended, as they can never come back.
+    The kind of the verdict is "left" if all awaited ranks that have ended did so without an error,
+    and "lost" if one of them has died. If other awaited ranks are stopped, the verdict does not
+    name these, as they may come back.
     """
     stopped: dict[int, RankState] = {}  # by rank
     ended: dict[int, RankState] = {}

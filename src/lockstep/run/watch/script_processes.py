@@ -196,7 +196,7 @@ class _LateProbe:
 
     def install(self, group: Any) -> None:
         """Installs the probe. It is called when the program opens its default group."""
-        if probe.has_probe():  # since an earlier group
+        if probe.has_probe():  # it was installed when the program opened an earlier group
             return
         in_main_thread = threading.current_thread() is threading.main_thread()
         if not in_main_thread:  # only the main thread may set the signal handlers of a probe

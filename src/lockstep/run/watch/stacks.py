@@ -153,7 +153,7 @@ def collective_of_lockstep(stack: Stack | None) -> str:
         if frame == users_frame:
             return outermost
         if frame.file in _COLLECTIVES_OF_FILE:
-            variable, methods = _COLLECTIVES_OF_FILE[frame.file]
+            variable, methods = _COLLECTIVES_OF_FILE[frame.file]  # "world", ("barrier", ...)
             if frame.function in methods:
                 outermost = f"{variable}.{frame.function}()"
     return ""  # no frame is the user's
