@@ -258,6 +258,9 @@ def translated_value(field: str, value: str) -> str:
     """Returns what Chinese has for a value: for a class its name, without the article."""
     if name_of_value(field) in FIELDS_WITH_ARTICLE:
         return re.sub(r"\Aan? ", "", value)
+    if name_of_value(field) in language.FIELDS_OF_JOINED_ITEMS:
+        items = [chinese_catalogue().translate(item) for item in value.split(language.AND)]
+        return language.CHINESE_AND.join(items)
     return chinese_catalogue().translate(value)
 
 
