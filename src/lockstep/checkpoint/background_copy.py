@@ -49,7 +49,8 @@ class BackgroundCopy:
         """
         self._was_changed = False
 
-        # A tensor that is changed during the copy has a higher number of writes at its end.
+        # How often each source was written to. If a source is changed during the copy, its number
+        # is higher at the end.
         write_counts_at_start = write_counts(sources)
 
         copies_by_device: dict[torch.device, _CopiesOfDevice] = {}
@@ -69,7 +70,7 @@ class BackgroundCopy:
         self,
         copies_of_devices: Sequence[_CopiesOfDevice],
         sources: Sequence[Tensor],
-        write_counts_at_start: object,
+        write_counts_at_start: list[int],
         finish: Callable[[], object],
     ) -> None:
         """Runs in the thread: copies the sources, and then calls `finish`.

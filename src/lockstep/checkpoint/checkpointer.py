@@ -494,12 +494,11 @@ class Checkpoint:
                 keep=self._policy.keep,
                 best=self._policy.best,
                 damaged_names=self._damaged_names,
-                # The thread calls the first function when rank 0 has written its part, and the
-                # second one often while it writes, to stop if the save is given up.
+                # Called in the thread when rank 0 has written its part.
                 wait_for_others=partial(
                     reports.wait, writer.run_has_failed, writer.raise_if_given_up
                 ),
-                check=writer.raise_if_given_up,
+                check=writer.raise_if_given_up,  # called often while the thread writes
             )
             writer.start(write)
         elif rank in other_writers:
@@ -674,8 +673,8 @@ class Checkpoint:
         chosen = views[0]  # rank 0 decides
         check_views(self.folder, views)
 
-        # The folder has no checkpoint. The user is told so only if a step in memory was expected:
-        # at a first start it is no news.
+        # The folder has no checkpoint. At a first start the user knows that, and is told so only if
+        # a step in memory was expected.
         if chosen.name is None:
             self.last_resume_note = f"nothing to resume in {self.folder}{why_not_from_memory}"
             if why_not_from_memory:
@@ -746,8 +745,8 @@ class Checkpoint:
         if chosen is not None:
             return chosen, ""
         is_first_start = self._collectives.topology.restarts == 0
-        memory_is_new = is_first_start and not reports
-        if has_resumed_before or memory_is_new:
+        nothing_was_kept_yet = is_first_start and not reports
+        if has_resumed_before or nothing_was_kept_yet:
             return None, ""
         return None, f"; {describe_incomplete(reports, folders)}"
 
@@ -765,13 +764,15 @@ class Checkpoint:
             "" if the step was resumed, otherwise the end of a sentence that gives the reason. And
             what each rank sees in the folder, if that was looked up.
         """
-        # There may be two states of one step: before and after what a loop does at the end of an
-        # epoch. So the epoch is compared too.
-        memory_is_of = (chosen.step, chosen.epoch)
+        # Steps are compared as (step, epoch), because there may be two states of one step: before
+        # and after what a loop does at the end of an epoch.
+        in_memory = (chosen.step, chosen.epoch)
         views: list[FolderView] | None = None
-        if latest_on_disk > memory_is_of:
+        if latest_on_disk > in_memory:
             views = self._view_folder()  # skips damaged checkpoints
-            if (views[0].step, views[0].epoch) > memory_is_of:
+            view_of_rank_0 = views[0]
+            latest_sound = (view_of_rank_0.step, view_of_rank_0.epoch)
+            if latest_sound > in_memory:
                 return f"; it is newer than step {chosen.step} in memory", views
 
         note_about_disk = _note_about_disk(latest_on_disk[0], views)
@@ -813,10 +814,9 @@ class Checkpoint:
         Returns:
             A dictionary that can be sent as JSON. `parts`: a `PartReport` of each part of a step in
             the memory of this rank's machine. `folder`: the path of the checkpoint folder here.
-            `latest_on_disk`: step and epoch of the latest checkpoint in it, -1 if there is none; it
-            may be damaged.
-            `attempt_id`: a random number, to tell the steps of this start of the run from those of
-            other starts (all ranks use the number of rank 0).
+            `latest_on_disk`: [step, epoch] of the latest checkpoint in it, which may be damaged;
+            [-1, -1] if there is none. `attempt_id`: a random number, to tell the steps of this
+            start of the run from those of other starts (all ranks use the number of rank 0).
         """
         latest = layout.latest(self.folder)
         kept.open()  # opens the memory of all ranks of this machine
@@ -836,12 +836,12 @@ class Checkpoint:
 
         If a run has several checkpoints, only the one that was resumed last keeps steps in memory.
         """
-        present = self._extensions.of_type(KeptSteps)  # there is one at most
-        if present is kept:
+        notified = self._extensions.of_type(KeptSteps)  # there is one at most
+        if notified is kept:
             return
-        if present is not None:
-            self._extensions.remove(present)
-            present.stop()
+        if notified is not None:
+            self._extensions.remove(notified)
+            notified.stop()
         self._extensions.add(kept, Place.OBSERVER)
 
     def _take_state(self) -> TakenState:
@@ -928,7 +928,7 @@ def _note_about_disk(step_on_disk: int, views: Sequence[FolderView] | None) -> s
         views: what the ranks see in the folder; None if no checkpoint seemed newer than memory.
     """
     problems = ""
-    if views is not None:
+    if views is not None:  # rank 0 has read all files, and knows which checkpoints are damaged
         step_on_disk = views[0].step
         problems = views[0].describe_problems()
     if step_on_disk < 0:

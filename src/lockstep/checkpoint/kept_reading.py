@@ -171,9 +171,8 @@ def choose_step(reports: Sequence[PartReport], folders: Collection[str]) -> Kept
     """
     newest: KeptStep | None = None
     for (attempt, serial), parts in _parts_of_steps(reports, folders).items():
-        # Each complete set of ranks has kept the whole state. If each machine has the whole state,
-        # there is a set for each machine. Otherwise there is one set, which consists of all ranks.
-        # Without such a set, the step is incomplete.
+        # Sets of ranks that have kept the whole state, such as ((0, 1), (2, 3)) for two machines
+        # that each have all of it. The step is incomplete if there is none.
         complete_sets = _complete_sets(parts)
         if not complete_sets:
             continue
@@ -218,7 +217,7 @@ def describe_incomplete(reports: Sequence[PartReport], folders: Collection[str])
 def _parts_of_steps(
     reports: Sequence[PartReport], folders: Collection[str]
 ) -> dict[tuple[int, int], list[PartReport]]:
-    """Groups the parts of a checkpoint by step.
+    """Groups parts by the step that they belong to; leaves out those of other checkpoints.
 
     Args:
         reports: the parts in the areas of all ranks.
@@ -229,8 +228,8 @@ def _parts_of_steps(
     """
     parts_of_step: dict[tuple[int, int], list[PartReport]] = {}
     for report in reports:
-        belongs_to_checkpoint = not set(report.folders).isdisjoint(folders)
-        if belongs_to_checkpoint:
+        is_of_other_checkpoint = set(report.folders).isdisjoint(folders)
+        if not is_of_other_checkpoint:
             parts_of_step.setdefault((report.attempt, report.serial), []).append(report)
     return parts_of_step
 
@@ -242,15 +241,15 @@ def _complete_sets(parts: Sequence[PartReport]) -> tuple[tuple[int, ...], ...]:
         parts: the parts of the step that exist.
 
     Returns:
-        The sets, which are empty if parts are missing. If each machine has the whole state, there
-        is a set for each machine: `((0, 1), (2, 3))`. Otherwise all ranks are needed:
-        `((0, 1, 2, 3),)`.
+        The sets; none if parts are missing. If each machine has the whole state, there is a set for
+        each machine, such as `((0, 1), (2, 3))`. Otherwise all ranks are needed, and there is one
+        set: `((0, 1, 2, 3),)`.
     """
     each_machine_has_whole_state = all(part.machine_has_whole_state for part in parts)
     if not each_machine_has_whole_state:
-        all_ranks = set(range(parts[0].world_size))  # the same for all parts of a step
+        all_ranks = range(parts[0].world_size)  # the same for all parts of a step
         present_ranks = {part.writer_rank for part in parts}
-        return (tuple(sorted(all_ranks)),) if present_ranks == all_ranks else ()
+        return (tuple(all_ranks),) if present_ranks == set(all_ranks) else ()
 
     # Of a machine, the parts of all ranks that it had are needed.
     present_ranks_of_machine: dict[int, set[int]] = {}
@@ -432,9 +431,10 @@ def _assemble_states(parts: Sequence[_Part], file: str, *, lacks_shards: bool) -
 def _collect_tensors(
     parts: Sequence[_Part], file: str, *, lacks_shards: bool
 ) -> tuple[dict[str, Tensor], _Pieces]:
-    """Collects the tensors that the ranks have kept, each as a whole tensor and as a piece of one.
+    """Collects the tensors that the ranks have kept: as whole tensors, and as pieces of tensors.
 
-    Only the tree says which of the two it is. For the arguments, see `_assemble_states`.
+    Each tensor is in both results, because only the tree says whether it is a whole one or a piece.
+    For the arguments, see `_assemble_states`.
     """
     whole_tensors: dict[str, Tensor] = {}
     pieces = _Pieces(lacks_shards=lacks_shards)
@@ -506,17 +506,11 @@ class _Pieces:
         for (offsets, sizes), values in self._pieces_of_name.get(name, {}).items():
             shards.append(Shard(offsets, values.view_as(dtype, sizes)))
 
-        if not self._lacks_shards:
-            return join_shards(name, dtype, shape, shards)  # raises an error if one is missing
-
-        # Each machine may have all of a small tensor.
+        # Shards may be on other machines only. Then each rank can read no more than its own shard.
         num_elements_here = sum(shard.values.num_elements for shard in shards)
-        is_complete = num_elements_here >= math.prod(shape)
-        if is_complete:
-            return join_shards(name, dtype, shape, shards)
-
-        # Each rank can only read its own shard.
-        return _ShardsOfThisMachine(name, dtype, shape, tuple(shards))
+        if self._lacks_shards and num_elements_here < math.prod(shape):
+            return _ShardsOfThisMachine(name, dtype, shape, tuple(shards))
+        return join_shards(name, dtype, shape, shards)  # raises an error if one is missing
 
 
 def _put(tree: Any, path: Sequence[Any], branch: Any, is_partial: bool) -> Any:
@@ -533,8 +527,8 @@ def _put(tree: Any, path: Sequence[Any], branch: Any, is_partial: bool) -> Any:
             what is there.
     """
     if not path:
-        other_ranks_have_put_entries = bool(tree)
-        if is_partial and other_ranks_have_put_entries:
+        is_first_at_this_path = not tree
+        if is_partial and not is_first_at_this_path:
             return merge_entries(first=tree, second=branch)
         return branch
 

@@ -159,6 +159,7 @@ class KeptSteps(Extension):
         self._attempt = None
         self._keeper = None
         self._areas = None
+        # These two functions refer to the training. They are not called any more.
         self._training = self._training._replace(take_state=_nothing_to_take, steady_ids=set)
         if keeper is None:
             return
@@ -186,7 +187,7 @@ class KeptSteps(Extension):
 
         # The previous copy must have ended. The time that the training has waited for it belongs to
         # that copy, and not to the present step.
-        keeper = self._keeper
+        keeper = self._keeper  # None before the first step of this attempt is kept
         waited_s = 0.0 if keeper is None else keeper.finish_last_copy()
         step_time_s = time.perf_counter() - self._last_time_s - waited_s
 
@@ -247,12 +248,13 @@ class KeptSteps(Extension):
 
     def _bytes_of_step(self, attempt: Attempt, layout: KeptLayout, facts: dict[str, Any]) -> int:
         """Returns how much memory one copy of this rank's state takes, with its header."""
+        # The ranks have not agreed on the last two values yet. Whatever they are, the header will
+        # have almost this length.
         header = header_of(
             facts,
             layout,
             attempt,
             self._topology,
-            # The header will have almost the same length, whatever the ranks agree on.
             machine_has_whole_state=False,
             announced=NOT_ANNOUNCED,
         )
@@ -293,8 +295,10 @@ class KeptSteps(Extension):
         try:
             return plan_keeping([RankNeeds(**answer) for answer in answers])
         except StepsCannotBeKept as error:
-            reason_on_all_ranks = error
-        self._report_that_no_step_is_kept(reason_on_all_ranks, problem)
+            reason = error  # the same on all ranks
+
+        # Reported here, and not in the `except` block: an error would name the other as its cause.
+        self._report_that_no_step_is_kept(reason, problem)
         return None
 
     def _report_that_no_step_is_kept(
@@ -314,7 +318,7 @@ class KeptSteps(Extension):
             self._training.say(f"steps are not kept in memory: {reason.found}")
             return
 
-        # The problem of this rank itself says more, and has a cause.
+        # If this rank itself has the problem, its error says more than the reason that was sent.
         if isinstance(problem, LockstepError):
             raise problem
         raise CheckpointError("keeping each step in memory", reason.found, reason.advice)

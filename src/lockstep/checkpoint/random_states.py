@@ -103,8 +103,8 @@ class RandomStates:
         manifest = saved["manifest"]
         states = saved["random"]
 
-        # Case 1: this run has one common stream. It goes on with the first state that is known:
-        # that of the saved run's common stream, or else that of one of its ranks.
+        # Case 1: this run has one common stream. If the saved run had one, too, `states` has no
+        # other. Otherwise the stream goes on with the state of the first rank that is known.
         if self._common_stream is not None and states is not None:
             known_states = [state for state in states if state is not None]
             self._common_stream.set_common(copy_to_memory(known_states[0]))

@@ -123,18 +123,16 @@ class RankReports:
         if self._joined is None or not self._ranks:
             return {}
 
+        # As disks may be slow, the wait has no limit before the run has failed.
         store = self._joined.store
         keys = [self._key(rank) for rank in self._ranks]
-        seconds_left = MAX_WAIT_AFTER_FAILURE_S
+        waited_after_failure_s = 0.0
         while not store.check(keys):
             check()
             time.sleep(POLL_INTERVAL_S)
-
-            # The wait has a limit once the run has failed. Before that it has none: disks may be
-            # slow.
             if run_has_failed():
-                seconds_left -= POLL_INTERVAL_S
-            if seconds_left <= 0:
+                waited_after_failure_s += POLL_INTERVAL_S
+            if waited_after_failure_s >= MAX_WAIT_AFTER_FAILURE_S:
                 raise CheckpointError(
                     f"saving the checkpoint {self._folder_name}",
                     "the run has failed, and not all ranks have written their shards",
@@ -171,9 +169,9 @@ def begin_checkpoint(
         may_replace_step: False if a checkpoint of the same step is of another training.
 
     Raises:
-        CheckpointError: the folder is a file, is not writable, or belongs to another run. Or this
-            run has not resumed from the latest checkpoint in it, which is of a later step, or is of
-            this step and must not be replaced.
+        CheckpointError: the folder is a file, is not writable, or belongs to another run. Or it has
+            a checkpoint of a later step, or one of this step that must not be replaced: this run
+            has not resumed from it.
     """
     folder = temporary.parent
     step = layout.step_of(temporary)
@@ -182,18 +180,15 @@ def begin_checkpoint(
         if lock is not None:
             lock.acquire()  # raises CheckpointError if the folder belongs to another run
 
-        # The checkpoints are in the order of their steps.
-        checkpoints = _undamaged(folder, damaged_names)
-        last_step = layout.step_of(checkpoints[-1]) if checkpoints else -1
-        is_later = last_step > step
-        is_of_another_training = last_step == step and not may_replace_step
-        if is_later or is_of_another_training:
-            raise CheckpointError(
-                f"saving the checkpoint of step {step} in {folder}",
-                f"{checkpoints[-1].name} is there already, from a run that this one does not "
-                "continue",
-                "call checkpoint.resume() before the loop, or choose another folder",
-            )
+        for existing in reversed(_undamaged(folder, damaged_names)):  # the latest first
+            step_of_existing = layout.step_of(existing)
+            is_of_another_training = step_of_existing == step and not may_replace_step
+            if step_of_existing > step or is_of_another_training:
+                raise CheckpointError(
+                    f"saving the checkpoint of step {step} in {folder}",
+                    f"{existing.name} is there already, from a run that this one does not continue",
+                    "call checkpoint.resume() before the loop, or choose another folder",
+                )
 
         for path in layout.leftovers(folder):
             _remove_if_possible(path)
@@ -277,9 +272,10 @@ def _complete_manifest(
         for file, (size, checksum) in report["files"].items():
             files[file] = size
             checksums[file] = checksum
-        # The entries of a state that is divided over the ranks: those of another rank's layers.
+        # If a state is divided over the ranks, the entries of another rank, such as those of its
+        # layers, are added to the trees in `manifest`.
         for state_name, entries in report["entries"].items():
-            _add_entries(manifest, state_name, entries)  # changes the trees in `manifest`
+            _add_entries(manifest, state_name, entries)
 
     complete = {"format": layout.FORMAT, **manifest}
     shards = _list_shards(reports)
@@ -319,10 +315,9 @@ def _add_entries(manifest: Mapping[str, Any], state_name: str, entries: Any) -> 
         manifest: the manifest with the entries of rank 0, as trees (see `encoding`). The entries
             are added to it in place.
         state_name: the name of a module, an optimizer or another object.
-        entries: the tree of the other rank's entries. Of a module it is an OrderedDict with all
-            tensor names, in which the tensors that the rank does not store are None. Of any other
-            object it is a dictionary by number, e.g. by parameter number for an optimizer, and {}
-            if the rank has no entries.
+        entries: the tree of the other rank's entries. Of a module, it has all tensor names, with
+            None for a tensor that the rank does not store. Of any other object, it has entries by
+            number, for an optimizer by the number of the parameter; {} if the rank has none.
     """
     is_module = state_name in manifest["modules"]
     if is_module:
@@ -371,11 +366,11 @@ def _put_in_place(temporary: Path, final: Path) -> None:
     elif final.exists():  # an incomplete checkpoint
         storage.remove_tree(final)
 
-    # If this fails, the older checkpoint is restored: the one that was renamed above, or one that
-    # an interrupted save has left under the `.replaced` name.
     try:
         storage.rename(temporary, final)
     except OSError:
+        # Restore the older checkpoint: the one that was renamed above, or one that an interrupted
+        # save has left under the `.replaced` name.
         if replaced.exists():
             storage.rename(replaced, final)
         raise

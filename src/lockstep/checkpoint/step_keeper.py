@@ -129,7 +129,8 @@ def header_of(
         attempt: the present attempt.
         topology: the place of this rank in the run.
         machine_has_whole_state: True if the ranks of each machine together have the whole state.
-        announced: a checksum of what the user was told about the memory that steps take.
+        announced: a checksum of what the user was told about the memory that steps take. After a
+            restart the user is told only what is new.
     """
     all_facts = {
         **facts,
@@ -280,18 +281,19 @@ class StepKeeper:
         # The step that was kept before must be on two machines before its predecessor is lost.
         self._wait_for_partner()
 
-        # A rank that has given up copies nothing and has no area to send. But it counts the steps,
-        # and takes part below, where all ranks communicate.
+        # 1. Copy. A rank that has given up copies nothing and has no area to send. But it counts
+        # the steps, and takes part in 2 and 3, where all ranks communicate.
         self._serial += 1
         has_given_up = self._given_up.is_set()
         area = None if has_given_up else self._copy_or_give_up(step_number, facts)
         self._num_copies += 1
 
-        # Choose how often a step is kept, unless the user asked for every step.
+        # 2. Choose how often a step is kept, unless the user asked for every step.
         self._interval.note_step_time(step_time_s)
         if not self._training.every_step:
             self._interval.choose(self._num_copies, self._expected_link_s())
 
+        # 3. Send the area, and receive those of other machines.
         if self._partner is not None:
             self._partner.start(area, self._serial)
 
@@ -355,7 +357,7 @@ class StepKeeper:
         Raises:
             Exception: the problem itself, if the user asked for every step to be kept.
         """
-        self._given_up.set()
+        self._given_up.set()  # tells the thread that sends areas to other machines
         self._areas.give_up(self._attempt.number)  # tells the other ranks of the machine
         if self._training.every_step:
             raise problem
@@ -387,7 +389,7 @@ class StepKeeper:
         remains.
         """
         is_first_copy = self._num_copies == 0
-        if is_first_copy:
+        if is_first_copy:  # any area but that of the resumed step
             self._last_area = area_without(self._areas_of_resumed_step, self._areas.own)
         elif self._previous_step_is_complete():
             # The previous step is complete, so the one before it (or the resumed one) may go.
