@@ -455,17 +455,30 @@ def main() -> int:
             elif "start" in request:
                 if listener is not None:
                     listener.close()  # the launcher needs the port
+                # The requests after this one are for the launcher.
+                return _run_launcher(request, reader, signals=requests)
 
-                _ignore_in_this_process(signal.SIGHUP, signal.SIGINT)
-                launcher = start_launcher(request)
 
-                # The requests after this one are for the launcher. With `keep`, it goes on if the
-                # first machine is lost.
-                exit_code = watch_launcher(
-                    launcher, reader, requests, keep=request["keep"], grace=request["grace"]
-                )
-                send_answer({"exit": exit_code})
-                return exit_code
+def _run_launcher(
+    request: dict[str, Any], reader: RequestReader, signals: list[dict[str, Any]]
+) -> int:
+    """Starts the launcher, waits for its end, and answers with its exit code.
+
+    Args:
+        request: the request to start it.
+        reader: reads further requests.
+        signals: requests that have already arrived, which are signals for the launcher.
+
+    Returns:
+        The exit code.
+    """
+    _ignore_in_this_process(signal.SIGHUP, signal.SIGINT)
+    launcher = start_launcher(request)
+    exit_code = watch_launcher(
+        launcher, reader, signals, keep=request["keep"], grace=request["grace"]
+    )
+    send_answer({"exit": exit_code})
+    return exit_code
 
 
 if __name__ == "__main__":

@@ -181,19 +181,22 @@ class LocalRanks:
 
             for event in zygote_events:
                 process = process_of_local_rank.get(event.local_rank)
-                if process is None:  # it is about a rank of an earlier attempt, which had more
-                    continue
+                # An earlier attempt may have had more ranks, one of which ends only now.
+                if process is not None:
+                    self._note_event(event, process)
 
-                if event.says_start_was_refused:  # by the system
-                    attempt.processes.remove(process)
-                    self._why_not_started = event.reason
-                elif event.says_started:
-                    process.pid = event.pid
-                    process.started_at = time.time()
-                elif _is_end_of(process, event):
-                    process.pid = event.pid
-                    process.code = event.code
-                    process.ended_at = time.time()
+    def _note_event(self, event: Event, process: Process) -> None:
+        """Notes what an event of the zygote says about a rank of the present attempt."""
+        if event.says_start_was_refused:  # by the system
+            self._attempt.processes.remove(process)
+            self._why_not_started = event.reason
+        elif event.says_started:
+            process.pid = event.pid
+            process.started_at = time.time()
+        elif _is_end_of(process, event):
+            process.pid = event.pid
+            process.code = event.code
+            process.ended_at = time.time()
 
     def _events_of_zygotes_death(self, attempt: Attempt) -> list[Event]:
         """Makes the events that the zygote would have sent, had it seen the end of its ranks.

@@ -36,7 +36,6 @@ _FUNCTIONS_THAT_RUN_ANYTHING = {"__import__", "eval", "exec"}
 
 def never_reads_arguments(script: Script) -> bool:
     """Returns True if a script certainly never reads its arguments."""
-    folder = Path(script.folder)
     pending = [path_of_source(script)]
     seen: set[Path] = set()
     while pending:
@@ -45,21 +44,38 @@ def never_reads_arguments(script: Script) -> bool:
             continue
         seen.add(path)
 
-        tree = parse_file(path)
-        if tree is None:
+        imported_files = _files_imported_by(path, Path(script.folder))
+        if imported_files is None:
             return False
-
-        for node in ast.walk(tree):
-            if _may_read_arguments(node):
-                return False
-            for module in _imported_modules(node):
-                files = _files_of_module(module, path.parent, folder)
-                if files:
-                    pending += files
-                elif not _never_reads_arguments(module):
-                    return False
-
+        pending += imported_files
     return True
+
+
+def _files_imported_by(path: Path, script_folder: Path) -> list[Path] | None:
+    """Returns the files beside the script that a file imports.
+
+    Args:
+        path: the path of the file.
+        script_folder: the folder of the script.
+
+    Returns:
+        The files; None if the file itself may read the arguments, or an installed module that it
+        imports may.
+    """
+    tree = parse_file(path)
+    if tree is None:
+        return None
+
+    files: list[Path] = []
+    for node in ast.walk(tree):
+        if _may_read_arguments(node):
+            return None
+        for module in _imported_modules(node):
+            files_of_module = _files_of_module(module, path.parent, script_folder)
+            if not files_of_module and not _never_reads_arguments(module):
+                return None
+            files += files_of_module
+    return files
 
 
 def _may_read_arguments(node: ast.AST) -> bool:

@@ -177,13 +177,13 @@ def _step_of_failure(
     """Returns the step after which a rank failed, counted from the beginning of the training.
 
         has_made_step   failed_soon    steps_of_training   result
+        None            either         any                 None
         True            either         12                  12
         True            either         0                   None: not counted for this optimizer
         True            either         None                None
+        False           False          any                 None: it did other work for a long time
         False           True           12                  12: this attempt has resumed step 12
         False           True           None                0: it began anew
-        False           False          any                 None: it did other work for a long time
-        None            either         any                 None
 
     Args:
         has_made_step: whether this attempt has made a step; None if that is not known.

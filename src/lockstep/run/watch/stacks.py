@@ -351,16 +351,14 @@ def _called_op(stack: Stack) -> str:
     for frame in stack[1:]:
         # torch wraps its operations in a logger, and Lockstep's methods call them for the user.
         is_wrapper = _is_in(frame, _C10D_LOGGER) or frame.file.startswith(LOCKSTEP_FOLDER)
-        is_communication = _is_communication(frame)
-        if not (is_communication or is_wrapper):
+        if _is_communication(frame):
+            # torch's `distributed_c10d.py` and two modules of Lockstep contain the operations that
+            # users call. Other communication code, such as the meeting of the ranks in
+            # `rendezvous.py`, is a part of an operation.
+            if _is_in(frame, _C10D, _SHARED_MEMORY, _ROUTING):
+                op = frame.function
+        elif not is_wrapper:
             break  # the user's code, or another part of torch, such as DDP
-
-        # torch's `distributed_c10d.py` and two modules of Lockstep contain the operations that
-        # users call. Other communication code, such as the meeting of the ranks in `rendezvous.py`,
-        # is a part of an operation.
-        is_operation = is_communication and _is_in(frame, _C10D, _SHARED_MEMORY, _ROUTING)
-        if is_operation:
-            op = frame.function
 
     return "" if op.startswith("_") else op  # a private name means nothing to the user
 
