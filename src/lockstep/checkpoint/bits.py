@@ -69,11 +69,12 @@ def check_virtual_ranks(path: Path | str, manifest: Mapping[str, Any], settings:
     if saved is None:
         return
 
-    if saved == num_virtual_ranks:
+    if num_virtual_ranks == saved:
         _check_batchnorm(path, manifest, settings)
         return
 
-    if num_virtual_ranks is not None:
+    run_has_other_number = num_virtual_ranks is not None
+    if run_has_other_number:
         raise CheckpointError(
             f"resuming from {path} with virtual_ranks={num_virtual_ranks}",
             f"it was saved with virtual_ranks={saved}: parts of global batches and random numbers "
@@ -146,25 +147,33 @@ def restore_threads_and_note_differences(
         return ""
     if manifest.get("virtual_ranks") is None:
         return f"; it was saved without virtual ranks, and has {num_virtual_ranks} from here on"
+    return _restore_threads(manifest) + _note_about_numerics(manifest, device)
 
-    text = ""
+
+def _restore_threads(manifest: Mapping[str, Any]) -> str:
+    """Sets the number of threads to that of a checkpoint, and returns a note if it has changed.
+
+    The note begins with a semicolon; it is "" if the number is the same, or not known.
+    """
     num_threads = manifest.get("threads")
     threads_before = torch.get_num_threads()
-    if is_whole_number(num_threads) and num_threads != threads_before:
-        if process_copy.is_copy():
-            text += (
-                f"; bits are not promised: it was saved with {count_noun(num_threads, 'thread')}, "
-                f"and this process computes with one: {process_copy.WHY_ONE_THREAD}; to keep them, "
-                f"{WAY_TO_SEVERAL_THREADS}"
-            )
-        else:
-            pin_threads(num_threads)
-            text += f"; {count_noun(num_threads, 'thread')} as saved, not {threads_before}"
+    if not is_whole_number(num_threads) or num_threads == threads_before:
+        return ""
 
+    if process_copy.is_copy():
+        return (
+            f"; bits are not promised: it was saved with {count_noun(num_threads, 'thread')}, "
+            f"and this process computes with one: {process_copy.WHY_ONE_THREAD}; to keep them, "
+            f"{WAY_TO_SEVERAL_THREADS}"
+        )
+    pin_threads(num_threads)
+    return f"; {count_noun(num_threads, 'thread')} as saved, not {threads_before}"
+
+
+def _note_about_numerics(manifest: Mapping[str, Any], device: torch.device) -> str:
+    """Returns a note if this process has other numerics than a checkpoint; "" if not."""
     saved_numerics = manifest.get("numerics")
-    differences = ""
-    if isinstance(saved_numerics, dict):
-        differences = describe_differences(_numerics(device), saved_numerics)
-    if differences:
-        text += f"; bits are not promised: this run has {differences}"
-    return text
+    if not isinstance(saved_numerics, dict):
+        return ""
+    differences = describe_differences(_numerics(device), saved_numerics)
+    return f"; bits are not promised: this run has {differences}" if differences else ""

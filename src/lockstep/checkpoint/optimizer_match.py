@@ -75,16 +75,18 @@ class SavedNames:
         """Returns the names of an optimizer's parameters, also of those on other ranks."""
         names_of_groups: Names = []
         is_under_pipeline = getattr(optimizer, "partial", False)
-        if is_under_pipeline:
-            # For each parameter that the optimizer would have on one device: its module, and its
-            # name in the module.
-            origins_of_groups = optimizer.origins_on_one_device  # type: ignore[attr-defined]
-            for origins in origins_of_groups:
-                names_of_groups.append([self._name_in(module, name) for module, name in origins])
-        else:
+        if not is_under_pipeline:
             for group in optimizer.param_groups:
-                names = [self._names.get(parameter) for parameter in group["params"]]
-                names_of_groups.append(names)
+                names_of_groups.append(
+                    [self._names.get(parameter) for parameter in group["params"]]
+                )
+            return names_of_groups
+
+        # For each parameter that the optimizer would have on one device: its module, and its name
+        # in the module.
+        origins_of_groups = optimizer.origins_on_one_device  # type: ignore[attr-defined]
+        for origins in origins_of_groups:
+            names_of_groups.append([self._name_in(module, name) for module, name in origins])
         return names_of_groups
 
     def _name_in(self, module: nn.Module, plain_name: str) -> str | None:
@@ -129,9 +131,9 @@ def match_optimizers(
         if not isinstance(value, Optimizer) or not _is_in_format_of_torch(state):
             continue
 
+        # There are no facts of an object that was no optimizer of torch's class when it was saved,
+        # but a wrapper around one, for example.
         action = f"resuming {name} from {path}"
-        # There are no facts about an object that has such a state but is no optimizer of torch's,
-        # such as a wrapper around one.
         facts = facts_of_optimizers.get(name)
         if facts is not None:
             _check_class(action, value, facts[CLASS_OF_OPTIMIZER])
@@ -142,7 +144,7 @@ def match_optimizers(
                 state,
                 saved_names,
                 names.of_optimizer(value),
-                order_matters=loads_replicas or is_lbfgs,
+                order_matters=loads_replicas or is_lbfgs,  # both have tensors over all parameters
             )
         _check_shapes(action, value, state)
         matched[name] = state
@@ -314,6 +316,7 @@ def _reorder(state: dict[str, Any], saved_positions: Sequence[Sequence[int]]) ->
 
     entries = {}
     for saved_number, entry in state["state"].items():
+        # An optimizer may have an entry that belongs to no parameter, which keeps its key.
         new_number = new_numbers.get(saved_number, saved_number)
         entries[new_number] = entry
     return {**state, "state": entries, "param_groups": groups}
@@ -371,8 +374,8 @@ def _numbered_parameters(
     """Pairs the numbers that a state uses for parameters with the parameters on this rank."""
     is_under_pipeline = getattr(optimizer, "partial", False)
     if is_under_pipeline:
-        # Other ranks have the other parameters. The optimizer knows the numbers that its own ones
-        # would have on one device.
+        # This rank has some of the parameters. The optimizer knows the numbers that these would
+        # have on one device.
         numbers_of_groups = optimizer.numbers_on_one_device  # type: ignore[attr-defined]
     else:
         numbers_of_groups = [group["params"] for group in state["param_groups"]]

@@ -62,7 +62,7 @@ def keys_of_partial_states(
 
     for name, value in objects.items():
         if isinstance(value, nn.Module):
-            # The tensors of other ranks are on the meta device.
+            # In a partial state, the tensors of other ranks are on the meta device.
             tensor_of_name = states[name]
             keys = [key for key, tensor in tensor_of_name.items() if not is_meta(tensor)]
             if len(keys) < len(tensor_of_name):
@@ -170,7 +170,7 @@ def _states_to_store(
             to_store[name] = keep_dtensors_only(state)
 
     if rank == 0:
-        num_streams = 1 if summaries[0].random_stream_is_common else len(summaries)
-        rng_states = [rng_state_from_text(summary.rng_state) for summary in summaries[:num_streams]]
-        to_store["random"] = rng_states
+        # A common random stream has the same state on all ranks, so that of rank 0 is enough.
+        with_own_state = summaries[:1] if summaries[0].random_stream_is_common else summaries
+        to_store["random"] = [rng_state_from_text(summary.rng_state) for summary in with_own_state]
     return to_store

@@ -171,8 +171,8 @@ class TrainingState:
             partial_names=partial_names,
         )
 
-        # Each rank also has a random state of its own. So its section is partial, and not divided:
-        # it is not equal on all ranks of the machine, which would then share the work of copying.
+        # Each rank also has a random state of its own, which it copies itself: the section is
+        # partial, and not divided between the ranks of the machine.
         random_section = Section(
             RANDOM, ("state",), self._random_states.state(), is_partial=True, is_divided=False
         )
@@ -230,15 +230,14 @@ class TrainingState:
         """Returns the class of each optimizer and the names of its parameters.
 
         Finding the names takes long, so it is only done again if an optimizer has been given
-        further parameters since.
+        further parameters since: then a group has more of them, or there are more groups.
         """
         counts_of_parameters = []
         for value in self._objects.values():
             if isinstance(value, Optimizer):
                 counts_of_parameters += [len(group["params"]) for group in value.param_groups]
 
-        has_other_parameters = counts_of_parameters != self._counts_of_parameters
-        if has_other_parameters:
+        if counts_of_parameters != self._counts_of_parameters:
             names = SavedNames({name: self._objects[name] for name in self.module_names})
             self._optimizer_facts = {}
             for name, value in self._objects.items():
