@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ import lockstep
 from lockstep.errors import LockstepError
 from lockstep.strategies import Pipeline
 from lockstep.strategies.gradient_average import average_gradients
+from lockstep.strategies.pipeline.wire import Wire
 
 pytestmark = pytest.mark.ranks
 
@@ -624,3 +626,35 @@ class Scaled(nn.Module):
 
 def test_what_is_remembered_of_kinds_of_input_has_an_end():
     assert all(0 < kinds <= 256 for kinds in run_ranks(forget, 2))
+
+
+def count_messages() -> int:
+    """Returns how many messages this rank sends for the four micro-batches of a global batch."""
+    messages = 0
+
+    def counting(send: Callable[..., Any]) -> Callable[..., Any]:
+        def send_and_count(wire: Wire, data: Tensor | list[Tensor], to: int) -> None:
+            nonlocal messages
+            tensors = data if isinstance(data, list) else [data]
+            messages += sum(len(tensor) > 0 for tensor in tensors)
+            send(wire, data, to)
+
+        return send_and_count
+
+    with lockstep.init(Pipeline(split=["1"], num_micro_batches=4)) as world:
+        model = nn.Sequential(nn.Embedding(10, WIDTH), nn.Linear(WIDTH, WIDTH))
+        model = world.prepare(model)
+        words = torch.arange(8).repeat(3)
+        for number, (x,) in enumerate(world.loader(TensorDataset(words), 8)):
+            first_of_last_batch = number == 8
+            if first_of_last_batch:  # by now both sides know the form of all messages
+                Wire._send_batch = counting(Wire._send_batch)
+                Wire._send_from_cpu = counting(Wire._send_from_cpu)
+            world.backward(model(x).square().mean())
+        return messages
+
+
+def test_over_gloo_marks_are_no_messages_of_their_own():
+    # Integer inputs: the activations have a mark, as the gradients do. The first rank sends
+    # activations, the second one gradients.
+    assert run_ranks(count_messages, 2) == [4, 4]

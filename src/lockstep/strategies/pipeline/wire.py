@@ -17,6 +17,9 @@ Specs and marks are sent as CPU tensors over Gloo, even where the other tensors 
 GPU over NCCL. Python has to read them; reading a value from the GPU would make this process wait
 until the GPU has finished all queued work, and the GPU would then be idle.
 
+Where the tensors travel over Gloo, too, the marks are at the end of the last tensor's bytes. In a
+message of their own they would cost as much as another tensor.
+
 The tensors of a message are one batch of point-to-point operations; with NCCL this is one launch.
 
 Activations and gradients have separate process groups. In a common group NCCL would process them in
@@ -94,7 +97,8 @@ class PostedMessage(NamedTuple):
 
     spec: MessageSpec
     marks: Tensor
-    """One byte for each mark, on the CPU; valid when all of `works` are done."""
+    """One byte for each mark, on the CPU; valid when all of `works` are done. It may share its
+    memory with the last tensor of `data`, which the marks follow."""
     data: list[Tensor]
     """The bytes of each tensor; valid when all of `works` are done."""
     works: list[dist.Work]
@@ -206,13 +210,32 @@ class Wire:
             to: the receiving rank.
             marks: the marks of the message.
         """
-        # The receiver reads the marks in Python, so they are sent from CPU to CPU: reading them
-        # from a GPU would make it wait for all work of the GPU.
-        self._send_from_cpu(torch.tensor(marks, dtype=torch.uint8), to)
-
         data = [tensor_bytes.to_bytes(tensor).to(self._carrier_device) for tensor in tensors]
-        self._send_batch(data, to)
+        self._send_marks_and_data(torch.tensor(marks, dtype=torch.uint8), data, to)
         self._drop_finished_sends()
+
+    def _send_marks_and_data(self, marks: Tensor, data: list[Tensor], to: int) -> None:
+        """Starts sending the marks of a message and the bytes of its tensors.
+
+        Args:
+            marks: one byte for each mark, on the CPU.
+            data: the bytes of each tensor, on the carrier's device.
+            to: the receiving rank.
+        """
+        if self._marks_follow_data(len(marks), len(data)):
+            data_and_marks = torch.cat([data[-1], marks])
+            data = [*data[:-1], data_and_marks]
+        else:
+            self._send_from_cpu(marks, to)
+        self._send_batch(data, to)
+
+    def _marks_follow_data(self, num_marks: int, num_tensors: int) -> bool:
+        """Returns True if the marks of a message are at the end of its last tensor's bytes.
+
+        The receiver reads the marks in Python, so they must not be on a GPU: reading them there
+        would make it wait for all work of the GPU.
+        """
+        return self._carrier_device.type == "cpu" and num_marks > 0 and num_tensors > 0
 
     def _drop_finished_sends(self) -> None:
         """Drops the data of finished sends, which `_sends` keeps alive until it is sent."""
@@ -327,14 +350,21 @@ class Wire:
         The marks are received on the CPU over Gloo, because Python reads them. The tensors are
         received together, on the device that carries them: with NCCL, from GPU to GPU.
         """
-        marks = torch.empty(spec.num_marks, dtype=torch.uint8)
         data: list[Tensor] = []
         for tensor_spec in spec.tensors:
             data.append(
                 torch.empty(tensor_spec.num_bytes, dtype=torch.uint8, device=self._carrier_device)
             )
 
-        works: list[dist.Work] = []
+        if self._marks_follow_data(spec.num_marks, len(data)):
+            num_bytes = len(data[-1])
+            data_and_marks = torch.empty(num_bytes + spec.num_marks, dtype=torch.uint8)
+            works = self._start_batch(dist.irecv, [*data[:-1], data_and_marks], source)
+            data[-1] = data_and_marks[:num_bytes]
+            return PostedMessage(spec, data_and_marks[num_bytes:], data, works)
+
+        marks = torch.empty(spec.num_marks, dtype=torch.uint8)
+        works = []
         if spec.num_marks:
             work = dist.irecv(marks, source, self._group, self._tag)
             assert work is not None  # this rank is in the group
@@ -400,16 +430,15 @@ class Wire:
         of kind B, and drops them.
 
         If the next message is of kind A, with other specs, the mark among the zeros tells the
-        receiver to drop them: 0 means False. As in every message, the marks are sent from CPU to
-        CPU, and the tensors as bytes.
+        receiver to drop them: 0 means False.
         """
         zeros: list[Tensor] = []
         for tensor_spec in spec.tensors:
             zeros.append(
                 torch.zeros(tensor_spec.num_bytes, dtype=torch.uint8, device=self._carrier_device)
             )
-        self._send_from_cpu(torch.zeros(spec.num_marks, dtype=torch.uint8), to)
-        self._send_batch(zeros, to)
+        marks = torch.zeros(spec.num_marks, dtype=torch.uint8)
+        self._send_marks_and_data(marks, zeros, to)
 
     def _send_from_cpu(self, data: Tensor, to: int) -> None:
         """Starts sending a tensor that is on the CPU on both sides. An empty tensor is not sent."""
