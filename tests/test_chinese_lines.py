@@ -92,8 +92,8 @@ LINES = {
     "every 6 steps, one is kept in memory from now on: keeping it takes 13 ms, and a step takes "
     "5 ms": None,
     # Devices that compute wrongly.
-    f"step 1500, virtual rank 2: all ranks computed it again, and {DEVICE_1} got other bits than "
-    "3 ranks that agree; the gradients that differ: fc.weight": (
+    f"step 1500, virtual rank 2: all ranks computed it again, and {DEVICE_1} got different bits "
+    "than 3 ranks that agree; the gradients that differ: fc.weight": (
         "第 1500 步，虚拟 rank 2：所有 rank 都重新计算了一次，另外 3 个 rank 的结果一致，"
         f"{DEVICE_1_IN_CHINESE}的不同；不同的梯度：fc.weight"
     ),

@@ -574,7 +574,7 @@ def test_lines_about_checkpoints_journals_and_shares_are_translated(chinese: Non
         ),
         "1 of 2 tensors differ": "2 个张量中有 1 个不同",
         "A: j2: 8 steps, 0 to 7; 2 processes": "A: j2：8 步，0 到 7；2 个进程",
-        "step 3: the loss parted first; equal up to step 2": (
+        "step 3: the loss diverged first; equal up to step 2": (
             "第 3 步：loss 最先出现差异；到第 2 步为止相同"
         ),
         "Directory 'j3' does not exist.": "文件夹 'j3' 不存在。",

@@ -58,8 +58,8 @@ communicator splits, point-to-point transfers, the watchdog and the Flight Recor
 meaningless. One GPU cannot show NVLink, InfiniBand, several GPUs in one machine, several machines with
 GPUs, or the speed of anything on several GPUs.
 
-Some checks have aims: the most that a figure should be. They are asserted on a GPU only. A check that
-misses its aim is listed as `missed`, with the figure that was found.
+Some checks have a limit for the figure that they measure (column *aim*). Limits are asserted on a GPU
+only. A check that misses its aim is listed as `missed`, with the figure that was found.
 """,
     on_a_gpu="On a GPU",
     not_run=(

@@ -12,7 +12,7 @@
     ├── RankFailedError             1   a process of `lockstep.launch` raised, died or was late
     ├── RecordingFailedError        5   `lockstep verify` itself has failed
     ├── RanksDifferError            4   something that must be equal on all ranks is not
-    │   └── WrongDeviceError        4   a device has computed other bits than others
+    │   └── WrongDeviceError        4   a device has computed different bits than others
     └── JoinError                   3   the ranks did not come together
         ├── HostError               3
         ├── MissingRankError        3
@@ -221,7 +221,7 @@ class RanksDifferError(LockstepError, RuntimeError):
 
 
 class WrongDeviceError(RanksDifferError):
-    """A device has computed other bits than other devices, from the same numbers."""
+    """A device has computed different bits than other devices, from the same numbers."""
 
 
 class JoinError(LockstepError, RuntimeError):

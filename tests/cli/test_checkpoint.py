@@ -59,7 +59,7 @@ def test_inspect_a_run(tmp_path: Path) -> None:
         "embedding.weight  [5, 3]  float32                 60 B",
         "out.weight        [5, 3]  float32  is embedding.weight",
         "total: 1 tensors (1 float32), 15 values, 60 B",
-        "besides, of the training: 1 tensors (1 float32), 7 values, 28 B",
+        "training state: 1 tensors (1 float32), 7 values, 28 B",
     ):
         assert f"\n{line}\n" in text, text
     os.truncate(run / "step-000000006" / "model.safetensors", 40)

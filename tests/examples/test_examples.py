@@ -94,7 +94,9 @@ def test_digits_on_one_and_on_two_processes() -> None:
     two = accuracies(lockstep_run(DIGITS / "with_lockstep.py"))
     assert len(plain) == len(one) == len(two) == 5, "each epoch is printed once"
     assert min(plain[-1], one[-1], two[-1]) > 97
-    assert one == two, "as the README says; another processor may have other numbers than it shows"
+    assert one == two, (
+        "as the README says; another processor may have different numbers than it shows"
+    )
 
 
 @pytest.mark.thorough

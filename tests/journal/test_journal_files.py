@@ -132,7 +132,7 @@ def diff(tmp_path: Path, *options: str) -> tuple[int, str]:
         (
             {"gradient 1 b": 1, "gradient 3 a": 1, "weights a": 1},
             [
-                "step 2: the gradient parted first; equal up to step 1",
+                "step 2: the gradient diverged first; equal up to step 1",
                 "  gradient: virtual rank 1, b; and 1 other virtual rank",
                 "  weights after the step: a",
             ],
@@ -140,7 +140,7 @@ def diff(tmp_path: Path, *options: str) -> tuple[int, str]:
         (
             {"loss 3": 1, "gradient 3 a": 1},
             [
-                "step 2: the loss parted first; equal up to step 1",
+                "step 2: the loss diverged first; equal up to step 1",
                 "  loss: virtual rank 3, 0.5 in A and 1.5 in B",
                 "  gradient: virtual rank 3, a",
             ],
@@ -148,7 +148,7 @@ def diff(tmp_path: Path, *options: str) -> tuple[int, str]:
         (
             {"state b": 1},
             [
-                "step 2: the optimizer state parted first; equal up to step 1",
+                "step 2: the optimizer state diverged first; equal up to step 1",
                 "  gradient: equal on all virtual ranks",
                 "  optimizer state after the step: b",
             ],
@@ -156,7 +156,7 @@ def diff(tmp_path: Path, *options: str) -> tuple[int, str]:
         (
             {"weights running_mean": 1},
             [
-                "step 2: the weights parted first; equal up to step 1",
+                "step 2: the weights diverged first; equal up to step 1",
                 "  gradient: equal on all virtual ranks",
                 "  weights after the step: running_mean",
             ],
@@ -164,7 +164,7 @@ def diff(tmp_path: Path, *options: str) -> tuple[int, str]:
         (
             {"weights a": 1, "state b": 1},
             [
-                "step 2: the weights and optimizer state parted first; equal up to step 1",
+                "step 2: the weights and optimizer state diverged first; equal up to step 1",
                 "  gradient: equal on all virtual ranks",
                 "  optimizer state after the step: b",
                 "  weights after the step: a",
@@ -221,14 +221,14 @@ def test_steps_between_those_that_both_have(tmp_path: Path) -> None:
     write_start(tmp_path / "b", 1, range(21), changes={20: {"weights a": 1}})
     _, output = diff(tmp_path)
     assert (
-        "step 20: the weights parted first; equal up to step 10, the steps between were not "
+        "step 20: the weights diverged first; equal up to step 10, the steps between were not "
         "written down by both\n"
     ) in output
 
 
 ADVICE = (
-    "  of steps without hashes only losses are known: to see what parted before, train both again "
-    "with --journal-every 1"
+    "  of steps without hashes only losses are known: to see what diverged before, train both "
+    "again with --journal-every 1"
 )
 
 
@@ -238,7 +238,7 @@ ADVICE = (
         (
             {13: {"loss 3": 1}, 14: {"loss 0": 1}, 20: {"weights a": 1}},
             [
-                "step 13: the loss parted first; equal up to step 10, and losses up to step 12",
+                "step 13: the loss diverged first; equal up to step 10, and losses up to step 12",
                 "  loss: virtual rank 3, 0.5 in A and 1.5 in B",
                 ADVICE,
             ],
@@ -246,7 +246,8 @@ ADVICE = (
         (
             {20: {"gradient 1 a": 1, "weights a": 1}},
             [
-                "step 20: the gradient parted first; equal up to step 10, and losses up to step 19",
+                "step 20: the gradient diverged first; equal up to step 10, and losses up to step "
+                "19",
                 "  gradient: virtual rank 1, a",
                 "  weights after the step: a",
                 ADVICE,
@@ -255,14 +256,14 @@ ADVICE = (
         (
             {11: {"loss 0": 1}},
             [
-                "step 11: the loss parted first; equal up to step 10",
+                "step 11: the loss diverged first; equal up to step 10",
                 "  loss: virtual rank 0, 0.5 in A and 1.5 in B",
                 ADVICE,
             ],
         ),
         (
             {0: {"gradient 1 a": 1}},
-            ["step 0: the gradient parted first", "  gradient: virtual rank 1, a"],
+            ["step 0: the gradient diverged first", "  gradient: virtual rank 1, a"],
         ),
     ],
 )
@@ -440,7 +441,7 @@ def test_runs_without_virtual_ranks(tmp_path: Path) -> None:
     assert "without virtual ranks gradients are not written down" in output
     train(tmp_path / "c", learning_rate=0.2)
     result = CliRunner().invoke(main, ["journal", "diff", str(tmp_path / "a"), str(tmp_path / "c")])
-    assert "step 0: the weights parted first\n" in result.output
+    assert "step 0: the weights diverged first\n" in result.output
     assert "  weights after the step: 0.weight, 0.bias, 1.weight, ... (4 tensors)" in result.output
     result = CliRunner().invoke(main, ["journal", "show", str(tmp_path / "a"), "--last", "2"])
     assert result.exit_code == 0
@@ -467,7 +468,7 @@ def test_every_second_step(tmp_path: Path) -> None:
     train(tmp_path / "c", learning_rate=0.2, journal_every=4)
     result = CliRunner().invoke(main, ["journal", "diff", str(tmp_path / "a"), str(tmp_path / "c")])
     # Step 0 has parted the weights, but none of those before it have hashes.
-    assert "step 0: the weights parted first\n" in result.output
+    assert "step 0: the weights diverged first\n" in result.output
     assert "--journal-every 1" not in result.output
     result = CliRunner().invoke(main, ["journal", "show", str(tmp_path / "a"), "--last", "2"])
     step_2, step_3 = result.stdout.splitlines()[-2:]

@@ -189,7 +189,7 @@ def test_a_flipped_bit_is_named(size: int, on_one_process: Path, tmp_path: Path)
     assert comparison.weights_at_beginning == []
     exit_code, output = diff(on_one_process, tmp_path)
     assert exit_code == 1
-    assert "step 4: the gradient parted first; equal up to step 3\n" in output
+    assert "step 4: the gradient diverged first; equal up to step 3\n" in output
     assert "  gradient: virtual rank 2, head.bias\n" in output
 
 

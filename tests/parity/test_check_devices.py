@@ -262,7 +262,9 @@ def test_flipped_bits_are_found_on_three_processes() -> None:
     assert re.search(always, gradient)
     assert re.search(always, statistics)
     assert "agree; the buffers that differ: norm.running_mean\n" in statistics
-    assert re.search(rf"step 4, virtual rank \d: {DEVICE} got other bits than all", product_once)
+    assert re.search(
+        rf"step 4, virtual rank \d: {DEVICE} got different bits than all", product_once
+    )
     assert re.search(rf"before step 8, in the parameters hidden.weight: {DEVICE} has other", weight)
     assert re.search(
         rf"before step 8, in the optimizer state exp_avg of hidden.weight: {DEVICE} has", state
@@ -277,7 +279,9 @@ def messages_with_checkpoints(folder: str) -> list[str]:
 def test_flipped_bits_are_found_on_two_processes(tmp_path: Path) -> None:
     product_once, gradient, weight = run_ranks(messages_with_checkpoints, 2, str(tmp_path))[0]
     # Three of four results agree.
-    assert re.search(rf"step 4, virtual rank \d: {DEVICE} got other bits than all", product_once)
+    assert re.search(
+        rf"step 4, virtual rank \d: {DEVICE} got different bits than all", product_once
+    )
     assert re.search(rf"rank 0 \(.*\) and {DEVICE} got different bits, each the same", gradient)
     assert "this is the first check since the run was started" in gradient
     assert "rank 0" in weight
@@ -294,7 +298,9 @@ def test_flipped_bits_are_found_with_shards() -> None:
     env = {"LOCKSTEP_STRATEGY": "hsdp:shard_size=2"}
     *of_shards, of_scalar = run_ranks(messages_of, 4, *kinds, env=env)[2]
     # All ranks have the same scalar, and only two of them the same shard.
-    assert re.search(rf"exp_avg of logit_scale: {DEVICE} has other bits than 3 ranks", of_scalar)
+    assert re.search(
+        rf"exp_avg of logit_scale: {DEVICE} has different bits than 3 ranks", of_scalar
+    )
     for message in of_shards:
         assert re.search(rf"before step 8, .*: {DEVICE} and rank 3 .* have different bits", message)
 

@@ -601,7 +601,7 @@ def test_what_comes_before_the_first_step() -> None:
     assert (divergence.kind, cause.code) == ("initial", "LS305")
     divergence, cause = found([*two(WHOLE)[:1], *two(WHOLE, parameter_sums={"w": np.zeros(2)})[1:]])
     assert (divergence.kind, cause.code) == ("replicas", "LS304")
-    assert cause.evidence[0] == "before step 1 rank 1 held other parameters than rank 0"
+    assert cause.evidence[0] == "before step 1 rank 1 held different parameters than rank 0"
 
 
 @pytest.mark.parametrize(

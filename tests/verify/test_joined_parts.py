@@ -142,7 +142,7 @@ def test_slices_of_a_flat_buffer_may_end_with_zeros() -> None:
 def test_of_other_parts_nothing_is_known() -> None:
     parts = [OWN[0][:3], OWN[1][:3]]
     assert of_parts(parts, "Net/w").unjoinable_tensors_text == (
-        "the ranks hold different tensors, of other shapes than one process: w"
+        "the ranks hold different tensors, of different shapes than one process: w"
     )
 
 

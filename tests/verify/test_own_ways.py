@@ -122,7 +122,10 @@ def test_a_fault_is_named_for_what_it_is(words: tuple[str, ...], code: str, npro
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (("tensor_parallel", "alone"), "of other shapes than one process: hidden.into, hidden.out"),
+        (
+            ("tensor_parallel", "alone"),
+            "of different shapes than one process: hidden.into, hidden.out",
+        ),
         (("stages",), "with other values: 0.weight, 0.bias"),
     ],
 )

@@ -409,7 +409,7 @@ def _print_contents(contents: Contents, sort: str, limit: int) -> None:
 
     _print_totals("total", contents.tensors)  # of the weights
     if contents.training:  # tensors of the training state, such as the optimizer's
-        _print_totals("besides, of the training", contents.training)
+        _print_totals("training state", contents.training)
     if contents.extra:
         _say(f"no tensors: {', '.join(contents.extra)}")
 

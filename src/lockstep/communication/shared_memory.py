@@ -952,7 +952,7 @@ class SharedMemory:
         self._memory[own_offset : own_offset + DESCRIPTION_BYTES] = description
 
     def _compare_with_other_ranks(self, description: bytes, parity: int) -> None:
-        """Raises an error if the calls of some ranks have other descriptions than this rank's."""
+        """Raises an error if calls of other ranks are described differently than this rank's."""
         descriptions = []
         for offset in self._call_offsets[parity]:
             descriptions.append(self._memory[offset : offset + DESCRIPTION_BYTES])

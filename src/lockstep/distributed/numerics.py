@@ -157,7 +157,7 @@ def compare_ranks(collectives: Collectives, numerics: Mapping[str, str]) -> str:
 
 
 def describe_rank_differences(numerics_of_ranks: Sequence[Mapping[str, str]]) -> str:
-    """Describes which ranks have other numerics than most ranks; "" if all have the same.
+    """Describes which ranks have different numerics than most ranks; "" if all have the same.
 
     Args:
         numerics_of_ranks: the numerics of each rank, in the order of the ranks.

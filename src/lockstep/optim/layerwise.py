@@ -489,8 +489,8 @@ def _local_gradient(parameter: Any) -> Tensor:
             "use nn.Embedding(sparse=False), or give this parameter to an optimizer of torch's",
         )
 
-    # The gradient of a DTensor may have other placements than the parameter: with `Partial()`, for
-    # example, it has yet to be summed over the ranks. Bring it to those of the parameter.
+    # The gradient of a DTensor may have different placements than the parameter: with `Partial()`,
+    # for example, it has yet to be summed over the ranks. Bring it to those of the parameter.
     if is_sharded(parameter) and gradient.placements != parameter.placements:
         gradient = gradient.redistribute(placements=parameter.placements)
 

@@ -1,4 +1,4 @@
-"""The catalogue of findings: known reasons why several processes compute other numbers than one.
+"""The catalogue of findings: known reasons why several processes compute different results.
 
 An *entry* has a code, such as LS303, a title, a cause and a cure. Errors and warnings that belong
 to an entry contain its code. `lockstep explain CODE` prints the entry, and docs/findings.md lists
@@ -34,8 +34,8 @@ MAX_WIDTH = 90  # width of a translated paragraph in a verdict, in columns
 _PAGE_HEAD = """\
 # Findings of lockstep verify: LS codes
 
-Reasons why several processes compute other numbers than one. Each has a code, which stands at the
-end of Lockstep's errors and warnings, and in the verdicts of `lockstep verify`:
+Reasons why several processes compute different results from one. Each has a code, which appears at
+the end of Lockstep's errors and warnings and in the verdicts of `lockstep verify`:
 
 ```text
   more:  [LS303: lockstep explain LS303]

@@ -141,7 +141,7 @@ def _describe_different_tensors(
     first_name = names[0]
     whole_shape = whole_tensors[first_name].shape
     shapes_differ = any(record.initial[first_name].shape != whole_shape for record in first_update)
-    how = "of other shapes than one process" if shapes_differ else "with other values"
+    how = "of different shapes than one process" if shapes_differ else "with other values"
     return f"the ranks hold different tensors, {how}: {format_items(script_names(names))}"
 
 
@@ -172,7 +172,7 @@ def _find_parts(
         parts = [record.initial[name] for record in first_update]
         are_equal = all(np.array_equal(part, parts[0]) for part in parts)
         if are_equal and whole.shape == parts[0].shape:
-            # Every rank has the whole tensor, perhaps with other values than one process.
+            # Every rank has the whole tensor, perhaps with different values than one process.
             continue
 
         concatenation = _find_concatenation(parts, whole)

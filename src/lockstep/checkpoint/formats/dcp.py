@@ -314,7 +314,7 @@ def _find_archives(folder: Path, storage_data: Mapping[Any, Any]) -> dict[PlaceO
             file_sizes[file_name] = _checked_size_of_file(folder, file_name)
         if offset_in_file + length > file_sizes[file_name]:
             raise ValueError(
-                f"{file_name} is to have {offset_in_file + length} bytes, and has "
+                f"{file_name} should have {offset_in_file + length} bytes, and has "
                 f"{file_sizes[file_name]}"
             )
 

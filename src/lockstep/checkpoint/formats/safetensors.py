@@ -99,7 +99,7 @@ def read_header(path: Path) -> dict[str, TensorInFile]:
         if exceeds_file or header_length > MAX_HEADER_BYTES:
             raise unreadable(
                 path,
-                f"its header is to have {header_length} bytes, the whole file has {file_size}",
+                f"its header should have {header_length} bytes, but the file has {file_size}",
             )
         header = file.read(header_length)
 

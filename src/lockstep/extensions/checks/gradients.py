@@ -2,7 +2,7 @@
 
 Between the micro-batches of a global batch the gradients are only partial sums, and under a loss
 scaler (fp16) they are multiplied by its scale until the optimizer steps. Clipping them there gives
-other numbers than clipping the gradient of the whole batch, and nothing shows it. So the check
+different numbers than clipping the gradient of the whole batch, and nothing shows it. So the check
 remembers which gradients a backward pass has left, and how often each was written to.
 
 With virtual ranks, a norm that the script takes over shards of gradients (FSDP) has bits that

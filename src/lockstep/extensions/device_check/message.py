@@ -122,14 +122,14 @@ def _describe_computation(
     if verdict.kind is Kind.WRONG:
         others = len(devices) - len(verdict.ranks)
         return (
-            f"all ranks computed it again, and {wrong} got other bits than "
+            f"all ranks computed it again, and {wrong} got different bits than "
             f"{count_noun(others, 'rank')} that agree"
         )
 
     if verdict.kind is Kind.WRONG_ONCE:
         return (
-            f"{wrong} got other bits than all ranks did when they computed it again, so the error "
-            "came once"
+            f"{wrong} got different bits than all ranks did when they computed it again, so the "
+            "error came once"
         )
 
     # No majority: there are only two ranks, or the virtual rank was not computed again, or the
@@ -158,7 +158,7 @@ def _describe_holding(verdict: Verdict, difference: Holding, devices: Sequence[D
     if verdict.kind is Kind.WRONG:  # a majority of the others agrees
         verb = conjugate("has", len(verdict.ranks))
         others = len(difference.ranks) - len(verdict.ranks)
-        return f"{wrong} {verb} other bits than {count_noun(others, 'rank')} that agree"
+        return f"{wrong} {verb} different bits than {count_noun(others, 'rank')} that agree"
 
     if verdict.kind is Kind.ONE_OF_TWO:  # the verdict names both
         return f"{wrong} have different bits, and one of the two is wrong"

@@ -20,8 +20,8 @@ _Value = TypeVar("_Value", str, int)
 class Kind(Enum):
     """What is known about a difference between ranks."""
 
-    WRONG = "some ranks have other bits than the majority"
-    WRONG_ONCE = "some ranks had other bits than the majority, and the same the second time"
+    WRONG = "some ranks have different bits than the majority"
+    WRONG_ONCE = "some ranks had different bits than the majority, and the same the second time"
     CHANGING = "a rank has other bits each time, and the other rank the same both times"
     ONE_OF_TWO = "two ranks have different bits, each the same both times"
     NOT_REPEATED = "two ranks have different bits, and could not compute them again"

@@ -141,7 +141,7 @@ class JournalComparison:
         if self.weights_at_beginning:
             first_line = f"step {found.step}: the {found.differed_first} differs, too"
         else:
-            first_line = f"step {found.step}: the {found.differed_first} parted first"
+            first_line = f"step {found.step}: the {found.differed_first} diverged first"
         lines = [first_line + _describe_equal_before(found)]
 
         has_virtual_ranks = self.journals[0].virtual_ranks is not None
@@ -179,8 +179,8 @@ class JournalComparison:
         last_equal_step_has_hashes = last_step_with_hashes == last_equal_step
         if not (found.has_hashes and last_equal_step_has_hashes):
             lines.append(
-                "  of steps without hashes only losses are known: to see what parted before, train "
-                "both again with --journal-every 1"
+                "  of steps without hashes only losses are known: to see what diverged before, "
+                "train both again with --journal-every 1"
             )
         return lines
 

@@ -547,8 +547,8 @@ def _check_beginnings(
                 report.add_finding(
                     "LS104",
                     f"loader {loader}, epoch {epoch}: in start {index + 1} the stream began with "
-                    f"other samples than in start {first_index + 1}, from sample {sample} on, so "
-                    "the same position is another sample",
+                    f"different samples than in start {first_index + 1}, from sample {sample} on, "
+                    "so the same position is another sample",
                     loader=loader,
                     epoch=epoch,
                 )

@@ -264,7 +264,7 @@ def describe_network(
 
     For example "a step computes for 80 ms and waits for other machines for 40 ms (33%); bf16: other
     numbers, about 1.3 times as fast". Here "other numbers" means that with bf16 the training would
-    have other results than now, and "same numbers" that it would have the same.
+    have different results than now, and "same numbers" that it would have the same.
     """
     text = (
         f"a step computes for {_format_seconds(network.compute_s)} and waits for other "

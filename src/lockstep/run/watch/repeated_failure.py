@@ -27,7 +27,7 @@ from lockstep.run.watch.exit_status import ExitStatus
 
 MAX_S_WITHOUT_STEP = 300.0
 """An attempt that made no step is only considered if it failed within this time. If it ran for
-longer, it may do other work than training, and may get further each time."""
+longer, it may do different work than training, and may get further each time."""
 
 _PROGRAM_ERRORS = frozenset(
     (

@@ -247,7 +247,7 @@ class OuterOptimizer:
         """Raises CheckpointError if the shared state was saved with another number of fragments.
 
         The state has the momentum and the unfinished exchange of each fragment. With another number
-        of fragments, each fragment would have other parameters than its saved momentum.
+        of fragments, each fragment would have different parameters than its saved momentum.
         """
         num_fragments = len(self._fragments)
         num_saved = saved["fragments"]

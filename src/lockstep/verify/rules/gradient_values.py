@@ -756,7 +756,7 @@ def cause_if_no_rule_applies(case: Divergence) -> Cause:
 def unknown_cause(case: Divergence, *evidence: str) -> Cause:
     """Names what is known if no rule explains the gradients.
 
-    If the models were called with other inputs than on one process, these are the cause: LS101,
+    If the models were called with different inputs than on one process, these are the cause: LS101,
     LS102, LS110 or LS111. Otherwise, the cause is not known: LS210.
 
     Needs: `model_inputs` and `forwards`.

@@ -28,7 +28,7 @@ def frozen_on_some_processes(case: Divergence) -> Cause | None:
     """LS312: parameters require gradients on some processes only.
 
     Needs: `frozen`.
-    Applies: if a rank freezes other parameters than one process, of those that it has.
+    Applies: if a rank freezes different parameters than one process, of those that it has.
     False positives: none known.
     Evidence: which ranks, and which parameters.
     """

@@ -78,7 +78,7 @@ def _models_change(run: Sequence[Update]) -> bool:
 
 
 def other_initial_parameters(case: Divergence) -> Cause:
-    """LS305: the ranks start with other parameters than one process.
+    """LS305: the ranks start with different parameters than one process.
 
     Needs: `initial`, and `seeds` for the evidence.
     Applies: always.
@@ -89,7 +89,7 @@ def other_initial_parameters(case: Divergence) -> Cause:
     ranks_by_name = case.actual.ranks_that_differ("initial", case.tolerance)
     if ranks_by_name:
         ranks = format_ranks_that_differ(ranks_by_name)
-        sentence = f"before the first step {ranks} had other values than rank 0"
+        sentence = f"before the first step {ranks} had different values than rank 0"
     else:
         sentence = "all ranks began with the same values, which are not those of one process"
 

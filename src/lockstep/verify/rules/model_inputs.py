@@ -83,7 +83,7 @@ def all_ranks_had_the_same(counts_of_ranks: Sequence[Counter[str]]) -> bool:
 
 
 def inputs_differ(case: Divergence) -> bool:
-    """True if models had other inputs than on one process, apart from rounding."""
+    """True if models had different inputs than on one process, apart from rounding."""
     return any(not forward.has_same_inputs for forward in _matched_forwards(case))
 
 

@@ -167,7 +167,7 @@ def _lines_that_set_rates(case: Divergence) -> list[str]:
 
 
 def _lines_of_other_rates(process: RankUpdate, other_process: RankUpdate) -> list[str]:
-    """Returns the lines, as far as known, with which a process set other rates than another one."""
+    """Returns the lines, as far as known, with which a process set rates that another did not set."""
     # One tuple for each parameter group that both have.
     rates_and_lines = zip(
         process.learning_rates,
@@ -303,7 +303,7 @@ def parameters_of_ranks_differ(case: Divergence) -> Cause | None:
     ranks_by_name = case.actual.ranks_that_differ("parameters", case.tolerance)
     if not ranks_by_name:
         return None
-    text = f"rank 0 has other parameters than {format_ranks_that_differ(ranks_by_name)}"
+    text = f"rank 0 has different parameters than {format_ranks_that_differ(ranks_by_name)}"
     return Cause("LS304", (_only_parameters_differ(), text), tuple(ranks_by_name))
 
 

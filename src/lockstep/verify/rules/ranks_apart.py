@@ -53,7 +53,7 @@ def different_optimizers(case: Divergence) -> Cause | None:
 
 
 def parameters_apart(case: Divergence) -> Cause:
-    """LS304: before the step, some ranks have other parameters than rank 0.
+    """LS304: before the step, some ranks have different parameters than rank 0.
 
     Needs: `parameter_sums`; `parameters` and `write_stacks` for the evidence.
     Applies: always, as it is only called if the parameters differ.
@@ -65,7 +65,7 @@ def parameters_apart(case: Divergence) -> Cause:
     step = case.actual[0].step + 1  # records count steps from 0, texts from 1
     sentence = (
         f"before step {step} {format_ranks_that_differ(ranks_by_name)} "
-        "held other parameters than rank 0"
+        "held different parameters than rank 0"
     )
     writes = describe_writes(case, tuple(ranks_by_name))
 
@@ -228,7 +228,8 @@ def changed_between_passes(case: Divergence) -> Cause | None:
 
     ranks = format_ranks_that_differ(ranks_by_name)
     sentence = (
-        f"between the backward passes of this step {ranks} gave parameters other values than rank 0"
+        f"between the backward passes of this step {ranks} gave parameters different values "
+        "than rank 0"
     )
     # For each backward pass, `local_passes` is True if its gradients stayed local.
     some_earlier_pass_was_local = False

@@ -1,4 +1,4 @@
-"""Rules for batches of a DataLoader that have other samples than on one process.
+"""Rules for batches of a DataLoader that have different samples than on one process.
 
 A *rule* returns the `Cause` of a difference (`case`) between a run on one process and a run on
 several ranks, or None if it does not apply. `case.expected` is the optimizer step on one process,
