@@ -85,8 +85,8 @@ hang, crash and fill a disk on purpose.
     comma=", ",
     colon=": ",
     readme_without_a_gpu=(
-        "**Not tested yet:** GPUs. Neither Lockstep's CUDA code nor NCCL has run on one; a run of nine "
-        "minutes on one GPU is prepared, and rehearsed on the CPU ([what it covers](docs/gpu.md))."
+        "**Not tested yet:** GPUs. Neither Lockstep's CUDA code nor NCCL has run on one; a nine-minute "
+        "test on one GPU is ready and has been rehearsed on the CPU ([what it covers](docs/gpu.md))."
     ),
     readme_with_a_gpu=(
         "**GPUs:** run on one {gpu} ({day}): {counts}. Over NCCL two to four ranks shared that one "

@@ -167,7 +167,7 @@ def _lines_that_set_rates(case: Divergence) -> list[str]:
 
 
 def _lines_of_other_rates(process: RankUpdate, other_process: RankUpdate) -> list[str]:
-    """Returns the lines, as far as known, with which a process set rates that another did not set."""
+    """Returns the known lines with which a process set rates that another one did not set."""
     # One tuple for each parameter group that both have.
     rates_and_lines = zip(
         process.learning_rates,
