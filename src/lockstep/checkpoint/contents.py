@@ -121,13 +121,10 @@ def _split_state(
         if isinstance(value, Tensor):
             _check_tensor(path, name, value)
 
-            # Tied tensors have equal keys. The key is None for a tensor without memory, which is
-            # tied to no other: its name is used instead.
-            tie = tie_key(value)
-            tie_or_name: object = name if tie is None else tie
-            if tie_or_name not in tensor_of_tie:
-                tensor_of_tie[tie_or_name] = TensorInMemory(value)
-            tensors[name] = tensor_of_tie[tie_or_name]
+            tie = tie_key(value)  # equal for tied tensors; None for a tensor without memory
+            tensors[name] = tensor_of_tie.get(tie) or TensorInMemory(value)
+            if tie is not None:
+                tensor_of_tie[tie] = tensors[name]
         elif isinstance(value, LazyTensor):
             tensors[name] = value
         else:

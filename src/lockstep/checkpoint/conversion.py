@@ -102,10 +102,7 @@ def convert(
         _write_torch(out, tensors, extra, dtype)
         files = [out]
 
-    num_cast = 0
-    for tensor in tensors.values():
-        keeps_dtype = result_dtype(tensor.dtype, dtype) == tensor.dtype
-        num_cast += not keeps_dtype
+    num_cast = sum(result_dtype(tensor.dtype, dtype) != tensor.dtype for tensor in tensors.values())
     num_renamed = sum(name != new_name for name, new_name in new_names.items())
     return Converted(tuple(files), len(tensors), num_cast, num_renamed)
 

@@ -597,7 +597,10 @@ class _Decoder:
         return self._tensors_from_bytes[name]
 
     def _decode_sharded(self, tree: Any) -> TensorInShards:
-        """Returns the tensor of {"$sharded": name, "dtype": ..., "shape": ...}."""
+        """Returns the tensor of {"$sharded": name, "dtype": ..., "shape": ...}.
+
+        A tied tensor, which occurs several times in the tree, is a single object.
+        """
         if self._find_shards is None:
             raise ValueError("a tensor in shards where none is expected")
 

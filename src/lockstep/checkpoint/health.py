@@ -230,7 +230,8 @@ class Inspection:
         if not paths:
             return None
 
-        min_or_max = manifests[-1].get("best")  # in the manifest of the latest one
+        # "min", "max" or nothing, as the latest one says.
+        min_or_max = manifests[-1].get("best")
         return layout.best(paths, min_or_max) if min_or_max else None
 
     @property
@@ -256,20 +257,21 @@ def inspect(path: Path, *, name: str | None = None, trust: bool = False) -> Insp
     path = with_name(path)
     healths = tuple(examine(checkpoint) for checkpoint in checkpoints_at(path))
 
-    is_checkpoint = path in [health.path for health in healths]
     leftovers: tuple[Path, ...] = ()
+    is_checkpoint = path in [health.path for health in healths]
     if path.is_dir() and not is_checkpoint:
         leftovers = tuple(sorted(layout.leftovers(path)))
 
     readable = [health.path for health in healths if not health.problems]
-    is_run_folder_or_checkpoint = bool(healths or leftovers)
-    if is_run_folder_or_checkpoint and not readable:
+    if readable:
+        to_open = readable[-1]  # the newest checkpoint
+    elif healths or leftovers:
         # All checkpoints are damaged, or there are only interrupted saves.
         return Inspection(path, healths, leftovers, contents=None)
+    else:
+        to_open = path  # a file of weights, or a folder of another library
 
-    # The newest checkpoint; or else a file of weights, or a folder of another library. All models
-    # of a checkpoint are described, and also the tensors of optimizers and the like.
-    to_open = readable[-1] if readable else path
+    # All models of a checkpoint are described, and also the tensors of optimizers and the like.
     contents = open_contents(to_open, name=name, trust=trust, everything=True, training=True)
     return Inspection(path, healths, leftovers, contents)
 

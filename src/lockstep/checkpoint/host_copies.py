@@ -67,13 +67,14 @@ class HostCopies:
             buffer = self._pinned_memory.take(value.shape, value.dtype)
             return buffer.copy_(value.detach(), non_blocking=True)
 
-        if value.device.type == "cpu":
-            address = value.untyped_storage().data_ptr()
-            belongs_to_training = address in self._addresses_of_training
-            if not belongs_to_training:
-                # It was made only for the checkpoint, so nothing will change it. It is only copied
-                # if necessary, e.g. if it is not contiguous.
-                return on_cpu(value)
+        is_made_for_checkpoint = (
+            value.device.type == "cpu"
+            and value.untyped_storage().data_ptr() not in self._addresses_of_training
+        )
+        if is_made_for_checkpoint:
+            # Nothing will change it, so it is only copied if necessary, e.g. if it is not
+            # contiguous.
+            return on_cpu(value)
 
         buffer = self._memory.take(value.shape, value.dtype)
         return buffer.copy_(value.detach())

@@ -89,15 +89,16 @@ def plan_keeping(needs: Sequence[RankNeeds]) -> KeepingPlan:
     if problems:
         raise StepsCannotBeKept(problems[0], "let state_dict() return what a checkpoint can store")
 
-    # Copies on other machines are only needed if each machine does not have the whole state.
-    each_machine_has_all = not any(need.has_own_parts for need in needs)
-    partners: list[Partners] | None = None
-    if not each_machine_has_all:
-        partners = find_partners([(need.machine, need.local_rank) for need in needs])
-
     ranks_of_machine: dict[int, list[int]] = {}
     for rank, need in enumerate(needs):
         ranks_of_machine.setdefault(need.machine, []).append(rank)
+
+    # A single machine, and a machine that has the whole state, needs no copies elsewhere.
+    each_machine_has_all = not any(need.has_own_parts for need in needs)
+    needs_partners = len(ranks_of_machine) > 1 and not each_machine_has_all
+    partners: list[Partners] | None = None
+    if needs_partners:
+        partners = find_partners([(need.machine, need.local_rank) for need in needs])
 
     # What the areas of each rank will take, by rank.
     bytes_of_rank = [_bytes_of_used_areas(rank, needs, partners) for rank in range(len(needs))]
@@ -114,8 +115,6 @@ def plan_keeping(needs: Sequence[RankNeeds]) -> KeepingPlan:
         bytes_of_machine[machine] = sum(needs[rank].bytes_of_step for rank in ranks)
         area_bytes_of_machines.append(sum(bytes_of_rank[rank] for rank in ranks))
 
-    # A single machine, and a machine that has the whole state, needs no copies elsewhere.
-    needs_partners = len(ranks_of_machine) > 1 and not each_machine_has_all
     announcement = _announcement(
         max(bytes_of_rank),
         max(area_bytes_of_machines),

@@ -86,13 +86,12 @@ def fetch_step(
     random_states = _gather_random_states(collectives, kept)
 
     transfers = _plan_transfers(plan_of_machine, machine_of_rank)
-    path_by_writer_rank = _transfer_parts(collectives, transfers, machine_of_rank, received)
+    path_of_received_part = _transfer_parts(collectives, transfers, machine_of_rank, received)
 
-    paths_here = []
-    for part in plan.parts:
-        was_here_before = part.holder_machine == machine
-        paths_here.append(part.path if was_here_before else path_by_writer_rank[part.writer_rank])
-
+    paths_here = [
+        part.path if part.holder_machine == machine else path_of_received_part[part.writer_rank]
+        for part in plan.parts
+    ]
     return run_on_all_ranks(
         collectives,
         RESUMING_FROM_MEMORY,
@@ -265,7 +264,8 @@ def _transfer_parts(
     """
     topology = collectives.topology
 
-    writers_and_paths: list[tuple[int, str]] = []  # of what this rank has received
+    # What this rank has received.
+    writers_and_paths: list[tuple[int, str]] = []
     for transfer in transfers:
         if topology.rank == transfer.part.holder_rank:
             _send(transfer)

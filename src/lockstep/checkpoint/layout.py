@@ -245,6 +245,7 @@ def wrong_sizes(path: Path, files: Mapping[str, Any]) -> list[str]:
             problems.append(f"{name} is missing")
             continue
 
+        # The manifest may be damaged. In Python, True and 1.0 are equal to 1 too.
         if type(listed_size) is not int or size != listed_size:
             problems.append(f"{name} has {size} bytes, the manifest says {listed_size}")
     return problems

@@ -245,6 +245,7 @@ def find_partners(machine_and_local_rank: Sequence[tuple[int, int]]) -> list[Par
         The partners of each rank. None if there is only one machine, or if the ranks of a machine
         are too few to receive from all ranks of the machine before.
     """
+    # The machines form a ring: the last one sends to the first.
     num_ranks = len(machine_and_local_rank)
     ring = _ranks_of_machines(machine_and_local_rank)
     if len(ring) == 1:

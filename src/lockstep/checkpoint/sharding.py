@@ -136,7 +136,7 @@ def reshard_optimizer(state: Any, optimizer: Optimizer) -> Any:
         optimizer: the optimizer that will load the state.
     """
     # A saved state has numbers in place of parameters. If the optimizer has more or fewer of them
-    # now, no error is raised here (`strict=False`): `load_state_dict` will raise one.
+    # now, `load_state_dict` will raise an error, so none is raised here (`strict=False`).
     parameter_of_number: dict[int, Tensor] = {}
     for saved_group, group in zip(state["param_groups"], optimizer.param_groups, strict=False):
         for number, parameter in zip(saved_group["params"], group["params"], strict=False):

@@ -305,9 +305,9 @@ class TrainingState:
             saved_dtypes = saved_parameter_dtypes(modules, saved)
 
         # All notes are the end of one sentence. Each of them begins with "; ", or is empty.
-        notes_about_lengths: list[str] = []
+        notes_about_lengths = ""
         for name, target in {**self._objects, "world": self._world}.items():
-            notes_about_lengths.append(_note_about_length(name, target, saved[name]))
+            notes_about_lengths += _note_about_length(name, target, saved[name])
             with _explain_misfit(f"resuming {name} from {path}", BUILD_AS_SAVED.format(name)):
                 _load_state(target, saved[name], saved_dtypes)
 
@@ -320,15 +320,8 @@ class TrainingState:
         note_about_threads = restore_threads_and_note_differences(
             manifest, self._settings.virtual_ranks, self._collectives.device
         )
-        return "".join(
-            [
-                _describe(path, manifest),
-                note_about_rng,
-                *notes_about_lengths,
-                note_about_replicas,
-                note_about_threads,
-            ]
-        )
+        notes = note_about_rng + notes_about_lengths + note_about_replicas + note_about_threads
+        return _describe(path, manifest) + notes
 
     def _load_replicas(self, path: Path | str, saved: Mapping[str, Any]) -> str:
         """Loads the replicas of the model that DiLoCo trains, if this run has replicas.

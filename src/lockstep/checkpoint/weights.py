@@ -179,9 +179,8 @@ def gather_on_main(state: dict[str, Any], collectives: Collectives) -> None:
 
     # All ranks have the names in the same order, so they call the same collectives.
     for name, value in state.items():
-        key = tie_key(value) if is_sharded(value) else None
-        is_gathered = key is not None and key in gathered_by_tie_key
-        if is_gathered:
+        key = tie_key(value) if is_sharded(value) else None  # None: it is not looked up
+        if key in gathered_by_tie_key:
             state[name] = gathered_by_tie_key[key]
             continue
 
@@ -316,7 +315,7 @@ def _load_weights(model: nn.Module, path: Path, *, strict: bool, trust: bool) ->
         plan = make_plan()
         _record_sources_of_meta_tensors(model, plan)
 
-    # `load_plain` copies the values. It leaves out tensors on the meta device.
+    # `load_plain` copies the values, except those for tensors on the meta device.
     for group in plan.groups_of_values:
         values = {}
         for name, value in group.items():
@@ -325,8 +324,7 @@ def _load_weights(model: nn.Module, path: Path, *, strict: bool, trust: bool) ->
             values[name] = value if is_in_shards else read_values(value)
         load_plain(model, values, strict=False)  # each group has only some of the names
 
-        # Free the memory of this group before the next one is read.
-        del values
+        del values  # frees the memory of this group before the next one is read
         note_freed(sum(value.nbytes for value in group.values() if shape_of(value) is not None))
     return plan.report
 

@@ -95,6 +95,7 @@ def _add_report(
     if settings.trace_step is not None:
         from lockstep.extensions.report.step_trace import StepTrace
 
-        # Before the recorder, which is closed after it: the trace of the last step is noted.
+        # Before the recorder, as extensions are closed in this order: the recorder writes down
+        # where the trace of the last step is.
         run.extensions.add(StepTrace(run, recorder, settings.trace_step), Place.OBSERVER)
     run.extensions.add(recorder, Place.OBSERVER)

@@ -10,11 +10,27 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from lockstep.session.delivery import Delivery, TrainingPass, still_referenced
 from lockstep.session.extension import Extensions
 from lockstep.session.micro_batch import MicroBatch
+
+
+class PassIdentity(NamedTuple):
+    """Identifies a pass. It is the same on all ranks that take part in the pass.
+
+    Some ranks may take part in more passes than others, for example if only rank 0 looks at some
+    samples. So passes are counted from 0 again at each step, and a pass is only counted once
+    something is logged in it or its loader is exhausted.
+    """
+
+    loader_number: int
+    is_training: bool
+    begun: int
+    """See `OpenPass.begun`."""
+    number: int
+    """See `OpenPass.number`."""
 
 
 @dataclass(eq=False)
@@ -58,14 +74,9 @@ class OpenPass:
         return self.number > 0
 
     @property
-    def identity(self) -> tuple[int, bool, int, int]:
-        """Identifies the pass. It is the same on all ranks that take part in the pass.
-
-        Some ranks may take part in more passes than others, for example if only rank 0 looks at
-        some samples. So passes are counted from 0 again at each step, and a pass is only counted
-        once something is logged in it or its loader is exhausted.
-        """
-        return self.loader.number, self.is_training, self.begun, self.number
+    def identity(self) -> PassIdentity:
+        """What the pass is called among the ranks."""
+        return PassIdentity(self.loader.number, self.is_training, self.begun, self.number)
 
     @property
     def micro_batch(self) -> MicroBatch:

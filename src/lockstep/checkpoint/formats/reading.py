@@ -76,7 +76,7 @@ class FoundState:
     """Values by name. Tensors are views of the mapped file, or lazy."""
     place: str
     """The place of the state in the file, for example "['model']"; empty for the top level."""
-    keys: tuple[str, ...] = ()
+    outer_keys: tuple[str, ...] = ()
     """The keys of the dictionaries that lead to the state, for example ("model",)."""
 
 
@@ -189,7 +189,7 @@ def _read_dcp_folder(path: Path, name: str | None) -> Source:
         kind="a folder of torch.distributed.checkpoint",
         states=states,
         files=sorted(files),
-        # The tree has the tensors of the optimizer too. Those of the model are left out later.
+        # These are all tensors, those of the model too, which whoever lists them leaves out.
         find_training_tensors=lambda: tensors_in(tree),
     )
 
@@ -275,7 +275,8 @@ def _locate_in_folder(folder: Path) -> tuple[Path, Kind]:
     if len(indexes) == 1:
         return indexes[0], "index"
 
-    # In a damaged checkpoint, the file would not be everything that was saved.
+    # With several indexes, nothing says which is meant. In a damaged checkpoint, the file would not
+    # be everything that was saved.
     may_be_damaged_checkpoint = folder.name.startswith(("step-", ".step-"))
     if file is not None and not indexes and not may_be_damaged_checkpoint:
         return file, "safetensors" if file.suffix == ".safetensors" else "torch"
@@ -330,7 +331,7 @@ def _find_states(path: Path, content: Any, name: str | None) -> list[FoundState]
     if name is None:
         return states
 
-    named = [state for state in states if name in state.keys]
+    named = [state for state in states if name in state.outer_keys]
     if not named:
         raise _no_such_name_error(path, name, [state.place or "the top" for state in states])
     return named
@@ -573,8 +574,7 @@ class _StoredShards:
         shards = []
         for rank, offsets, sizes in self._shards_of_tensor.get(tensor_name, ()):
             stored = self._tensors_in_file_of(rank)[tensor_name]
-            # Some dtypes are stored as bytes. Then the tensor in the file has another dtype and
-            # shape than the shard.
+            # A shard of a dtype that is stored as bytes is converted back.
             values = stored.view_as(dtype, as_shape(sizes))
             shards.append(Shard(as_shape(offsets), values))
         return join_shards(tensor_name, dtype, shape, shards)

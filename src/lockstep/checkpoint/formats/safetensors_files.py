@@ -230,7 +230,8 @@ def _write_files_and_index(
 
     def remove_new_files() -> None:
         """Removes the new files, except if the new index is in place already and needs them."""
-        files_in_use = _files_of_index(index)  # of the new index if it is in place, else the old
+        # If the former index is still in place, it names none of the new files.
+        files_in_use = _files_of_index(index)
         for file in files:
             if file not in files_in_use:
                 file.unlink(missing_ok=True)
@@ -342,18 +343,21 @@ def largest_lost_value(tensor: Tensor, dtype: torch.dtype) -> float | None:
     if -limit <= float(smallest) and float(greatest) <= limit:
         return None
 
+    lost_values = tensor[_is_lost(tensor, dtype)]
+    return float(lost_values.abs().max()) if lost_values.numel() > 0 else None
+
+
+def _is_lost(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns for each value of a tensor whether it would become infinite in another dtype."""
     if dtype == torch.float8_e4m3fn:
         # It has no infinity: depending on the version of torch, the result is NaN or the largest
         # value of the dtype.
-        is_lost = tensor.abs() > limit
-    else:
-        # Torch cannot look for infinite values in floats of 8 bits.
-        result = tensor.to(dtype)
-        comparable = result.float() if dtype.itemsize == 1 else result
-        is_lost = comparable.isinf() != tensor.isinf()
-    if not is_lost.any():
-        return None
-    return float(tensor[is_lost].abs().max())
+        return tensor.abs() > torch.finfo(dtype).max
+
+    result = tensor.to(dtype)
+    if dtype.itemsize == 1:
+        result = result.float()  # torch cannot look for infinite values in floats of 8 bits
+    return result.isinf() != tensor.isinf()
 
 
 def _free_file_names(path: Path, num_files: int) -> list[Path]:

@@ -372,10 +372,9 @@ def _restart_findings(number: int, before: Start, after: Start) -> Iterator[Find
         before: the first of the two starts.
         after: the next start.
     """
-    hosts = {before.main.header.get("host"), after.main.header.get("host")}
-
     # The clocks of two hosts may differ, so times are compared on one host only.
-    ran_at_the_same_time = len(hosts) == 1 and before.last_time > after.time
+    is_one_host = before.main.header.get("host") == after.main.header.get("host")
+    ran_at_the_same_time = is_one_host and before.last_time > after.time
     if ran_at_the_same_time:
         yield Finding(
             "warning",
@@ -548,8 +547,7 @@ def _phases_of_other_ranks(
     """
     other_ranks = [rank for rank in phases if rank not in slow_ranks]
     if not other_ranks:
-        # All ranks count as slow if all times are 0: 0 s is not less than a tenth of 0 s.
-        other_ranks = [*phases]
+        other_ranks = [*phases]  # if all times are 0, `_slow_ranks` returns all ranks
 
     medians = {}
     for phase in WORK_PHASES:
@@ -654,7 +652,8 @@ def _findings_on_missing_ranks(start: Start) -> Iterator[Finding]:
         return
 
     missing = format_ranks(set(range(start.num_ranks)) - ranks_with_rows)
-    # The loss is in the rows. What world.log was given is known if each rank has a file at all.
+    # The loss is in the rows. What world.log was given is also known if each rank has a file
+    # without rows.
     ranks_with_file = [rank for rank, record in start.records.items() if record.header]
     all_files_are_here = len(ranks_with_file) == start.num_ranks
     if all_files_are_here:

@@ -220,10 +220,14 @@ class _Columns(NamedTuple):
 
 
 def _lay_out_columns(choices: Sequence[Choice], width: int | None) -> _Columns:
-    """Returns the layout of a block of choices in `width` columns; None if they are unlimited.
+    """Returns the layout of a block of choices.
 
     The column of reasons is as far to the right as the longest value needs, not counting very long
     values.
+
+    Args:
+        choices: the choices of the block.
+        width: how many columns a line may take; None if there is no limit.
     """
     longest_name = max((width_of(choice.name) for choice in choices), default=0)
     name_width = max(MIN_NAME_WIDTH, longest_name) + GAP

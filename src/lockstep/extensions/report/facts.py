@@ -58,11 +58,12 @@ def run_facts(start: Start) -> list[Fact]:
 def script_arguments(command: Sequence[str]) -> list[tuple[str, str]]:
     """Returns the arguments of the script as names and values.
 
-    `["train.py", "--lr", "0.1", "--deep", "model.width=8", "data"]` gives ("--lr", "0.1"),
-    ("--deep", ""), ("model.width", "8") and ("argument", "data").
+    `["train.py", "--lr", "0.1", "--deep", "--size=8", "model.width=9", "data"]` gives
+    ("--lr", "0.1"), ("--deep", ""), ("--size", "8"), ("model.width", "9") and ("argument", "data").
+    Any word without a dash after an option is taken for its value, here "0.1".
     """
     pairs: list[tuple[str, str]] = []
-    option_without_value = ""  # the last pair, if its value may follow
+    option_without_value = ""  # the option of the last pair, if its value may follow
     for word in command[1:]:
         is_option = word.startswith("-") and not _is_number(word)
         if option_without_value and not is_option:

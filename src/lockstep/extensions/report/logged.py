@@ -19,7 +19,7 @@ from torch import Tensor
 from lockstep.distributed.process_group import Run
 from lockstep.errors import UsageError
 from lockstep.extensions.report.metrics import WeightedSums
-from lockstep.session.logged_passes import OpenPass
+from lockstep.session.logged_passes import OpenPass, PassIdentity
 
 
 def log(run: Run, epoch: int, values: Mapping[str, float | Tensor]) -> None:
@@ -104,8 +104,8 @@ def _latest(open_passes: Sequence[OpenPass]) -> OpenPass | None:
 class LoggedValues(NamedTuple):
     """What one rank has logged in a pass."""
 
-    identity: tuple[int, bool, int, int] | None
-    """The `OpenPass.identity` of the pass. None if the rank has logged nothing in it, which fits
+    identity: PassIdentity | None
+    """None if the rank has logged nothing in it, which fits
     the pass of any other rank."""
     sums: dict[str, Any]
     """The weighted sum and the sum of the weights, by name."""
@@ -144,13 +144,7 @@ def means_over_ranks(run: Run) -> dict[str, float]:
         in_loop_just_left=_logged_in(passes.just_ended),
         in_running_or_last_loop=_logged_in(running_or_last_pass),
     )
-
-    ranks = []
-    for has_left_loop, just_left, running_or_last in run.collectives.exchange(logged_here):
-        # The exchange has turned the named tuples into lists.
-        ranks.append(
-            _LoggedByRank(has_left_loop, LoggedValues(*just_left), LoggedValues(*running_or_last))
-        )
+    ranks = [_from_lists(lists) for lists in run.collectives.exchange(logged_here)]
 
     values_of_ranks = _values_to_average(ranks)
     _check_same_pass([values.identity for values in values_of_ranks])
@@ -162,6 +156,12 @@ def means_over_ranks(run: Run) -> dict[str, float]:
             so_far[0] += total
             so_far[1] += weight
     return {name: total / weight for name, (total, weight) in totals.items() if weight != 0}
+
+
+def _from_lists(lists: Sequence[Any]) -> _LoggedByRank:
+    """Returns what a rank has sent. The exchange has turned its named tuples into lists."""
+    has_left_loop, just_left, running_or_last = lists
+    return _LoggedByRank(has_left_loop, LoggedValues(*just_left), LoggedValues(*running_or_last))
 
 
 def _values_to_average(ranks: Sequence[_LoggedByRank]) -> list[LoggedValues]:
@@ -202,21 +202,19 @@ def _check_same_pass(identities: Sequence[Any]) -> None:
     """Raises UsageError if ranks have logged in different passes.
 
     Args:
-        identities: for each rank, the `OpenPass.identity` of the pass in which it has logged:
-            (loader, is it training, steps made before it, number of the pass). None for a rank that
-            has logged nothing; it is not compared.
+        identities: for each rank, the `PassIdentity` of the pass in which it has logged, as a list.
+            None for a rank that has logged nothing; it is not compared.
     """
     # One rank for each different pass, to name in the error.
-    rank_of_pass: dict[tuple[int, ...], int] = {}
+    rank_of_pass: dict[PassIdentity, int] = {}
     for rank, identity in enumerate(identities):
         if identity is not None:
-            rank_of_pass.setdefault(tuple(identity), rank)
+            rank_of_pass.setdefault(PassIdentity(*identity), rank)
     if len(rank_of_pass) < 2:
         return
 
     parts = []
-    for identity, rank in rank_of_pass.items():
-        loader, _is_training, begun, _number = identity
+    for (loader, _, begun, _), rank in rank_of_pass.items():
         parts.append(f"rank {rank} over loader {loader}, begun after step {begun}")
     raise UsageError(
         "world.means()",

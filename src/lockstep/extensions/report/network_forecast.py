@@ -178,7 +178,10 @@ def _time_compression(
     decode(encoded, method, buffer)
     end_s = time.perf_counter()
     return _CompressionTimes(
-        copied_s - begin_s, encoded_s - copied_s, end_s - encoded_s, encoded.nbytes
+        copy_s=copied_s - begin_s,
+        encode_s=encoded_s - copied_s,
+        decode_s=end_s - encoded_s,
+        encoded_bytes=encoded.nbytes,
     )
 
 

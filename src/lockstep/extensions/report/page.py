@@ -260,20 +260,25 @@ def _badge(start: Start) -> Badge:
     if not start.reached_init:
         return Badge(translate(f"Not at lockstep.init {clock(silent_s)} after its start"), level="")
 
-    # A run writes a row when all steps of the row have ended. With 10 steps per row and at most 2 s
-    # per step, it may write nothing for 20 s. So it counts as running for four rows and a minute
-    # after its last row, here for 140 s.
+    if silent_s < _longest_silence_of_running_s(start):
+        return Badge(translate("Running"), level="running")
+    return Badge(translate(f"No sign of life for {clock(silent_s)}"), level="")
+
+
+def _longest_silence_of_running_s(start: Start) -> float:
+    """Returns for how many seconds after its last row a start counts as running.
+
+    A run writes a row when all steps of the row have ended. With 10 steps per row and at most 2 s
+    per step, it may write nothing for 20 s. So it counts as running for four rows and a minute
+    after its last row, here for 140 s.
+    """
     longest_step_s = 0.0
     steps_per_row = 1.0
     for record in start.records.values():
         if record.rows:
             longest_step_s = max(longest_step_s, record.column("longest_s").max())
             steps_per_row = max(steps_per_row, record.column("steps").max())
-    longest_row_s = longest_step_s * steps_per_row
-    longest_silence_of_running_s = MIN_SILENCE_S + 4 * longest_row_s
-    if silent_s < longest_silence_of_running_s:
-        return Badge(translate("Running"), level="running")
-    return Badge(translate(f"No sign of life for {clock(silent_s)}"), level="")
+    return MIN_SILENCE_S + 4 * longest_step_s * steps_per_row
 
 
 def _badge_of_end(start: Start) -> Badge:
@@ -511,7 +516,6 @@ def ledger_text(record: Record) -> str:
             # The record is read on another machine; the ledger may have come with it.
             folder = record.folder
 
-        # The result is cached by these arguments: it is judged again only if a file has grown.
         files_and_sizes: list[tuple[Path, int]] = []
         for path in sorted(folder.glob(f"*{LEDGER_SUFFIX}")):
             files_and_sizes.append((path, path.stat().st_size))

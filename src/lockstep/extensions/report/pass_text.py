@@ -111,8 +111,7 @@ def bar_layout(state: PassState, width: int) -> BarLayout:
 
     # Without a total it is not known how much of a bar to fill, so there is none. An empty loader
     # with a total of 0 has none either.
-    has_bar = bool(state.total)
-    needed_for_bar = MIN_BAR_WIDTH + len(GAP) if has_bar else 0
+    needed_for_bar = MIN_BAR_WIDTH + len(GAP) if state.total else 0
 
     # Leave out parts of the text from its end until the shortest bar has room. The first part is
     # the number of global batches.

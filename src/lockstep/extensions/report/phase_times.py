@@ -53,7 +53,7 @@ class PhaseTimes(Extension):
                 seconds_in_phase -= blocked_in_phase_s
             self._seconds[self._phase] += seconds_in_phase
         elif phase in FIRST_PHASES:
-            # Nothing is measured until the first step begins, as it does now.
+            # Nothing was measured before the first step, which begins now.
             self._has_begun = True
             self.last_step_end_s = now
 

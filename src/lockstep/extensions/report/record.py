@@ -178,7 +178,8 @@ class Recorder(Extension):
             self._end_row(last_step)
         self._finish_pending(wait=not failed)
 
-        # After a failure lines may still be pending. They are lost.
+        # After a failure lines may still be pending, since nothing has waited for them. They are
+        # lost.
         end: dict[str, Any] = {"end": "failed" if failed else "ok", "time": time.time()}
         if self._pending or self._has_lost_lines:
             end["lost"] = True
@@ -255,15 +256,13 @@ class Recorder(Extension):
         """
         line: dict[str, Any] = {"logged": {}, "weights": {}, "step": self._step.number}
         if open_pass is not None:
-            # The same on all ranks: the loader, how many steps were made when the pass began, and
-            # the number of the pass among those over this loader that began after this step.
-            loader_number, is_training, steps_before_pass, number_of_pass = open_pass.identity
+            identity = open_pass.identity  # the same on all ranks
             line["pass"] = open_pass.description
-            line["training"] = is_training
+            line["training"] = identity.is_training
             line["complete"] = is_complete
-            line["loader"] = loader_number
-            line["begun"] = steps_before_pass
-            line["number"] = number_of_pass
+            line["loader"] = identity.loader_number
+            line["begun"] = identity.begun
+            line["number"] = identity.number
 
         try:
             copy = sums.start_copy()

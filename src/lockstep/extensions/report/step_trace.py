@@ -105,18 +105,17 @@ class StepTrace(Extension):
         step_is_made = steps_made >= self._step_to_trace
         is_tracing = self._profiler is not None
 
-        if step_is_made and is_tracing:
+        if is_tracing and step_is_made:
             self._write_trace()
         elif is_tracing:
             self._stop_profiler()  # and drop the trace of a step that did not end
-        if step_is_made:
-            return
 
-        warn(
-            f"trace_step={self._step_to_trace}",
-            f"the run has ended after step {steps_made}",
-            "choose a step that the run makes",
-        )
+        if not step_is_made:
+            warn(
+                f"trace_step={self._step_to_trace}",
+                f"the run has ended after step {steps_made}",
+                "choose a step that the run makes",
+            )
 
     def _give_up_for_profiler_of_script(self) -> None:
         """Warns that the step is not traced, since the script's own profiler runs in it."""

@@ -12,6 +12,7 @@ import os
 import re
 import time
 from collections import Counter
+from contextlib import closing, suppress
 from typing import Any, NamedTuple
 
 from lockstep.errors import SettingError
@@ -232,14 +233,9 @@ def follow(record: Record, tracker: str) -> str:
     num_values = exporter.write()
 
     # Ctrl-C ends the following, and is no error.
-    try:
+    with closing(exporter), suppress(KeyboardInterrupt):
         while not record.is_over:
             time.sleep(POLL_INTERVAL_S)
             if record.refresh():
                 num_values += exporter.write()
-    except KeyboardInterrupt:
-        pass
-    finally:
-        exporter.close()
-
     return f"{count_noun(num_values, 'value')} written through {tracker}"
