@@ -142,6 +142,45 @@ def test_a_generator_of_the_samplers_own_does_not_break_resuming(make):
     assert whole.plan(3, 2).order.tolist() == epochs[2]
 
 
+class Counting(Sampler[int]):
+    """Has another order in each epoch, and counts the epochs itself."""
+
+    def __init__(self) -> None:
+        self.epoch = 0
+
+    def __len__(self) -> int:
+        return SIZE
+
+    def __iter__(self):  # type: ignore[no-untyped-def]
+        self.epoch += 1
+        return iter(np.random.default_rng(self.epoch).permutation(SIZE).tolist())
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda sampler: source(sampler=sampler),
+        lambda sampler: source(sampler=Wrapping(sampler)),
+        batched,
+    ],
+)
+def test_the_first_order_of_a_sampler_that_counts_epochs_is_not_lost_to_the_fingerprint(make):
+    sampler, first = Counting(), list(Counting())
+    given = make(sampler)
+    assert given.fingerprint == given.fingerprint
+    assert sampler.epoch == 0
+    assert given.plan(0, 0).order.tolist() == first
+
+
+class Uncopied(Counting):
+    def __copy__(self) -> Any:
+        raise TypeError("there is one of it")
+
+
+def test_a_sampler_that_cannot_be_copied_is_asked_itself():
+    assert source(sampler=Uncopied()).fingerprint == source(sampler=Counting()).fingerprint
+
+
 class Unseeded(np.random.PCG64):
     """A bit generator of somebody's own, which takes no seed."""
 

@@ -8,6 +8,7 @@ global batch `t` holds the samples from number `t * batch_size` on, on any numbe
 
 from __future__ import annotations
 
+import copy
 import difflib
 import itertools
 import operator
@@ -16,7 +17,7 @@ import warnings
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sized
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import FunctionType
 from typing import Any, Literal, cast
 
@@ -111,8 +112,8 @@ class Source:
     def fingerprint(self) -> int:
         """A checksum (CRC-32) of everything that must be equal on all ranks.
 
-        It covers sizes, the indices of subsets, and the order of the user's own sampler, which is
-        iterated once for this purpose, with seed 0 and epoch 0.
+        It covers sizes, the indices of subsets, and the order of the user's own sampler: that of
+        seed 0 and epoch 0, for which a copy of the sampler is asked.
         """
         numbers = (
             self.length,
@@ -128,7 +129,13 @@ class Source:
             checksum = zlib.crc32(index_bytes(indices), checksum)
 
         if self.custom_order:
-            plan = self._custom_plan(seed=0, epoch=0)
+            # A sampler may count its epochs itself. Its first order belongs to the training.
+            asked = replace(
+                self,
+                sampler=_copy_sampler(self.sampler),
+                batch_sampler=_copy_sampler(self.batch_sampler),
+            )
+            plan = asked._custom_plan(seed=0, epoch=0)
             checksum = zlib.crc32(plan.order.tobytes(), checksum)
             # The bounds say where in this order the global batches begin and end.
             checksum = zlib.crc32(plan.bounds.tobytes(), checksum)
@@ -273,6 +280,30 @@ class IterableSource(Source):
         return "seek"
 
 
+def _copy_sampler(sampler: Any) -> Any:
+    """Returns a copy that can be iterated while the user's sampler stays as it is.
+
+    The samplers inside it are copied too. Everything else, such as a dataset, is shared.
+
+    Args:
+        sampler: a sampler, a batch sampler or None. One that cannot be copied is returned itself.
+    """
+    try:
+        duplicate = copy.copy(sampler)
+    except Exception:  # its class decides how it is copied, so any error is possible
+        return sampler
+    for name, inner in list(getattr(duplicate, "__dict__", {}).items()):
+        if _is_sampler(name, inner) and inner is not sampler:
+            duplicate.__dict__[name] = _copy_sampler(inner)
+    return duplicate
+
+
+def _is_sampler(name: str, value: object) -> bool:
+    """Tells whether an attribute of a sampler is a sampler that it wraps."""
+    # Not every sampler inherits from torch's class, so the name is taken as a hint too.
+    return isinstance(value, torch_data.Sampler) or name in ("sampler", "batch_sampler")
+
+
 _Generator = torch.Generator | np.random.Generator | np.random.RandomState | random.Random
 
 
@@ -297,8 +328,7 @@ def _find_generators(*samplers: object) -> list[_Generator]:
 
             if isinstance(value, _Generator):
                 generators.append(value)
-            elif isinstance(value, torch_data.Sampler) or name in ("sampler", "batch_sampler"):
-                # Not every sampler inherits from torch's class, so the name is taken as a hint too.
+            elif _is_sampler(name, value):
                 to_search.append(value)
     return generators
 
