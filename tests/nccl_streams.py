@@ -137,7 +137,7 @@ def recording() -> Iterator[Recorder]:
         setattr(torch.Tensor, name, checked(original))
     try:
         with (
-            mock.patch.object(Wire, "receives_can_wait", new=False),
+            mock.patch.object(Wire, "sends_over_gloo", new=False),
             mock.patch("lockstep.strategies.pipeline.wire.dist", functions),
         ):
             yield recorder

@@ -235,7 +235,7 @@ class Wire:
         The receiver reads the marks in Python, so they must not be on a GPU: reading them there
         would make it wait for all work of the GPU.
         """
-        return self._carrier_device.type == "cpu" and num_marks > 0 and num_tensors > 0
+        return self.sends_over_gloo and num_marks > 0 and num_tensors > 0
 
     def _drop_finished_sends(self) -> None:
         """Drops the data of finished sends, which `_sends` keeps alive until it is sent."""
@@ -336,13 +336,18 @@ class Wire:
         return specs == self._previous_specs and another_follows and self.receives_can_wait
 
     @property
+    def sends_over_gloo(self) -> bool:
+        """True if the tensors are sent over Gloo, from CPU to CPU; False with NCCL."""
+        return self._carrier_device.type == "cpu"
+
+    @property
     def receives_can_wait(self) -> bool:
         """True if receives may be posted long before their message arrives, as over Gloo.
 
         Gloo sends nothing before a receive is posted. With NCCL, a posted receive would keep the
         GPU busy until the message arrives.
         """
-        return self._carrier_device.type == "cpu"
+        return self.sends_over_gloo
 
     def post_receives(self, source: int, spec: MessageSpec) -> PostedMessage:
         """Starts receiving a message, given its specs and its number of marks.
