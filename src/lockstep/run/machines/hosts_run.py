@@ -397,24 +397,30 @@ class HostsRun:
         host_name_of_machine: dict[str, str] = {}
         for connection in self._connections:
             name = connection.host.name
-            machine = connection.machine_id
-            if machine in host_name_of_machine:
-                first_name = host_name_of_machine[machine]
+            first_name = host_name_of_machine.setdefault(connection.machine_id, name)
+            if first_name != name:
                 self._say(f"{first_name} and {name} are one machine: each uses its devices")
-            else:
-                host_name_of_machine[machine] = name
 
+        for connection in self._connections:
             offset_s = connection.clock_offset_s
             if abs(offset_s) > MAX_CLOCK_OFFSET_S:
-                if offset_s > 0:
-                    offset = f"{abs(offset_s):.0f} s ahead"
-                else:
-                    offset = f"{abs(offset_s):.0f} s behind"
-                self._say(
-                    f"the clock of {name} is {offset}: the report may name the wrong rank as the "
-                    "first to fail; "
-                    "`timedatectl set-ntp true` there, as root"
-                )
+                self._warn_about_clock(connection.host.name, offset_s)
+
+    def _warn_about_clock(self, name: str, offset_s: float) -> None:
+        """Warns the user that the clock of a machine is ahead of this machine's, or behind it.
+
+        Args:
+            name: the name of the host.
+            offset_s: the seconds by which it is ahead; below 0 if it is behind.
+        """
+        if offset_s > 0:
+            offset = f"{abs(offset_s):.0f} s ahead"
+        else:
+            offset = f"{abs(offset_s):.0f} s behind"
+        self._say(
+            f"the clock of {name} is {offset}: the report may name the wrong rank as the first to "
+            "fail; `timedatectl set-ntp true` there, as root"
+        )
 
     async def _find_meeting_place(self) -> tuple[str, int]:
         """Finds an address and port of the first machine that all other machines can reach.

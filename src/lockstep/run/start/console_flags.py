@@ -63,24 +63,32 @@ def choose_streams(
     Raises:
         SettingError: torchrun refuses a value.
     """
-    from torch.distributed.elastic.multiprocessing import Std
-
     redirected_of_rank = _streams_of_ranks("--redirects", redirects, nproc)
     teed_of_rank = _streams_of_ranks("--tee", tee, nproc)
     shown_ranks = _parse_ranks_filter(local_ranks_filter, nproc)
 
-    shown: dict[int, frozenset[str]] = {}
-    for rank in range(nproc):
-        streams = set()
-        if rank in shown_ranks:
-            for name, flag in (("stdout", Std.OUT), ("stderr", Std.ERR)):
-                is_redirected = bool(flag & redirected_of_rank[rank])
-                is_teed = bool(flag & teed_of_rank[rank])
-                is_shown = is_teed or not is_redirected
-                if is_shown:
-                    streams.add(name)
-        shown[rank] = frozenset(streams)
+    shown: dict[int, frozenset[str]] = {rank: frozenset() for rank in range(nproc)}
+    for rank in shown_ranks & shown.keys():
+        shown[rank] = _shown_streams(redirected_of_rank[rank], teed_of_rank[rank])
     return shown
+
+
+def _shown_streams(redirected: int, teed: int) -> frozenset[str]:
+    """Returns the names of the streams of a rank that are not redirected, or teed nevertheless.
+
+    Args:
+        redirected: a bit set of `Std.OUT` and `Std.ERR`.
+        teed: another one.
+    """
+    from torch.distributed.elastic.multiprocessing import Std
+
+    names = set()
+    for name, stream in (("stdout", Std.OUT), ("stderr", Std.ERR)):
+        is_redirected = bool(stream & redirected)
+        is_teed = bool(stream & teed)
+        if is_teed or not is_redirected:
+            names.add(name)
+    return frozenset(names)
 
 
 def _parse_ranks_filter(local_ranks_filter: str, nproc: int) -> set[int]:

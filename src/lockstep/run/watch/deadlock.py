@@ -246,7 +246,7 @@ def _describe_calls(waiting: Mapping[int, Activity], mismatch: Mismatch | None) 
     ops_at_mismatch = {call.op for call in _calls_made(mismatch)}  # empty without a mismatch
 
     if _only_sizes_differ(mismatch):
-        (op,) = ops_at_mismatch  # the ranks called the same operation
+        (op,) = ops_at_mismatch  # one operation, as only the sizes differ
         if ops_now == {op}:
             return f"{op} with different sizes or types"
         # Some ranks have got through that call, and wait in a later one.

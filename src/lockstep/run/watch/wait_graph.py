@@ -433,17 +433,26 @@ def recognize_possible_progress(
             result[rank] = replace(activity, kind=Kind.LIMITED)
             continue
 
-        if rank not in helpful_ranks:
-            continue
-        stacks_of_other_threads = activity.state.threads or ()
-        for thread_stack in stacks_of_other_threads:
-            # A thread that does not wait for others may go on until it makes the call.
-            if stacks.may_continue_alone(thread_stack):
-                state_of_thread = replace(activity.state, stack=thread_stack)
-                result[rank] = Activity(state_of_thread, Kind.MAY_COME)
-                break
+        stack_of_thread = _stack_that_may_continue(activity.state)
+        if rank in helpful_ranks and stack_of_thread is not None:
+            state_of_thread = replace(activity.state, stack=stack_of_thread)
+            result[rank] = Activity(state_of_thread, Kind.MAY_COME)
 
     return result
+
+
+def _stack_that_may_continue(state: RankState) -> stacks.Stack | None:
+    """Returns the stack of a thread of a rank that may go on until it makes a call.
+
+    Only other threads than the main thread are looked at, as that one waits.
+
+    Returns:
+        The stack of the first such thread; None if there is none.
+    """
+    for thread_stack in state.threads or ():
+        if stacks.may_continue_alone(thread_stack):
+            return thread_stack
+    return None
 
 
 def _ranks_whose_call_would_help(
