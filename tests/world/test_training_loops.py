@@ -68,6 +68,33 @@ def test_two_losses_of_two_optimizers_work_on_whole_batches_and_are_refused_on_p
         two_models(world, 5, separate=True)
 
 
+def two_passes_a_batch(world: lockstep.World, micro_batch_size: int | None) -> None:
+    """Sharpness-aware minimisation: the gradients are those of weights that were moved uphill."""
+    model, optimizer = ready(world)
+    for batch in world.loader(tensors(), 10, micro_batch_size=micro_batch_size):
+        world.backward(mean_loss(model, batch))
+        uphill = [(parameter, 0.1 * parameter.grad) for parameter in model.parameters()]
+        with torch.no_grad():
+            for parameter, by in uphill:
+                parameter.add_(by)
+        optimizer.zero_grad()
+        world.backward(mean_loss(model, batch))
+        with torch.no_grad():
+            for parameter, by in uphill:
+                parameter.sub_(by)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_gradients_cleared_between_two_passes_of_a_micro_batch_are_not_counted(world):
+    with pytest.raises(UsageError, match=r"zero_grad\(\) between two backward passes"):
+        two_passes_a_batch(world, 5)
+
+
+def test_two_passes_of_a_batch_that_is_whole_may_be_cleared_in_between(world):
+    two_passes_a_batch(world, None)
+
+
 def test_clearing_through_the_model_is_noticed(world):
     model, optimizer = ready(world)
     with pytest.raises(UsageError, match="gradients cleared between the micro-batches"):

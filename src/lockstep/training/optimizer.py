@@ -242,6 +242,7 @@ class PreparedOptimizer(DelegatesToInner, Optimizer):
         """
         if self.step_calls.gradients_are_kept():
             self._step_with_postponed_clearing = self.step_calls.key_of_latest_call
+            self.step_calls.note_postponed_clearing()
             return
 
         self.step_calls.note_clearing()

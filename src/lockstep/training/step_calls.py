@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from lockstep.errors import warn
+from lockstep.errors import UsageError, warn
 from lockstep.session.extension import Extension
 from lockstep.session.micro_batch import MicroBatch
 from lockstep.session.step import Step, StepKey
@@ -49,6 +49,10 @@ class StepCalls(Extension):
 
         self._num_backwards = 0
         """The number of backward passes since the present optimizer step began to accumulate."""
+        self._has_gradients_of_micro_batch = False
+        """True once the present micro-batch had a backward pass."""
+        self._kept_gradients_of_micro_batch = False
+        """True if `zero_grad()` should have cleared these gradients, and they were kept."""
         self._num_micro_batches_trained = 0
         """The number of micro-batches in the present global batch, once all of them had a backward
         pass; 0 before that."""
@@ -122,6 +126,10 @@ class StepCalls(Extension):
         if needs_gradients and not self._step.micro_batch.is_only_of_step:
             self._key_of_incomplete_step = present_step
 
+    def note_postponed_clearing(self) -> None:
+        """Records that `zero_grad()` was called while gradients are kept."""
+        self._kept_gradients_of_micro_batch = self._has_gradients_of_micro_batch
+
     def note_clipping(self) -> None:
         """Records that the gradient of the present global batch was clipped, so it is complete."""
         self.is_clipped = True
@@ -144,12 +152,31 @@ class StepCalls(Extension):
 
     def begin(self, micro_batch: MicroBatch) -> None:
         """Checks the previous global batch when the first micro-batch of the next one begins."""
+        self._has_gradients_of_micro_batch = False
+        self._kept_gradients_of_micro_batch = False
         if micro_batch.opens_step:
             self._check_previous_global_batch()
+
+    def before_backward(self, loss: Tensor, micro_batch: MicroBatch) -> None:
+        """Checks that the gradients of the passes of a micro-batch are meant to be added up.
+
+        Raises:
+            UsageError: `zero_grad()` was called after an earlier backward pass of the micro-batch.
+                An example is sharpness-aware minimisation, which steps with the gradients of the
+                second pass alone. The first ones were kept, with those of earlier micro-batches.
+        """
+        if self._kept_gradients_of_micro_batch:
+            raise UsageError(
+                "optimizer.zero_grad() between two backward passes of a micro-batch",
+                "it clears nothing before all micro-batches are computed, so the gradients of both "
+                "passes would be added up",
+                "leave micro_batch_size out, or add the losses up and call world.backward once",
+            )
 
     def after_backward(self, loss: Tensor, micro_batch: MicroBatch) -> None:
         """Records when all micro-batches of a global batch have had a backward pass."""
         self._num_backwards += 1
+        self._has_gradients_of_micro_batch = True
         is_complete = self._num_backwards >= micro_batch.num_micro_batches
         if micro_batch.closes_step and is_complete:
             self._num_micro_batches_trained = micro_batch.num_micro_batches
