@@ -10,14 +10,14 @@ class may be numbered in another order. A run is a list of `Update`s (optimizer 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 import numpy as np
 
-from lockstep.verify.tolerance import Array
+from lockstep.verify.tolerance import Array, largest
 from lockstep.verify.training_record import RankUpdate, Update
 
 MAPPINGS_FROM_NAMES = (
@@ -46,6 +46,9 @@ LISTS_OF_NAMES = (
 """Fields of `RankUpdate` that are lists of names: of tensors, or of modules."""
 FIELDS_WITH_VALUES = ("buffers", "parameters", "initial")
 """Fields that hold values of tensors. If several hold the same tensor, the last one is used."""
+
+MAX_ERROR_OF_SUMS = 1e-6
+"""Sums over the same parameters differ by less, relative to the largest number."""
 
 Rename = Callable[[str], str]
 """A function that returns the new name for a name."""
@@ -295,11 +298,14 @@ def _with_new_keys_of_state(state: Mapping[str, Any], change: Rename) -> dict[st
 
 
 @dataclass
-class _FirstState:
-    """The state of a model before the first update, and how it is trained."""
+class _ModelHistory:
+    """What a run has recorded of a model, and how the model is trained."""
 
-    # Parameters by their path in the model, such as "layer.weight".
-    parameters: dict[str, Array] = field(default_factory=dict)
+    # Parameters before the first update, by their path in the model, such as "layer.weight". Empty
+    # if the script has called the model for the first time after that.
+    initial: dict[str, Array] = field(default_factory=dict)
+    # Two numbers for each parameter before an update, by the index of the update and by path.
+    sums: dict[int, dict[str, Array]] = field(default_factory=dict)
     # The paths of parameters that do not require gradients.
     frozen: set[str] = field(default_factory=set)
     # By the path of a parameter: the number of the optimizer that trains it, and the index of the
@@ -313,22 +319,31 @@ def _new_roots_of_ranks(
     """Returns for each rank of the other run the reference's root for each of its models.
 
     Each rank numbers its models in the order in which it has called or wrapped them, so the numbers
-    may differ between ranks too. A rank that has only some of the models, or parts of them, is
-    renamed as all ranks together.
+    may differ between ranks too. If a rank has a model that the reference does not have, or only a
+    part of one, all its models of this class are renamed as those of all ranks together.
 
     Returns:
         For each rank, the new roots by old root; empty if no root changes.
     """
-    states_of_reference = _states_by_root(reference)
-    new_roots_of_run = _new_roots(states_of_reference, _states_by_root(other)) or {}
+    reference_models = _models_by_class(reference)
+    models_of_all_ranks = _models_by_class(other)
 
     new_roots_of_rank = []
     for rank in range(len(other[0])):
         only_this_rank = [Update([update[rank]]) for update in other]
-        new_roots = _new_roots(states_of_reference, _states_by_root(only_this_rank))
-        new_roots_of_rank.append(new_roots_of_run if new_roots is None else new_roots)
+        new_roots: dict[str, str] = {}
+        for class_name, models_of_rank in _models_by_class(only_this_rank).items():
+            candidates = reference_models[class_name]
+            counterparts = _counterparts(candidates, models_of_rank)
+            if len(counterparts) == len(models_of_rank):
+                new_roots |= counterparts
+            else:
+                models = models_of_all_ranks[class_name]
+                counterparts = _counterparts(candidates, models)
+                new_roots |= _with_unused_roots(counterparts, models, candidates)
+        new_roots_of_rank.append(_without_unchanged(new_roots))
 
-    return [_without_unchanged(new_roots) for new_roots in new_roots_of_rank]
+    return new_roots_of_rank
 
 
 def _without_unchanged(new_roots: Mapping[str, str]) -> dict[str, str]:
@@ -336,64 +351,95 @@ def _without_unchanged(new_roots: Mapping[str, str]) -> dict[str, str]:
     return {root: new_root for root, new_root in new_roots.items() if new_root != root}
 
 
-def _new_roots(
-    reference_models: Mapping[str, _FirstState], models: Mapping[str, _FirstState]
-) -> dict[str, str] | None:
-    """Returns for each root of the other run the root of the same model in the reference.
+def _counterparts(
+    candidates: Mapping[str, _ModelHistory], models: Mapping[str, _ModelHistory]
+) -> dict[str, str]:
+    """Returns for models of one class in the other run the root of the same model in the reference.
 
-    Models of one class are told apart by the initial values of their parameters. Some may have
-    equal values, as a student and its teacher: these are told apart by which parameters are
-    frozen, and by their places in the optimizers. If all of this is the same, a model keeps its
-    name if possible.
+    Models are told apart by the first values of their parameters. Some may have equal values, as a
+    student and its teacher: these are told apart by which parameters are frozen, and by their
+    places in the optimizers. If all of this is the same, a model keeps its name if possible.
+
+    Args:
+        candidates: models of the class in the reference, by root.
+        models: models of the class in the other run, by root.
 
     Returns:
-        The new roots; None if the runs have different models.
+        The new roots by old root, without models that the reference does not have.
     """
-    if reference_models.keys() != models.keys():
-        return None
-
-    # Models of the reference are removed here when their counterpart is found.
-    free_models = dict(reference_models)
+    free_candidates = dict(candidates)
     new_roots: dict[str, str] = {}
-    for root, state in models.items():
-        new_root = _root_of_same_model(root, state, free_models)
-        if new_root is None:
-            return None
-        new_roots[root] = new_root
-        del free_models[new_root]
+    for root, model in models.items():
+        new_root = _root_of_same_model(root, model, free_candidates)
+        if new_root is not None:
+            new_roots[root] = new_root
+            del free_candidates[new_root]
 
     return new_roots
 
 
 def _root_of_same_model(
-    root: str, state: _FirstState, candidates: Mapping[str, _FirstState]
+    root: str, model: _ModelHistory, candidates: Mapping[str, _ModelHistory]
 ) -> str | None:
     """Returns the root of the candidate that is the same model; None if there is none.
 
     Args:
         root: root of the model.
-        state: its first state.
-        candidates: first states of the models of the reference, by root.
+        model: the model.
+        candidates: models of the same class in the reference, by root.
     """
-    roots = []
-    for candidate, candidate_state in candidates.items():
-        is_same_class = _class_of(candidate) == _class_of(root)
-        if is_same_class and _are_equal(candidate_state.parameters, state.parameters):
-            roots.append(candidate)
-
+    roots = [each for each in candidates if _have_same_values(candidates[each], model)]
     if not roots:
         return None
 
     # If there are several, those are preferred that have the same frozen parameters, and then those
     # whose parameters are in the same places in the optimizers.
-    with_same_frozen = [each for each in roots if candidates[each].frozen == state.frozen]
+    with_same_frozen = [each for each in roots if candidates[each].frozen == model.frozen]
     if with_same_frozen:
         roots = with_same_frozen
-    in_same_places = [each for each in roots if candidates[each].places == state.places]
+    in_same_places = [each for each in roots if candidates[each].places == model.places]
     if in_same_places:
         roots = in_same_places
 
     return root if root in roots else roots[0]
+
+
+def _have_same_values(one: _ModelHistory, other: _ModelHistory) -> bool:
+    """True if two models have the same parameters when both runs have recorded them first."""
+    if one.initial and other.initial:
+        return _are_equal(one.initial, other.initial)
+
+    # One of the runs has called the model after its first update. Sums are compared before the
+    # first update for which both runs know the model.
+    indices_in_both = one.sums.keys() & other.sums.keys()
+    if not indices_in_both:
+        return False
+    first_index = min(indices_in_both)
+    return _are_near(one.sums[first_index], other.sums[first_index])
+
+
+def _with_unused_roots(
+    counterparts: Mapping[str, str], models: Iterable[str], candidates: Iterable[str]
+) -> dict[str, str]:
+    """Returns new roots for all models of a class, also for those without a counterpart.
+
+    A model without a counterpart keeps its root, unless this is the new root of another model. Then
+    it gets one that no model has.
+
+    Args:
+        counterparts: new roots of the models that have a counterpart, by old root.
+        models: roots of all models of the class.
+        candidates: roots of all models of the class in the reference.
+    """
+    new_roots = dict(counterparts)
+    for root in models:
+        if root not in new_roots:
+            unused = [
+                each for each in (root, *candidates, *models) if each not in new_roots.values()
+            ]
+            new_roots[root] = unused[0]
+
+    return new_roots
 
 
 def _class_of(root: str) -> str:
@@ -407,28 +453,38 @@ def _with_root(new_roots: Mapping[str, str], name: str) -> str:
     return f"{new_roots.get(root, root)}/{path}"
 
 
-def _states_by_root(updates: Sequence[Update]) -> dict[str, _FirstState]:
-    """Returns the state of each model before the first update, by root.
+def _models_by_class(updates: Sequence[Update]) -> dict[str, dict[str, _ModelHistory]]:
+    """Returns the models of a run, by their class and then by root.
 
-    A rank may have only some of the parameters, so the initial values of all ranks are merged. Each
-    rank freezes and trains the same ones, so this is read from the first rank.
+    A rank may have only some of the parameters, so the values of all ranks are merged. Each rank
+    freezes and trains the same ones, so this is read from the first rank.
     """
-    states: dict[str, _FirstState] = defaultdict(_FirstState)
-    if not updates:
-        return states
+    models: dict[str, _ModelHistory] = defaultdict(_ModelHistory)
+    for index, update in enumerate(updates):
+        for name, array in update.merged("initial").items():
+            root, _, path = name.partition("/")
+            models[root].initial[path] = array
 
-    frozen_names = updates[0][0].frozen
+        for name, sums in update.merged("parameter_sums").items():
+            root, _, path = name.partition("/")
+            models[root].sums.setdefault(index, {})[path] = sums
+
     place_of_name = _places_in_optimizers(updates)
-    for name, array in updates[0].merged("initial").items():
+    frozen_names = {name for update in updates for name in update[0].frozen}
+    for name in (*frozen_names, *place_of_name):
         root, _, path = name.partition("/")
-        state = states[root]
-        state.parameters[path] = array
+        if root not in models:  # nothing is known by which it could be recognized
+            continue
         if name in frozen_names:
-            state.frozen.add(path)
+            models[root].frozen.add(path)
         if name in place_of_name:
-            state.places[path] = place_of_name[name]
+            models[root].places[path] = place_of_name[name]
 
-    return states
+    models_by_class: dict[str, dict[str, _ModelHistory]] = defaultdict(dict)
+    for root, model in models.items():
+        models_by_class[_class_of(root)][root] = model
+
+    return models_by_class
 
 
 def _places_in_optimizers(updates: Sequence[Update]) -> dict[str, tuple[int, int]]:
@@ -449,3 +505,16 @@ def _are_equal(one: Mapping[str, Array], other: Mapping[str, Array]) -> bool:
     if one.keys() != other.keys():
         return False
     return all(np.array_equal(one[name], other[name]) for name in one)
+
+
+def _are_near(one: Mapping[str, Array], other: Mapping[str, Array]) -> bool:
+    """True if two mappings have the same names, and the same sums but for rounding."""
+    if one.keys() != other.keys():
+        return False
+
+    for name, sums in one.items():
+        max_difference = MAX_ERROR_OF_SUMS * max(largest(sums), largest(other[name]))
+        if np.abs(sums - other[name]).max() > max_difference:
+            return False
+
+    return True

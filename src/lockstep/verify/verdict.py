@@ -26,6 +26,7 @@ from lockstep.verify.divergence import (
 )
 from lockstep.verify.finding import Finding, labelled, verdict_head
 from lockstep.verify.joined_parts import JoinedRuns, join_parts
+from lockstep.verify.late_models import with_names_of_models, without_models_met_by_one_run
 from lockstep.verify.line_findings import splitting_branches
 from lockstep.verify.names import align_names
 from lockstep.verify.rules.evidence import gradient_patterns
@@ -330,8 +331,11 @@ def _judge(reference: RunRecord, parallel: RunRecord) -> Verdict:
     tolerance = tolerance_of(reference.updates, parallel.updates)
 
     # 1. Make the updates of both runs comparable, and remove differences that are accepted.
-    aligned = align_names(reference.updates, parallel.updates, parallel.final_sums)
-    joined = _joined_updates(reference.updates, aligned.updates)
+    reference_run = with_names_of_models(reference.updates)
+    parallel_run = with_names_of_models(parallel.updates)
+    aligned = align_names(reference_run, parallel_run, parallel.final_sums)
+    reference_run = with_names_of_models(reference_run, aligned.updates)
+    joined = _joined_updates(*without_models_met_by_one_run(reference_run, aligned.updates))
     accepted = accept_differences(
         joined.reference_run,
         joined.parallel_run,

@@ -1,0 +1,128 @@
+"""Makes two runs comparable if one of them meets a model later than the other.
+
+The recorder has *met* a model once the script has called or wrapped it. A script that wraps its
+models only on several processes may call one of them after some steps, or never: then the ranks
+meet it before the first step, and one process meets it later. A run is a list of `Update`s
+(optimizer steps), which hold a `RankUpdate` of every rank with its tensors by name. Before its
+model is met, a parameter is named by its *place*, such as "/parameter 3 of optimizer 1".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from lockstep.verify.joined_parts import belongs_only_to_optimizer
+from lockstep.verify.names import rename_tensors
+from lockstep.verify.training_record import RankUpdate, Update
+
+FIELDS_OF_MET_MODELS = ("initial", "buffers")
+"""Fields of `RankUpdate` that hold tensors of all models that were met, trained or not."""
+
+PlaceInOptimizer = tuple[int, int]
+"""The number of an optimizer, in the order of first steps, and the index of a parameter in it."""
+
+
+def with_names_of_models(run: Sequence[Update], other_run: Sequence[Update] = ()) -> list[Update]:
+    """Returns a run in which parameters that are named by their places are named by their models.
+
+    The names are those that the parameters get in a later update, once their model is met.
+
+    Args:
+        run: updates of the run.
+        other_run: updates of another run, whose names are used for parameters that never get one.
+    """
+    if not run:
+        return []
+
+    names_in_other_run = _names_by_place(other_run, rank=0) if other_run else {}
+    new_names_of_rank = []
+    for rank in range(len(run[0])):
+        names_by_place = {**names_in_other_run, **_names_by_place(run, rank)}
+        new_names_of_rank.append(_new_names(run, rank, names_by_place))
+
+    updates = []
+    for update in run:
+        records = []
+        for record, new_names in zip(update, new_names_of_rank, strict=True):
+            records.append(_renamed(record, new_names) if new_names else record)
+        updates.append(Update(records))
+
+    return updates
+
+
+def _names_by_place(run: Sequence[Update], rank: int) -> dict[PlaceInOptimizer, str]:
+    """Returns the last name of each parameter of a rank's optimizers, if its model was met."""
+    names = {}
+    for update in run:
+        record = update[rank]
+        for index, name in enumerate(record.optimizer_parameters):
+            if name and not belongs_only_to_optimizer(name):
+                names[record.optimizer, index] = name
+    return names
+
+
+def _new_names(
+    run: Sequence[Update], rank: int, names_by_place: Mapping[PlaceInOptimizer, str]
+) -> dict[str, str]:
+    """Returns the names of models for parameters of a rank that are named by their places."""
+    new_names: dict[str, str] = {}
+    for update in run:
+        record = update[rank]
+        for index, name in enumerate(record.optimizer_parameters):
+            new_name = names_by_place.get((record.optimizer, index))
+            if belongs_only_to_optimizer(name) and new_name is not None:
+                new_names[name] = new_name
+    return new_names
+
+
+def _renamed(record: RankUpdate, new_names: Mapping[str, str]) -> RankUpdate:
+    """Returns the record of a rank in which some tensors have new names."""
+    return rename_tensors(record, lambda name: new_names.get(name, name))
+
+
+def without_models_met_by_one_run(
+    one_run: Sequence[Update], other_run: Sequence[Update]
+) -> tuple[list[Update], list[Update]]:
+    """Returns both runs without values of models that only one of them has met so far.
+
+    A model that is trained in the update is kept: then it is a difference that only one run has
+    met it. So are parameters that belong to no model.
+    """
+    updates_of_one = list(one_run)
+    updates_of_other = list(other_run)
+    for index, (one, other) in enumerate(zip(one_run, other_run, strict=False)):
+        for field_name in FIELDS_OF_MET_MODELS:
+            models_of_one = _models_of(one.merged(field_name))
+            models_of_other = _models_of(other.merged(field_name))
+            one = _without(models_of_one - models_of_other, one, field_name)
+            other = _without(models_of_other - models_of_one, other, field_name)
+
+        updates_of_one[index] = one
+        updates_of_other[index] = other
+
+    return updates_of_one, updates_of_other
+
+
+def _models_of(names: Iterable[str]) -> set[str]:
+    """Returns the models in names of tensors, such as `Net` in `Net/layer.weight`."""
+    return {name.partition("/")[0] for name in names if not belongs_only_to_optimizer(name)}
+
+
+def _without(models: set[str], update: Update, field_name: str) -> Update:
+    """Returns an update in which a field lacks the models, except for those that it trains."""
+    removed = models - _models_of(update.merged("gradients"))
+    if not removed:
+        return update
+
+    records = []
+    for record in update:
+        arrays = {}
+        for name, array in getattr(record, field_name).items():
+            if removed.isdisjoint(_models_of([name])):
+                arrays[name] = array
+        changed_field: dict[str, Any] = {field_name: arrays}
+        records.append(replace(record, **changed_field))
+
+    return Update(records)

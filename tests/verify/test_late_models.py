@@ -1,0 +1,132 @@
+"""Models that a script calls for the first time after its first step."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import warm
+
+from lockstep.verify.late_models import with_names_of_models, without_models_met_by_one_run
+from lockstep.verify.names import align_names
+from lockstep.verify.training_record import RankUpdate, Update
+
+pytestmark = pytest.mark.launcher
+
+SUMS = {"a": np.array([3.0, 1.0]), "b": np.array([5.0, 2.0])}
+"""Two numbers for the weight of each of two models of one class."""
+
+SCRIPT = """
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+dist.init_process_group("gloo")
+rank, size = dist.get_rank(), dist.get_world_size()
+torch.manual_seed(0)
+x, y = torch.randn(48, 6), torch.randint(0, 3, (48,))
+
+
+class Probe(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(6, 3)
+        self.register_buffer("scale", torch.ones(1))
+
+    def forward(self, x):
+        return self.scale * self.layer(x)
+
+
+models = [nn.Sequential(nn.Linear(6, 3)), Probe(), Probe(), Probe()]
+if {wraps} and size > 1:
+    models = [DistributedDataParallel(model, find_unused_parameters=True) for model in models]
+optimizer = torch.optim.SGD([p for model in models for p in model.parameters()], lr=0.1)
+
+# The last probe is never called.
+for batch, called in zip(torch.arange(48).split(8), {called}):
+    part = batch.chunk(size)[rank]
+    order = called[::-1] if rank == 1 and not {wraps} else called  # in an order of its own
+    loss = sum(F.cross_entropy(models[number](x[part]), y[part]) for number in order)
+    optimizer.zero_grad()
+    loss.backward()
+    for parameter in [p for number in called for p in models[number].parameters()]:
+        if not {wraps}:
+            dist.all_reduce(parameter.grad)
+            parameter.grad /= size
+    optimizer.step()
+"""
+
+
+@pytest.mark.parametrize(
+    ("wraps", "called"), [(True, [[0], [2], [1], [2, 1]]), (False, [[0], [1, 2], [2, 1]])]
+)
+def test_models_that_are_first_called_after_the_first_step(
+    wraps: bool, called: list[list[int]], tmp_path: Path
+) -> None:
+    text = SCRIPT.replace("{wraps}", str(wraps)).replace("{called}", str(called))
+    (script := tmp_path / "train.py").write_text(text)
+    verdict = warm.verify(script, steps=50)
+    assert verdict.word == "EQUAL", verdict.lines()
+    assert len(verdict.reference.updates) == len(called)
+
+
+def run(*models_of_ranks: str) -> list[Update]:
+    """Two updates; the models are known before the second one.
+
+    Args:
+        *models_of_ranks: for each rank the models by their numbers: "ab" if `Net` is a and
+            `Net#2` is b.
+    """
+    records = []
+    for models in models_of_ranks:
+        roots = [f"Net#{number}" if number > 1 else "Net" for number in range(1, len(models) + 1)]
+        sums = {f"{root}/w": SUMS[model] for root, model in zip(roots, models, strict=True)}
+        gradients = {f"{root}/w": SUMS[model] for root, model in zip(roots, models, strict=True)}
+        records.append(RankUpdate(parameter_sums=sums, gradients=gradients))
+    return [Update([RankUpdate()] * len(records)), Update(records)]
+
+
+@pytest.mark.parametrize(
+    ("reference", "ranks"),
+    [("ab", ("ab", "ba")), ("ab", ("ba", "ba")), ("ab", ("a", "b")), ("b", ("ab", "ab"))],
+)
+def test_late_models_have_the_names_of_the_reference(
+    reference: str, ranks: tuple[str, ...]
+) -> None:
+    reference_run = run(reference)
+    names_by_model = {sums[0]: name for name, sums in reference_run[1][0].gradients.items()}
+    for rank, record in enumerate(align_names(reference_run, run(*ranks)).updates[1]):
+        assert len(record.gradients) == len(ranks[rank])  # no two have the same name
+        for name, gradient in record.gradients.items():
+            assert names_by_model.get(gradient[0], name) == name
+
+
+def test_a_parameter_has_the_name_of_its_model_before_the_model_is_called() -> None:
+    def trains(name: str) -> Update:
+        return Update([RankUpdate(optimizer_parameters=[name], initial={name: np.ones(2)})])
+
+    later = [trains("/parameter 1 of optimizer 1"), trains("Net/w")]
+    never = [trains("/parameter 1 of optimizer 1")]
+    for updates in (with_names_of_models(later), with_names_of_models(never, later)):
+        assert [list(update[0].initial) for update in updates] == [["Net/w"]] * len(updates)
+
+    # Without another run that knows more, the parameter keeps its place as its name.
+    assert with_names_of_models(never) == never
+    assert with_names_of_models([]) == []
+
+
+def test_only_models_that_are_not_trained_may_be_unknown_to_one_run() -> None:
+    both = {"Net/w": np.ones(2)}
+    more = both | {"Probe/w": np.ones(2), "/parameter 1 of optimizer 1": np.ones(2)}
+    one_run = [Update([RankUpdate(initial=both)])]
+    other_run = [Update([RankUpdate(initial=more, buffers={"Probe/scale": np.ones(1)})] * 2)]
+    ((one,), (other,)) = without_models_met_by_one_run(one_run, other_run)
+    assert list(one[0].initial) == ["Net/w"]
+    assert list(other[1].initial) == ["Net/w", "/parameter 1 of optimizer 1"]
+    assert other[1].buffers == {}
+
+    trained = [Update([RankUpdate(initial=more, gradients=more)])]
+    assert without_models_met_by_one_run(one_run, trained)[1] == trained
