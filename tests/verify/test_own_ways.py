@@ -39,6 +39,7 @@ def thorough(*words: str, nproc: int = 2, steps: int = 3) -> object:
         thorough("flat_slices", nproc=3),
         thorough("tensor_parallel"),
         thorough("tensor_parallel", nproc=3),
+        thorough("stages"),
         thorough("by_hand"),
         thorough("by_hand", nproc=3),
         in_main("by_hand", "first", steps=9),  # to the end of the script, as by default
@@ -126,7 +127,7 @@ def test_a_fault_is_named_for_what_it_is(words: tuple[str, ...], code: str, npro
             ("tensor_parallel", "alone"),
             "of different shapes than one process: hidden.into, hidden.out",
         ),
-        (("stages",), "with other values: 0.weight, 0.bias"),
+        (("stages", "reseeded"), "with other values: 0.weight, 0.bias"),
     ],
 )
 def test_of_parts_that_cannot_be_joined_nothing_is_known(words: tuple[str, ...], told: str) -> None:

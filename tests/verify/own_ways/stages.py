@@ -1,4 +1,9 @@
-"""Two layers; on two ranks each has one, and they send each other outputs and gradients."""
+"""Two layers; on two ranks each has one, and they send each other outputs and gradients.
+
+With the argument "reseeded" the ranks begin with other values than one process.
+"""
+
+import sys
 
 import torch
 import torch.distributed as dist
@@ -10,7 +15,7 @@ rank, size = dist.get_rank(), dist.get_world_size()
 
 
 def layer(number: int) -> nn.Module:
-    torch.manual_seed(number)
+    torch.manual_seed(number + size if "reseeded" in sys.argv else number)
     return nn.Sequential(nn.Linear(4, 4), nn.Tanh())
 
 
