@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -40,6 +41,29 @@ def test_names_of_modules_are_without_a_wrapper_s() -> None:
     models.add(alone)
     names = {id(module): name for name, module in models.modules()}
     assert (names[id(norm)], names[id(alone)]) == ("Sequential/1.0", "BatchNorm1d/")
+
+
+def test_a_view_of_a_parameter_is_not_kept_by_itself() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(4, 3))
+            self.half = self.weight.narrow(0, 0, 2)
+            self.state = [self.weight[:1], torch.ones(2), torch.zeros(2)]
+
+    models = Models()
+    models.add(Net())
+    assert list(models.plain_attributes()) == ["Net/state[1]", "Net/state[2]"]
+
+
+def test_known_summaries_of_parameters_are_not_computed_again() -> None:
+    models = Models()
+    models.add(nn.Linear(2, 3))
+    known = {"Linear/bias": np.zeros(2), "Net/weight": np.zeros(2)}
+    summaries = models.summaries_of_parameters(known)
+    assert list(summaries) == ["Linear/weight", "Linear/bias"]
+    assert summaries["Linear/bias"] is known["Linear/bias"]
+    assert summaries["Linear/weight"].all()
 
 
 def contrast(one: Tensor, other: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ second root of the same class is `Net#2`. A module is *prepared* once it was pas
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -170,8 +170,10 @@ class Models:
 
         Such tensors are neither parameters nor buffers, so nothing keeps them equal between ranks.
         The numbers are a weighted sum of the values, the largest absolute value, and the number of
-        values. Modules of torch and Lockstep are skipped.
+        values. Modules of torch and Lockstep are skipped, and so are views of parameters, which
+        keep nothing of their own.
         """
+        storages_of_parameters = {storage_address(parameter) for _, parameter in self.parameters()}
         arrays: dict[str, Array] = {}
         for module_name, module in self.modules():
             if type(module).__module__.startswith(LIBRARY_PREFIXES):
@@ -186,18 +188,32 @@ class Models:
                 plain_tensors = [t for t in pytree.tree_leaves(value) if type(t) is Tensor]
                 name = _attribute_name(module_name, attribute)
                 for index, tensor in enumerate(plain_tensors):
+                    if storage_address(tensor) in storages_of_parameters - {0}:
+                        continue
                     name_of_tensor = f"{name}[{index}]" if len(plain_tensors) > 1 else name
                     weighted_sum, largest = summarize(tensor)
                     arrays[name_of_tensor] = np.array([weighted_sum, largest, tensor.numel()])
 
         return arrays
 
-    def summaries_of_parameters(self) -> dict[str, Array]:
+    def summaries_of_parameters(
+        self, known_summaries: Mapping[str, Array] | None = None
+    ) -> dict[str, Array]:
         """Returns two numbers for each parameter that change with any of its values, by name.
 
         Sharded parameters are left out, since this rank has only a part of their values.
+
+        Args:
+            known_summaries: summaries by name, which are not computed again.
         """
-        return {name: summarize(p) for name, p in self.parameters() if not is_sharded(p)}
+        summaries = {}
+        for name, parameter in self.parameters():
+            if known_summaries is not None and name in known_summaries:
+                summaries[name] = known_summaries[name]
+            elif not is_sharded(parameter):
+                summaries[name] = summarize(parameter)
+
+        return summaries
 
     def parameters_with_gradient_at(self, storage: int) -> Iterator[tuple[str, nn.Parameter]]:
         """Yields the parameters whose gradient has the given storage, with their names.

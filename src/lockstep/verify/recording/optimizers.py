@@ -243,14 +243,14 @@ class OptimizerRecorder:
         # The values themselves are only recorded before the first step.
         is_before_first_step = not any(state.steps_of.values())
         if is_before_first_step:
-            values_now = copy_arrays(state.models.parameters())
-            values_at_first_forward = update.initial
-            update.initial = {**values_now, **values_at_first_forward}
+            named_parameters = state.models.parameters()
+            unrecorded = [(name, p) for name, p in named_parameters if name not in update.initial]
+            update.initial = {**update.initial, **copy_arrays(unrecorded)}
 
         # Before every step, two numbers for each parameter are recorded.
-        summaries_now = state.models.summaries_of_parameters()
-        summaries_at_first_forward = state.notes.summaries_at_start
-        update.parameter_sums = {**summaries_now, **summaries_at_first_forward}
+        update.parameter_sums = state.models.summaries_of_parameters(
+            known_summaries=state.notes.summaries_at_start
+        )
 
         # Two numbers for each parameter that no optimizer has stepped yet and no model has.
         update.unstepped_sums = state.notes.summaries_of_unstepped
