@@ -37,8 +37,8 @@ CARRIER_DTYPES = {
 """The dtypes that torch or a backend cannot reduce, and those to which they are converted first."""
 CARRIER_DTYPES.update(dict.fromkeys(dtypes_named("float8_e8m0fnu"), torch.float32))
 
-Problem = tuple[str, str, str]
-"""The parts of a `UsageError`: what was set, what was found, what to do."""
+ErrorTexts = tuple[str, str, str]
+"""The texts of a `UsageError`: what was set, what was found, what to do."""
 
 
 class LeafDescription(NamedTuple):
@@ -94,7 +94,7 @@ class CallDescription(NamedTuple):
     structure: str = ""
     """The structure of the nest, as text; empty if the collective takes none."""
     leaves: tuple[LeafDescription, ...] = ()
-    problem: Problem | None = None
+    problem: ErrorTexts | None = None
     """Why this rank cannot take part; all ranks raise it."""
     user_call: str | None = None
     """The call in the user's script that led here, such as "checkpoint.save()"; None if it is not
@@ -109,9 +109,9 @@ class CallDescription(NamedTuple):
         for kind, dtype, shape in leaf_fields:
             leaves.append(LeafDescription(kind, dtype, tuple(shape)))
 
-        problem: Problem | None = None
+        problem: ErrorTexts | None = None
         if problem_fields is not None:
-            problem = cast("Problem", tuple(problem_fields))
+            problem = cast("ErrorTexts", tuple(problem_fields))
 
         return cls(name, detail, structure, tuple(leaves), problem, user_call)
 
@@ -210,7 +210,7 @@ def can_be_joined(descriptions: Sequence[LeafDescription]) -> bool:
     return len(forms) == 1
 
 
-def find_problem(name: str, leaf: Any) -> Problem | None:
+def find_problem(name: str, leaf: Any) -> ErrorTexts | None:
     """Returns why the collective with this name cannot take the leaf, or None if it can."""
     if isinstance(leaf, Tensor):
         return _find_problem_of_tensor(name, leaf)
@@ -236,7 +236,7 @@ def find_problem(name: str, leaf: Any) -> Problem | None:
     )
 
 
-def _find_problem_of_tensor(name: str, tensor: Tensor) -> Problem | None:
+def _find_problem_of_tensor(name: str, tensor: Tensor) -> ErrorTexts | None:
     """Returns why the collective with this name cannot take the tensor, or None if it can."""
     was_set = f"world.{name} of a tensor of {tensor.dtype}"
     is_sent_as_other_dtype = tensor.dtype in CARRIER_DTYPES
@@ -249,7 +249,7 @@ def _find_problem_of_tensor(name: str, tensor: Tensor) -> Problem | None:
     return None
 
 
-def find_problem_of_source(source: Any, num_ranks: int) -> Problem | None:
+def find_problem_of_source(source: Any, num_ranks: int) -> ErrorTexts | None:
     """Returns why `source` cannot be the rank that broadcasts, or None if it can."""
     is_a_rank = type(source) is int and 0 <= source < num_ranks
     if is_a_rank:
@@ -281,7 +281,7 @@ class PackedNest:
     """The part that is sent as JSON. "structure" is the structure of the nest. "leaves" is the list
     of its leaves, with a `LeafDescription` in the place of each tensor."""
     tensors: list[Tensor]
-    problem: Problem | None
+    problem: ErrorTexts | None
     """The reason why the nest cannot be sent, or None. If there is one, the form is empty."""
 
 
