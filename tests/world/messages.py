@@ -8,6 +8,11 @@ MESSAGES: dict[str, str] = {
         "  found: the result for a Linear would go to the variable that holds an SGD\n"
         "  do:    unpack the results in the order in which the objects are given"
     ),
+    "too few variables for the results": (
+        "model, optimizer = world.prepare(model, optimizer, train)\n"
+        "  found: there are 2 variables for the results of 3 objects\n"
+        "  do:    unpack one result for each object"
+    ),
     "batch size 0": (
         "batch_size=0\n"
         "  found: a global batch holds a whole number of samples, at least 1\n"

@@ -53,6 +53,16 @@ def attributes(world: lockstep.World) -> Any:
     trainer.optimizer, module.net = world.prepare(module.net, trainer.optimizer)
 
 
+def too_few_variables(world: lockstep.World) -> Any:
+    model, optimizer, train, _ = parts()
+    model, optimizer = world.prepare(model, optimizer, train)
+
+
+def too_many_variables(world: lockstep.World) -> Any:
+    model, optimizer, _, _ = parts()
+    model, optimizer, _train = world.prepare(model, optimizer)
+
+
 def in_order(world: lockstep.World) -> Any:
     model, optimizer, train, test = parts()
     trainer = SimpleNamespace(model=model)
@@ -61,6 +71,8 @@ def in_order(world: lockstep.World) -> Any:
     other = nn.Linear(2, 1)
     other, optimizer = world.prepare(other, torch.optim.SGD(other.parameters(), lr=0.1))
     assert isinstance(trainer.model, nn.Module)
+    model, *others = world.prepare(nn.Linear(2, 1), train, test)
+    assert len(others) == 2
     return results, loader
 
 
@@ -85,6 +97,8 @@ def check_refused() -> None:
     assert refused(attributes).startswith(
         "trainer.optimizer, module.net = world.prepare(module.net, trainer.optimizer)\n"
     )
+    assert refused(too_few_variables) == MESSAGES["too few variables for the results"]
+    assert "3 variables for the results of 2 objects" in refused(too_many_variables)
     for honest in (in_order, given_twice):
         with lockstep.init() as world:
             honest(world)

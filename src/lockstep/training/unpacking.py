@@ -1,7 +1,9 @@
-"""Finds scripts that unpack the results of `world.prepare` in a different order than they come in.
+"""Finds scripts that unpack the results of `world.prepare` in another order or number.
 
-`prepare` returns its results in the order in which the objects were given. Two cases are found:
+`prepare` returns its results in the order in which the objects were given. Three cases are found:
 
+- `model, optimizer = world.prepare(model, optimizer, loader)` is rejected before anything is
+prepared, in place of Python's error "too many values to unpack".
 - `test, train = world.prepare(train, test)` is rejected before anything is prepared. Both results
 have the same type, so no error would follow. The script's source names the variables that get the
 results; if one of them holds another of the given objects, the results are mixed up.
@@ -16,7 +18,7 @@ import linecache
 import re
 from collections.abc import Callable, Sequence
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple, TypeGuard
 
 from torch import nn
 
@@ -34,7 +36,7 @@ NOT_ITERABLE = re.compile(r"'(?P<class>\w+)' object is not iterable")
 
 
 def check_unpacking(objects: Sequence[Any], frame: FrameType | None) -> None:
-    """Raises UsageError if the results of `prepare` are unpacked in the wrong order.
+    """Raises UsageError if the results of `prepare` are unpacked in the wrong order or number.
 
     Args:
         objects: the objects that `prepare` was given.
@@ -44,8 +46,13 @@ def check_unpacking(objects: Sequence[Any], frame: FrameType | None) -> None:
     if frame is None or len(objects) < 2 or not is_user_file(frame.f_code.co_filename):
         return
 
-    targets = _find_targets(frame)
+    unpacking = _find_unpacking(frame)
+    if unpacking is None:
+        return
+
+    targets, argument_expressions = unpacking
     if len(targets) != len(objects):
+        _check_number(targets, argument_expressions, num_results=len(objects))
         return
 
     # In `test, train = world.prepare(train, test)` the first variable, `test`, would get the result
@@ -63,6 +70,31 @@ def check_unpacking(objects: Sequence[Any], frame: FrameType | None) -> None:
                 f"{describe_type(held_object)}",
                 "unpack the results in the order in which the objects are given",
             )
+
+
+def _check_number(
+    targets: Sequence[ast.expr], arguments: Sequence[ast.expr], num_results: int
+) -> None:
+    """Raises UsageError if the results of `prepare` are unpacked into too many or few variables.
+
+    Args:
+        targets: the variables.
+        arguments: the arguments of the call.
+        num_results: the number of results, one for each object.
+    """
+    # `model, *others = world.prepare(...)` takes any number. With `world.prepare(*objects)`, or if
+    # another `prepare` stands in the statement, the source does not show what is returned.
+    is_certain = len(arguments) == num_results
+    if not is_certain or any(isinstance(each, ast.Starred) for each in (*targets, *arguments)):
+        return
+
+    variable_texts = ", ".join(ast.unparse(target) for target in targets)
+    argument_texts = ", ".join(ast.unparse(argument) for argument in arguments)
+    raise UsageError(
+        f"{variable_texts} = world.prepare({argument_texts})",
+        f"there are {len(targets)} variables for the results of {num_results} objects",
+        "unpack one result for each object",
+    )
 
 
 def _names_of_arguments(
@@ -96,27 +128,35 @@ def note_order(error: BaseException | None, returned: Sequence[Sequence[Any]]) -
             return
 
 
-def _find_targets(frame: FrameType) -> list[ast.expr]:
-    """Returns the targets of a running statement `a, b = world.prepare(...)`, else []."""
+class _Unpacking(NamedTuple):
+    """The statement `a, b = world.prepare(x, y)`, as expressions of Python's syntax tree."""
+
+    targets: list[ast.expr]
+    arguments: list[ast.expr]
+
+
+def _find_unpacking(frame: FrameType) -> _Unpacking | None:
+    """Returns the running statement `a, b = world.prepare(...)`; None if it is another one."""
     lines = linecache.getlines(frame.f_code.co_filename, frame.f_globals)
     tree = parse_source("".join(lines))
     if tree is None:
-        return []
+        return None
 
-    targets: list[ast.expr] = []
+    unpacking = None
     for node in ast.walk(tree):
         if not isinstance(node, ast.Assign) or len(node.targets) != 1:
             continue
         target = node.targets[0]
         last_line = node.end_lineno or node.lineno
         is_running = node.lineno <= frame.f_lineno <= last_line
-        if is_running and _calls_prepare(node.value) and isinstance(target, ast.Tuple):
-            targets = target.elts  # if several stand in one line, the last one counts
+        if is_running and _is_call_of_prepare(node.value) and isinstance(target, ast.Tuple):
+            # If several stand in one line, the last one counts.
+            unpacking = _Unpacking(target.elts, node.value.args)
 
-    return targets
+    return unpacking
 
 
-def _calls_prepare(value: ast.expr) -> bool:
+def _is_call_of_prepare(value: ast.expr) -> TypeGuard[ast.Call]:
     """Returns True if an expression is a call of a method named `prepare`."""
     if not isinstance(value, ast.Call) or not isinstance(value.func, ast.Attribute):
         return False
