@@ -339,15 +339,14 @@ def _without_values_lost_by_joining(
         parameter_sums={"Net/weight": s, "Net/bias": t}  ->  parameter_sums={}
 
     Args:
-        update: the update, whose tensors are whole already. If the reference trains several
-            replicas, it has a `RankUpdate` for each of them.
+        update: the update, whose tensors are whole already. It has one `RankUpdate`, or several if
+            one process trains several replicas of the model.
         joined_names: names of tensors that were joined in the parallel run.
         removed_names: names of tensors that could not be joined.
     """
-    # Of a joined tensor, the values in fields such as "gradients" stay, unless some replica lacks
-    # them. In the parallel run every rank has the same joined tensor, so here every replica gets
-    # the tensor of the first one.
-    kept_tensors: dict[str, dict[str, Array]] = {}  # by field and name
+    # The tensors that stay, by field and name. All replicas get those of the first one, as all
+    # ranks of the parallel run have the same joined tensors.
+    kept_tensors: dict[str, dict[str, Array]] = {}
     for field_name in _TENSOR_FIELDS:
         kept_tensors[field_name] = {}
         arrays_of_replicas = [getattr(record, field_name) for record in update]

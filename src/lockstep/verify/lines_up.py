@@ -520,11 +520,12 @@ def _with_initial_parameters_in_first(updates: list[Update]) -> list[Update]:
 def _initial_parameters(updates: Sequence[Update], rank: int) -> dict[str, Array]:
     """Returns the initial parameters of a rank, by name; empty if the rank recorded none.
 
-    A rank records its parameters once, before its own first step. For example, rank 0 trains
-    "Net/a" in updates 0 and 1 and sends it to rank 1, whose first step is in update 2. Then rank 1
-    has recorded a trained value of "Net/a". Its initial value is taken from update 0, where rank 0
-    has recorded it. A parameter "Net/b" that nobody has trained before update 2 keeps the value
-    that rank 1 has recorded.
+    A rank records its parameters once, before its own first step, when other ranks may have trained
+    some of them already. For example, rank 1 makes its first step in update 2:
+
+    - "Net/a" was trained by rank 0 in update 0. Its initial value is what rank 0 has recorded.
+    - "Net/b" was trained by nobody. Its initial value is what rank 1 has recorded.
+    - "Net/c" did not exist in update 0. It is left out, as the reference has not recorded it.
     """
     # The indices of the updates at which the rank has recorded its parameters: one, or none.
     update_indices = [index for index, update in enumerate(updates) if update[rank].initial]
@@ -532,28 +533,19 @@ def _initial_parameters(updates: Sequence[Update], rank: int) -> dict[str, Array
         return {}
 
     update_index = update_indices[0]
-    recorded = updates[update_index][rank].initial
+    recorded_by_rank = updates[update_index][rank].initial
     if update_index == 0:  # nothing was trained yet
-        return dict(recorded)
+        return dict(recorded_by_rank)
 
     trained_before: set[str] = set()  # names of parameters that other ranks have trained
     for update in updates[:update_index]:
         trained_before |= update.merged("parameters").keys()
 
-    # What the ranks that made update 0 have recorded before it, such as "Net/a" of rank 0.
-    recorded_at_first_update = updates[0].merged("initial")
-
+    recorded_in_first_update = updates[0].merged("initial")  # by the ranks that made it
     initial: dict[str, Array] = {}
-    for name in recorded:
-        # A parameter that did not exist at the first update cannot be compared: one process records
-        # initial parameters only then.
-        if name not in recorded_at_first_update:
-            continue
-
-        is_trained_now = name in trained_before
-        if is_trained_now:  # as "Net/a" is
-            initial[name] = recorded_at_first_update[name]
-        else:  # as "Net/b"
-            initial[name] = recorded[name]
+    for name, array in recorded_by_rank.items():
+        if name in recorded_in_first_update:
+            was_trained = name in trained_before
+            initial[name] = recorded_in_first_update[name] if was_trained else array
 
     return initial

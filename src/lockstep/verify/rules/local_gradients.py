@@ -280,8 +280,7 @@ def exchanged_inside_step(gradients: LocalGradients) -> Cause | None:
     3. LS210: nothing tells what the optimizer has used.
 
     Needs: `calls` inside `optimizer.step()`, `reduced_in_step`, `optimizer_state`.
-    Applies: if there is such a call. LS201 and LS209 follow from the result of the collective, or
-        from the optimizer's state.
+    Applies: if the optimizer calls a collective in its step.
     False positives: an optimizer that divides the sum after the collective.
     Evidence: the line of the collective, and by which factor gradients are too large.
     """
@@ -513,7 +512,7 @@ def forward_past_wrapper(gradients: LocalGradients) -> Cause | None:
     if not has_bypassed_a_wrapper:
         return None
 
-    # The wrapper of another model was bypassed: the models of these gradients have none.
+    # The models of these gradients have no wrapper, so it was the wrapper of another model.
     if gradients.are_unwrapped:
         return None
 
@@ -531,15 +530,15 @@ def averaged_too_late(gradients: LocalGradients) -> Cause | None:
     Needs: `calls` on gradients, in this update and the next one.
     Applies: if a collective got one of these gradients, although each rank used its local ones.
     False positives: a collective whose result is not written back.
-    Evidence: the line of the first collective.
+    Evidence: the line of the first collective on one of these gradients.
     """
-    calls = gradients.collectives_on_gradients
-    some_are_on_these_gradients = any(call.gradient_of in gradients.names for call in calls)
-    if not some_are_on_these_gradients:
+    calls_on_these = [
+        call for call in gradients.collectives_on_gradients if call.gradient_of in gradients.names
+    ]
+    if not calls_on_these:
         return None
 
-    # The first call may be on another gradient, if the script averages several.
-    text = f"these gradients were averaged too late, or only others were: {calls[0].line}"
+    text = f"these gradients were averaged too late: {calls_on_these[0].line}"
     return Cause(
         "LS406", (gradients.sentence_on_difference, gradients.sentence_on_local_passes, text)
     )
@@ -606,18 +605,18 @@ def _other_averaged_names(gradients: LocalGradients) -> list[str]:
 
 
 def _names_averaged_by_script(record: RankUpdate, max_error: float) -> list[str]:
-    """Returns the gradients, of models without a DDP wrapper, that a rank has averaged, by name.
+    """Returns the names of gradients that a rank has averaged without a DDP wrapper.
 
-    These are no longer what the rank's backward passes computed.
+    A gradient was averaged if it is no longer what the rank's backward passes computed.
 
     Args:
         record: record of the rank.
         max_error: largest relative difference that counts as rounding.
     """
-    # What the backward passes computed, and what the rank gave to its optimizer, before clipping.
-    # The latter has only the parameters of this optimizer.
+    # What the backward passes computed, for all parameters without a wrapper.
     local_gradients = sum_of_passes(record.local_gradients, record.unwrapped)
-    used_gradients = record.unclipped
+    # What the rank gave to its optimizer, for the parameters of this optimizer.
+    used_gradients = record.unclipped  # before clipping
 
     names = []
     for name, local_gradient in local_gradients.items():

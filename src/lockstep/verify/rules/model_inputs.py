@@ -41,14 +41,14 @@ def inputs_by_rank(update: Update) -> list[Counter[str]]:
     """Returns how often the models of each rank got each input, identified by its digest.
 
     Returns:
-        A counter for each rank, in the order of the ranks, which is empty if the rank has called no
-        model. If any input of any rank is not known, nothing can be counted, and the whole list is
-        empty.
+        A counter for each rank, in the order of the ranks. It is empty if the rank has called no
+        model, or computes the same samples as another rank. If any input of any rank is not known,
+        nothing can be counted, and the whole list is empty.
     """
     counts_of_ranks = []
     for record in update:
         counts: Counter[str] = Counter()
-        if record.contributes:
+        if record.contributes:  # otherwise another rank counts the same samples
             for arguments in record.model_inputs:  # of one call of a model
                 digests = arguments.contents
                 if not digests:  # the arguments could not be split into samples
@@ -182,9 +182,9 @@ def other_inputs(case: Divergence) -> Cause | None:
 def _cause_in_additional_inputs(case: Divergence, forward: MatchedForward) -> Cause | None:
     """Names the cause of other outputs, for a model whose first input is the same.
 
-    The model may have additional inputs, such as a hidden state: they are random (LS106, LS308) or
-    other inputs (LS111). The result is None if these are the same too. Then the model itself
-    returned other outputs, which `other_outputs` explains.
+    If additional inputs differ, such as a hidden state, they are random (LS106, LS308) or other
+    inputs (LS111). If all inputs are the same, the result is None: then the cause is in the model
+    itself, and `other_outputs` looks for it.
     """
     differing_inputs = forward.differing_rows("other_inputs")  # a bool for each sample
     if not differing_inputs.any():
@@ -218,31 +218,30 @@ def format_differing_other_inputs(forward: MatchedForward, differing_inputs: Arr
 
 
 @dataclass(frozen=True)
-class _OtherInputs:
-    """The inputs of a forward pass that only one of the runs has."""
+class _ExtraInputs:
+    """The inputs of a forward pass that the ranks have beyond those of one process."""
 
     forward: MatchedForward
-    # *Extra* inputs are those that the ranks have beyond the inputs of one process. For each of
-    # them: does one process have this input in the same step, or in any step?
-    is_repeated: Array
-    is_of_any_step: Array
+    # How many inputs there are. An input that one process has in the same step is *repeated*: the
+    # ranks have it more often.
+    num_extra: int
+    num_repeated: int
+    num_of_other_steps: int
     # The first sentence of evidence.
-    numbers: str
+    sentence_on_numbers: str
 
     @property
-    def is_known(self) -> Array:
-        """For each extra input, whether one process has it in this step or in another one."""
-        known: Array = self.is_repeated | self.is_of_any_step
-        return known
+    def num_unknown(self) -> int:
+        """Number of extra inputs that one process has in no step."""
+        return self.num_extra - self.num_repeated - self.num_of_other_steps
 
     @property
     def left_out_and_repeated(self) -> tuple[str, ...]:
         """Sentences on inputs that no rank computed, and on those that were computed twice."""
         left_out = f"{self.forward.num_missing} inputs of one process were computed by none"
-        num_extra = len(self.is_repeated)
-        if num_extra == 0:
+        if self.num_extra == 0:
             return (left_out,)
-        return f"{num_extra} inputs were computed by several ranks, or twice", left_out
+        return f"{self.num_extra} inputs were computed by several ranks, or twice", left_out
 
 
 def _cause_of_other_inputs(case: Divergence, forward: MatchedForward, are_samples: bool) -> Cause:
@@ -256,56 +255,62 @@ def _cause_of_other_inputs(case: Divergence, forward: MatchedForward, are_sample
         are_samples: whether the inputs are the samples themselves, without a DataLoader.
     """
     extra_inputs = forward.actual.inputs[forward.extra_indices]
+    inputs_of_all_steps = _inputs_of_all_steps(case, forward.expected)
+    # For each extra input: does one process have it in the same step, or in any step?
+    is_of_same_step = rows_among(extra_inputs, forward.expected.inputs)
+    is_of_any_step = rows_among(extra_inputs, inputs_of_all_steps)
+
     num_same = len(forward.expected_indices)
-    inputs = _OtherInputs(
+    inputs = _ExtraInputs(
         forward,
-        is_repeated=rows_among(extra_inputs, forward.expected.inputs),
-        is_of_any_step=rows_among(extra_inputs, _inputs_of_all_steps(case, forward.expected)),
-        numbers=(
+        num_extra=len(extra_inputs),
+        num_repeated=int(is_of_same_step.sum()),
+        num_of_other_steps=int((is_of_any_step & ~is_of_same_step).sum()),
+        sentence_on_numbers=(
             f"{forward.model}: {len(forward.expected.inputs)} inputs on one process, "
             f"{len(forward.actual.inputs)} on {case.num_ranks}; "
             f"{num_same} are the same"
         ),
     )
 
-    if are_samples and inputs.is_known.all():
+    if are_samples and inputs.num_unknown == 0:
         return _cause_of_other_samples(case, inputs)
     return _cause_of_computed_inputs(case, inputs, are_samples)
 
 
-def _cause_of_other_samples(case: Divergence, inputs: _OtherInputs) -> Cause:
+def _cause_of_other_samples(case: Divergence, inputs: _ExtraInputs) -> Cause:
     """Names the cause of inputs that are samples, all of which one process has in some step.
 
-    LS102: samples are left out. LS101: samples are repeated. LS105, LS109: they belong to other
-    steps of one process.
+    - LS102: the ranks have no extra samples, and lack some.
+    - LS101: all extra samples are repeated.
+    - LS105: some belong to other steps of one process, and each rank draws an order of its own.
+    - LS109: some belong to other steps of one process, for another reason.
     """
-    # All extra inputs are repeated; also if there are none.
-    if inputs.is_repeated.all():
-        num_extra = len(inputs.is_repeated)
-        code = "LS101" if num_extra else "LS102"
-        return Cause(code, (inputs.numbers, *inputs.left_out_and_repeated))
+    if inputs.num_extra == 0:
+        return Cause("LS102", (inputs.sentence_on_numbers, *inputs.left_out_and_repeated))
+    if inputs.num_repeated == inputs.num_extra:
+        return Cause("LS101", (inputs.sentence_on_numbers, *inputs.left_out_and_repeated))
 
-    num_of_other_steps = (~inputs.is_repeated).sum()
-    of_other_steps = f"{num_of_other_steps} are inputs of another step of one process"
-    own_order = [*_orders_of_ranks(case), *_inputs_of_several_ranks(case)]
-    if own_order:
-        return Cause("LS105", (inputs.numbers, of_other_steps, *own_order))
+    of_other_steps = f"{inputs.num_of_other_steps} are inputs of another step of one process"
+    sentences_on_orders = [*_orders_of_ranks(case), *_inputs_of_several_ranks(case)]
+    if sentences_on_orders:
+        return Cause("LS105", (inputs.sentence_on_numbers, of_other_steps, *sentences_on_orders))
 
     draws = describe_random_numbers_of_one_run(case)
-    return Cause("LS109", (inputs.numbers, of_other_steps, *draws))
+    return Cause("LS109", (inputs.sentence_on_numbers, of_other_steps, *draws))
 
 
-def _cause_of_computed_inputs(case: Divergence, inputs: _OtherInputs, are_samples: bool) -> Cause:
+def _cause_of_computed_inputs(case: Divergence, inputs: _ExtraInputs, are_samples: bool) -> Cause:
     """Names the cause of inputs that the script computes from samples, or that nothing explains.
 
     LS106, LS308: they are random. LS111: they are different inputs.
 
     Args:
         case: the difference.
-        inputs: the inputs that only one of the runs has.
+        inputs: the inputs that the ranks have beyond those of one process.
         are_samples: whether the inputs are the samples themselves, without a DataLoader.
     """
-    numbers = inputs.numbers  # a sentence
+    numbers = inputs.sentence_on_numbers
     cause_by_random_numbers = random_loss(case, numbers)
     if cause_by_random_numbers is not None:
         return cause_by_random_numbers
@@ -315,12 +320,11 @@ def _cause_of_computed_inputs(case: Divergence, inputs: _OtherInputs, are_sample
         why = "as if normalized by the mean and deviation of its own samples"
         return Cause("LS111", (numbers, text, why))
 
-    if inputs.is_repeated.all():
+    if inputs.num_repeated == inputs.num_extra:
         return Cause("LS111", (numbers, *inputs.left_out_and_repeated))
 
-    num_unknown = (~inputs.is_known).sum()
-    if num_unknown:
-        unknown = f"{num_unknown} are not known from one process"
+    if inputs.num_unknown:
+        unknown = f"{inputs.num_unknown} are not known from one process"
     else:
         unknown = "all are of other steps too"
 
@@ -531,14 +535,16 @@ def _counts_of_padded_rows(
 
 
 def code_of_differing_inputs(
-    expected_of_ranks: Sequence[Counter[str]], actual_of_ranks: Sequence[Counter[str]], size: int
+    expected_of_ranks: Sequence[Counter[str]],
+    actual_of_ranks: Sequence[Counter[str]],
+    num_ranks: int,
 ) -> str:
     """Returns the code for inputs that are known to differ, if no rule names the cause.
 
     Args:
         expected_of_ranks: how often each input occurs on one process.
         actual_of_ranks: how often each input occurs on each rank.
-        size: number of ranks.
+        num_ranks: number of ranks.
 
     Returns:
         LS101 if inputs are repeated, LS110 if there are N times as many, LS102 if inputs are left
@@ -557,7 +563,7 @@ def code_of_differing_inputs(
         return "LS101"
 
     # The ranks have all inputs of one process and others, N times as many in total.
-    if num_missing_on_ranks == 0 and actual.total() == size * expected.total():
+    if num_missing_on_ranks == 0 and actual.total() == num_ranks * expected.total():
         return "LS110"
 
     # The ranks have only inputs of one process, but not all of them.
