@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from lockstep.verify.algebra import constant_ratio, near
 from lockstep.verify.cause import format_items, script_names
 from lockstep.verify.divergence import Divergence
+from lockstep.verify.tolerance import Array
 from lockstep.verify.training_record import Update
 from lockstep.wording import format_ranks
 
@@ -84,26 +85,13 @@ def gradient_patterns(case: Divergence) -> tuple[str, ...]:
     expected = case.expected.merged(case.kind)
     actual = case.actual.merged(case.kind)
 
-    # `case.names` are the gradients that differ. Those that only the ranks have are left out. Those
-    # that no rank has are wrong, but have no factor.
+    # The gradients that differ, without those that only the ranks have.
     wrong_names = [name for name in case.names if name in expected]
     names_by_pattern: dict[str, list[str]] = defaultdict(list)
     for name in wrong_names:
-        if name not in actual:
-            continue
-
-        # A number if actual = number * expected. For a gradient with a single value there is always
-        # such a number, so it means nothing.
-        ratio = None
-        if expected[name].size > 1:
-            ratio = constant_ratio({name: expected[name]}, {name: actual[name]}, case.max_error)
-
-        if ratio is None:
-            pattern = "in no constant ratio"
-        else:
-            pattern = format_ratio(ratio, case.num_ranks)
-
-        names_by_pattern[pattern].append(name)
+        if name in actual:  # otherwise no rank has this gradient, and there is no factor
+            pattern = _pattern_of(expected[name], actual[name], case)
+            names_by_pattern[pattern].append(name)
 
     sentences = []
     if len(wrong_names) < len(expected):
@@ -114,6 +102,17 @@ def gradient_patterns(case: Divergence) -> tuple[str, ...]:
         sentences.append(f"{pattern}: {format_items(script_names(names))}")
 
     return tuple(sentences)
+
+
+def _pattern_of(expected: Array, actual: Array, case: Divergence) -> str:
+    """Says by which factor a gradient is wrong: "2 times", or "in no constant ratio"."""
+    ratio = None
+    if expected.size > 1:  # a single value has a factor in any case, which means nothing
+        ratio = constant_ratio({"gradient": expected}, {"gradient": actual}, case.max_error)
+
+    if ratio is None:
+        return "in no constant ratio"
+    return format_ratio(ratio, case.num_ranks)
 
 
 def draws_not_made_by_all_ranks(case: Divergence) -> list[tuple[str, str]]:
@@ -149,9 +148,9 @@ def draws_not_made_by_all_ranks(case: Divergence) -> list[tuple[str, str]]:
 def describe_random_numbers_of_one_run(case: Divergence) -> list[str]:
     """Says that the loss was computed from random numbers that only one of the two runs drew.
 
-    Numbers that both runs drew do no harm. For example, one process draws the numbers a, b, c, d
-    for its 4 samples, and rank 0 draws a, b for its 2 samples. With a loss, only the last draw is
-    recorded: d on one process and b on rank 0. These differ, but one process drew b too.
+    With a loss, only the last draw is recorded. It may differ although both runs drew the same
+    numbers: one process draws a, b, c, d for its 4 samples, and rank 0 draws a, b for its 2
+    samples. The last draws are d and b, but one process drew b too.
 
     The result is one sentence with the first such line, or an empty list.
     """
@@ -197,7 +196,7 @@ def _lines_with_other_values(case: Divergence, field_name: str, text: str) -> li
         field_name: name of a field of `RankUpdate` with a number for each line.
         text: beginning of each sentence, before the line.
     """
-    # A single rank has all samples. If its value differs, it is not for the split of the samples.
+    # A single rank has all samples, so another value does not come from how they are split.
     if case.num_ranks <= 1:
         return []
 

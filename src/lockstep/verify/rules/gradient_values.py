@@ -418,7 +418,7 @@ def unused_parameters(case: Divergence, expected: Gradients, actual: Gradients) 
         return None
 
     text = f"the backward passes of {format_ranks(ranks)} left no gradient of these parameters"
-    # On one process, the backward passes leave gradients of these parameters. All other gradients
+    # In full: on one process the backward passes do leave these gradients, and all other gradients
     # are right.
     text_on_one_process = "on one process they do, and all others are right"
     return Cause("LS312", (text, text_on_one_process), case.names)
@@ -649,7 +649,8 @@ def _describe_parts_of_one_process(right_weights: Sequence[float]) -> tuple[str,
     """Says which parts are in the gradient of one process, and what a part is.
 
     Args:
-        right_weights: weights of the parts in the gradient of one process; 0 for all others.
+        right_weights: weight of each part in the gradient of one process; 0 for a part that is not
+            in it.
     """
     parts_of_one = [number for number, weight in enumerate(right_weights) if weight > 0]
     numbers = format_items([number + 1 for number in parts_of_one])

@@ -248,10 +248,10 @@ def wrong_after_clipping(case: Divergence) -> Cause | None:
 
     In this order:
 
-    - LS403: before, they were equal on all ranks, so they were clipped differently.
-    - Before, they differed between the ranks, and their mean was not right (or clipping changed
-      nothing): what `explain_gradients` says about the mean.
-    - LS404: their mean was right, perhaps times a number, so they were clipped before averaging.
+    - LS403: the ranks had equal gradients before clipping, so they clipped differently.
+    - Any code of `explain_gradients`: the ranks had different gradients before clipping, whose mean
+      was wrong already, or clipping changed nothing.
+    - LS404: the mean was right, perhaps times a number, so the ranks clipped before averaging.
 
     Needs: `unclipped`, and `calls` that clip.
     Applies: if gradients were clipped in one of the runs and differ afterwards.

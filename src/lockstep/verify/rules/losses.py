@@ -287,11 +287,11 @@ def other_loss_arguments(case: Divergence) -> Cause | None:
     if not _forwards_with_equal_outputs(case):
         return None
 
-    name = _first_differing_option(case)
-    if name is None:
+    argument_and_line = _first_differing_option(case)
+    if argument_and_line is None:
         return None
 
-    text = f"another value than on one process: {name}"
+    text = f"another value than on one process: {argument_and_line}"
     return Cause("LS212", (text, *describe_local_statistics(case), *loss_line(case)))
 
 
@@ -327,8 +327,9 @@ def local_statistic_in_loss(case: Divergence) -> Cause | None:
     """
     # Outputs are only known if they have a row for each sample.
     forwards = _forwards_with_equal_outputs(case)
-    outputs_are_known = all(forward.matched_rows("outputs") is not None for forward in forwards)
-    if not forwards or not outputs_are_known:
+    if not forwards:
+        return None
+    if any(forward.matched_rows("outputs") is None for forward in forwards):
         return None
 
     # The loss may differ because of random numbers instead.

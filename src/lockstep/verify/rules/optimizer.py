@@ -158,10 +158,10 @@ def _lines_that_set_rates(case: Divergence) -> list[str]:
 
     # Only the first lines are named. The ranks come first: they are more likely to have set a wrong
     # rate than one process is.
-    for process in (*case.actual, *case.expected):
+    for record in (*case.actual, *case.expected):
         # Lines whose rates differ from one process come before those that differ between ranks.
-        for other_process in (*case.expected, *case.actual):
-            lines.update(dict.fromkeys(_lines_of_other_rates(process, other_process)))
+        for other_record in (*case.expected, *case.actual):
+            lines.update(dict.fromkeys(_lines_of_other_rates(record, other_record)))
 
     return [f"it was set by {line}" for line in lines][:MAX_LINES_THAT_SET_RATES]
 
@@ -353,7 +353,7 @@ def parameters_changed_between_steps(case: Divergence) -> Cause:
     if not _last_step_is_recorded(case):
         return Cause("LS210", (text, *writes))
 
-    # A difference right after the last step would have been reported instead of this one.
+    # This difference is the first one, so the last step left the parameters of one process.
     if not writes:
         writes = ["something changes them between the steps, or in a forward pass"]
 

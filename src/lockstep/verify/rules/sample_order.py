@@ -121,13 +121,15 @@ def repeated_samples(case: Divergence) -> Cause | None:
     """
     repeated = _samples_trained_by_several_ranks_or_before(case)
 
-    # Samples that the ranks trained more often in this step than one process. (The difference of
-    # two counters has only positive counts.) They may also be surplus because they are new. If any
-    # is new, another rule applies.
+    if not repeated:
+        return None
+
+    # Samples that the ranks trained more often in this step than one process did: the difference of
+    # two counters has only positive counts. Another rule applies if some of these are new.
     expected, actual = _count_samples_of_this_step(case)
     surplus = set(actual - expected)
-    all_are_repeated = surplus <= set(repeated)
-    if not repeated or not all_are_repeated:
+    some_are_new = not surplus <= set(repeated)
+    if some_are_new:
         return None
 
     if _all_ranks_trained_the_same(case):
@@ -234,8 +236,8 @@ def samples_of_several_ranks(case: Divergence) -> Cause | None:
     """LS105: over all compared steps, several ranks trained the same samples.
 
     Needs: `batches` with indices or contents, also in the steps before.
-    Applies: if one process trains these samples only once. `trained_by_several_ranks` leaves out
-        the second epoch: all steps from the one on in which one process repeats a sample.
+    Applies: if one process trains these samples only once. Only the steps before one process
+        repeats a sample are examined, which are those of its first epoch.
     False positives: none known.
     Evidence: how many samples were trained by several ranks.
     """
