@@ -73,24 +73,19 @@ def describe_terms(case: Divergence) -> tuple[list[str], bool]:
     Returns:
         Sentences, and whether they explain why the gradients are wrong.
     """
-    # On one process and on each rank, a list with the terms of each backward pass: [[2.0, 6.0]] for
-    # a single pass with two terms. Ranks whose losses do not count, such as the first stages of a
-    # pipeline, are left out.
-    passes_on_one_process = case.expected[0].loss_terms
-    passes_by_rank = {}
-    for rank, record in enumerate(case.actual):
-        if record.contributes:
-            passes_by_rank[rank] = record.loss_terms
+    # Ranks whose losses do not count, such as the first stages of a pipeline, are left out.
+    record_by_rank = {rank: r for rank, r in enumerate(case.actual) if r.contributes}
 
-    # With several backward passes, it is not known which terms correspond.
-    if case.num_ranks == 1 or len(passes_on_one_process) != 1:
-        return [], False
-    if any(len(passes) != 1 for passes in passes_by_rank.values()):
+    # `loss_terms` has a list of terms for each backward pass: [[2.0, 6.0]] for a single pass with
+    # two terms. With several passes, it is not known which terms correspond.
+    record_of_one_process = case.expected[0]
+    all_records = [record_of_one_process, *record_by_rank.values()]
+    if case.num_ranks == 1 or any(len(record.loss_terms) != 1 for record in all_records):
         return [], False
 
     # The terms of the only backward pass, on one process and on each rank.
-    expected_terms = passes_on_one_process[0]
-    terms_by_rank = {rank: passes[0] for rank, passes in passes_by_rank.items()}
+    expected_terms = record_of_one_process.loss_terms[0]
+    terms_by_rank = {rank: record.loss_terms[0] for rank, record in record_by_rank.items()}
 
     term_counts_differ = any(len(terms) != len(expected_terms) for terms in terms_by_rank.values())
     if term_counts_differ:

@@ -9,7 +9,8 @@ listed under "Needs". All steps are in `case.reference_run` and `case.parallel_r
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from lockstep.verify.algebra import near
 from lockstep.verify.cause import (
@@ -247,22 +248,38 @@ def _optimizer_differences(case: Divergence) -> list[str]:
 
     for group in range(min(num_groups)):
         options_of_records = [record.group_options[group] for record in records]
-        keys: dict[str, None] = {}  # an ordered set
-        for options in options_of_records:
-            keys.update(dict.fromkeys(options))
-
-        for key in keys:
-            values = [options.get(key) for options in options_of_records]
-            if any(value != values[0] for value in values):
-                # The entry "parameters" is the size of the group, and not an option of torch's.
-                option = "number of parameters" if key == "parameters" else key
-                by_process = format_by_process(values, names_of_records)
-                sentences.append(f"{option} of parameter group {group + 1}: {by_process}")
+        sentences += _group_differences(group, options_of_records, names_of_records)
 
     if sentences:
         return sentences
 
     return _state_difference(case)
+
+
+def _group_differences(
+    group: int, options_of_records: Sequence[Mapping[str, Any]], names_of_records: Sequence[str]
+) -> list[str]:
+    """Names options of one parameter group that differ, in a sentence each.
+
+    Args:
+        group: number of the group, from 0.
+        options_of_records: options of the group in each record.
+        names_of_records: names of the records, such as "rank 0".
+    """
+    keys: dict[str, None] = {}  # an ordered set
+    for options in options_of_records:
+        keys.update(dict.fromkeys(options))
+
+    sentences = []
+    for key in keys:
+        values = [options.get(key) for options in options_of_records]
+        if any(value != values[0] for value in values):
+            # The entry "parameters" is the size of the group, and not an option of torch's.
+            option = "number of parameters" if key == "parameters" else key
+            by_process = format_by_process(values, names_of_records)
+            sentences.append(f"{option} of parameter group {group + 1}: {by_process}")
+
+    return sentences
 
 
 def _state_difference(case: Divergence) -> list[str]:

@@ -241,8 +241,8 @@ def changed_between_passes(case: Divergence) -> Cause | None:
     if not some_earlier_pass_was_local:
         return Cause("LS304", (sentence, *describe_writes(case, tuple(ranks_by_name))))
 
-    # A backward pass before the change left local gradients, so each rank has changed the parameters
-    # by a gradient of its own.
+    # A backward pass before the change left local gradients, with which each rank has changed the
+    # parameters.
     why = "what a backward pass before it left was each rank's own, and no average"
     line = case.actual.first("line_that_bypassed_wrapper")
     if line:
