@@ -461,8 +461,8 @@ def _optimizer_states_agree(expected: Update, actual: Update, tolerance: Toleran
             if is_whole and differ(expected_state, state):
                 return False
 
-        # Slices of the ranks, whose sizes add up to the size of the tensor. (So does the size of a
-        # whole tensor that only one rank has, and its largest value is equal too.)
+        # Slices of the ranks, whose sizes add up to the size of the tensor. (A whole tensor of a
+        # single rank comes here too. It is equal, as it was compared above.)
         sizes_add_up = sum(state[SIZE] for state in states) == expected_state[SIZE]
         if sizes_add_up:
             largest_of_slices = max(state[LARGEST] for state in states)

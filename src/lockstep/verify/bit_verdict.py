@@ -278,7 +278,7 @@ def compare_bits(kind: str, expected: Update, actual: Update) -> BitDifference |
     """
     reference_record = expected[0]  # the only one, since the reference runs on one process
     expected_hashes = reference_record.bits.get(kind, {})
-    hashes_of_ranks = [rank.bits.get(kind, {}) for rank in actual]
+    hashes_of_ranks = [record.bits.get(kind, {}) for record in actual]
 
     names_on_some_rank = set().union(*hashes_of_ranks)
     missing_on_all_ranks = expected_hashes.keys() - names_on_some_rank
@@ -361,9 +361,8 @@ def reason_bits_not_comparable(run: RunRecord) -> str:
     if run.error:
         first_line = run.error.splitlines()[0]
         found = _found_line(run.error)
-        if found:
-            found = f": {found}"
-        return f"{name} with virtual ranks: {first_line}{found}"
+        found_text = f": {found}" if found else ""
+        return f"{name} with virtual ranks: {first_line}{found_text}"
 
     if run.idle_ranks:
         return f"{format_ranks(run.idle_ranks)} made no optimizer step"

@@ -273,8 +273,8 @@ class Comparison:
         if not may_have_noise(bit_reference.updates):
             return []
 
-        # This run is made now, if it was not made before. It is in float64, unless the user chose
-        # another precision, in which noise does not shrink either, and nothing is found.
+        # This run is made now, if it was not made before. If the user chose another precision than
+        # float64, noise does not shrink in it, and nothing is found.
         try:
             float64_reference = self._tolerance_reference()
         except UsageError:  # the script cannot run in float64
@@ -341,7 +341,9 @@ class Comparison:
             batches_folder=config.batches_folder,
             seconds=None,  # no time limit, since the number of steps is known
         )
-        was_stopped = bool(run_on_several.stopped_at)  # or else it has ended earlier by itself
+        # A script that was stopped on several processes is stopped after the same number of steps.
+        # A script that ended by itself does so again, at the end of the same batches.
+        was_stopped = bool(run_on_several.stopped_at)
         if was_stopped:
             reference_config = replace(reference_config, steps=run_on_several.steps)
 

@@ -198,9 +198,10 @@ def find_divergences(
         if training_differs:
             kinds_that_follow |= _TRAINED_VALUES
 
-    # One run may have more updates. This is the kind "length", which follows from other samples,
-    # for example.
-    if len(reference_run) != len(parallel_run) and "length" not in kinds_that_follow:
+    # One run may have more updates, which may follow from a difference found before: a run with
+    # other samples ends earlier, for example.
+    lengths_differ = len(reference_run) != len(parallel_run)
+    if lengths_differ and "length" not in kinds_that_follow:
         first_missing = min(len(reference_run), len(parallel_run))
         divergences["length"] = Divergence(
             reference_run, parallel_run, tolerance, update_index=first_missing, kind="length"

@@ -143,8 +143,8 @@ def splitting_branches(outcomes_of_ranks: Sequence[Outcomes]) -> list[str]:
 
     places = []
     for place in outcomes_of_ranks[0]:
-        outcomes = {rank.get(place, NOT_REACHED) for rank in outcomes_of_ranks}
-        if outcomes == {WAS_TRUE, WAS_FALSE}:
+        outcomes_here = {outcomes.get(place, NOT_REACHED) for outcomes in outcomes_of_ranks}
+        if outcomes_here == {WAS_TRUE, WAS_FALSE}:
             places.append(place)
 
     names_of_ranks = name_ranks(range(len(outcomes_of_ranks)))  # "rank 0", "rank 1", ...
@@ -246,7 +246,7 @@ def _differing_test_around(
         for place in places:
             file_of_test, first_line, last_line = place
             is_around = file_of_test == file and first_line <= line <= last_line
-            outcomes_here = {rank.get(place, NOT_REACHED) for rank in outcomes_of_ranks}
+            outcomes_here = {outcomes.get(place, NOT_REACHED) for outcomes in outcomes_of_ranks}
             if is_around and len(outcomes_here) > 1:
                 return place
 

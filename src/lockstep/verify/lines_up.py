@@ -106,8 +106,8 @@ def _line_up_at_shared_steps(
     for number in range(1, num_sections):
         sections = [sections_of_rank[number] for sections_of_rank in sections_of_ranks]
 
-        # Each section begins with a step that all ranks have made together. This may also correct
-        # the update before it.
+        # Each section begins with a step that all ranks have made together. It may show that the
+        # update before it belongs to the same backward pass, and then changes that update.
         shared_steps = [section[0] for section in sections]
         _append_shared_update(updates, _join_steps(shared_steps))
 

@@ -77,7 +77,7 @@ class AlignedRun:
                 records.append(rename_tensors(record, change))
             updates.append(Update(records))
 
-        # There are none for any rank if the run is given without its final sums.
+        # The run may be given without final sums. Then there are none for any rank.
         final_sums = []
         for sums, change in zip(self.final_sums, change_of_rank, strict=False):
             final_sums.append(_with_new_keys(sums, change))

@@ -136,8 +136,8 @@ def _describe_rank_that_never_steps(
 ) -> str:
     """Says that a rank made backward passes but no step, while another rank made steps.
 
-    A rank need not step itself if another rank steps and sends it the parameters: then such an
-    update is recorded for it too. So it has no updates at all.
+    A rank that is sent the parameters of another one, instead of making steps, has updates too. So
+    only a rank without any updates never steps.
 
     Returns:
         A sentence, or an empty string if this is not the case for the rank.
@@ -170,8 +170,8 @@ def _describe_peer_that_ended(
         steps: number of steps that were to be recorded.
 
     Returns:
-        A text that completes "the script ended with: ", or an empty string if there is no such
-        rank.
+        A text that follows "on 2 processes the script ended with: ", or an empty string if there is
+        no such rank.
     """
     # A rank that made all steps needed its peers no longer, so their end explains no failure.
     steps_of_rank = most_steps(updates[rank])

@@ -175,11 +175,11 @@ def _find_failure(
     """
     failure = first_failure(ends, updates_of_ranks, config.steps)
 
-    # A rank that was killed failed first if the others have only lost their connections to it. With
-    # `exited=True`, `record_run` keeps the output, which may tell why it was killed.
+    # A rank that was killed failed first if the others have only lost their connections to it.
     a_rank_was_killed = len(ends) < config.nproc
     no_other_cause_is_known = failure is None or failure.only_lost_peer
     if a_rank_was_killed and no_other_cause_is_known:
+        # `exited` makes `record_run` keep the output of the script, which may tell why.
         return RankEnd(error=LOST_PROCESS, exited=True)
 
     return failure

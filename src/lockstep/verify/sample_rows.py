@@ -339,16 +339,15 @@ def _models_whose_rows_are_no_samples(updates: Sequence[Update]) -> set[str]:
 def _without_models(record: RankUpdate, model_classes: Set[str]) -> RankUpdate:
     """Returns the record of a rank without the forward passes of the given models.
 
-    The rows of these models are no samples. The rows of batches may then be no samples either, so
-    their `contents`, one digest for each row, are removed too. They are kept only if the batch has
-    a dataset index for each row.
+    The rows of these models are no samples. So the `contents` of what models are called with, one
+    digest for each row, are removed. Those of the batches are kept only if a batch has a dataset
+    index for each row.
     """
     forwards = []
     for forward in record.forwards:
         if _class_of(forward) not in model_classes:
             forwards.append(forward)
 
-    # The rows that a model is called with may not be samples, so these contents are always removed.
     model_inputs = [_without_contents(batch) for batch in record.model_inputs]
 
     if record.batches_are_model_inputs:

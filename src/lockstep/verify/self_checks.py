@@ -139,8 +139,9 @@ def _find_same_inputs_on_all_ranks(update: Update) -> list[Finding]:
         A list with the finding LS101, or LS108 if the inputs come from an IterableDataset. Empty if
         the ranks had different inputs, or may rightly have had the same.
     """
-    # Ranks that hold parts of a model rightly get the same inputs. A rank records sums only for
-    # parameters that it holds as a whole, and gradients for all that it trains.
+    # Ranks that hold parts of a model rightly get the same inputs. A rank has recorded gradients of
+    # all parameters that it trains, but sums only over those that it holds as a whole. So a name
+    # with a gradient and without a sum is that of a part.
     for record in update:
         names_of_whole_parameters = record.parameter_sums.keys()
         names_of_trained_parameters = record.gradients.keys()

@@ -433,9 +433,10 @@ class Update(tuple[RankUpdate, ...]):
             if batch.random_draws:
                 return None
 
-            # The digests must be one for each sample. Without indices, the number of samples is not
-            # known.
-            if batch.ids is not None and len(batch.ids) != len(batch.contents):
+            # There must be one digest for each sample. Indices, if they are known, tell how many
+            # samples there are.
+            has_other_number = batch.ids is not None and len(batch.ids) != len(batch.contents)
+            if has_other_number:
                 return None
 
             for digest in batch.contents:

@@ -569,11 +569,10 @@ def _new_findings(
         if candidate.cause.code in known_codes:
             continue
 
-        # Without the reference, the only differences that can be found are those between ranks.
-        difference_between_ranks = candidate.case
-        if difference_between_ranks is not None:
-            if not _is_new_difference(difference_between_ranks, cases):
-                continue
+        # A difference that is known without the reference is one between the ranks.
+        difference = candidate.case
+        if difference is not None and not _is_new_difference(difference, cases):
+            continue
 
         new_findings.append(candidate)
         known_codes.add(candidate.cause.code)
