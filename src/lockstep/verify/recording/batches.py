@@ -181,11 +181,11 @@ class UnusedBatches:
         self._not_seen_in_models[self._last_number] = record
 
     def mark_used(self, batch_number: int) -> None:
-        """Notes that a batch has reached a model: it is no longer unused.
+        """Notes that a batch has reached a model, and what this says of the loader's earlier ones.
 
-        Batches that the loader has handed out before are no longer unused either. Those of the same
-        epoch belong to the same optimizer step. Those of an earlier epoch were never trained on:
-        the script has only looked at them, for example to compute their mean.
+        Earlier batches of the same epoch belong to the same optimizer step. Those of an earlier
+        epoch were never trained on: the script has only looked at them, for example to compute
+        their mean.
 
         Args:
             batch_number: number of the batch; 0 if the tensor was made from no batch.

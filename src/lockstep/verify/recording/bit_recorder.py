@@ -173,8 +173,8 @@ class BitRecorder(Extension):
             if parameter.grad is not None:
                 gradients[name] = parameter.grad
 
-        # Hashes of the gradients of virtual ranks, for the parameters of this optimizer. Those of
-        # other parameters are kept until their optimizers step.
+        # Hashes of the gradients of virtual ranks, by names such as "Net/weight of virtual rank 2".
+        # Only those of this optimizer's parameters are taken; other optimizers will take the rest.
         hashes_of_virtual_ranks: dict[str, str] = {}
         for name in parameters:
             hashes_of_virtual_ranks |= self._virtual_rank_hashes.pop(name, {})
@@ -239,17 +239,16 @@ class BitRecorder(Extension):
         """Returns what is only known at the end of the script.
 
         Args:
-            script_failed: True if an error has ended the script. It makes no difference here.
+            script_failed: not used; `Recorder.end` has this argument too.
         """
         del script_failed
         virtual_ranks: int | None = None
         script_sets_virtual_ranks = False
         if self._settings is not None:
             virtual_ranks = self._settings.virtual_ranks
-            # To compare bits, `lockstep verify` chooses a number of virtual ranks. It takes effect
-            # only if the script sets none itself.
-            choice_of_verify_has_effect = self._settings.virtual_ranks_of_verify is not None
-            script_sets_virtual_ranks = not choice_of_verify_has_effect
+            # `lockstep verify` chooses a number of virtual ranks to compare bits. This setting is
+            # None if the choice has no effect, because the script sets a number itself.
+            script_sets_virtual_ranks = self._settings.virtual_ranks_of_verify is None
 
         return RankEnd(
             uses_lockstep=bool(self.state.models.prepared_ids),

@@ -99,16 +99,16 @@ class ForeignStepRecorder:
         # Pairs of a parameter and its summary, by the id of the parameter. The parameter itself is
         # kept too, so that no other tensor can get its id.
         pairs_of_last_loss = state.notes.parameters_and_summaries_of_loss
-        pairs_of_this_loss = {
-            id(parameter): (parameter, summarize(parameter))
-            for parameter in _parameters_behind(loss)
-        }
+        pairs_of_this_loss = {}
+        has_changed = False
+        for parameter in _parameters_behind(loss):
+            summary = summarize(parameter)
+            pairs_of_this_loss[id(parameter)] = (parameter, summary)
+            if id(parameter) in pairs_of_last_loss:
+                _, summary_at_last_loss = pairs_of_last_loss[id(parameter)]
+                if not np.array_equal(summary, summary_at_last_loss):
+                    has_changed = True
 
-        ids_in_both = pairs_of_last_loss.keys() & pairs_of_this_loss.keys()
-        has_changed = any(
-            not np.array_equal(pairs_of_last_loss[id_][1], pairs_of_this_loss[id_][1])
-            for id_ in ids_in_both
-        )
         if has_changed:
             self._record_update()
             state.end_script_if_enough()
@@ -199,8 +199,8 @@ class ForeignStepRecorder:
             )
             state.writer.write(missed_update)
             state.steps_of[optimizer] += 1
-            # The missed update ends here. Calls of models in it, or before, do not belong to the
-            # optimizer's next step.
+            # The optimizer's next step begins after this update, so calls of models until here do
+            # not belong to it.
             state.next_update_after_step_of[optimizer] = state.update_number
 
 

@@ -94,8 +94,8 @@ class ForwardRecorder:
         self.state.models.add(module)
         self._gradients.hook_parameters()
 
-        # Writes are watched, unless an optimizer is stepping, whose closure has called the model:
-        # the next writes would be its own.
+        # Writes of the script are watched from here on. If the closure of an optimizer has called
+        # the model, the next writes are those of the optimizer, so they are not watched.
         is_inside_step = self.state.running_steps.count() > 0
         if not is_inside_step:
             self.state.watch_writes_from_now()
@@ -210,10 +210,7 @@ class ForwardRecorder:
     def _begin_training_pass(self, module: nn.Module, inputs: Any, marks: dict[str, Any]) -> None:
         """Records a call of a model with gradients enabled.
 
-        In every call: the record of the forward pass, which is kept as `state.notes.running_pass`
-        until the call ends; what the inputs were made from; and modules in evaluation mode. In the
-        first call after a backward pass: the inputs, and parameters that have changed since. In the
-        first call of an update: the tensors of all modules.
+        The record of the forward pass is kept as `state.notes.running_pass` until the call ends.
 
         Args:
             module: the model.
@@ -229,7 +226,8 @@ class ForwardRecorder:
         if is_unwrapped and not update.unwrapped_line:
             update.unwrapped_line = user_line() or ""
 
-        # Tensors of modules that are neither parameters nor buffers, but plain attributes.
+        # Tensors of modules that are neither parameters nor buffers, but plain attributes. They are
+        # recorded once in an update.
         if not update.module_tensors_before:
             update.module_tensors_before = state.models.plain_attributes()
 
@@ -294,8 +292,8 @@ class ForwardRecorder:
         """
         state = self.state
 
-        # Random numbers that are drawn from the first such call on may go into the loss. So the
-        # draws before it are counted. (This is repeated until a call has inputs with rows.)
+        # Random numbers that are drawn after the first call of an update may go into the loss. So
+        # the draws before it are counted.
         is_first_call_of_update = not state.update.model_inputs
         if is_first_call_of_update:
             state.notes.draws_before_forward = state.mode.draws.num_draws
@@ -345,9 +343,9 @@ class ForwardRecorder:
         summaries_at_start = state.models.summaries_of_parameters()  # without sharded parameters
         state.notes.summaries_at_start = summaries_at_start
 
-        # The script may train tensors that no model has, only an optimizer. They get a name when
-        # that optimizer first steps. Until then, their key is a pair: the number of the optimizer,
-        # and their index in it.
+        # The script may train tensors that no model has, only an optimizer. Until that optimizer
+        # steps they have no name. Their key is a pair: (0, 2) for the third tensor of the first
+        # optimizer.
         summaries_of_unstepped = {}
         for key, parameter in state.models.parameters_of_unstepped_optimizers():
             summaries_of_unstepped[key] = summarize(parameter)
@@ -408,8 +406,8 @@ class ForwardRecorder:
             record.input_values = _values_by_sample(first_input, num_samples)
 
         forward_pass = ForwardPass(record)
-        # A script may call the model as a trial before the training. When the first loss shows that
-        # the first calls were trials, the recorded inputs are replaced by those kept here.
+        # A script may call the model as a trial before the training, which only the first loss will
+        # show. Then the inputs that are kept here replace those of the trial.
         if self.state.is_first_update:
             no_indices = ()  # the inputs of a model do not tell the indices of the samples
             forward_pass.inputs = describe_batch(inputs, ids=no_indices)

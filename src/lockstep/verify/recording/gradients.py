@@ -103,9 +103,9 @@ class GradientRecorder:
     def end_backward(self) -> None:
         """Records the gradients that a backward pass has left, and whether they are still local.
 
-        They are if every gradient is what the hooks have seen on this rank; otherwise, DDP has
-        averaged them. The answer is added to `state.update.local_passes`; the gradients are kept in
-        `state.notes`.
+        A gradient is local if it is what the hooks have seen on this rank; otherwise, DDP has
+        averaged it. Whether all are local is added to `state.update.local_passes`; the gradients
+        are kept in `state.notes`.
         """
         notes = self.state.notes
         notes.gradients_after_backward = {}

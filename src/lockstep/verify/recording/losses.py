@@ -169,8 +169,8 @@ class LossRecorder:
         update.gather_line = update.gather_line or marks.get("gather", "")
         update.detached_gather_line = update.detached_gather_line or marks.get("detached", "")
 
-        # All other marks. Only random numbers that were drawn since the first forward pass are
-        # recorded here; earlier ones were recorded together with the inputs of the models.
+        # All other marks. Random numbers that were drawn before the first forward pass are left
+        # out, as they were recorded together with the inputs of the models.
         state.record_marks(marks, draws_before=state.notes.draws_before_forward)
         state.step_draws.record(update)
 
@@ -276,10 +276,10 @@ class LossRecorder:
     def _record_loss_calls(
         self, marks: Mapping[str, Any], forward_passes: Sequence[ForwardPass]
     ) -> None:
-        """Records the loss functions of torch that have computed a loss.
+        """Records how torch's loss functions have computed a loss.
 
-        These are the numbers that they, or the script, have divided by, their options, and the
-        targets of the samples.
+        Recorded are the numbers that these functions, or the script itself, have divided by; the
+        options of the functions; and the targets of the samples.
 
         Args:
             marks: marks on the loss, by kind.
@@ -325,8 +325,9 @@ class LossRecorder:
         records = [forward_pass.record for forward_pass in forward_passes]
         for record in records:
             # Gradients of outputs that were recorded so far come from another backward pass, such
-            # as that of a gradient penalty. An array without rows stands for none.
-            record.output_gradients = record.output_gradients[:0]
+            # as that of a gradient penalty.
+            no_rows = record.output_gradients[:0]
+            record.output_gradients = no_rows
 
         update = self.state.update
         update.forwards = [*update.forwards, *records][-MAX_RECORDED_FORWARD_PASSES:]

@@ -84,7 +84,7 @@ class RunProgress:
         Returns:
             The number of the next update.
         """
-        self.writer.write(update, replica)
+        self.writer.write(update, replica)  # counts the update, too
 
         # The time limit of the run starts with the first step.
         if self._first_step_time is None:

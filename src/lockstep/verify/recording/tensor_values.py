@@ -192,8 +192,8 @@ def _tensors_of_single_samples(
     Args:
         values: nest of lists, tuples and dictionaries.
         num_samples: number of samples.
-        is_top: whether the nest is the whole batch. A batch such as `[images]` may have one entry
-            just because it has one tensor.
+        is_top: whether the nest is the whole batch. A batch `[images]` has one entry, but that does
+            not mean that it has one sample.
     """
     entries = _entries(values)
     may_be_only_tensor = is_top and len(entries) == 1

@@ -86,7 +86,7 @@ def _call_with_mode(
         return function(*inputs, **options)
 
     with (
-        mode.set_in_backward(False),  # so that checkpoints inside of `function` do not do this too
+        mode.set_in_backward(False),  # a checkpoint inside of `function` finds the mode enabled
         mode,  # torch has disabled the mode in the backward pass
     ):
         return function(*inputs, **options)

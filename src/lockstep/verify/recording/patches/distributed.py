@@ -270,6 +270,6 @@ def _start_without_larger_groups(
     original_start(process)
 
     # The new process has its own copy of `process`. Here, the method of the class becomes visible
-    # again: the replaced one refers to `process`, and would keep the object alive. (The watch on
-    # processes in `lockstep.run.watch`, which patches `start` too, may have removed it already.)
+    # again, as the replaced one would keep the object alive. `lockstep.run.watch`, which patches
+    # `start` too, may have removed the replaced one already.
     vars(process).pop("run", None)
