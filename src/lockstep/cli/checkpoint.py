@@ -475,12 +475,13 @@ def _pair_row(pair: Pair) -> tuple[str, ...]:
     a = pair.a
     b = pair.b
     values = pair.values
+    no_cells_of_values = ("", "", "")
     if a is None:
-        return (pair.name, "in b alone", "", _dtype_and_shape(b), "", "", "")
+        return (pair.name, "in b alone", "", _dtype_and_shape(b), *no_cells_of_values)
     if b is None:
-        return (pair.name, "in a alone", _dtype_and_shape(a), "", "", "", "")
+        return (pair.name, "in a alone", _dtype_and_shape(a), "", *no_cells_of_values)
     if values is None:  # the shapes differ, so the values cannot be compared
-        return (pair.name, "shape", _dtype_and_shape(a), _dtype_and_shape(b), "", "", "")
+        return (pair.name, "shape", _dtype_and_shape(a), _dtype_and_shape(b), *no_cells_of_values)
 
     differing = []
     if a.dtype is not b.dtype:

@@ -50,7 +50,8 @@ def _commands_meant(group: str, args: Sequence[str], known_names: Sequence[str])
         known_names: the commands of the group.
     """
     name, *arguments = args
-    program = group.partition(" ")[0]  # the name by which the program was called
+    # The program may have been called by another name, such as that of a link to it.
+    program = group.partition(" ")[0]
     standard_group = group.replace(program, "lockstep", 1)
 
     familiar = COMMANDS_OF_WORD[standard_group].get(name.lower().replace("_", "-"))

@@ -146,10 +146,7 @@ def _examine_hosts(
 
     findings_as_json = {}
     for section, findings in sections.items():
-        findings_as_json[section] = {
-            check: {"level": finding.level, "found": finding.found, "do": finding.do}
-            for check, finding in findings.items()
-        }
+        findings_as_json[section] = {check: each._asdict() for check, each in findings.items()}
     write_json(json_file, {"findings": findings_as_json, "facts": facts_of_machine})
 
     return max(doctor.exit_code(findings) for findings in sections.values())

@@ -41,7 +41,7 @@ def command(words: tuple[str, ...], markdown: str | None) -> None:
     size_without_terminal = (MAX_WIDTH, 24)  # columns, and lines, which are not used
     width = min(shutil.get_terminal_size(size_without_terminal).columns, MAX_WIDTH)
     codes = catalogue.codes_in(query)
-    is_exit_code = query in EXIT_CODES
+    is_exit_code = query in EXIT_CODES  # such as 75, which is not short for LS75
     if codes and not is_exit_code:
         click.echo("\n\n".join(_explain_code(code, width) for code in codes))
     else:
@@ -67,18 +67,20 @@ def _explain_code(code: str, width: int) -> str:
         raise click.UsageError(
             f"There is no {code}. Codes are {', '.join(ranges)}; lockstep explain lists all of them"
         )
-    is_entry = len(entries) == 1
-    text = _format_entry(entries[0], width) if is_entry else _format_entries(entries, width)
+
+    if len(entries) == 1:
+        text = _format_entry(entries[0], width)
+        heading_if_similar = translate(f"There is no {code}; the nearest is:")
+    else:
+        text = _format_entries(entries, width)
+        heading_if_similar = translate(f"There is no {code}; the nearest are:")
+
     if entries[0].code.startswith(code):
         return text
 
     # No code begins like this, and `find` has returned the entries with the most similar ones.
-    if is_entry:
-        heading = translate(f"There is no {code}; the nearest is:")
-    else:
-        heading = translate(f"There is no {code}; the nearest are:")
     all_of_them = translate("To list all of them: lockstep explain")
-    return f"{heading}\n{text}\n\n{all_of_them}"
+    return f"{heading_if_similar}\n{text}\n\n{all_of_them}"
 
 
 def _explain_words(query: str, width: int) -> str:

@@ -72,8 +72,8 @@ def show_command(run: Path, last: int) -> None:
         raise
 
     for line in lines:
-        # Indented are the lines of the manifest, such as "  python 3.12", which have the user's own
-        # values and are not translated; and the notes on them, which are.
+        # Lines of the manifest are indented, such as "  python 3.12". They hold the user's own
+        # values, and are not translated. Notes on them are indented too, and are translated.
         is_note = line.startswith("  note: ")
         is_of_manifest = line.startswith("  ") and not is_note
         click.echo(line if is_of_manifest else translate(line))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import click
 
@@ -53,31 +53,33 @@ def say_if_options_are_not_read(
             for flag in param.opts:
                 takes_value[flag] = not param.is_flag
 
-    meant_options = {}  # by the misspelt options
-    for word in args:
-        flag = word.partition("=")[0]
-        if not flag.startswith("--") or flag in takes_value:
-            continue
-        meant = similar_option(ctx.command, ctx, flag, MIN_SIMILARITY_AFTER_SCRIPT)
-        if meant is not None:
-            meant_options[flag] = meant
-
+    warnings = []
     words = misplaced_launcher_options(args, takes_value)
-    if not words and not meant_options:
-        return
-    if not never_reads_arguments(Script(path=script, module=ctx.params["module"])):
-        return
-
     if words:
-        say(
+        warnings.append(
             f"warning: {shlex.join(words)} has no effect, as it stands after {script}, which reads "
             f"no arguments: write it before {script}"
         )
-    for flag, meant in meant_options.items():
-        say(
-            f"warning: {flag} has no effect, as {script} reads no arguments: if you meant {meant}, "
-            f"write it before {script}"
-        )
+
+    unknown_flags = [flag for flag in _flags_among(args) if flag not in takes_value]
+    for flag in unknown_flags:
+        meant = similar_option(ctx.command, ctx, flag, MIN_SIMILARITY_AFTER_SCRIPT)
+        if meant is not None:
+            warnings.append(
+                f"warning: {flag} has no effect, as {script} reads no arguments: if you meant "
+                f"{meant}, write it before {script}"
+            )
+
+    # The script is only read if there is something to warn of.
+    if warnings and never_reads_arguments(Script(path=script, module=ctx.params["module"])):
+        for warning in warnings:
+            say(warning)
+
+
+def _flags_among(args: Sequence[str]) -> list[str]:
+    """Returns the flags among the arguments of a script, each once: `--lr` for `--lr=0.1`."""
+    flags = [word.partition("=")[0] for word in args if word.startswith("--")]
+    return list(dict.fromkeys(flags))
 
 
 def flags_of(command: click.Command) -> set[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 from pathlib import Path
 
@@ -144,17 +143,14 @@ def _write_page(path: Path, page: str) -> None:
     """
     from lockstep.run.watch.evidence import write_atomically
 
-    target = Path(os.path.realpath(path))  # so that a symbolic link is kept
-    temporary_file = target.with_name(f"{target.name}.new")  # of `write_atomically`
     try:
         is_pipe_or_device = path.exists() and not path.is_file()
         if is_pipe_or_device:  # it cannot be replaced by a new file
             path.write_text(page, encoding="utf-8")
         else:
+            target = Path(os.path.realpath(path))  # so that a symbolic link is kept
             write_atomically(target, page)
     except OSError as error:
-        with contextlib.suppress(OSError):
-            temporary_file.unlink()
         found = f"it cannot be written: {error.strerror}"
         raise SettingError(f"--out {path}", found, "name another file") from error
 

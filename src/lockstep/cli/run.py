@@ -42,7 +42,11 @@ from lockstep.cli.places.slurm import NewSlurmJob, PresentSlurmJob, placement_in
 from lockstep.cli.run_options import as_user_wrote_it, comes_from_file, setting_options
 from lockstep.cli.second_launcher import check_no_second_launcher
 from lockstep.cli.torchrun_options import TORCHRUN_FLAGS, TORCHRUN_OPTIONS, torchrun_options
-from lockstep.cli.unknown_option import familiar_option, similar_option
+from lockstep.cli.unknown_option import (
+    advice_on_foreign_option,
+    familiar_option,
+    similar_option,
+)
 from lockstep.errors import SettingError
 from lockstep.run.machines.ray_placement import RUNNING_CLUSTER
 from lockstep.run.start.plan import HangRules
@@ -113,12 +117,13 @@ class RunCommand(click.Command):
 def _unknown_flag_error(command: click.Command, ctx: click.Context, flag: str) -> SettingError:
     """Returns the error for a flag that neither this command nor torchrun has."""
     found = "neither Lockstep nor torchrun has this flag"
-    our_flag_or_advice = familiar_option(command, ctx, flag)
-    if our_flag_or_advice is not None:
-        if our_flag_or_advice.startswith("--"):
-            our_flag = our_flag_or_advice
-            return SettingError(flag, found, f"use {our_flag} instead")
-        return SettingError(flag, found, our_flag_or_advice)
+    our_flag = familiar_option(command, ctx, flag)
+    if our_flag is not None:
+        return SettingError(flag, found, f"use {our_flag} instead")
+
+    advice = advice_on_foreign_option(command, ctx, flag)
+    if advice is not None:
+        return SettingError(flag, found, advice)
 
     # "--nproc＝2" with a full-width equals sign, which Chinese input methods write.
     ascii_flag = unicodedata.normalize("NFKC", flag)
@@ -296,8 +301,10 @@ def command(ctx: click.Context, /, script: str, args: tuple[str, ...], **_: Any)
 
 def _chosen_place(ctx: click.Context, script: str, args: tuple[str, ...]) -> Place:
     """Returns where the run is started, by the options and by the job of Slurm that this is in."""
-    for option in chosen_places(ctx):  # at most one
-        return PLACES[option](ctx, script, args)
+    options = chosen_places(ctx)
+    if options:
+        only_option = options[0]  # `check_place_options` rejects a second one
+        return PLACES[only_option](ctx, script, args)
 
     placement = placement_in_job(ctx)
     if placement is not None and placement.srun_nodes:
@@ -308,13 +315,12 @@ def _chosen_place(ctx: click.Context, script: str, args: tuple[str, ...]) -> Pla
 def _check_report_is_no_service(report: str | None) -> None:
     """Checks that --report, which takes a folder, was not given the name of a tracking service.
 
-    The service is named by `lockstep report FOLDER --to tensorboard`, after the run.
+    The service is named by `lockstep report FOLDER --to tensorboard`, after the run. A folder may
+    have the name of a service too, which is certain if it holds the record of an earlier run.
     """
-    is_service = report in ("tensorboard", "wandb", "mlflow")
-    if report is None or not is_service:
+    if report not in ("tensorboard", "wandb", "mlflow"):
         return
-    is_folder_of_earlier_run = _has_record(Path(report))
-    if not is_folder_of_earlier_run:
+    if not _has_record(Path(report)):
         do = f"name one, and afterwards: lockstep report FOLDER --to {report}"
         raise SettingError(f"--report {report}", "it takes a folder for the record", do)
 

@@ -70,7 +70,6 @@ def _check_started_once(
     if LAUNCHER_VARIABLE in environ:
         return
 
-    launcher = ""
     scheduler = scheduler_of_several_tasks_here(environ)
     if TORCHELASTIC_VARIABLE in environ:
         launcher = "torchrun"
@@ -79,9 +78,13 @@ def _check_started_once(
         variables = ", ".join(("RANK", "WORLD_SIZE", TORCHELASTIC_VARIABLE))
     elif scheduler is not None:
         launcher = scheduler.command
-        num_processes = num_here = environ[scheduler.local_size]
+        num_here = environ[scheduler.local_size]
+        num_processes = num_here
         variables = scheduler.local_size
-    if not launcher or num_processes == "1":
+    else:
+        return
+
+    if num_processes == "1":
         return
 
     program = [*(["-m"] if module else []), script, *args]

@@ -37,21 +37,41 @@ def similar_option(
 
 
 def familiar_option(command: click.Command, ctx: click.Context, flag: str) -> str | None:
-    """Returns what to use instead of an option of another tool; None if nothing is known of it.
-
-    The advice is an option of this command, or a sentence that names no option of other commands.
+    """Returns the option of a command that does what an option of another tool does.
 
     Args:
         command: the command.
         ctx: its context.
         flag: the unknown option, such as `--nprocs`.
-    """
-    advice = ADVICE_FOR_FLAG.get(flag.lstrip("-").replace("_", "-"))
-    if advice is None:
-        return None
 
+    Returns:
+        The option, such as `--nproc`; None if none is known.
+    """
+    advice = _advice_for_flag(command, ctx, flag)
+    return advice if advice.startswith("--") else None
+
+
+def advice_on_foreign_option(command: click.Command, ctx: click.Context, flag: str) -> str | None:
+    """Returns a sentence on what to do instead of an option of another tool; None if none is known.
+
+    Args:
+        command: the command.
+        ctx: its context.
+        flag: the unknown option.
+    """
+    advice = _advice_for_flag(command, ctx, flag)
+    return advice if advice and not advice.startswith("--") else None
+
+
+def _advice_for_flag(command: click.Command, ctx: click.Context, flag: str) -> str:
+    """Returns an option or a sentence that says what to use instead of an option of another tool.
+
+    The result is empty if nothing is known of it, or if the sentence names an option that the
+    command does not have.
+    """
+    advice = ADVICE_FOR_FLAG.get(flag.lstrip("-").replace("_", "-"), "")
     named_options = set(re.findall(r"--[a-z-]+", advice))
-    return advice if named_options <= set(_spellings(command, ctx)) else None
+    return advice if named_options <= set(_spellings(command, ctx)) else ""
 
 
 def _spellings(command: click.Command, ctx: click.Context) -> list[str]:
@@ -69,11 +89,11 @@ def describe_unknown_option(error: click.NoSuchOption) -> str:
         return f"No such option {name!r}."
 
     command = error.ctx.command
-    advice = familiar_option(command, error.ctx, name)
-    if advice is not None and not advice.startswith("--"):
+    advice = advice_on_foreign_option(command, error.ctx, name)
+    if advice is not None:
         return f"No such option {name!r}: {advice}"
 
-    meant = advice or similar_option(command, error.ctx, name)
+    meant = familiar_option(command, error.ctx, name) or similar_option(command, error.ctx, name)
     if meant is not None:
         return f"No such option {name!r}. Did you mean {meant}?"
     return f"No such option {name!r}."

@@ -210,11 +210,6 @@ def as_json(facts: Mapping[str, Facts], findings: Mapping[str, Finding]) -> dict
     """Returns the findings, each with its facts, as values for `json.dumps`."""
     report = {}
     for name, finding in findings.items():
-        report[name] = {
-            "level": finding.level,
-            "found": finding.found,
-            "do": finding.do,
-            "facts": facts[name],
-        }
+        report[name] = {**finding._asdict(), "facts": facts[name]}
 
     return report

@@ -258,9 +258,8 @@ def _judge_names(machines: Machines) -> Finding:
     A run uses the address that each machine has given for itself (its fact `own`). Whether the
     others can look up its name only matters if it gave none.
 
-    The finding for three machines, with the name of this check before it:
-
-        names  those of 3 machines looked up on each; not all know c: a run uses the address
+    If machine `a` cannot look up `c`, the finding for three machines is "those of 3 machines looked
+    up on each; not all know c: a run uses the address".
     """
     problems: list[Finding] = []
     observers_without_answer: list[str] = []
@@ -483,8 +482,8 @@ def _judge_data(machines: Machines) -> Finding:
     The kinds are the number of files, their sizes, their names, and pieces of their contents. The
     facts are the result of `data.gather`.
     """
-    # A machine has facts, or None if nothing is at the path. If it did not answer, its facts have
-    # only the key `UNKNOWN`.
+    # The facts of each machine. They are None if nothing is at the path, and `NO_ANSWER`, with the
+    # only key `UNKNOWN`, if the machine did not answer.
     data = {name: facts.get("data", NO_ANSWER) for name, facts in machines.items()}
     missing = [name for name, facts in data.items() if facts is None]
     if missing:

@@ -59,8 +59,8 @@ def spec_for_unknown_machines(
 def _check_no_torchrun_variables(option: str, environ: Mapping[str, str]) -> None:
     """Checks that none of torchrun's variables is set for a run on other machines.
 
-    Its launchers are started by ssh or Ray, with options. Of torchrun's variables, only a launcher
-    on this machine would see any.
+    Such a variable would have no effect: the launchers there are started by ssh or Ray, and get
+    options from here, but not the variables.
 
     Raises:
         SettingError: one is set.

@@ -187,12 +187,17 @@ def write_atomically(path: Path, text: str) -> None:
     """Writes a file under a temporary name and renames it, so that nobody sees it half written.
 
     Raises:
-        OSError: the file cannot be written.
+        OSError: the file cannot be written. Nothing is left of it.
     """
     temporary_path = path.with_name(f"{path.name}.new")
-    # File names in the text may contain bytes that are not valid UTF-8.
-    temporary_path.write_text(text, encoding="utf-8", errors="backslashreplace")
-    temporary_path.replace(path)
+    try:
+        # File names in the text may contain bytes that are not valid UTF-8.
+        temporary_path.write_text(text, encoding="utf-8", errors="backslashreplace")
+        temporary_path.replace(path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            temporary_path.unlink()
+        raise
 
 
 def _open_pipe() -> int:
