@@ -117,7 +117,7 @@ def align_names(
     if not new_names:
         return run
 
-    unchanged_names = {name: name for name in other_tensors}
+    unchanged_names = {name: name for name in other_tensors if name in reference_tensors}
     change = partial(_with_new_name, unchanged_names | new_names, _new_modules(new_names))
     num_ranks = len(other[0])
     return run.renamed([change] * num_ranks)
@@ -158,7 +158,7 @@ def _with_new_name(
     """Returns the new name of a tensor or module; the same name if nothing has changed.
 
     Args:
-        new_names: names of all parameters and buffers, new or unchanged, by old name.
+        new_names: names of parameters and buffers that the reference has too, by old name.
         new_modules: new names of the modules whose tensors have new names, by old name.
         name: name of a parameter, a buffer, a module, or another tensor that a module keeps.
     """
@@ -182,6 +182,7 @@ def _new_modules(new_names: Mapping[str, str]) -> dict[Parts, Parts]:
 
     For example, "Wrapper/module.layer.weight" is renamed to "Net/layer.weight". Then the module
     "Wrapper/module.layer" is now "Net/layer", and "Wrapper/module", which contains it, is "Net".
+    What else the wrapper has becomes a part of "Net" too, such as "Wrapper/scale".
     """
     new_modules: dict[Parts, Parts] = {}
     for old_name, new_name in new_names.items():
@@ -192,6 +193,12 @@ def _new_modules(new_names: Mapping[str, str]) -> dict[Parts, Parts]:
             old = old[:-1]
             new = new[:-1]
             new_modules[old] = new
+
+        old_root = old[:1]
+        new_root = new[:1]
+        if old_root != new_root:
+            new_modules.setdefault(old_root, new_root)
+
     return new_modules
 
 
