@@ -14,8 +14,8 @@ from lockstep.verify.training_record import RankUpdate, Update
 
 pytestmark = pytest.mark.launcher
 
-SUMS = {"a": np.array([3.0, 1.0]), "b": np.array([5.0, 2.0])}
-"""Two numbers for the weight of each of two models of one class."""
+SUMS = {model: np.array([3.0 + number, 1.0]) for number, model in enumerate("abcde")}
+"""Two numbers for the weight of each of five models of one class."""
 
 SCRIPT = """
 import torch
@@ -102,6 +102,12 @@ def test_late_models_have_the_names_of_the_reference(
         assert len(record.gradients) == len(ranks[rank])  # no two have the same name
         for name, gradient in record.gradients.items():
             assert names_by_model.get(gradient[0], name) == name
+
+
+def test_a_model_that_the_reference_does_not_have_keeps_its_name_if_it_can() -> None:
+    (_, update) = align_names(run("abc"), run("dea")).updates
+    names = {gradient[0]: name for name, gradient in update[0].gradients.items()}
+    assert [names[SUMS[model][0]] for model in "dea"] == ["Net#3/w", "Net#2/w", "Net/w"]
 
 
 def test_a_parameter_has_the_name_of_its_model_before_the_model_is_called() -> None:

@@ -10,7 +10,7 @@ class may be numbered in another order. A run is a list of `Update`s (optimizer 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -426,7 +426,7 @@ def _have_same_values(one: _ModelHistory, other: _ModelHistory) -> bool:
 
 
 def _with_unused_roots(
-    counterparts: Mapping[str, str], models: Iterable[str], candidates: Iterable[str]
+    counterparts: Mapping[str, str], models: Collection[str], candidates: Collection[str]
 ) -> dict[str, str]:
     """Returns new roots for all models of a class, also for those without a counterpart.
 
@@ -438,13 +438,16 @@ def _with_unused_roots(
         models: roots of all models of the class.
         candidates: roots of all models of the class in the reference.
     """
+    roots_without_counterpart = [root for root in models if root not in counterparts]
     new_roots = dict(counterparts)
-    for root in models:
+    for root in roots_without_counterpart:
+        if root not in counterparts.values():
+            new_roots[root] = root
+
+    for root in roots_without_counterpart:
         if root not in new_roots:
-            unused = [
-                each for each in (root, *candidates, *models) if each not in new_roots.values()
-            ]
-            new_roots[root] = unused[0]
+            taken = new_roots.values()
+            new_roots[root] = next(each for each in (*candidates, *models) if each not in taken)
 
     return new_roots
 
