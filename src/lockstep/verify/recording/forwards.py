@@ -498,9 +498,9 @@ class ForwardRecorder:
 
         # The rows of the inputs are samples if some output has one row for each of them, or several
         # rows, such as one for each token of a text.
-        if outputs_with_row_per_sample or any(
-            _has_several_rows_per_sample(tensor, num_samples) for tensor in outputs
-        ):
+        has_row_per_sample = bool(outputs_with_row_per_sample)
+        has_several = any(_has_several_rows_per_sample(each, num_samples) for each in outputs)
+        if has_row_per_sample or has_several:
             record.rows_are_samples = True
 
         # Only the latest forward passes are kept.

@@ -47,7 +47,7 @@ def other_mode_on_some_processes(case: Divergence) -> Cause | None:
 
 
 def _trained_differently(case: Divergence, field_name: str, setting: str) -> Cause | None:
-    """LS312: a setting of some parameters differs from one process.
+    """LS312: a setting of some parameters, such as being frozen, differs from one process.
 
     Applies: to parameters that the rank has, since a pipeline stage has only its own.
     False positives: none known.

@@ -592,10 +592,11 @@ def _other_averaged_names(gradients: LocalGradients) -> list[str]:
     models = {_model_of(name) for name in gradients.names}
     averaged: dict[str, None] = {}  # an ordered set
 
+    # All ranks average the same gradients, so it is enough to look at rank 0.
     for update in _neighbouring_updates(case):
-        rank_0 = update[0]
-        is_same_optimizer = rank_0.optimizer == optimizer
-        for name in _names_averaged_by_script(rank_0, case.max_error):
+        record_of_rank_0 = update[0]
+        is_same_optimizer = record_of_rank_0.optimizer == optimizer
+        for name in _names_averaged_by_script(record_of_rank_0, case.max_error):
             is_same_model = _model_of(name) in models
             is_other_gradient = name not in gradients.names
             if is_other_gradient and (is_same_optimizer or is_same_model):
