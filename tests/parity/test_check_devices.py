@@ -257,7 +257,9 @@ def test_flipped_bits_are_found_on_three_processes() -> None:
     results = run_ranks(messages_of, 3, *kinds)
     assert results[0] == results[1] == results[2]
     product, product_once, gradient, statistics, weight, state, buffer = results[0]
-    always = rf"step 4, virtual rank \d: all ranks computed it again, and {DEVICE} got other bits"
+    always = (
+        rf"step 4, virtual rank \d: all ranks computed it again, and {DEVICE} got different bits"
+    )
     assert re.search(always, product)
     assert re.search(always, gradient)
     assert re.search(always, statistics)
@@ -265,7 +267,9 @@ def test_flipped_bits_are_found_on_three_processes() -> None:
     assert re.search(
         rf"step 4, virtual rank \d: {DEVICE} got different bits than all", product_once
     )
-    assert re.search(rf"before step 8, in the parameters hidden.weight: {DEVICE} has other", weight)
+    assert re.search(
+        rf"before step 8, in the parameters hidden.weight: {DEVICE} has different", weight
+    )
     assert re.search(
         rf"before step 8, in the optimizer state exp_avg of hidden.weight: {DEVICE} has", state
     )
@@ -293,7 +297,7 @@ def test_flipped_bits_are_found_on_two_processes(tmp_path: Path) -> None:
 def test_flipped_bits_are_found_with_shards() -> None:
     kinds = ("product", "product once", "gradient", "statistics")
     for message in run_ranks(messages_of, 3, *kinds, env={"LOCKSTEP_STRATEGY": "fsdp"})[2]:
-        assert re.search(rf"step 4, virtual rank \d: .*{DEVICE} got other bits", message)
+        assert re.search(rf"step 4, virtual rank \d: .*{DEVICE} got different bits", message)
     kinds = ("weight", "state", "state of a scalar")
     env = {"LOCKSTEP_STRATEGY": "hsdp:shard_size=2"}
     *of_shards, of_scalar = run_ranks(messages_of, 4, *kinds, env=env)[2]

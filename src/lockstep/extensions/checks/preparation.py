@@ -103,7 +103,9 @@ class PreparationCheck(Check):
 
         model.note_backward()
         if model.num_backwards >= BACKWARDS_BEFORE_COMPARISON:
-            self._send_checksums(model)  # after that, the line is not watched any more
+            came_apart = self._send_checksums(model)  # after that, the line is not watched any more
+            if came_apart:
+                self._warn_of_model(model)
 
     def _unprepared_parameters(self, loss: Tensor) -> list[nn.Parameter] | None:
         """Returns the parameters that a loss reaches, if none of them was prepared.
@@ -193,15 +195,18 @@ class PreparationCheck(Check):
                 return True
         return False
 
-    def _send_checksums(self, model: UnpreparedModel) -> None:
+    def _send_checksums(self, model: UnpreparedModel) -> bool:
         """Writes the checksums of a model to the store of the run, once.
 
-        The last rank that does so compares the checksums of all ranks. It warns if the ranks have
-        begun with equal parameters and have different ones now.
+        The last rank that does so compares the checksums of all ranks.
+
+        Returns:
+            True on that rank if the ranks have begun with equal parameters and have different ones
+            now.
         """
         joined = self.run.joined
         if joined is None or not model.is_followed:  # None: this process has joined no others
-            return
+            return False
 
         model.checksums_were_sent = True
         model.update_checksum()
@@ -214,8 +219,7 @@ class PreparationCheck(Check):
         joined.store.set(f"{key}/{topology.rank}", json.dumps(checksums))
         num_sent = joined.store.add(key, 1)
         is_last = num_sent >= topology.size
-        if is_last and _came_apart(joined.store, key, topology.size):
-            self._warn_of_model(model)
+        return is_last and _came_apart(joined.store, key, topology.size)
 
     def _warn_of_model(self, model: UnpreparedModel) -> None:
         """Warns, on this rank, of an unprepared model that each rank trains in its own way."""
@@ -302,9 +306,13 @@ class PreparationCheck(Check):
             return
 
         # The store may be gone by now. This context shortens its timeout, and ignores its errors.
+        models_that_came_apart = []
         with store_at_end(self.run.joined):
-            for model in list(self._unprepared_models.values()):
-                self._send_checksums(model)
+            for model in self._unprepared_models.values():
+                if self._send_checksums(model):
+                    models_that_came_apart.append(model)
+        for model in models_that_came_apart:
+            self._warn_of_model(model)
 
 
 def _came_apart(store: dist.Store, key: str, num_ranks: int) -> bool:

@@ -324,6 +324,24 @@ def phases_over_time(start: Start) -> dict[str, Any] | None:
     }
 
 
+def _work_per_step(records: Sequence[RankRecord]) -> tuple[Floats, Floats]:
+    """Returns step numbers, and how many seconds each rank works in a step: (ranks, columns).
+
+    Only the rows that all ranks have are used. To fit the chart, neighbouring rows are averaged,
+    each weighted by how many steps it covers.
+    """
+    num_rows = _num_common_rows(records)
+    last_step_of_row = records[0].column("step")[:num_rows]
+    num_steps_of_row = records[0].column("steps")[:num_rows]
+    step_numbers = average_neighbours(last_step_of_row, num_steps_of_row, MAX_COLUMNS)
+
+    work_of_ranks = []
+    for record in records:
+        work_per_step = record.seconds(WORK_PHASES)[:num_rows] / num_steps_of_row
+        work_of_ranks.append(average_neighbours(work_per_step, num_steps_of_row, MAX_COLUMNS))
+    return step_numbers, np.array(work_of_ranks)
+
+
 def _num_common_rows(records: Sequence[RankRecord]) -> int:
     """Returns how many rows all ranks have: one may not have written its last rows yet."""
     return min(len(record.rows) for record in records)
@@ -352,18 +370,8 @@ def slow_ranks(start: Start) -> dict[str, Any] | None:
     if len(ranks) < 2:
         return None
 
-    # Only the rows that all ranks have. To fit the chart, neighbouring rows are averaged, each
-    # weighted by how many steps it covers.
-    records = [start.records[rank] for rank in ranks]
-    num_rows = _num_common_rows(records)
-    last_step_of_row = records[0].column("step")[:num_rows]
-    num_steps_of_row = records[0].column("steps")[:num_rows]
-    step_numbers = average_neighbours(last_step_of_row, num_steps_of_row, MAX_COLUMNS)
-    work_of_rank = []
-    for record in records:
-        work_per_step = record.seconds(WORK_PHASES)[:num_rows] / num_steps_of_row
-        work_of_rank.append(average_neighbours(work_per_step, num_steps_of_row, MAX_COLUMNS))
-    percent = _percent_over_median(np.array(work_of_rank))  # shape (ranks, columns)
+    step_numbers, work = _work_per_step([start.records[rank] for rank in ranks])
+    percent = _percent_over_median(work)  # shape (ranks, columns)
 
     # Choose the ranks that deviate most from the median rank, and show them in order of rank.
     mean_deviation = np.abs(percent).mean(axis=1)  # shape (ranks,)
