@@ -15,9 +15,11 @@ from torch.utils.data import (
     DataLoader,
     Dataset,
     DistributedSampler,
+    RandomSampler,
     Sampler,
     SequentialSampler,
     Subset,
+    SubsetRandomSampler,
     TensorDataset,
     WeightedRandomSampler,
     default_collate,
@@ -28,7 +30,7 @@ from lockstep.batch.loader import Loader
 from lockstep.batch.plan import plan_epoch
 from lockstep.batch.source import Source, make_source
 from lockstep.distributed.collectives import Collectives
-from lockstep.errors import CheckpointError, DataError, UsageError
+from lockstep.errors import CheckpointError, DataError, LockstepWarning, UsageError
 from lockstep.machine.topology import Topology
 from lockstep.session.micro_batch import MicroBatch
 from lockstep.session.step import Step
@@ -486,12 +488,14 @@ def test_an_order_that_cannot_be_had_again_is_in_the_position(batches):
     begun.close()
     two = [make(source(), rank, 2) for rank in range(2)]
     for each in two:
-        each.load_state_dict(state)
+        with pytest.warns(LockstepWarning, match="it gives epoch 1 another order"):
+            each.load_state_dict(state)
         assert torch.equal(each.state_dict()["order"], state["order"])  # saved again at once
     handed += sum(sum((read(each) for each in two), []), [])
     assert sorted(handed) == list(range(12))
     assert [each.epoch for each in two] == [2, 2]
-    assert len(read(two[0])) == (5 if batches else 4)  # the next epoch is whole
+    with pytest.warns(LockstepWarning, match="epoch 2 has the same order"):  # it counts anew
+        assert len(read(two[0])) == (5 if batches else 4)  # the next epoch is whole
 
 
 def test_a_batch_sampler_of_the_users_makes_the_global_batches():
@@ -526,3 +530,50 @@ class Endless(Dataset[int]):
 def test_loaders_that_cannot_be_cut(error, text, loader):
     with pytest.raises(error, match=text):
         make_source(loader())
+
+
+class ByEpoch(Sampler[int]):
+    """Its order is that of the epoch that it was told last."""
+
+    epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return 12
+
+    def __iter__(self):  # type: ignore[no-untyped-def]
+        return iter(np.random.default_rng(self.epoch).permutation(12).tolist())
+
+
+@pytest.mark.parametrize(
+    "make_sampler",
+    [
+        lambda: RandomSampler(Numbers(12), replacement=True),
+        lambda: SubsetRandomSampler(range(12), torch.Generator()),
+        ByEpoch,
+    ],
+)
+def test_an_order_that_can_be_had_again_is_no_reason_to_warn(make_sampler):
+    def source() -> Source:
+        return make_source(DataLoader(Numbers(12), batch_size=3, sampler=make_sampler()))
+
+    loader = make(source())
+    for epoch in range(2):
+        loader.set_epoch(epoch)
+        read(loader)
+    resumed = make(source())
+    resumed.load_state_dict(loader.state_dict())  # warnings are errors here
+    for each in (loader, resumed):
+        each.set_epoch(2)
+    assert read(resumed) == read(loader)
+
+
+def test_a_sampler_that_counts_by_itself_is_told_between_two_epochs():
+    loader = make(make_source(DataLoader(Numbers(12), batch_size=3, sampler=Moving())))
+    read(loader)
+    read(loader)
+    resumed = make(make_source(DataLoader(Numbers(12), batch_size=3, sampler=Moving())))
+    with pytest.warns(LockstepWarning, match=r"the order of a Moving\n.*it gives epoch 1 another"):
+        resumed.load_state_dict(loader.state_dict())

@@ -197,12 +197,11 @@ class Coverage:
         # Lockstep's own order differs in every epoch. Only that of the user's sampler, which is a
         # `CustomPlan`, can repeat.
         if self._compares_orders and isinstance(plan, CustomPlan):
-            crc_of_order = zlib.crc32(np.ascontiguousarray(plan.order).data)
-            repeats_previous_epoch = self._last_epoch_and_crc == (epoch - 1, crc_of_order)
+            repeats_previous_epoch = self._last_epoch_and_crc == (epoch - 1, plan.crc_of_order)
             if repeats_previous_epoch:
                 self._compares_orders = False
                 self._warn_of_repetition(epoch, plan.order)
-            self._last_epoch_and_crc = (epoch, crc_of_order)
+            self._last_epoch_and_crc = (epoch, plan.crc_of_order)
 
     def add(
         self,

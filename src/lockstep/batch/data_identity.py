@@ -13,9 +13,10 @@ from typing import Any
 from lockstep.batch.consistency import read_samples
 from lockstep.batch.digest_matching import Parts, parts_of
 from lockstep.batch.fingerprint import Fingerprint, compare
+from lockstep.batch.plan import CustomPlan
 from lockstep.batch.source import IterableSource, Source, index_bytes, subset_indices
 from lockstep.errors import CheckpointError, warn
-from lockstep.wording import with_article
+from lockstep.wording import describe_type, with_article
 
 HUGGING_FACE_FINGERPRINT = "_fingerprint"
 """The attribute of `datasets.Dataset` that its documentation calls the fingerprint."""
@@ -156,4 +157,43 @@ def check_fingerprint(source: Source, before: Fingerprint, now: Fingerprint) -> 
         f"{difference.found}; other parts of them, such as the labels, are as in the checkpoint",
         "nothing, if you changed how samples are prepared; otherwise continue with the data of "
         "the checkpoint",
+    )
+
+
+def bring_sampler_to_epoch(source: Source, seed: int, epoch: int, crc_before: int) -> None:
+    """Brings the user's sampler to where it was when the run was interrupted; warns if it cannot.
+
+    A sampler may count its epochs itself, for example to take another part of the data in each.
+    After a restart it would begin to count anew. A sampler with `set_epoch` is told the epoch by the
+    script, and is not asked.
+
+    Args:
+        source: the data of this run, with a sampler of the user's.
+        seed: seed of the run.
+        epoch: the latest epoch that was begun before the interruption.
+        crc_before: the checksum of its order.
+    """
+    if source.follows_set_epoch:
+        return
+
+    # The usual case: the order depends on what is seeded for each epoch, and not on earlier epochs.
+    is_order_of_epoch = source.plan_of_copy(seed, epoch).crc_of_order == crc_before
+    if is_order_of_epoch and epoch > 0:
+        return
+
+    # Ask the sampler for each epoch up to this one, as the run did before the interruption.
+    crc = None
+    for earlier_epoch in range(epoch + 1):
+        plan = source.plan(seed, earlier_epoch)
+        crc = plan.crc_of_order if isinstance(plan, CustomPlan) else None
+    if crc == crc_before:
+        return
+
+    warn(
+        f"resuming with the order of {describe_type(source.sampler or source.batch_sampler)}",
+        f"it gives epoch {epoch} another order than before the interruption, so it keeps something "
+        "that is not in the checkpoint; the epochs to come may have other samples, or the same in "
+        "another order, than without the interruption",
+        "let the order depend on what is seeded for each epoch (torch.randperm, a generator of its "
+        "own) or on the epoch (set_epoch), or restore the sampler yourself",
     )

@@ -25,7 +25,11 @@ from torch import Tensor
 from torch.utils.data import default_collate
 
 from lockstep.batch.coverage import Coverage
-from lockstep.batch.data_identity import check_fingerprint, read_fingerprint
+from lockstep.batch.data_identity import (
+    bring_sampler_to_epoch,
+    check_fingerprint,
+    read_fingerprint,
+)
 from lockstep.batch.device_copy import to_device
 from lockstep.batch.fetch import Fetch
 from lockstep.batch.fingerprint import Fingerprint
@@ -177,6 +181,9 @@ class Loader:
         """The number of the global batch that is being trained, within its epoch."""
         self._custom_plan: CustomPlan | None = None
         """The order of the current or resumed epoch, if a sampler of the user's has given it."""
+        self._latest_order: tuple[int, int] | None = None
+        """The latest epoch in whose order a sampler of the user's was trained, and the CRC-32 of
+        the order."""
         self._one_sample_batch: Any = None
         """A batch with one sample, which serves as the template of batches without samples."""
         self._needs_empty_batches = False
@@ -403,7 +410,8 @@ class Loader:
         have evaluated more often than others; saving a checkpoint reports that.
 
         In the middle of an epoch, the state also contains the order of that epoch if the user's own
-        sampler has given it, because the sampler may return another order the next time.
+        sampler has given it, because the sampler may return another order the next time. A checksum
+        of the latest order shows when resuming whether it does.
         """
         epoch, step = self._position_to_resume()
         state: dict[str, Any] = {
@@ -418,6 +426,8 @@ class Loader:
             # Global batch t of the epoch has the samples order[bounds[t] : bounds[t + 1]].
             state["order"] = torch.from_numpy(self._custom_plan.order)
             state["bounds"] = torch.from_numpy(self._custom_plan.bounds)
+        if self._latest_order is not None:
+            state["latest_epoch"], state["crc_of_order"] = self._latest_order
         return state
 
     def _position_to_resume(self) -> tuple[int, int]:
@@ -493,6 +503,11 @@ class Loader:
         if "order" in state:
             self._custom_plan = CustomPlan(state["order"].numpy(), state["bounds"].numpy())
 
+        self._latest_order = None
+        if "crc_of_order" in state and self.source.custom_order:
+            self._latest_order = (state["latest_epoch"], state["crc_of_order"])
+            bring_sampler_to_epoch(self.source, self.seed, *self._latest_order)
+
     def _identity(self) -> dict[str, int]:
         """Returns the values on which the meaning of a position depends.
 
@@ -536,7 +551,10 @@ class Loader:
             epoch_plan = self._custom_plan
         else:
             epoch_plan = self.source.plan(self.seed, epoch)
-        self._custom_plan = epoch_plan if isinstance(epoch_plan, CustomPlan) else None
+        self._custom_plan = None
+        if isinstance(epoch_plan, CustomPlan):
+            self._custom_plan = epoch_plan
+            self._latest_order = (epoch, epoch_plan.crc_of_order)
         self.coverage.begin(epoch, start, epoch_plan)
 
         # A rank needs an empty batch for each micro-batch in which it has no samples. Under DiLoCo

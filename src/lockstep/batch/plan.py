@@ -18,9 +18,10 @@ from __future__ import annotations
 
 import itertools
 import math
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import cached_property, lru_cache, partial
 from typing import NamedTuple
 
 import numpy as np
@@ -117,6 +118,11 @@ class CustomPlan:
     def num_samples_from(self, start: int) -> int:
         """Returns the number of samples in the global batches from number `start` on."""
         return int(self.bounds[-1] - self.bounds[start])
+
+    @cached_property
+    def crc_of_order(self) -> int:
+        """A CRC-32 of the order."""
+        return zlib.crc32(np.ascontiguousarray(self.order).data)
 
 
 Plan = EpochPlan | CustomPlan

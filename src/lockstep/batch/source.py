@@ -104,6 +104,12 @@ class Source:
         return self.sampler is not None or self.batch_sampler is not None
 
     @property
+    def follows_set_epoch(self) -> bool:
+        """True if the user's sampler, or one inside of it, is told the epoch by `set_epoch`."""
+        samplers = _with_inner_samplers(self.batch_sampler, self.sampler)
+        return any(hasattr(sampler, "set_epoch") for sampler in samplers)
+
+    @property
     def sharding(self) -> str | None:
         """How a stream is split over the ranks, a key of `SHARDING`; None if not a stream."""
         return None
@@ -130,12 +136,7 @@ class Source:
 
         if self.custom_order:
             # A sampler may count its epochs itself. Its first order belongs to the training.
-            asked = replace(
-                self,
-                sampler=_copy_sampler(self.sampler),
-                batch_sampler=_copy_sampler(self.batch_sampler),
-            )
-            plan = asked._custom_plan(seed=0, epoch=0)
+            plan = self.plan_of_copy(seed=0, epoch=0)
             checksum = zlib.crc32(plan.order.tobytes(), checksum)
             # The bounds say where in this order the global batches begin and end.
             checksum = zlib.crc32(plan.bounds.tobytes(), checksum)
@@ -160,6 +161,15 @@ class Source:
             shuffle=self.shuffle,
             drop_last=self.drop_last,
         )
+
+    def plan_of_copy(self, seed: int, epoch: int) -> CustomPlan:
+        """Asks a copy of the user's sampler for the order of an epoch; the sampler stays as it is."""
+        source = replace(
+            self,
+            sampler=_copy_sampler(self.sampler),
+            batch_sampler=_copy_sampler(self.batch_sampler),
+        )
+        return source._custom_plan(seed, epoch)
 
     def _custom_plan(self, seed: int, epoch: int) -> CustomPlan:
         """Asks the user's sampler for the order of an epoch, and forms the global batches.
@@ -315,22 +325,31 @@ def _find_generators(*samplers: object) -> list[_Generator]:
     Args:
         *samplers: the user's sampler and batch sampler, each of which may be None.
     """
-    generators: list[_Generator] = []
+    generators: dict[int, _Generator] = {}  # by their ids: several samplers may share one
+    for sampler in _with_inner_samplers(*samplers):
+        for value in getattr(sampler, "__dict__", {}).values():
+            if isinstance(value, _Generator):
+                generators[id(value)] = value
+    return list(generators.values())
+
+
+def _with_inner_samplers(*samplers: object) -> list[object]:
+    """Returns samplers, and those that they wrap.
+
+    Args:
+        *samplers: the user's sampler and batch sampler, each of which may be None.
+    """
+    found: list[object] = []
     to_search = list(samplers)
     ids_found = {id(sampler) for sampler in samplers}  # so that a cycle does not go on forever
-
     while to_search:
         sampler = to_search.pop()
+        found.append(sampler)
         for name, value in getattr(sampler, "__dict__", {}).items():
-            if id(value) in ids_found:
-                continue
-            ids_found.add(id(value))
-
-            if isinstance(value, _Generator):
-                generators.append(value)
-            elif _is_sampler(name, value):
+            if _is_sampler(name, value) and id(value) not in ids_found:
+                ids_found.add(id(value))
                 to_search.append(value)
-    return generators
+    return found
 
 
 def _seed_generator(generator: _Generator, value: int) -> None:
