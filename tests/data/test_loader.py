@@ -494,8 +494,7 @@ def test_an_order_that_cannot_be_had_again_is_in_the_position(batches):
     handed += sum(sum((read(each) for each in two), []), [])
     assert sorted(handed) == list(range(12))
     assert [each.epoch for each in two] == [2, 2]
-    with pytest.warns(LockstepWarning, match="epoch 2 has the same order"):  # it counts anew
-        assert len(read(two[0])) == (5 if batches else 4)  # the next epoch is whole
+    assert len(read(two[0])) == (5 if batches else 4)  # the next epoch is whole
 
 
 def test_a_batch_sampler_of_the_users_makes_the_global_batches():
@@ -570,7 +569,45 @@ def test_an_order_that_can_be_had_again_is_no_reason_to_warn(make_sampler):
     assert read(resumed) == read(loader)
 
 
-def test_a_sampler_that_counts_by_itself_is_told_between_two_epochs():
+class Counting(Sampler[int]):
+    """Has another order in each epoch, and counts the epochs itself."""
+
+    epoch = 0
+
+    def __len__(self) -> int:
+        return 12
+
+    def __iter__(self):  # type: ignore[no-untyped-def]
+        self.epoch += 1
+        return iter(np.random.default_rng(self.epoch).permutation(12).tolist())
+
+
+@pytest.mark.parametrize("num_epochs", [0, 1, 3])
+@pytest.mark.parametrize("num_batches", [0, 2])
+def test_a_sampler_that_counts_epochs_counts_on_when_it_is_resumed(num_epochs, num_batches):
+    def counting() -> Loader:
+        return make(make_source(DataLoader(Numbers(12), batch_size=3, sampler=Counting())))
+
+    whole = counting()
+    expected = [read(whole) for _ in range(num_epochs + 3)]
+
+    stopped = counting()
+    for _ in range(num_epochs):
+        read(stopped)
+    begun = iter(stopped) if num_batches else iter(())
+    for _ in range(num_batches):
+        next(begun)
+        stopped._step.mark_stepped()
+    state = stopped.state_dict()
+    del begun
+
+    resumed = counting()
+    resumed.load_state_dict(state)
+    rest = [read(resumed) for _ in range(3)]
+    assert rest == [expected[num_epochs][num_batches:], *expected[num_epochs + 1 :]]
+
+
+def test_a_sampler_whose_state_is_out_of_sight_is_told_between_two_epochs():
     loader = make(make_source(DataLoader(Numbers(12), batch_size=3, sampler=Moving())))
     read(loader)
     read(loader)

@@ -164,8 +164,8 @@ def bring_sampler_to_epoch(source: Source, seed: int, epoch: int, crc_before: in
     """Brings the user's sampler to where it was when the run was interrupted; warns if it cannot.
 
     A sampler may count its epochs itself, for example to take another part of the data in each.
-    After a restart it would begin to count anew. A sampler with `set_epoch` is told the epoch by the
-    script, and is not asked.
+    After a restart it would begin to count anew. A sampler with `set_epoch` is told the epoch by
+    the script, and is not asked.
 
     Args:
         source: the data of this run, with a sampler of the user's.

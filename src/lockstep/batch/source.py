@@ -135,7 +135,6 @@ class Source:
             checksum = zlib.crc32(index_bytes(indices), checksum)
 
         if self.custom_order:
-            # A sampler may count its epochs itself. Its first order belongs to the training.
             plan = self.plan_of_copy(seed=0, epoch=0)
             checksum = zlib.crc32(plan.order.tobytes(), checksum)
             # The bounds say where in this order the global batches begin and end.
@@ -163,7 +162,10 @@ class Source:
         )
 
     def plan_of_copy(self, seed: int, epoch: int) -> CustomPlan:
-        """Asks a copy of the user's sampler for the order of an epoch; the sampler stays as it is."""
+        """Asks a copy of the user's sampler for the order of an epoch.
+
+        The sampler itself may count how often it was asked, and stays as it is.
+        """
         source = replace(
             self,
             sampler=_copy_sampler(self.sampler),
