@@ -10,7 +10,7 @@ from __future__ import annotations
 import difflib
 import re
 import tomllib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 
@@ -201,27 +201,31 @@ def _find_by_words(words: list[str], *, similar_spellings: bool) -> list[Entry]:
     titles = {code: f"{e.title} {translate(e.title)}".lower() for code, e in ENTRIES.items()}
     texts = {code: f"{e.text} {_translated_text(e)}".lower() for code, e in ENTRIES.items()}
 
+    exact_spellings = [[word] for word in words]
+    entries = _entries_with(titles, exact_spellings) or _entries_with(texts, exact_spellings)
+    if entries or not similar_spellings:
+        return entries
+
     # All words in the catalogue with at least four letters, such as "batchnorm" and "no_sync".
     catalogue_words = set(re.findall(r"[a-z_]{4,}", "\n".join(texts.values())))
+    spellings = [_similar(word, catalogue_words, MIN_SIMILARITY_OF_WORDS) for word in words]
+    return _entries_with(texts, spellings)
 
-    # What is searched, and for which spellings: a list of them for each word. A text contains the
-    # word if it contains any of its spellings.
-    exact_spellings = [[word] for word in words]
-    attempts = [(titles, exact_spellings), (texts, exact_spellings)]
-    if similar_spellings:
-        spellings = [_similar(word, catalogue_words, MIN_SIMILARITY_OF_WORDS) for word in words]
-        attempts.append((texts, spellings))
 
-    # The first attempt that finds an entry counts.
-    for text_of_code, spellings_of_words in attempts:
-        codes = []
-        for code, text in text_of_code.items():
-            if _has_all_words(text, spellings_of_words):
-                codes.append(code)
-        if codes:
-            return [ENTRIES[code] for code in codes]
+def _entries_with(
+    text_of_code: Mapping[str, str], spellings_of_words: Sequence[Sequence[str]]
+) -> list[Entry]:
+    """Returns the entries whose text contains all words, each in one of its spellings.
 
-    return []
+    Args:
+        text_of_code: text of each entry, by its code.
+        spellings_of_words: spellings of each word.
+    """
+    entries = []
+    for code, text in text_of_code.items():
+        if _has_all_words(text, spellings_of_words):
+            entries.append(ENTRIES[code])
+    return entries
 
 
 def _translated_text(entry: Entry) -> str:
@@ -230,7 +234,7 @@ def _translated_text(entry: Entry) -> str:
     return " ".join(translate_paragraph(paragraph, translate) for paragraph in paragraphs)
 
 
-def _has_all_words(text: str, spellings_of_words: list[list[str]]) -> bool:
+def _has_all_words(text: str, spellings_of_words: Sequence[Sequence[str]]) -> bool:
     """True if a text contains at least one spelling of every word."""
     for spellings in spellings_of_words:
         if not any(_contains(text, spelling) for spelling in spellings):

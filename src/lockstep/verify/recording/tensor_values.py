@@ -81,6 +81,7 @@ def sample_tensors(values: object) -> tuple[int, list[Tensor]]:
     if not candidates:
         return 0, []
     count = len(candidates[0])
+    # A list with the boxes of each image, for example, has no row for each sample.
     of_all_samples = without_those_of_single_samples(candidates, values, count)
     return count, tensors_with_rows(of_all_samples, count)
 

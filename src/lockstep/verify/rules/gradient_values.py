@@ -552,6 +552,7 @@ def _cause_of_missing_count(
         right_weights: weights with which the parts add up to the gradient of one process.
         used_weights: weights with which the parts add up to the gradient of the ranks.
     """
+    # The factors from the used to the right weights, such as 4/3 and 2/3.
     corrections = _corrections_of_weights(right_weights, used_weights)
     for key, counts in _counts_of_parts(case, num_parts=len(right_weights)).items():
         if proportional(corrections, counts):
