@@ -15,7 +15,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import Subset, TensorDataset
 
 import lockstep
-from lockstep.batch.no_rows import NoRows, mark_no_rows, placeholder_of
+from lockstep.batch.no_rows import NoRows, Placeholder, mark_no_rows, placeholder_of
 from lockstep.errors import DataError
 from lockstep.extensions.checks.loss import _nan_gradients_error
 from lockstep.session.micro_batch import MicroBatch, VirtualRank
@@ -409,6 +409,33 @@ def test_a_function_that_refuses_no_rows_gets_one():
     assert mark_no_rows(torch.tensor([5, 7])[:0]).max() == 5
     with pytest.raises(RuntimeError, match="size"):
         empty.reshape(0, 5, -1, 7)
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda kept, rows, values: kept.__setitem__(rows, values),
+        lambda kept, rows, values: kept.index_put_((rows,), values),
+        lambda kept, rows, values: kept.add_(values),
+        lambda kept, rows, values: kept.__iadd__(values),
+    ],
+)
+def test_what_is_kept_for_rows_is_not_overwritten_by_a_row_that_stands_in(write):
+    """A state for each row is written back, but one dimension of it is not as it should be."""
+    kept = torch.zeros(3, 2, 4)
+    rows = mark_no_rows(torch.tensor([1])[:0])
+    result = write(kept, rows, mark_no_rows(torch.ones(1, 1, 4)[:, :0]))
+    assert torch.equal(kept, torch.zeros(3, 2, 4))
+    assert result is None or result is kept
+
+
+def test_the_rows_of_a_recurrent_state_are_found_behind_its_layers():
+    placeholder = Placeholder([])
+    series, state = placeholder.add_to((torch.zeros(0, 8, 1), torch.zeros(2, 0, 16)))
+    assert (series.shape, state.shape) == ((1, 8, 1), (2, 1, 16))
+    shapes = [(1, 8, 16), (8, 16), (2, 1, 16), (2, 16), (5,)]
+    cut = [tuple(placeholder.cut_off(torch.ones(shape)).shape) for shape in shapes]
+    assert cut == [(0, 8, 16), (0, 16), (2, 0, 16), (0, 16), (5,)]
 
 
 def test_only_tensors_of_no_rows_differ_from_plain_ones():

@@ -28,6 +28,12 @@ REFUSALS = (RuntimeError, ValueError, IndexError)
 """The errors that torch raises if a function refuses tensors without rows."""
 
 
+_OPERATORS_IN_PLACE = (
+    "__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__idiv__", "__ifloordiv__",
+    "__imod__", "__ipow__", "__iand__", "__ior__", "__ixor__", "__ilshift__", "__irshift__",
+)  # fmt: skip
+
+
 def has_no_rows(tensor: Tensor) -> bool:
     """Returns True if some dimension of the tensor is 0."""
     return tensor.dim() > 0 and tensor.numel() == 0
@@ -95,6 +101,12 @@ def call_with_placeholder(
     placeholder = Placeholder(samples=())
     args_with_row, kwargs_with_row = placeholder.add_to((args, kwargs))
 
+    # A function that writes into a tensor of the user's, such as `states[rows] = values`, writes
+    # into a copy: the placeholder is no sample, so there is nothing to write.
+    writes_into_rows = _writes_into_first(func) and not has_no_rows(args[0])
+    if writes_into_rows:
+        args_with_row = (args[0].clone(), *args_with_row[1:])
+
     # The function may draw random numbers for the placeholder. Ranks with samples do not make this
     # call, so it must not advance the random state.
     with preserve_rng_state():
@@ -103,7 +115,16 @@ def call_with_placeholder(
         except Exception:
             raise refusal from None
 
+    if writes_into_rows:
+        return args[0]
     return map_tensors(result, lambda tensor: _nan_unless_empty(placeholder.cut_off(tensor)))
+
+
+def _writes_into_first(func: Callable[..., Any]) -> bool:
+    """Tells whether a function of torch changes its first argument, as `add_` and `+=` do."""
+    name = getattr(func, "__name__", "")
+    is_method_in_place = name.endswith("_") and not name.endswith("__")
+    return is_method_in_place or name in _OPERATORS_IN_PLACE
 
 
 def _call_with_one_row(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -149,9 +170,12 @@ class Placeholder:
 
     def __init__(self, samples: Iterable[Tensor]) -> None:
         self._samples = list(samples)
-        self._possible_lengths: set[int] = {1}
+        self._lengths_of_rows: set[int] = {1}
         """The lengths that one placeholder may have in the first dimension of a result. A function
         may flatten the first dimensions, so a row of shape (1, 3, 4) may have length 1, 3 or 12."""
+        self._lengths_of_other_rows: set[int] = set()
+        """The same of placeholders whose rows are in another dimension than the first. The state of
+        two layers, of shape (2, 1, 16), may have length 2 or 32, but only if it is flattened."""
         self._empty_dimensions: set[int] = set()
         """The dimensions in which some argument has size 0, and so a placeholder size 1."""
 
@@ -174,7 +198,11 @@ class Placeholder:
         empty_dimension = tensor.shape.index(0)
         self._empty_dimensions.add(empty_dimension)
         row = placeholder_of(tensor, self._samples)
-        self._possible_lengths.update(_lengths_after_flattening(row))
+        lengths = _lengths_after_flattening(row, empty_dimension)
+        if empty_dimension == 0:
+            self._lengths_of_rows.update(lengths)
+        else:
+            self._lengths_of_other_rows.update(lengths)
 
         # The row is a new tensor, which autograd does not connect with `tensor`. If `tensor` needs
         # a gradient, `_AddRow` connects them, so that the backward pass reaches `tensor`.
@@ -206,16 +234,17 @@ class Placeholder:
     def _dimension_of_rows(self, shape: Sequence[int]) -> int | None:
         """Returns the dimension in which a result has the placeholder's rows, or None.
 
-        - An argument of shape (0, 3, 4) became the placeholder (1, 3, 4), and `_possible_lengths`
+        - An argument of shape (0, 3, 4) became the placeholder (1, 3, 4), and `_lengths_of_rows`
           are 1, 3 and 12. A result of shape (1, 10), (3, 4) or (12,) has the placeholder's rows in
           dimension 0. A result of shape (7,) has none.
-        - An argument of shape (3, 0) became the placeholder (3, 1). A result of shape (5, 1) has it
-          in dimension 1.
+        - An argument of shape (2, 0, 5) became the placeholder (2, 1, 5). A result of shape
+          (2, 1, 7) has it in dimension 1. Beside the other argument, (2, 7) has it in dimension 0.
 
         Args:
             shape: the shape of the result.
         """
-        if 0 in self._empty_dimensions and self._has_flattened_rows(shape):
+        may_begin_with_rows = 0 in self._empty_dimensions and len(shape) > 0
+        if may_begin_with_rows and shape[0] in self._lengths_of_rows:
             return 0
 
         for dimension in sorted(self._empty_dimensions):
@@ -223,20 +252,22 @@ class Placeholder:
             if has_placeholder:
                 return dimension
 
+        if may_begin_with_rows and shape[0] in self._lengths_of_other_rows:
+            return 0
         return None
 
-    def _has_flattened_rows(self, shape: Sequence[int]) -> bool:
-        """Returns True if a result of this shape begins with a placeholder, flattened or not."""
-        return len(shape) > 0 and shape[0] in self._possible_lengths
 
-
-def _lengths_after_flattening(row: Tensor) -> set[int]:
-    """Returns how many rows a row may become if its first dimensions are flattened.
+def _lengths_after_flattening(row: Tensor, dimension: int) -> set[int]:
+    """Returns how many rows a row may become if dimensions are flattened up to its own or beyond.
 
     The row (1, 3, 4) stays 1 row, or becomes 3 rows (`flatten(0, 1)`) or 12 (`flatten()`).
+
+    Args:
+        row: the row.
+        dimension: the dimension in which it is one row, here 0.
     """
     lengths = set()
-    for num_flattened in range(1, row.dim() + 1):
+    for num_flattened in range(dimension + 1, row.dim() + 1):
         lengths.add(row.shape[:num_flattened].numel())
     return lengths
 
