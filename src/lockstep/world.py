@@ -142,7 +142,7 @@ class World:
     @property
     def is_last_micro_batch(self) -> bool:
         """True if the current micro-batch is the last of its global batch: the optimizer steps."""
-        return self._run.step.micro_batch.last
+        return self._run.step.micro_batch_of_loop.last
 
     @property
     def is_repeated_micro_batch(self) -> bool:

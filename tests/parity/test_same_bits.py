@@ -377,6 +377,65 @@ def test_bits_of_a_loop_that_fetches_ahead() -> None:
     assert run_ranks(train_fetched_ahead, 2) == [alone] * 2
 
 
+def leave_a_step_out(case: str) -> list[str]:
+    """The weights and buffers after each of three epochs of three global batches.
+
+    In the second epoch, all ranks leave out the step of the second global batch, as `case` says.
+    """
+    digests = []
+    with lockstep.init(virtual_ranks=4) as world:
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Flatten(), nn.Linear(72, 3), nn.BatchNorm1d(3))
+        optimizer: Any = torch.optim.SGD(net.parameters(), lr=0.1)
+        model, optimizer = world.prepare(net, optimizer)
+        loader = world.loader(samples(48), 16)
+        for epoch in range(3):
+            number = 0
+            for images, labels in loader:
+                is_last = world.is_last_micro_batch
+                leaves_out = epoch == 1 and number == 1
+                if is_last:
+                    number += 1
+                loss = F.cross_entropy(model(images), labels)
+                if leaves_out and case == "continue":
+                    continue
+                if leaves_out and case == "break after forward":
+                    break
+                world.backward(loss)
+                if leaves_out and is_last and case in ("break", "step after the loop"):
+                    break
+                optimizer.step()
+                optimizer.zero_grad()
+                if leaves_out and is_last and case == "break after the step":
+                    break
+            if epoch == 1 and case == "step after the loop":
+                digests.append(digest_of(net))
+                optimizer.step()
+            optimizer.zero_grad()
+            digests.append(digest_of(net))
+    return digests
+
+
+CASES_WITHOUT_STEP = (
+    *("break", "break after forward", "continue"),
+    *("step after the loop", "break after the step"),
+)
+
+
+def leave_steps_out() -> dict[str, list[str]]:
+    return {case: leave_a_step_out(case) for case in CASES_WITHOUT_STEP}
+
+
+def test_bits_of_loops_that_leave_a_step_out() -> None:
+    """The buffers after such a loop are those of no virtual rank, which each process has others."""
+    (alone,) = run_ranks(leave_steps_out, 1)
+    assert alone["break after forward"] == alone["break"]
+    without_step, *with_step = alone["step after the loop"][1:]
+    assert without_step == alone["break"][1]
+    assert with_step == alone["break after the step"][1:]
+    assert run_ranks(leave_steps_out, 2) == [alone] * 2
+
+
 class TwiceNormalised(nn.Module):
     """Normalises some batches twice, so that virtual ranks count other numbers of batches."""
 
@@ -520,4 +579,63 @@ def skip_a_virtual_rank(*, as_advised: bool) -> None:
 def test_a_skipped_virtual_rank_is_said() -> None:
     with pytest.raises(RankFailed, match="has followed the batch of virtual rank 1, so its part"):
         run_ranks(partial(skip_a_virtual_rank, as_advised=False), 1)
+    under_fsdp = {"LOCKSTEP_STRATEGY": "fsdp"}
+    with pytest.raises(RankFailed, match="has followed the batch of virtual rank 0, so its part"):
+        run_ranks(skip_the_first_virtual_ranks, 2, env=under_fsdp)
     run_ranks(partial(skip_a_virtual_rank, as_advised=True), 1)
+
+
+def skip_the_first_virtual_ranks() -> None:
+    """Each process skips its first batch of the second global batch."""
+    with lockstep.init(virtual_ranks=4) as world:
+        model = nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model, optimizer = world.prepare(model, optimizer)
+        for number, (rows,) in enumerate(world.loader(TensorDataset(torch.ones(16, 2)), 8)):
+            if number == 2:
+                continue
+            world.backward(model(rows).mean())
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def keep_an_incomplete_gradient(clears: bool) -> None:
+    """Skips virtual rank 1 of global batch 0, and all of global batch 1; steps after number 2."""
+    with lockstep.init(virtual_ranks=3) as world:
+        model = nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model, optimizer = world.prepare(model, optimizer)
+        for number, (rows,) in enumerate(world.loader(TensorDataset(torch.ones(18, 2)), 6)):
+            if number in (1, 3, 4, 5):
+                continue
+            world.backward(model(rows).mean())
+            if number > 5:
+                optimizer.step()
+            elif clears:
+                optimizer.zero_grad()
+
+
+def test_an_incomplete_gradient_that_is_kept_for_a_later_step_is_said() -> None:
+    run_ranks(keep_an_incomplete_gradient, 1, True)
+    with pytest.raises(RankFailed, match="has followed the batch of virtual rank 1, so its part"):
+        run_ranks(keep_an_incomplete_gradient, 1, False)
+
+
+def step_after_the_loop() -> None:
+    """The loop is left before the backward pass of its last virtual rank."""
+    with lockstep.init(virtual_ranks=3) as world:
+        model = nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model, optimizer = world.prepare(model, optimizer)
+        for (rows,) in world.loader(TensorDataset(torch.ones(6, 2)), 6):
+            loss = model(rows).mean()
+            if world.is_last_micro_batch:
+                del rows, loss
+                break
+            world.backward(loss)
+        optimizer.step()
+
+
+def test_a_virtual_rank_that_is_skipped_at_the_end_of_a_loop_is_said() -> None:
+    with pytest.raises(RankFailed, match="has followed the batch of virtual rank 2, so its part"):
+        run_ranks(step_after_the_loop, 1)

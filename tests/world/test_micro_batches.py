@@ -137,6 +137,33 @@ def test_without_a_loader_each_step_is_a_global_batch() -> None:
             assert world.loss() == pytest.approx(2 * losses[0].item())
 
 
+def flags_of_a_loop_that_skips(numbers: set[int], after_forward: bool = False) -> list[bool]:
+    """`is_last_micro_batch` of each micro-batch, in global batches of 4 and 3 samples."""
+    flags = []
+    with lockstep.init(num_micro_batches=2) as world:
+        model = mlp()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model, optimizer = world.prepare(model, optimizer)
+        for number, batch in enumerate(world.loader(tensors(28), 7)):
+            flags.append(world.is_last_micro_batch)
+            loss = mean_loss(model, batch) if after_forward else None
+            if number in numbers:
+                continue
+            world.backward(mean_loss(model, batch) if loss is None else loss)
+            optimizer.step()
+            optimizer.zero_grad()
+    return flags
+
+
+def test_a_loop_knows_its_global_batches_after_it_has_skipped_some() -> None:
+    assert flags_of_a_loop_that_skips({2, 3, 5}) == [False, True] * 4
+
+
+def test_skipped_batches_of_other_weight_are_said() -> None:
+    with pytest.raises(UsageError, match="a loop that skips batches which weigh differently"):
+        flags_of_a_loop_that_skips({2, 5}, after_forward=True)
+
+
 def test_a_closure_that_is_called_again_and_again_counts_once() -> None:
     with lockstep.init() as world:
         model = mlp()

@@ -1216,7 +1216,8 @@ def _map_on_machine(
                 problem = f"no memory can be shared: {error}"
 
         # All ranks of the machine map the memory that its first rank offers.
-        offer, problem = exchange([offer, problem])[ranks[0]]
+        offers_of_ranks = exchange([offer, problem])
+        offer, problem = offers_of_ranks[ranks[0]]
         memory = None
         if not problem:
             try:
@@ -1226,10 +1227,12 @@ def _map_on_machine(
 
         answers = exchange([os.getpid(), problem])
 
-    for _, problem_of_rank in answers:
+    pids_of_all = []
+    for pid, problem_of_rank in answers:
         if problem_of_rank:
             return None, {}, problem_of_rank
-    return memory, {peer: answers[peer][0] for peer in ranks}, ""
+        pids_of_all.append(pid)
+    return memory, {peer: pids_of_all[peer] for peer in ranks}, ""
 
 
 def _create(size: int, stack: contextlib.ExitStack) -> tuple[int, int, str]:

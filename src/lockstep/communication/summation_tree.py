@@ -273,11 +273,12 @@ def count_merges(pushed: Sequence[Node], *, into: Sequence[Node]) -> tuple[int, 
 def _merges_below(node: Node, pushed: frozenset[Node]) -> list[int]:
     """Returns how many merges follow each push while the value of a node is computed.
 
-    The node `(0, 3)` is computed as `(0 + 1) + 2`. If the leaves 0, 1 and 2 are pushed:
+    The node `(0, 3)` is computed as `(0 + 1) + 2`. If the leaves 0, 1 and 2 are pushed, its result
+    is made of those of its children, and the last push gets one merge more:
 
-        node (0, 2)     [0], [0]     merge after leaf 1: [0, 1]
-        node (2, 3)     pushed       [0]
-        node (0, 3)     [0, 1], [0]  merge after leaf 2: [0, 1, 1]
+        node (0, 1)     [0]          leaf 0 is pushed, and nothing is merged
+        node (0, 2)     [0, 1]       from [0] and [0]: leaf 1 is merged with leaf 0
+        node (0, 3)     [0, 1, 1]    from [0, 1] and [0]: leaf 2 is merged with their sum
 
     Args:
         node: the node whose value is left on the stack in the end.

@@ -240,16 +240,16 @@ class TreeSums:
         num_machines = self._num_processes // local_size
         order = plan_sums_of_machines(self.present, self._bounds, local_size, machine)
 
-        # For each node and local rank, the slices of the processes with this local rank.
+        # For each node of this process, one tensor for each local rank: it has the slices of the
+        # processes with this local rank. In the example, slices 0 and 2, then slices 1 and 3.
         slices_of_local_ranks = []
         for slices in slices_of_nodes:
-            slices_of_local_ranks.append(
-                [
-                    torch.cat(list(slices[local_rank::local_size]))
-                    for local_rank in range(local_size)
-                ]
-            )
+            joined = []
+            for local_rank in range(local_size):
+                joined.append(torch.cat(list(slices[local_rank::local_size])))
+            slices_of_local_ranks.append(joined)
 
+        # For each node of the machine, the sums of this process's slices: one row each.
         sums_of_machine = []
         for _ in range(order.num_nodes):
             sums_of_machine.append(total.new_empty(num_machines, len(total)))
@@ -376,12 +376,14 @@ def _start_sum_of_own_slice(
     own_process = dist.get_rank(group)
     length_of_slice = len(own_total)
 
-    # A message holds one slice of each node of its sender, one after the other.
+    # A message holds one slice of each node of its sender, one after the other. It is empty if the
+    # sender has no node.
+    empty_message = own_total[:0]
     sent = []
     received = []
     for process, num_nodes in enumerate(order.num_nodes_of_rank):
         slices = [slices_of_node[process] for slices_of_node in slices_of_nodes]
-        sent.append(torch.cat(slices) if slices else own_total[:0])
+        sent.append(torch.cat(slices) if slices else empty_message)
         received.append(own_total.new_empty(num_nodes * length_of_slice))
 
     # This process must have as many nodes as `order` says.

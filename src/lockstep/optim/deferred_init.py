@@ -481,7 +481,7 @@ class _Replay:
         return last_use
 
     def run(self) -> None:
-        """Runs the calls. Afterwards the default random stream is as it was before.
+        """Runs the calls that must run. Afterwards the default random stream is as it was before.
 
         A `_StreamBegins` among the calls stands for a change of the random stream by the script:
 
@@ -494,9 +494,11 @@ class _Replay:
         try:
             with torch.no_grad():
                 for number, call in enumerate(self._recording.calls):
+                    must_run = self._must_run[number]
                     if isinstance(call, _StreamBegins):
-                        self._set_stream(is_used=self._must_run[number])
-                    elif self._must_run[number]:
+                        # It must run if a later call that runs draws from this stream.
+                        self._set_stream(is_used=must_run)
+                    elif must_run:
                         self._call(call, result_is_needed=self._result_is_needed[number])
                         self._free(number)
         finally:

@@ -123,7 +123,8 @@ def measure(
         UsageError: the forward pass computes gradients itself.
     """
     counter = _Counter(module)
-    # A backward pass, which must not come, would call the second hook.
+    # The second hook would be called in a backward pass. There must be none, because the first hook
+    # saves nothing.
     hooks = saved_tensors_hooks(counter.count_saved, _refuse_backward)
     with hooks, torch.enable_grad(), ExitStack() as stack:
         for number, block in enumerate(blocks):

@@ -112,6 +112,10 @@ class TrainingPass:
         is an error of the loop, which has fetched a batch before the step."""
         self.num_deliveries = 0
         self.num_delivered_global_batches = 0
+        self.num_trained = 0
+        """The number of deliveries that a backward pass has followed."""
+        self.fetches_ahead = False
+        """True if the loop has trained on a batch after it had fetched a later one."""
         self.being_trained: Delivery | None = None
         """The delivery whose micro-batch is `micro_batch`, the one that is being trained."""
         self.batch_in_use: Delivery | None = None
@@ -122,6 +126,8 @@ class TrainingPass:
         self.loader_ended = False
         """True if the loader is exhausted, or the loop has left it. The loop may still train on
         batches that it holds."""
+        self.is_exhausted = False
+        """True if the loader has ended because it has no more batches."""
         self.source_of_loss_is_known = True
         """True if the next loss comes from `being_trained`; False if it may come from any of
         `untrained`."""
@@ -134,6 +140,17 @@ class TrainingPass:
         reset in the first one, which the loop may have skipped.
         """
         return self.micro_batch.last and self.stepped
+
+    @property
+    def may_go_on(self) -> bool:
+        """True if the loader has ended, and the loop may still train on batches that it holds.
+
+        Loops do so that fetch ahead, or have fetched everything with `list(loader)`. Any other loop
+        has skipped its untrained batches.
+        """
+        holds_batches = self.is_exhausted and len(self.untrained) > 0
+        trains_later = self.fetches_ahead or self.num_trained == 0
+        return holds_batches and trains_later
 
     def begin_micro_batch(self, micro_batch: MicroBatch) -> None:
         """Updates the state of the pass when training on a micro-batch begins.
@@ -310,6 +327,17 @@ def unknown_source_error(
         "seen)",
         f"{advice}; or call the model with the tensors that the loader gave and convert them "
         "inside of it",
+    )
+
+
+def skipped_batch_error() -> UsageError:
+    """Returns the error for a loss that follows forward passes of batches that were skipped."""
+    return UsageError(
+        "a loop that skips batches which weigh differently",
+        "no backward pass has followed an earlier call of the prepared model, so the loss may come "
+        "from several batches, and no single factor is exact for all of them",
+        "call world.backward for every batch; to leave one out, multiply its loss by 0, or, where "
+        "that is NaN, replace the inputs that make it so",
     )
 
 

@@ -32,6 +32,7 @@ from lockstep.session.delivery import (
     mixed_sources_error,
     next_trained,
     optimizer_steps_at,
+    skipped_batch_error,
     still_referenced,
     two_loaders_error,
     unknown_source_error,
@@ -154,6 +155,21 @@ class Step:
     def micro_batch(self) -> MicroBatch:
         """The micro-batch that is being trained."""
         return self.training_pass.micro_batch
+
+    @property
+    def micro_batch_of_loop(self) -> MicroBatch:
+        """The micro-batch that the loop works on.
+
+        After a batch that the loop has skipped (`continue`), training on the next one begins with
+        its forward pass. Until then, `micro_batch` is still the skipped one.
+        """
+        training_pass = self.training_pass
+        trains_at_once = training_pass.num_trained > 0 and not training_pass.fetches_ahead
+        if trains_at_once and training_pass.untrained:
+            latest = training_pass.untrained[-1]
+            if latest.number_in_pass == training_pass.num_deliveries:  # it was handed out last
+                return latest.micro_batch
+        return training_pass.micro_batch
 
     @property
     def key(self) -> StepKey:
@@ -406,13 +422,37 @@ class Step:
             return self._next_of_each_pass()
 
         if not weigh_the_same(seen_in_forward):
-            raise mixed_sources_error(seen_in_forward)
+            return self._without_skipped(seen_in_forward)
 
         # A module was also called with tensors that no loader handed out, but that the script may
         # have made from another batch.
         if self._called_without_delivery:
             self._warn_of_other_batches(seen_in_forward[0])
         return seen_in_forward
+
+    def _without_skipped(self, seen_in_forward: list[Delivery]) -> list[Delivery]:
+        """Returns the deliveries that a loss comes from, without those that the loop has skipped.
+
+        A loop with `continue` calls a model with a batch, and then with the next one. The script
+        holds no tensor of the skipped batch any more.
+
+        Args:
+            seen_in_forward: deliveries of different weight with which modules were called since the
+                last backward pass.
+
+        Raises:
+            UsageError: the loss may come from several deliveries of different weight.
+        """
+        held = still_referenced(seen_in_forward)
+        if len(held) == len(seen_in_forward):
+            raise mixed_sources_error(seen_in_forward)
+
+        # A skipped batch of a virtual rank is noticed before the optimizer's step. Without virtual
+        # ranks, nothing would notice a loss that comes from a batch that is not held any more.
+        has_virtual_ranks = all(each.micro_batch.virtual_rank is not None for each in held)
+        if held and weigh_the_same(held) and has_virtual_ranks:
+            return held
+        raise skipped_batch_error()
 
     def _next_of_each_pass(self) -> list[Delivery]:
         """Returns the deliveries that a loss is taken to come from if no forward pass has shown it.
@@ -432,6 +472,9 @@ class Step:
         """
         training_pass = delivery.training_pass
         training_pass.batch_in_use = delivery
+        training_pass.num_trained += 1
+        if delivery.number_in_pass < training_pass.num_deliveries:
+            training_pass.fetches_ahead = True
         if delivery in training_pass.untrained:
             training_pass.untrained.remove(delivery)
         if not seen_in_forward:
@@ -662,6 +705,7 @@ class Step:
 
         self._passes.remove(training_pass)
         training_pass.loader_ended = True
+        training_pass.is_exhausted = exhausted
         if self._passes:
             self.training_pass = self._passes[-1]
         else:

@@ -174,6 +174,7 @@ class DDP(base.Strategy):
             choices.append(Choice("ddp", "not wrapped", "no parameter to train"))
             return base.PreparedModule(module=module, choices=choices)
 
+        # What makes the results differ from those of one device, if `verify` has switched it off.
         chosen_difference = ""
         if self.compress is not None and run.settings.uncompressed:
             chosen_difference = f"gradients are sent as {self.compress}"
@@ -564,8 +565,9 @@ class ExactDDP(base.ModuleWrapper, DistributedDataParallel):
                 "close at the very end, or evaluate under torch.no_grad()",
             )
 
-        # An ExactDDP around this one is allowed: it is this one, which calls itself, or it averages
-        # other parameters. Any other DDP averages the gradients of these parameters a second time.
+        # An ExactDDP may be around this one: a module that calls its own wrapper again, or the
+        # wrapper of a module with other parameters. Any other DDP averages the gradients of these
+        # parameters a second time.
         outer = enclosing_ddp()
         is_inside_other_class = outer is not None and not isinstance(outer, ExactDDP)
         if is_inside_other_class:

@@ -395,7 +395,8 @@ class DeferredModel(Extension):
                 continue
             if id(target) not in ids_already_read:
                 copy_part(source.value, target)
-                note_freed(to_local(target).nbytes)  # what was read of the file
+                # The memory into which this part of the file was read is free again.
+                note_freed(to_local(target).nbytes)
                 ids_already_read.add(id(target))
             self._loaded.add(name)
 
@@ -407,14 +408,15 @@ class DeferredModel(Extension):
         """
         self._computed.update(targets)
 
+        # A copier has the targets of one recording. The replay calls it with each piece of memory
+        # that it has computed, and the copier copies the content to the targets.
         for copier in self._copiers_by_recording(targets):
             recording = copier.recording
             wanted_keys = copier.memory_keys()
             # Random numbers for tensors that were loaded in the meantime are not drawn.
             loaded_keys = self._loaded_memory_keys(recording)
             random_states = self._generator_states.get(id(recording))
-            deliver = copier  # called with each piece of memory that was computed
-            recording.replay(wanted_keys, loaded_keys, deliver, random_states)
+            recording.replay(wanted_keys, loaded_keys, copier, random_states)
 
     def _copiers_by_recording(self, targets: Mapping[str, Tensor]) -> list[_CopyToTargets]:
         """Returns one copier for each recording, with the tensors that the recording computes.
@@ -804,8 +806,8 @@ def _find_source(module: nn.Module, names: Sequence[str], tensor: Tensor) -> Sou
 def _record_resets(module: nn.Module) -> set[int]:
     """Records calls of `reset_parameters` of submodules that have tensors without a source.
 
-    A submodule comes before the modules that contain it, as when constructors call this method.
-    The recording is then the source of these tensors.
+    The recording is then the source of these tensors. Inner submodules are reset before outer ones:
+    a constructor makes them first, and then resets itself.
 
     Returns:
         The keys that identify the memory of these tensors.
@@ -828,7 +830,7 @@ def _record_resets(module: nn.Module) -> set[int]:
                 # Leaves the tensors of `part` that are not in `without_source` as they are.
                 _record_reset(reset_parameters, tensors, without_source)
 
-        # Buffers of models of transformers, which have no `reset_parameters`.
+        # Models of Hugging Face's transformers compute buffers in a method of another name.
         _record_buffer_inits(module, without_source)
 
     return {storage_key(tensor) for tensor in without_source.values()}
@@ -878,11 +880,10 @@ def _record_buffer_inits(module: nn.Module, without_source: Mapping[int, Tensor]
         for part in model.modules():
             own = members(part)
             lacks_buffers = any(id(buffer) in without_source for buffer in own.buffers.values())
-            # Otherwise the method would also draw the parameters anew.
-            has_no_parameters = all(parameter is None for parameter in own.parameters.values())
-            # Otherwise the submodule was recorded already.
-            has_no_reset = reset_method(part) is None
-            if lacks_buffers and has_no_parameters and has_no_reset:
+            has_parameters = any(parameter is not None for parameter in own.parameters.values())
+            was_recorded = reset_method(part) is not None  # by the caller
+            # With parameters, `init_weights` would draw these anew, too.
+            if lacks_buffers and not has_parameters and not was_recorded:
                 init_weights(part)
 
 

@@ -37,6 +37,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -360,24 +361,19 @@ class FSDP(Strategy):
             model: the model, whose units are sharded already.
             virtual_ranks: averages the buffers in a run with virtual ranks, else None.
         """
-        # `MovingBuffers` makes the buffers that forward passes change equal on all ranks. With
-        # virtual ranks, `VirtualRankBuffers` does this for the buffers that it averages, and then
-        # calls `MovingBuffers` for all others.
-        average: str | Sequence[str] = self.average_buffers
-        left_out: Sequence[str] = ()
-        if virtual_ranks is not None:
-            average = ()
-            left_out = virtual_ranks.buffers.combined_names
-
-        moving_buffers = MovingBuffers(
-            model.root,
-            model.run.step,
-            average=average,
-            left_out=left_out,
-            strategy=type(self).__name__,
+        # `MovingBuffers` makes the buffers that forward passes change equal on all ranks. It is
+        # called by the `ShardedModule` or, with virtual ranks, by `VirtualRankBuffers`, which first
+        # combines some of the buffers by itself.
+        make_moving_buffers = partial(
+            MovingBuffers, model.root, model.run.step, strategy=type(self).__name__
         )
-        if virtual_ranks is not None:
-            virtual_ranks.buffers.moving_buffers = moving_buffers
+        moving_buffers: MovingBuffers | None = None
+        if virtual_ranks is None:
+            moving_buffers = make_moving_buffers(average=self.average_buffers, left_out=())
+        else:
+            virtual_ranks.buffers.moving_buffers = make_moving_buffers(
+                average=(), left_out=virtual_ranks.buffers.combined_names
+            )
 
         return ShardedModule(
             model.units,
@@ -387,7 +383,7 @@ class FSDP(Strategy):
             accumulate_shards=self.accumulate_shards,
             find_unused_parameters=self.find_unused_parameters,
             half_dtype=model.half_dtype,
-            moving_buffers=None if virtual_ranks is not None else moving_buffers,
+            moving_buffers=moving_buffers,
         )
 
     def _shard_units(self, model: _Model) -> list[UnitOutputs]:
@@ -459,8 +455,8 @@ class FSDP(Strategy):
         ]
         _take_from_first([p for p in parameters if not p.is_meta], model.run.device)
 
-        # If the option is left out, torch frees the parameters of each unit after its forward pass,
-        # except those of the last unit, the whole model. With False it frees none.
+        # By default torch frees the parameters of each unit after its forward pass, except those of
+        # the whole model. With `reshard_after_forward=False` it frees none.
         options: dict[str, Any] = {}
         if not self.reshard_after_forward:
             options["reshard_after_forward"] = False
@@ -477,17 +473,11 @@ class FSDP(Strategy):
 
         # An optimizer may still hold the old parameters, which the model no longer uses.
         for parameter in parameters:
-            # Free their memory.
-            parameter.data = parameter.data.new_empty(0)
-
-            # Make every use of them an error. Torch refuses to replace the object if a graph or a
-            # weak reference refers to it; the parameter then stays, without elements.
-            with suppress(RuntimeError):
-                swap_tensors(parameter, ReplacedParameter(parameter.data))  # type: ignore[no-untyped-call]
+            _free_and_refuse(parameter)
 
     def total_norm(self, parameters: Sequence[nn.Parameter], norm_type: float) -> Tensor:
         """Returns the norm of the whole gradient, with one small all-reduce over all shards."""
-        # Only those of scalars are no DTensors, because all other parameters are sharded.
+        # All parameters are sharded, so their gradients are DTensors, except for scalars.
         gradients = [p.grad for p in parameters if isinstance(p.grad, DTensor)]
         if not gradients:
             return super().total_norm(parameters, norm_type)
@@ -720,6 +710,17 @@ def _adapt_methods_of_libraries(module: nn.Module, run: Run) -> None:
 
     if callable(getattr(module, "save_pretrained", None)):
         save_pretrained_whole(module, run)
+
+
+def _free_and_refuse(parameter: nn.Parameter) -> None:
+    """Frees the memory of a parameter that shards replace, and makes every use of it an error.
+
+    Torch refuses to replace the object if a graph or a weak reference refers to it. The parameter
+    then stays, without elements.
+    """
+    parameter.data = parameter.data.new_empty(0)
+    with suppress(RuntimeError):
+        swap_tensors(parameter, ReplacedParameter(parameter.data))  # type: ignore[no-untyped-call]
 
 
 def _take_from_first(tensors: Sequence[Tensor], device: torch.device) -> None:

@@ -48,7 +48,8 @@ def find_blocks(module: nn.Module, chosen: ModuleFilter | None = None) -> Blocks
     else:
         candidates = select_modules(module, chosen, "blocks={}")
 
-    # How often each submodule occurs in the model, by its `id`.
+    # How often each submodule occurs in the model, by its `id`. It occurs several times if it is
+    # registered in several places.
     times_in_model: Counter[int] = Counter()
     for _, submodule in module.named_modules(remove_duplicate=False):
         times_in_model[id(submodule)] += 1

@@ -188,9 +188,10 @@ class ShardedModule(Extension):
         another_step_begins = self._step_key != step.key
         self._step_key = step.key
 
-        # The loop may have left the previous global batch before its last micro-batch.
-        previous_was_completed = self._is_last_backward
-        if another_step_begins and not previous_was_completed:
+        # `_is_last_backward` is still that of the previous micro-batch. If it is False there, the
+        # loop has left the previous global batch before its last micro-batch.
+        previous_was_last = self._is_last_backward
+        if another_step_begins and not previous_was_last:
             self._drop_unfinished_gradients()
 
         # If parameters stay gathered between micro-batches, the last one frees them.
@@ -560,7 +561,7 @@ def _whole_parameters(units: Mapping[str, nn.Module]) -> dict[str, nn.Parameter]
             id(shard): whole for shard, whole in torch_compat.make_whole_parameters(unit)
         }
         for name, parameter in unit.named_parameters(prefix=unit_name):
-            # The shards of inner units, and scalars, are not among them.
+            # None for a scalar, and for a shard of an inner unit.
             whole = whole_by_id_of_shard.get(id(parameter))
             if whole is not None:
                 whole_parameters[name] = whole

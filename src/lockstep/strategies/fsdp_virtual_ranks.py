@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
+from torch.optim import Optimizer
 
 from lockstep.batch.indices import ceil_div
 from lockstep.communication.summation_tree import push
@@ -33,11 +34,13 @@ from lockstep.session.micro_batch import MicroBatch
 from lockstep.session.step import Step
 from lockstep.strategies.bit_sums import gradient_bit_sums
 from lockstep.strategies.virtual_ranks import (
+    SkippedVirtualRanks,
     VirtualRankTree,
     check_virtual_rank_backward,
     counts_in_sum,
+    skipped_error,
 )
-from lockstep.torch_compat import shards_in_reduction_order
+from lockstep.torch_compat import shards_in_reduction_order, to_local
 
 
 class TreeReduceScatter:
@@ -144,9 +147,11 @@ class TreeReduceScatter:
         if padding:
             shards = torch.nn.functional.pad(shards, (0, padding))
 
+        # One tensor for each copy of the model, with the shape (shards, length of a slice). Its
+        # rows are the slices of the processes that have this copy.
         slices: list[Tensor] = []
-        for pieces_of_copy in torch.split(shards, length_of_slice, dim=1):
-            slices += pieces_of_copy
+        for slices_of_copy in torch.split(shards, length_of_slice, dim=1):
+            slices += slices_of_copy.unbind()
         return slices
 
     def forget(self) -> None:
@@ -319,6 +324,7 @@ class ShardedVirtualRanks(Extension):
     ) -> None:
         self._step = step
         self._root = units[-1]
+        self._skipped = SkippedVirtualRanks(self._has_gradients)
         self._sums: list[TreeReduceScatter] = []
         unit: Any
         names = {id(shard): name for name, shard in self._root.named_parameters()}
@@ -333,6 +339,8 @@ class ShardedVirtualRanks(Extension):
 
     def begin(self, micro_batch: MicroBatch) -> None:
         """Removes the zeros that the previous virtual rank has left in the gradients of shards."""
+        if micro_batch.virtual_rank_begins:
+            self._skipped.begin(micro_batch)
         if micro_batch.first:
             self.clear_gradients()
         elif micro_batch.virtual_rank_begins:
@@ -342,6 +350,27 @@ class ShardedVirtualRanks(Extension):
     def backward_begins(self, weighted_loss: Tensor, micro_batch: MicroBatch) -> None:
         """Raises UsageError for a backward pass that cannot be part of the sum."""
         check_virtual_rank_backward(self._step, micro_batch)
+        self._skipped.backward_begins()
+
+    def backward_ended(self, micro_batch: MicroBatch) -> None:
+        """Notes that the virtual rank has had its backward pass."""
+        self._skipped.backward_ended()
+
+    def before_step(self, optimizer: Optimizer, modules: Sequence[nn.Module]) -> None:
+        """Raises UsageError if a virtual rank was skipped: its gradient would count as zero."""
+        skipped = self._skipped.find()
+        if skipped is not None and self._root in modules:
+            raise skipped_error(skipped)
+
+    def _has_gradients(self) -> bool:
+        """Returns True if some shard has a gradient that is not zero.
+
+        Until the last virtual rank of a process, torch leaves zeros in the gradients of shards.
+        """
+        for parameter in self._root.parameters():
+            if parameter.grad is not None and bool(to_local(parameter.grad).any()):
+                return True
+        return False
 
     def gradient_bits(self) -> dict[str, Tensor]:
         """Returns sums over the bits of the gradients of the virtual rank that has just ended.

@@ -90,7 +90,7 @@ class MicroBatchBuffers(Extension):
             self._values_at_first_micro_batch = self._values()
             return
 
-        # The second micro-batch comes with the key of the first one, which is then forgotten.
+        # The step keeps its key in all of its micro-batches, and is compared once, in the second.
         is_second = self._step_to_compare == self._step.key
         if is_second:
             self._step_to_compare = None

@@ -59,21 +59,26 @@ def take_from_first(tensors: Iterable[Tensor], group: dist.ProcessGroup | None =
             sent.append(tensor.detach())
 
     for bucket in make_buckets(sent, attrgetter("device")):
-        tensors_as_bytes = [tensor_bytes.to_bytes(tensor) for tensor in bucket]
-        message = tensors_as_bytes[0] if len(bucket) == 1 else torch.cat(tensors_as_bytes)
-        routing.broadcast(message, group=group)
-        received = torch.split(message, [len(as_bytes) for as_bytes in tensors_as_bytes])
+        _take_bucket_from_first(bucket, group)
 
-        for tensor, as_bytes in zip(bucket, received, strict=True):
-            # `to_bytes` returns a view of a contiguous tensor. If the message has no other tensor,
-            # the broadcast has written the values into this memory.
-            was_received_in_place = as_bytes.data_ptr() == tensor.data_ptr()
-            if was_received_in_place:
-                continue
 
-            # The bytes of a tensor may begin anywhere in the message, for example at byte 3. To be
-            # viewed as fp32, they must begin at a multiple of 4, so they are cloned.
-            tensor.copy_(tensor_bytes.from_bytes(as_bytes.clone(), tensor.dtype, tensor.shape))
+def _take_bucket_from_first(bucket: Sequence[Tensor], group: dist.ProcessGroup | None) -> None:
+    """Overwrites the tensors of a bucket with the values of the first rank, in one message."""
+    tensors_as_bytes = [tensor_bytes.to_bytes(tensor) for tensor in bucket]
+    message = tensors_as_bytes[0] if len(bucket) == 1 else torch.cat(tensors_as_bytes)
+    routing.broadcast(message, group=group)
+    received = torch.split(message, [len(as_bytes) for as_bytes in tensors_as_bytes])
+
+    for tensor, as_bytes in zip(bucket, received, strict=True):
+        # The message of a single contiguous tensor is a view of it (`to_bytes`), so the broadcast
+        # has written the values into the tensor.
+        was_received_in_place = as_bytes.data_ptr() == tensor.data_ptr()
+        if was_received_in_place:
+            continue
+
+        # The bytes of a tensor may begin anywhere in the message, for example at byte 3. To be
+        # viewed as fp32, they must begin at a multiple of 4, so they are cloned.
+        tensor.copy_(tensor_bytes.from_bytes(as_bytes.clone(), tensor.dtype, tensor.shape))
 
 
 def _is_expanded(tensor: Tensor) -> bool:

@@ -512,18 +512,21 @@ def _sum_and_sum_of_products(
     They are the gradients of bias and weight of a BatchNorm layer. torch's kernel for its backward
     pass computes only these two, in one pass, if the gradient of `x` is not requested.
     """
+    # The kernel normalises by the given mean and invstd, so it needs neither running statistics nor
+    # eps. It only looks at the dtype of the weight.
     any_tensor_of_that_dtype = invstd
+    unused_eps = 0.0
     _, sum_of_products, sum_of_dy = torch.ops.aten.native_batch_norm_backward(
         dy,
         x,
-        any_tensor_of_that_dtype,  # the weight, of which the kernel only looks at the dtype
-        None,  # no running mean,
-        None,  # and no running variance:
-        mean,  # the kernel takes these two,
+        any_tensor_of_that_dtype,  # weight
+        None,  # running mean
+        None,  # running variance
+        mean,
         invstd,
         True,  # as in training
-        0.0,  # eps, which is not used, because `invstd` is given
-        [False, True, True],  # which gradients are wanted: not that of x, weight, bias
+        unused_eps,
+        [False, True, True],  # whether the gradients of x, weight and bias are wanted
     )
 
     return sum_of_dy, sum_of_products

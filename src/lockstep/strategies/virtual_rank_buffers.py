@@ -28,9 +28,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lockstep.communication.summation_tree import push
+from lockstep.session.delivery import TrainingPass
 from lockstep.session.extension import Extension
 from lockstep.session.micro_batch import MicroBatch
-from lockstep.session.step import Step, StepKey
+from lockstep.session.step import Step
 from lockstep.strategies.moving_buffers import MovingBuffers, names_to_average
 from lockstep.strategies.sync_batchnorm import SyncBatchNorm
 from lockstep.strategies.virtual_ranks import VirtualRankTree, counts_in_sum
@@ -139,13 +140,16 @@ class VirtualRankBuffers(Extension):
         self._first_micro_batch_of_virtual_rank: MicroBatch | None = None
         """The first micro-batch of the virtual rank that was begun last; None before the first
         virtual rank."""
-        self._combined_in: StepKey | None = None
-        """The optimizer step after which the buffers were combined."""
         self._has_uncombined_buffers = False
         """True from the beginning of a global batch until an optimizer step combines the buffers.
 
         Until then, the module has the buffers of a single virtual rank. Always False if no
         optimizer trains the module."""
+        self._training_pass: TrainingPass | None = None
+        """The pass of the micro-batch that was begun last."""
+        self._values_left_by_loop: dict[str, Tensor] = {}
+        """After a loop that was left before the optimizer's step: the buffers, by name, as its last
+        virtual rank has left them. The script may make the step after the loop."""
         self._present_values: dict[str, Tensor] = {}
         """While a checkpoint is being saved: the present buffers, by name."""
 
@@ -181,7 +185,15 @@ class VirtualRankBuffers(Extension):
         these copies. Buffers of SyncBatchNorm layers are not restored, because all virtual ranks
         give them the same values, those of the global batch.
         """
-        if not self._buffer_owners or not micro_batch.virtual_rank_begins:
+        if not self._buffer_owners:
+            return
+
+        self._training_pass = self._step.training_pass
+        if micro_batch.first:
+            self._values_left_by_loop.clear()
+        else:
+            self._put_back_values_left_by_loop()  # the loop goes on, with batches that it holds
+        if not micro_batch.virtual_rank_begins:
             return
 
         # The micro-batch with which the previous virtual rank began, if there was one.
@@ -209,8 +221,8 @@ class VirtualRankBuffers(Extension):
         self._partial_sums.clear()
         self._buffers_of_first_virtual_rank = None
         self._copy_buffers()
-        will_be_combined = self._has_optimizer  # in the step of an optimizer
-        self._has_uncombined_buffers = will_be_combined
+        # The step of an optimizer combines them. Without one, the script changes them by itself.
+        self._has_uncombined_buffers = self._has_optimizer
 
     def after_step(self, optimizer: Optimizer, modules: Sequence[nn.Module]) -> None:
         """Combines the buffers of all virtual ranks, after the step of the first optimizer.
@@ -223,24 +235,44 @@ class VirtualRankBuffers(Extension):
            and then those of rank 0.
         """
         latest = self._first_micro_batch_of_virtual_rank
-        if latest is None or not self._has_buffers_to_combine():
+        if latest is None or not self._has_uncombined_buffers:
             return
-        self._combined_in = self._step.key
         self._has_uncombined_buffers = False
 
+        self._put_back_values_left_by_loop()
         self._store_buffers_left_by(latest)
         self._restore_buffers(keep_synchronised=True)
-        self._combine_over_virtual_ranks(self._step.micro_batch.global_samples)
+        self._combine_over_virtual_ranks(latest.global_samples)
         self._copy_from_first_virtual_rank()
         if self.moving_buffers is not None:
             self.moving_buffers.make_equal()
 
-    def _has_buffers_to_combine(self) -> bool:
-        """Returns True if the module has buffers that this global batch has not combined yet."""
-        is_of_virtual_rank = self._step.micro_batch.virtual_rank is not None
-        is_first_optimizer = self._combined_in != self._step.key
-        has_buffers = len(self._buffer_owners) > 0
-        return self._has_optimizer and is_of_virtual_rank and is_first_optimizer and has_buffers
+    def pass_ended(self) -> None:
+        """Restores the initial buffers if a loop has ended without an optimizer step.
+
+        Otherwise the script would evaluate, on each process, with the buffers of another virtual
+        rank. The values are kept: if the script makes the step after the loop, they are combined.
+        """
+        training_pass = self._training_pass
+        if training_pass is None or not self._has_uncombined_buffers:
+            return
+        if not training_pass.loader_ended or training_pass.may_go_on:
+            return
+
+        for name, buffer in self._changed_buffers().items():
+            if name not in self._synchronised:
+                self._values_left_by_loop[name] = buffer.clone()
+        self._restore_buffers(keep_synchronised=True)
+
+    @torch.no_grad()
+    def _put_back_values_left_by_loop(self) -> None:
+        """Puts back what `pass_ended` has stored, except for buffers that have changed since."""
+        buffers = self._buffers()
+        for name, values in self._values_left_by_loop.items():
+            initial = self._copies_at_beginning[name].tensor
+            if name in buffers and torch.equal(buffers[name], initial):
+                buffers[name].copy_(values)
+        self._values_left_by_loop.clear()
 
     @torch.no_grad()
     def _copy_from_first_virtual_rank(self) -> None:
@@ -386,11 +418,9 @@ class VirtualRankBuffers(Extension):
     def _store_as_first(self, micro_batch: MicroBatch) -> None:
         """Stores the other buffers of a virtual rank, unless it has no samples.
 
-        Called for each virtual rank of this process, until the buffers of one are stored. For
-        example, the process computes the virtual ranks 2 and 3, and 2 has no samples in a short
-        global batch. Then 2 has changed no buffers, which would seem to differ from those of other
-        processes, and those of 3 are stored. Virtual rank 0 counts in any case: its buffers are
-        those of rank 0, from which others are taken.
+        It is called for each virtual rank of this process, until the buffers of one are stored. A
+        virtual rank without samples has changed no buffers, and so would seem to differ from those
+        of other processes. Virtual rank 0 counts in any case: all processes take its buffers.
         """
         is_virtual_rank_0 = micro_batch.virtual_rank_number == 0
         may_be_first = is_virtual_rank_0 or micro_batch.local_rows > 0

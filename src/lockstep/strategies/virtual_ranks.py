@@ -132,6 +132,74 @@ class _BucketGradients(NamedTuple):
         return flat
 
 
+class SkippedVirtualRanks:
+    """Notices virtual ranks of a global batch that had no backward pass.
+
+    The script may skip a virtual rank if it leaves out the optimizer's step as well. So this raises
+    no error before the step.
+
+    Args:
+        has_gradients: answers whether parameters have gradients, which the script has not cleared.
+    """
+
+    def __init__(self, has_gradients: Callable[[], bool]) -> None:
+        self._has_gradients = has_gradients
+        self.had_backward = False
+        """True if a backward pass has ended since the present virtual rank began."""
+        self._backward_began = False
+        """True if a backward pass has begun since the present global batch began."""
+        self._latest: MicroBatch | None = None
+        """The first micro-batch of the virtual rank that was begun last; None before the first."""
+        self._skipped: MicroBatch | None = None
+        """A micro-batch of a virtual rank that had no backward pass, in the present global batch or
+        an earlier one of which the script has kept the gradients."""
+        self._skipped_earlier: MicroBatch | None = None
+        """Such a micro-batch of an earlier global batch."""
+
+    def begin(self, micro_batch: MicroBatch) -> None:
+        """Notes that a virtual rank begins, with its first micro-batch."""
+        if micro_batch.first:
+            self._end_previous_global_batch()
+        else:
+            self._note_if_latest_was_skipped()
+        self.had_backward = False
+        self._latest = micro_batch
+
+    def _end_previous_global_batch(self) -> None:
+        """Forgets the previous global batch, unless the script keeps its incomplete gradient.
+
+        A script may add up the gradients of several global batches before a step.
+        """
+        if self._backward_began:
+            self._note_if_latest_was_skipped()
+        else:  # it was left out as a whole, so nothing is incomplete
+            self._skipped = self._skipped_earlier
+
+        if self._skipped is not None and not self._has_gradients():
+            self._skipped = None  # the script has cleared them
+        self._skipped_earlier = self._skipped
+        self._backward_began = False
+
+    def _note_if_latest_was_skipped(self) -> None:
+        """Notes the latest virtual rank if it had no backward pass."""
+        latest = self._latest
+        if latest is not None and counts_in_sum(latest) and not self.had_backward:
+            self._skipped = latest
+
+    def backward_begins(self) -> None:
+        """Notes that a backward pass begins."""
+        self._backward_began = True
+
+    def backward_ended(self) -> None:
+        """Notes that a backward pass has ended without an error."""
+        self.had_backward = True
+
+    def find(self) -> MicroBatch | None:
+        """Returns a micro-batch of a skipped virtual rank before an optimizer's step, or None."""
+        self._note_if_latest_was_skipped()  # in a step after the loop, the last one, too
+        return self._skipped
+
+
 class VirtualRankGradients(Extension):
     """Keeps the gradients of virtual ranks apart, and sums them in the order of the tree.
 
@@ -164,10 +232,7 @@ class VirtualRankGradients(Extension):
         """The previous micro-batch; None if there was none."""
         self._backward_left_gradients = False
         """True if there were gradients at the end of the latest backward pass."""
-        self._had_backward = False
-        """True if a backward pass has followed since the present virtual rank began."""
-        self._skipped: MicroBatch | None = None
-        """A micro-batch of a virtual rank of the present global batch that had no backward pass."""
+        self._skipped = SkippedVirtualRanks(self._has_gradients)
         self._are_in_buckets = False
         """True if the gradients in `parameter.grad` are views of DDP's buckets, although they are
         those of a single virtual rank."""
@@ -190,15 +255,14 @@ class VirtualRankGradients(Extension):
         self._previous = micro_batch
 
         if micro_batch.first:  # a new global batch begins
+            self._skipped.begin(micro_batch)
             self._partial_sums.clear()
             self._sum_lacks_gradients = False
-            self._skipped = None
-            self._had_backward = False
             return
 
         if micro_batch.virtual_rank_begins and previous is not None:
-            self._look_for_missing_gradients(previous)
-            self._had_backward = False
+            self._look_for_cleared_gradients(previous)
+            self._skipped.begin(micro_batch)
 
             # The gradients of the previous virtual rank are still in `parameter.grad`.
             self._move_gradients_to_sums(previous)
@@ -206,10 +270,11 @@ class VirtualRankGradients(Extension):
     def backward_begins(self, weighted_loss: Tensor, micro_batch: MicroBatch) -> None:
         """Raises UsageError for a backward pass that cannot be part of the sum."""
         check_virtual_rank_backward(self._step, micro_batch)
+        self._skipped.backward_begins()
 
     def backward_ended(self, micro_batch: MicroBatch) -> None:
         """Completes the sum after the last backward pass, if there is only one process."""
-        self._had_backward = True
+        self._skipped.backward_ended()
         self._backward_left_gradients = self._has_gradients()
         if self._single_process and self._step.micro_batch.last:
             self._sum_on_one_process()
@@ -225,34 +290,32 @@ class VirtualRankGradients(Extension):
     def before_step(self, optimizer: Optimizer, modules: Sequence[nn.Module]) -> None:
         """Raises UsageError if the sum of the gradients lacks those of a virtual rank.
 
-        The script has not computed them, or has cleared them. It may do so if it then leaves out
-        the optimizer's step.
+        The script has not computed them, or has cleared them. This is no error in a global batch
+        for which it leaves out the optimizer's step.
         """
-        if not self._sum_lacks_gradients and self._skipped is None:
+        skipped = self._skipped.find()
+        if skipped is None and not self._sum_lacks_gradients:
             return
 
-        trained_ids = {id(parameter) for parameter in parameters_of(optimizer)}
-        if trained_ids.isdisjoint(self._index_in_module):
+        ids_in_optimizer = {id(parameter) for parameter in parameters_of(optimizer)}
+        ids_in_module = self._index_in_module.keys()
+        if ids_in_optimizer.isdisjoint(ids_in_module):
             return
 
-        if self._skipped is not None:
-            raise _skipped_error(self._skipped)
+        if skipped is not None:
+            raise skipped_error(skipped)
         raise cleared_gradients_error()
 
-    def _look_for_missing_gradients(self, micro_batch: MicroBatch) -> None:
-        """Finds out whether the script has not computed or has cleared a virtual rank's gradients.
+    def _look_for_cleared_gradients(self, micro_batch: MicroBatch) -> None:
+        """Finds out whether the script has cleared a virtual rank's gradients, by `zero_grad`.
 
         This raises no error yet: the script may leave the step out. `before_step` raises it.
 
         Args:
             micro_batch: the last micro-batch of the virtual rank.
         """
-        if not counts_in_sum(micro_batch):
-            return
-
-        if not self._had_backward:
-            self._skipped = micro_batch
-        elif self._backward_left_gradients and not self._has_gradients():  # by `zero_grad`
+        had_gradients = self._skipped.had_backward and self._backward_left_gradients
+        if counts_in_sum(micro_batch) and had_gradients and not self._has_gradients():
             self._sum_lacks_gradients = True
 
     # Sums
@@ -409,7 +472,7 @@ class VirtualRankGradients(Extension):
             if gradient is not None and gradient.layout is not torch.strided:
                 raise sparse_gradients_error()
 
-        if self._are_in_buckets:  # which DDP will overwrite
+        if self._are_in_buckets:  # DDP will overwrite the buckets, so the gradients are copied
             self._are_in_buckets = False
             return [None if gradient is None else gradient.clone() for gradient in gradients]
         return gradients
@@ -423,7 +486,7 @@ def _merge(left: Gradients, right: Gradients) -> None:
     add_gradients(left, right)
 
 
-def _skipped_error(micro_batch: MicroBatch) -> UsageError:
+def skipped_error(micro_batch: MicroBatch) -> UsageError:
     """Returns the error for a virtual rank without a backward pass.
 
     Args:

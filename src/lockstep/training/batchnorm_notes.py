@@ -78,17 +78,20 @@ class BatchNormNotes:
         if self._has_warned or size is None or not self._has_synchronised_batchnorm:
             return
 
-        # With virtual ranks, and in a pipeline, a global batch has equally many micro-batches on
-        # any number of processes.
-        has_virtual_ranks = self._run.settings.virtual_ranks is not None
-        if not has_virtual_ranks and not self._processes_have_same_samples():
+        if self._number_depends_on_ranks():
             self._warn(size)
 
-    def _processes_have_same_samples(self) -> bool:
-        """Returns True in a pipeline, in which several processes compute parts of one model."""
+    def _number_depends_on_ranks(self) -> bool:
+        """Returns True if another number of ranks would need other micro-batches.
+
+        It is False with virtual ranks, whose micro-batches are fixed, and in a pipeline, where
+        several processes compute parts of one model on the same samples.
+        """
+        has_virtual_ranks = self._run.settings.virtual_ranks is not None
         has_several_processes = not self._run.collectives.single_process
         num_parts_of_global_batch = self._plan.rank.size
-        return has_several_processes and num_parts_of_global_batch == 1
+        is_pipeline = has_several_processes and num_parts_of_global_batch == 1
+        return not has_virtual_ranks and not is_pipeline
 
     def _warn(self, size: int | str) -> None:
         """Warns that the statistics depend on the number of ranks.

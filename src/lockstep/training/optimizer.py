@@ -131,9 +131,9 @@ class PreparedOptimizer(DelegatesToInner, Optimizer):
         return self._take_step(closure, micro_batch)
 
     def _find_micro_batch_of_own_backward(self) -> None:
-        """Makes the step know which micro-batch the loss of a user's own `loss.backward()` is of.
+        """Finds out which micro-batch a script has trained that calls `loss.backward()` by itself.
 
-        `World.backward` does the same for its loss, so nothing is done after it.
+        `World.backward` finds it out for its loss, so nothing is done after it.
         """
         called_world_backward = self._step.training_pass.num_backwards > 0
         if not called_world_backward:
@@ -165,12 +165,9 @@ class PreparedOptimizer(DelegatesToInner, Optimizer):
         try:
             result, self.skipped = self._precision.step(self.inner, evaluate)
         except Exception as error:
-            is_error_of_closure = error is self._error_of_closure
-            if is_error_of_closure:  # raised in the user's closure, not by the optimizer
-                raise
-            error_on_shards = explain_shard_error(self.inner, error)
-            if error_on_shards is not None:
-                raise error_on_shards from error
+            explained = self._explain_error_of_step(error)
+            if explained is not None:
+                raise explained from error
             raise
         finally:
             self.stepping = False
@@ -188,6 +185,11 @@ class PreparedOptimizer(DelegatesToInner, Optimizer):
 
         self._step.enter_phase("other")
         return result
+
+    def _explain_error_of_step(self, error: Exception) -> UsageError | None:
+        """Returns an error with advice for an error of the inner optimizer; None without advice."""
+        is_error_of_closure = error is self._error_of_closure  # of the user's code
+        return None if is_error_of_closure else explain_shard_error(self.inner, error)
 
     def _evaluate_closure(self, closure: Callable[[], Any]) -> Any:
         """Calls the user's closure, and checks its gradients before anything is updated.
@@ -366,8 +368,8 @@ class PreparedOptimizer(DelegatesToInner, Optimizer):
         if not self._step.micro_batch.last:
             raise UsageError(
                 "a GradScaler of your own with micro-batches",
-                "it divides the gradients by its scale at each of them, those of the micro-batches "
-                "before once more",
+                "it divides the gradients by its scale at each of them, so it divides those of "
+                "earlier micro-batches again",
                 "use lockstep.init(precision='fp16') instead, or leave micro_batch_size out",
                 code="LS406",
             )

@@ -62,9 +62,9 @@ def refuse_optimizer_wrong_on_shards(optimizer: Optimizer) -> None:
 def refuse_optimizer_with_bits_of_shards(optimizer: Optimizer) -> None:
     """Raises UsageError for an optimizer whose bits depend on how parameters are cut into shards.
 
-    On the CPU, torch computes the elements of a tensor in full vectors, and the rest one by one. If
-    an operation consists of several that round, such as a fused update or one in bf16, the two ways
-    round differently. So where a shard ends decides some bits.
+    On the CPU, torch computes the elements of a tensor in full vectors, and the last ones one by
+    one. The two ways round differently in an operation that rounds several times, such as a fused
+    update, or any update in bf16. So where a shard ends decides some bits.
     """
     shards = [parameter for parameter in parameters_of(optimizer) if is_sharded(parameter)]
     if not any(shard.device.type == "cpu" for shard in shards):

@@ -100,4 +100,5 @@ class OptimizerVersions:
         # All virtual ranks are loaded, one after the other, so none begins with this state.
         self._stored.pop(COMMON, None)
         whole_state = {**self._optimizer.state_dict(), "state": state}
-        load_into_torch_optimizer(self._optimizer, whole_state, {})
+        # Without dtypes, parameters are assumed to have had their present ones.
+        load_into_torch_optimizer(self._optimizer, whole_state, saved_dtypes={})

@@ -370,12 +370,12 @@ class Preparer:
     def _allocate_deferred(self, module: nn.Module) -> DeferredModel | None:
         """Allocates the tensors of a module that are on the meta device, or leaves it to `wrap`.
 
-        A tensor on the meta device has a shape, but neither memory nor values. It gets them:
+        A tensor on the meta device has a shape, but neither memory nor values.
 
-            memory   here; in `strategy.wrap` if it spreads the model over the ranks, as FSDP does,
-                     which allocates only this rank's shards
-            values   after `wrap`, by its caller; here if `wrap` needs them, as that of DiLoCo does,
-                     which copies them
+        - Memory is allocated here. A strategy that spreads the model over the ranks, such as FSDP,
+          allocates the part of this rank in `wrap` instead.
+        - Values come after `wrap`. A strategy that copies them in `wrap`, such as DiLoCo, needs
+          them before, so they are computed here.
 
         Returns:
             The object that knows their values; None if nothing is on the meta device.
@@ -406,11 +406,9 @@ class Preparer:
             parameters_before: the parameters of the module before it was wrapped.
             wrapped: what the strategy returned.
         """
-        for old, new in wrapped.replaced_parameters:
-            self._replacement[old] = new
-
         parameters = list(parameters_before)
         for old, new in wrapped.replaced_parameters:
+            self._replacement[old] = new
             parameters.append(old)
             if new is not None:  # None: the new parameter is on other ranks, e.g. in another stage
                 parameters.append(new)

@@ -110,8 +110,9 @@ class ScheduleLengths(Extension):
         """
         latest_end = self._latest_ends.get(loader)
         num_passes = loader.training_passes.ended
-        if latest_end is not None and latest_end.num_passes == num_passes:
-            return  # the pass that has ended was over another loader
+        no_pass_has_ended_since = latest_end is not None and latest_end.num_passes == num_passes
+        if no_pass_has_ended_since:  # the pass that has ended now was over another loader
+            return
 
         present_end = _EndOfPass(
             num_passes=num_passes,
@@ -171,12 +172,9 @@ class ScheduleLengths(Extension):
         if num_micro_batches_of_epoch == num_global_batches_of_epoch:
             return
 
-        # The schedule may be meant for another loader. It is right if the other loader has as many
-        # global batches as this loader has micro-batches.
         num_micro_batches = num_epochs * num_micro_batches_of_epoch
-        for other in self._loaders:
-            if other.steps is not None and num_epochs * other.steps == num_micro_batches:
-                return
+        if self._any_loader_has(num_micro_batches, num_epochs):  # the schedule may be meant for it
+            return
 
         state = scheduler.state_dict()
         for name in LENGTH_ATTRIBUTES:
@@ -195,6 +193,13 @@ class ScheduleLengths(Extension):
                 "batches, or from loader.steps",
                 at=line_of_length,
             )
+
+    def _any_loader_has(self, num_global_batches: int, num_epochs: int) -> bool:
+        """Returns True if some loader has this number of global batches in the training."""
+        for loader in self._loaders:
+            if loader.steps is not None and num_epochs * loader.steps == num_global_batches:
+                return True
+        return False
 
     def _check_epochs_as_steps(
         self, scheduler: PreparedScheduler, loader: Loader, num_epochs: int

@@ -47,7 +47,8 @@ class PreparedScheduler(DelegatesToInner, LRScheduler):
         Raises:
             RanksDifferError: ReduceLROnPlateau was given a metric that differs between ranks.
         """
-        is_within_global_batch = not self._step.micro_batch.last  # never so after the loop
+        # After the loop, the micro-batch counts as a last one.
+        is_within_global_batch = not self._step.micro_batch.last
         if is_within_global_batch:
             return
 

@@ -155,7 +155,7 @@ class StepCalls(Extension):
         self._has_gradients_of_micro_batch = False
         self._kept_gradients_of_micro_batch = False
         if micro_batch.opens_step:
-            self._check_previous_global_batch()
+            self._end_previous_global_batch()
 
     def before_backward(self, loss: Tensor, micro_batch: MicroBatch) -> None:
         """Checks that the gradients of the passes of a micro-batch are meant to be added up.
@@ -183,11 +183,11 @@ class StepCalls(Extension):
 
     def pass_ended(self) -> None:
         """Checks the last global batch of a pass, and the steps of the pass."""
-        self._check_previous_global_batch()
+        self._end_previous_global_batch()
         self._warn_at_end_of_pass()
 
-    def _check_previous_global_batch(self) -> None:
-        """Records whether the optimizer has stepped for the previous global batch."""
+    def _end_previous_global_batch(self) -> None:
+        """Counts a missed step of the previous global batch, and forgets this global batch."""
         if self._num_micro_batches_trained:
             self._count_missed_step(self._num_micro_batches_trained)
 
@@ -241,7 +241,7 @@ class StepCalls(Extension):
         in the last one, after which the optimizer steps. Of the micro-batches 0 to 3, `step()` was
         called in:
 
-            3 (and others)   the step is made
+            3                the step is made, whether or not it was called in others, too
             none             no step is due for this global batch
             0, 1 and 2       missed, perhaps on purpose, because the last loss was not finite: a
                              warning is given after many such global batches in a row

@@ -187,7 +187,7 @@ class TrainingStep:
         if loop_has_ended and step.pass_of_loss is not None:
             return step.pass_of_loss, _last_loss(step.pass_of_loss)
 
-        # The present pass. It is also that of a script that loops over no prepared loader.
+        # The pass of the present loop. A script that loops over no prepared loader has a pass, too.
         called_world_backward = step.training_pass.num_backwards > 0
         if not called_world_backward:
             return step.training_pass, None

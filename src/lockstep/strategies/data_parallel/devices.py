@@ -44,7 +44,7 @@ def parse_device_ids(
     num_visible = torch.cuda.device_count()
     numbers_or_devices = range(num_visible) if device_ids is None else device_ids
 
-    if not _is_list(numbers_or_devices):  # 0, not the list [0]
+    if not _is_list(numbers_or_devices):  # the user has given 0 instead of [0], for example
         raise _device_ids_error(device_ids)
 
     numbers_or_devices = list(numbers_or_devices)  # an iterator can be read only once

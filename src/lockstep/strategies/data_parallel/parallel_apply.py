@@ -144,7 +144,8 @@ def _end_meeting(arrivals: dict[int, Arrival], results: list[Any]) -> None:
             "each replica take statistics of its own with sync_batchnorm=False",
         )
 
-    # At the end of the forward pass, the replicas only wait: there is nothing to combine.
+    # At the same place all replicas have the same function. It is None at the end of the forward
+    # pass, where they only wait: there is nothing to combine.
     combine = in_order[0].combine
     if combine is None:
         results.clear()

@@ -233,18 +233,22 @@ def _rebind(forward: Any, original: nn.Module, new_module: nn.Module | None) -> 
 
 
 def _rebind_object(forward: Any, original: nn.Module, new_module: nn.Module | None) -> Any:
-    """Returns a copy of an object with the copied module in its attributes; see `_rebind`.
+    """Returns a copy of an object whose attributes refer to the copy of a module; see `_rebind`.
 
-    `_can_be_rebound` has checked that the object has attributes.
+    Args:
+        forward: an object that is used as the `forward` of the original. `_can_be_rebound` has
+            checked that it has attributes.
+        original: the module that was copied.
+        new_module: the copy.
     """
-    new_forward = copy.copy(forward)
+    copied_forward = copy.copy(forward)
     for name, attribute in vars(forward).items():
         if attribute is original:
-            setattr(new_forward, name, new_module)
+            setattr(copied_forward, name, new_module)
         elif _is_inner_forward(forward, name, attribute):
-            setattr(new_forward, name, _rebind(attribute, original, new_module))
+            setattr(copied_forward, name, _rebind(attribute, original, new_module))
 
-    return new_forward
+    return copied_forward
 
 
 def _is_inner_forward(forward: Any, name: str, attribute: Any) -> bool:
@@ -405,17 +409,18 @@ def _sum_bucket(
     shapes = [gradients[0].shape for gradients in gradients_in_bucket]
     views = torch.split(total, [shape.numel() for shape in shapes])
 
-    # In a backward pass gradients are only enabled with `create_graph=True`.
-    needs_graph = torch.is_grad_enabled()
-
     for index, shape, view in zip(bucket, shapes, views, strict=True):
-        if needs_graph:
-            gradient = view
-        else:
-            # All views of a tensor share one version counter, so a write to one gradient would
-            # look to torch like a write to the others. `data` has a version counter of its own.
-            gradient = view.data
-        sums[index] = gradient.view(shape)
+        sums[index] = _with_own_write_count(view).view(shape)
+
+
+def _with_own_write_count(view: Tensor) -> Tensor:
+    """Returns a view whose writes torch does not count as writes to other views of the tensor.
+
+    All views of a tensor share one count of writes. `data` has a count of its own, but no graph. In
+    a backward pass there is a graph only with `create_graph=True`; the view is then left as it is.
+    """
+    has_graph = torch.is_grad_enabled()
+    return view if has_graph else view.data
 
 
 def _sum_from_device_to_device(summands: Sequence[Tensor]) -> Tensor:

@@ -66,8 +66,8 @@ class DP(Strategy):
         """
         check_number_of_processes(self.name, run.topology.size)
 
-        # A wrapper of a module without parameters: to make it checks the devices and the shares,
-        # and it shows which ones the run will use.
+        # A wrapper of a module without parameters. Its constructor checks the devices and the
+        # shares, and its attributes say which ones the run will use.
         example = self._make_data_parallel(nn.Identity(), run)
         if example.num_replicas > 1:
             refuse_virtual_ranks(

@@ -148,12 +148,12 @@ class OuterOptimizer:
             differences = [(shared[index] - weights[index]).reshape(-1) for index in indices]
             vectors.append(torch.cat(differences))
 
-        # The call adds these errors to the vectors.
+        # The errors of the previous exchange are added to the vectors. Quantizing them leaves new
+        # errors (None for a method that keeps none).
         errors = self._take_quantization_errors(fragment)
 
-        # The call quantizes the vectors, and returns their new errors (None for a method that keeps
-        # none). It does not wait for the exchange: the means are written into `pseudo_gradients`
-        # when `wait` is called.
+        # The exchange goes on until `wait` is called, which writes the means into
+        # `pseudo_gradients`.
         pseudo_gradients = [torch.empty_like(shared[index]) for index in indices]
         new_errors, wait = self._exchange.start_quantized_means(
             vectors, errors, pseudo_gradients, method

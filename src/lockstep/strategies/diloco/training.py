@@ -105,6 +105,10 @@ class DiLoCoTraining(Extension):
         """The ids of the optimizers that have stepped for the present virtual rank."""
         self._some_optimizer_stepped = False
         """True between the first optimizer step for a global batch and the exchange at its end."""
+        self._num_begun = 0
+        """How many virtual ranks of this process have begun in the present global batch."""
+        self._num_stepped = 0
+        """For how many of them some optimizer has stepped."""
         self._last_micro_batch_began = False
         """True if the last micro-batch of the global batch has begun."""
         self._write_counts_of_shared: list[int] = []
@@ -126,15 +130,20 @@ class DiLoCoTraining(Extension):
         Raises:
             UsageError: some virtual ranks have not stepped for the previous global batch.
         """
-        # `_finish_global_batch` resets `_some_optimizer_stepped`.
-        previous_is_unfinished = micro_batch.first and self._some_optimizer_stepped
-        if previous_is_unfinished:
-            self._finish_previous_global_batch()
+        if micro_batch.first:
+            # True if some optimizer has stepped for the previous global batch, but not each of them
+            # for each virtual rank.
+            previous_is_unfinished = self._some_optimizer_stepped
+            if previous_is_unfinished:
+                self._finish_previous_global_batch()
+            self._num_begun = 0
+            self._num_stepped = 0
 
         self._last_micro_batch_began = micro_batch.last  # of the global batch
 
         # Each virtual rank has its own optimizer step in a global batch. Another one begins here.
         if micro_batch.opens_step:
+            self._num_begun += 1
             self._stepped_optimizers.clear()
 
         self._note_whether_ranks_are_apart(micro_batch)
@@ -165,6 +174,7 @@ class DiLoCoTraining(Extension):
         For example, the optimizers A and B train 2 virtual ranks. This is called if
 
         - the loop was left after virtual rank 0: an error;
+        - neither has stepped for virtual rank 1: an error;
         - B has not stepped for virtual rank 1: allowed, since a script may step one of its
           optimizers less often than the others.
 
@@ -181,7 +191,22 @@ class DiLoCoTraining(Extension):
                 "leave the loop where world.is_last_micro_batch is true, or by what changes "
                 "once per global batch, such as world.step",
             )
+        self._check_all_have_stepped()
         self._finish_global_batch()
+
+    def _check_all_have_stepped(self) -> None:
+        """Raises UsageError if some virtual rank has begun, and no optimizer has stepped for it.
+
+        It is called when optimizers have stepped for other virtual ranks of this process.
+        """
+        if self._num_stepped < self._num_begun:
+            raise UsageError(
+                "a loop that skips optimizer.step() for some replicas of a global batch",
+                f"{self._num_stepped} of {self._num_begun} replicas on this process have made "
+                "their step: the exchange needs all of them",
+                "call optimizer.step() for every batch of the loader; to leave one out, multiply "
+                "its loss by 0, or, where that is NaN, replace the inputs that make it so",
+            )
 
     def before_forward(self) -> None:
         """Chooses the values for a forward pass: those in training, or for evaluation the shared.
@@ -246,7 +271,8 @@ class DiLoCoTraining(Extension):
         global batch.
 
         Raises:
-            UsageError: the optimizer has stepped for this virtual rank already.
+            UsageError: the optimizer has stepped for this virtual rank already, or none has stepped
+                for an earlier one.
         """
         if self._module not in modules:  # an optimizer of another module
             return
@@ -259,18 +285,22 @@ class DiLoCoTraining(Extension):
                 "call optimizer.step() once for each batch of the loader",
             )
 
+        if not self._stepped_optimizers:  # the first step for this virtual rank
+            self._num_stepped += 1
+            self._check_all_have_stepped()
+
         self._put_values_of_present_virtual_rank()
 
-        # In the first steps of a training, all virtual ranks train one model: one step with the
-        # shared weights, which are in the module now, is made for all of them together. But each of
-        # their forward passes has changed the virtual rank's own buffers. These are averaged, and
-        # the averages are put into the module. If there are several optimizers, this is done before
-        # the first one steps.
-        if self._trains_one_model and not self._some_optimizer_stepped:
+        is_first_optimizer = not self._some_optimizer_stepped
+        self._some_optimizer_stepped = True
+
+        # In the first steps of a training, one step with the shared weights is made for all virtual
+        # ranks together. The buffers are shared then too: the mean of those that the forward passes
+        # of the virtual ranks have left.
+        if self._trains_one_model and is_first_optimizer:
             self._average_buffers()
             self._buffers.put_in_module(SHARED)
 
-        self._some_optimizer_stepped = True
         self._stepped_optimizers.add(id(optimizer))
 
     def after_step(self, optimizer: Optimizer, modules: Sequence[nn.Module]) -> None:
@@ -281,6 +311,11 @@ class DiLoCoTraining(Extension):
             self._moving_buffers.make_equal()
         if self._step.micro_batch.last:
             self._finish_global_batch()
+
+    def settle(self) -> None:
+        """Raises UsageError if no optimizer has stepped for the last virtual rank of a loop."""
+        if self._some_optimizer_stepped and not self._step.in_training_loop:
+            self._check_all_have_stepped()
 
     def pass_ended(self) -> None:
         """Puts the shared values into the module when a loop has left its loader."""
@@ -568,9 +603,9 @@ class DiLoCoTraining(Extension):
         if steps_apart <= 0:  # the virtual ranks have not trained apart yet
             return
 
-        # With `every` 10 and `delay` 2, after 27 steps apart: 20 are in complete rounds, the other
-        # 7 are missing from the shared weights, and the next good time to end is after 32. Even at
-        # a good time, `delay` steps are missing.
+        # With `every` 10 and `delay` 2, after 27 steps apart: 20 are in complete rounds, and the
+        # other 7 are missing from the shared weights. Round 3 ends with step 30, and is applied
+        # after step 32. Even then the last 2 steps (`delay`) are missing, which no warning needs.
         every = self._options.every
         delay = self._options.delay
         steps_in_rounds = _steps_in_complete_rounds(steps_apart, every, delay)

@@ -188,7 +188,7 @@ class _SimulatedRank:
         Returns:
             The tick at which the action ends, and the first meeting point after the action.
         """
-        done_before = self.meeting_point_of(action)
+        meeting_point = self.meeting_point_of(action)
         self.next_meeting_point = self._next_meeting_point_after(action)
         self.actions.append(action)
         if action.forward:
@@ -197,7 +197,7 @@ class _SimulatedRank:
         else:
             self.backward_passes.remove(action)  # not always the first of them
             self.busy_until = tick + 2
-        return _Finished(self.busy_until, done_before)
+        return _Finished(self.busy_until, meeting_point)
 
     def _next_meeting_point_after(self, action: Action) -> int:
         """Returns the next meeting point that the rank reaches if it has just done an action.

@@ -390,7 +390,7 @@ class _PieceForward:
         Raises:
             UsageError: the stage has not begun, or has ended, and this piece cannot begin it.
         """
-        stage_run.use_own_seed()  # later calls do nothing
+        stage_run.use_own_seed()  # for what the pieces draw; later calls do nothing
         has_begun = stage_run.computes_values  # and has not ended
         if has_begun:
             return arguments

@@ -309,13 +309,14 @@ class Pipeline(Strategy):
         if from_settings is not None:
             return from_settings
 
-        # Nothing was set. The number follows from the number of samples if `micro_batch_size` is
-        # set, and one process has no other stages to keep busy.
+        # Nothing was set. With `micro_batch_size` the number follows from the number of samples,
+        # and is at least 1. One process has no other stages to keep busy.
         num_positions = self._num_positions(run.topology)
-        default = MICRO_BATCHES_PER_STAGE * num_positions
         if run.settings.micro_batch_size or num_positions == 1:
             default = 1
-        return max(default, run.settings.min_micro_batches)  # which only raises the default
+        else:
+            default = MICRO_BATCHES_PER_STAGE * num_positions
+        return max(default, run.settings.min_micro_batches)
 
     def _num_positions(self, topology: Topology) -> int:
         """Returns the number of ranks in a pipeline."""
@@ -368,14 +369,16 @@ class Pipeline(Strategy):
         Other ranks do not run these layers. With a single pipeline, each rank computes them alone.
         """
         layers = [m for m in module.modules() if isinstance(m, SyncBatchNorm | nn.SyncBatchNorm)]
+        if not layers:
+            return
 
         # With several pipelines, which hold replicas of the model, this is the group of the ranks
         # with the same stages.
         group = run.groups.get(ACROSS_PIPELINES)
-
-        # With one pipeline, each rank gets a group of its own. `open_group` opens a group for each
-        # row of a table of ranks; here the table is [[0], [1], [2], ...].
-        if layers and group is None:
+        has_one_pipeline = group is None
+        if has_one_pipeline:
+            # Each rank gets a group of its own. `open_group` opens a group for each row of a table
+            # of ranks; here the table is [[0], [1], [2], ...].
             one_rank_per_row = torch.arange(run.topology.size)[:, None]
             group = open_group(run, "alone", one_rank_per_row)
 

@@ -277,12 +277,12 @@ class Wire:
     ) -> tuple[tuple[TensorSpec, ...], list[Tensor]]:
         """Receives a message of a kind that was received before; returns its specs and its tensors.
 
-        What arrives depends on the kind, and in the cases 2 and 3 of the module's docstring:
+        If the kind does not depend on values, only the tensors arrive. Otherwise the sender says by
+        a mark whether they have the known specs:
 
-            the kind does not depend on values      the tensors
-            2. the specs are the known ones         the mark True, the tensors
-            3. the specs are other ones             the mark False, zeros with the known specs;
-                                                    then the new specs, the tensors
+            the known specs     the mark True, the tensors
+            other specs         the mark False, zeros with the known specs; then the new specs, the
+                                tensors
 
         Args:
             source: the sending rank.
@@ -291,7 +291,7 @@ class Wire:
         """
         expected = _spec_of_message(known_specs, kind)
         message = self._receive_with_known_spec(source, expected)
-        new_specs_follow = message.marks == [False]
+        new_specs_follow = message.marks == [False]  # without a mark it is []
         if new_specs_follow:
             return self._receive_with_specs(source, kind)
         return known_specs, message.tensors
