@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import functools
+import gc
 import math
 import operator
 from collections.abc import Iterable, Iterator
@@ -23,6 +24,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import lockstep
 from lockstep.errors import SettingError, UsageError
+from lockstep.strategies.virtual_ranks import gradients_of_bucket
 
 pytestmark = pytest.mark.ranks
 
@@ -527,6 +529,43 @@ def signs_of_gradients(refuses: bool) -> list[str]:
 
 @pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore:(?s).*a collate function that leaves samples out")
+class ComplexNet(nn.Module):
+    """Two layers with complex weights, as of a Fourier neural operator, and a real bias."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Parameter(torch.randn(3, 2, dtype=torch.complex64))
+        self.second = nn.Parameter(torch.randn(2, 4, dtype=torch.complex64).t())
+        self.bias = nn.Parameter(torch.randn(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.second @ (x.to(torch.complex64) @ self.first).t()).abs().t() + self.bias
+
+
+def test_gradients_of_complex_weights_are_found_in_their_bucket() -> None:
+    views: dict[int, torch.Tensor] = {}
+
+    def note_views(state: None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        views.update(zip(map(id, bucket.parameters()), gradients_of_bucket(bucket), strict=True))
+        done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        done.set_result(bucket.buffer())
+        return done
+
+    note_views.__annotations__.clear()  # they are texts here, which torch refuses
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        model = DistributedDataParallel(ComplexNet())
+        model.register_comm_hook(None, note_views)
+        model(torch.randn(5, 3)).square().sum().backward()
+        for parameter in model.parameters():
+            assert parameter.grad is not None
+            assert torch.equal(views[id(parameter)], parameter.grad)
+        del model
+        gc.collect()  # before the group, whose threads the model holds
+    finally:
+        dist.destroy_process_group()
+
+
 @pytest.mark.parametrize("refuses", [False, True])
 def test_signs_of_zeros_do_not_depend_on_the_processes(refuses: bool) -> None:
     """Also where a virtual rank has no rows: its zeros are positive, wherever they are added."""

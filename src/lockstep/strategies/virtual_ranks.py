@@ -127,8 +127,9 @@ class _BucketGradients(NamedTuple):
             if gradient is not None:
                 # Copy the gradient to the place in `flat` that `view` has in the buffer. The view
                 # may have another memory format, such as channels last, so the strides are needed.
-                offset = view.storage_offset() - self.buffer.storage_offset()
-                flat.as_strided(view.shape, view.stride(), offset).copy_(gradient)
+                offset = view.storage_offset() - as_dtype_of(view, self.buffer).storage_offset()
+                flat_here = as_dtype_of(view, flat)
+                flat_here.as_strided(view.shape, view.stride(), offset).copy_(gradient)
         return flat
 
 
@@ -591,14 +592,26 @@ def gradients_of_bucket(bucket: dist.GradBucket) -> list[Tensor]:
     """Returns the gradient of each parameter in a bucket, as views of the bucket's buffer.
 
     DDP stores a gradient in the memory format of its parameter, such as channels last. The views
-    that `bucket.gradients()` returns have the right offsets, but do not have these strides.
+    that `bucket.gradients()` returns do not have these strides, and are real for complex gradients.
     """
     views: list[Tensor] = []
-    for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
+    num_before = 0  # in the bucket, the gradients follow each other without gaps
+    for parameter in bucket.parameters():
         # These are the strides of the parameter if it is dense in memory, else contiguous ones.
         strides = torch.empty_like(parameter, device="meta").stride()
-        views.append(gradient.as_strided(parameter.shape, strides, gradient.storage_offset()))
+        buffer = as_dtype_of(parameter, bucket.buffer())
+        offset = buffer.storage_offset() + num_before
+        views.append(buffer.as_strided(parameter.shape, strides, offset))
+        num_before += parameter.numel()
     return views
+
+
+def as_dtype_of(parameter: Tensor, buffer: Tensor) -> Tensor:
+    """Returns a bucket's buffer as a view with the dtype of its parameters.
+
+    DDP stores complex gradients as pairs of real numbers. Each bucket has parameters of one dtype.
+    """
+    return torch.view_as_complex(buffer.view(-1, 2)) if parameter.is_complex() else buffer
 
 
 class BucketTreeSum:
