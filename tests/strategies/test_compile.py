@@ -467,6 +467,37 @@ def test_a_prepared_model_in_a_compiled_one_is_traced_with_it():
     assert run_ranks(two_prepared, 1) == [(True, torch.float32, 1)]
 
 
+def whole_steps(is_compiled: bool) -> list[Tensor]:
+    """The weights of a training in uneven micro-batches, whose steps a script may compile whole."""
+    with lockstep.init(num_micro_batches=3) as world:
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.3), nn.Linear(8, 3))
+        optimizer: Any = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+        model, optimizer = world.prepare(net, optimizer)
+
+        def step(rows: Tensor) -> None:
+            world.backward(model(rows).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+
+        make_step = torch.compile(step, backend="aot_eager") if is_compiled else step
+        rows = torch.linspace(-1, 1, 6 * 45).view(45, 6)
+        for (batch,) in world.loader(torch.utils.data.TensorDataset(rows), 16):
+            make_step(batch)
+        return [parameter.detach().clone() for parameter in net.parameters()]
+
+
+def differences_of_compiled_steps() -> list[float]:
+    pairs = zip(whole_steps(False), whole_steps(True), strict=True)
+    return [float((plain - compiled).abs().max()) for plain, compiled in pairs]
+
+
+@pytest.mark.thorough
+def test_a_script_may_compile_its_whole_step():
+    (differences,) = run_ranks(differences_of_compiled_steps, 1)
+    assert max(differences) == 0.0
+
+
 def pickled(strategy: str) -> list[Any]:
     """For each precision and way, how far what is loaded is from the prepared model."""
     found = []

@@ -29,7 +29,7 @@ from lockstep.session.extension import Extension
 from lockstep.session.micro_batch import MicroBatch
 from lockstep.session.step import Step, StepKey
 from lockstep.strategies.base import parameters_of
-from lockstep.torch_compat import answer_grad_scaler, unscales_gradients
+from lockstep.torch_compat import answer_grad_scaler, outside_compiled_code, unscales_gradients
 from lockstep.training.optimizer_kinds import explain_shard_error
 from lockstep.training.optimizer_versions import OptimizerVersions
 from lockstep.training.step_calls import StepCalls
@@ -104,6 +104,7 @@ class PreparedOptimizer(DelegatesToInner, Optimizer):
     def __repr__(self) -> str:
         return f"Prepared{self.inner!r}"
 
+    @outside_compiled_code  # a script may compile the function that calls it
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Steps in the last micro-batch before an optimizer step; in others it returns None.
 
@@ -232,6 +233,7 @@ class PreparedOptimizer(DelegatesToInner, Optimizer):
             scaled_loss = 0.0  # even if the loss is NaN
         return self._collectives.mean(scaled_loss)
 
+    @outside_compiled_code
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears the gradients; does nothing while a global batch is accumulating them.
 

@@ -23,6 +23,7 @@ from lockstep.session.delivery import TrainingPass
 from lockstep.session.micro_batch import MicroBatch
 from lockstep.strategies.base import PreparedModule, Strategy, parameters_of
 from lockstep.strategies.placeholder import Placeholders
+from lockstep.torch_compat import outside_compiled_code
 from lockstep.training.optimizer import PreparedOptimizer
 from lockstep.wording import describe_type
 
@@ -55,6 +56,7 @@ class TrainingStep:
         self._optimizers = optimizers
         self._placeholders = placeholders
 
+    @outside_compiled_code  # a script may compile the function that calls it
     def backward(self, loss: Tensor, **options: Any) -> None:
         """Runs the backward pass of a loss, weighted by its micro-batch's part of the global batch.
 
