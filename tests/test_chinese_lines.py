@@ -106,7 +106,7 @@ LINES = {
     "two is wrong": None,
     "the check in step 101 found no difference: resume from a checkpoint that is older, "
     "runs/a/step-100": "第 101 步的检查没有发现差异：请从更早的检查点 runs/a/step-100 续训",
-    "make all ranks equal in what decides bits, since they may have other bits without being "
+    "make all ranks equal in what decides bits, since they may have different bits without being "
     "wrong; if they still differ: look first whether the script does something else on rank 2 "
     "(world.rank, world.is_main); if not, take cuda:2 of node2 out of the run and test it": None,
     "rank 3 has another CPU (AVX2, others AVX512)": (

@@ -190,8 +190,8 @@ NO_MESSAGES_BY_REASON = {
         "version of the order",
         "whether it is set",
         # Of an enumeration.
-        "a rank has other bits each time, and the other rank the same both times",
-        "both ranks have other bits each time",
+        "a rank has different bits each time, and the other rank the same both times",
+        "both ranks have different bits each time",
         "no bits have a majority",
         "some ranks had different bits than the majority, and the same the second time",
         "some ranks have different bits than the majority",
@@ -214,8 +214,8 @@ NO_MESSAGES_BY_REASON = {
         "the last checkpoint on disk is of step {step_on_disk}{problems}",
         "there is no checkpoint on disk{problems}",
         "{rstrip}\nit started processes of its own, which are not seen: {line}",
-        "make all ranks equal in what decides bits, since they may have other bits without being "
-        "wrong; if they still differ: {do}",
+        "make all ranks equal in what decides bits, since they may have different bits without "
+        "being wrong; if they still differ: {do}",
         "each micro-batch over all ranks, not of the global batch",
         "of parameters: no example to measure with",
         "of parameters: the model has no values yet to measure with",
@@ -395,7 +395,7 @@ SHORT_MESSAGES = {
     "the connection was accepted and then cut": "machine.network",
     "{signal_name} ({meaning})": "run.start.process",
     "{operation_name} number {number}": "communication.shared_memory",
-    "make all ranks equal in what decides bits, since they may have other bits without being "
+    "make all ranks equal in what decides bits, since they may have different bits without being "
     "wrong": "extensions.device_check.message",
     "if they still differ: {advice_on_devices}": "extensions.device_check.message",
     "{wrong} and rank {rank} ({torch_device} of {host})": "extensions.device_check.message",

@@ -227,7 +227,7 @@ def train(
 
 
 def in_many_ways(num_virtual_ranks: int, machines: tuple[int, ...] | None) -> list[Any]:
-    """Trains in several ways that have other bits each.
+    """Trains in several ways that have different bits each.
 
     In float64 the order of the sums shows, which are taken in float64 and rounded in the others.
     """

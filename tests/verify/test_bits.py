@@ -190,7 +190,7 @@ def fake_runs(
         monkeypatch: of the test.
         own: the virtual ranks that the script itself sets.
         uses_lockstep: the script does.
-        other_bits: on rank 1 a gradient has other bits.
+        other_bits: on rank 1 a gradient has different bits.
         error: with which a run that is compared by bits ends.
 
     Returns:

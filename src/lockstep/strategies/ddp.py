@@ -714,7 +714,8 @@ class ExactDDP(base.ModuleWrapper, DistributedDataParallel):
         if self.virtual_ranks is not None:
             raise UsageError(
                 "register_comm_hook of a model that is prepared with virtual_ranks",
-                "the sum over virtual ranks is such a hook, and another one would give other bits",
+                "the sum over virtual ranks is such a hook, and another one would give "
+                "different bits",
                 "leave one of them out",
             )
 

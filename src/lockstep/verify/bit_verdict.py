@@ -266,7 +266,7 @@ def compare_bits(kind: str, expected: Update, actual: Update) -> BitDifference |
     of them must be on some rank. All other values must be on every rank.
 
     For example, virtual ranks 0 and 1 are on rank 0, and 2 and 3 on rank 1. If the loss of virtual
-    rank 3 has other bits, rank 1 is reported. If no rank has this loss, all ranks are reported.
+    rank 3 has different bits, rank 1 is reported. If no rank has this loss, all ranks are reported.
 
     Args:
         kind: a key of `KINDS`.
@@ -308,7 +308,7 @@ def compare_bits(kind: str, expected: Update, actual: Update) -> BitDifference |
 def _wrong_names_of_rank(
     kind: str, expected_hashes: Mapping[str, str], hashes: Mapping[str, str]
 ) -> set[str]:
-    """Returns the names of values that are wrong on a rank: they have other bits or are missing.
+    """Returns the names of values that are wrong on a rank: their bits differ or they are missing.
 
     Args:
         kind: a key of `KINDS`.

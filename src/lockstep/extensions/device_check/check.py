@@ -171,7 +171,7 @@ class DeviceCheck(Extension):
         """Compares the state of the processes when a checked global batch begins.
 
         Raises:
-            WrongDeviceError: on all ranks, if some rank has other bits.
+            WrongDeviceError: on all ranks, if some rank has different bits.
             UsageError: in the previous checked global batch, the loop skipped micro-batches whose
                 results were to be compared.
         """
@@ -241,7 +241,7 @@ class DeviceCheck(Extension):
             modules: the prepared modules whose optimizer has stepped.
 
         Raises:
-            WrongDeviceError: on all ranks, if some rank has other bits.
+            WrongDeviceError: on all ranks, if some rank has different bits.
         """
         interval_of_module = {}
         for wrapped in self._modules:
@@ -433,7 +433,7 @@ class DeviceCheck(Extension):
         """Compares parameters, states of optimizers and buffers over the ranks that have the same.
 
         Raises:
-            WrongDeviceError: on all ranks, if some rank has other bits.
+            WrongDeviceError: on all ranks, if some rank has different bits.
         """
         # For each group of this rank, the sums of the bits by name.
         own_bits_of_group = self._bits_of_groups()

@@ -98,7 +98,7 @@ def wrong_device_error(
     if other_numerics:  # the hardware or software differs, which may be the cause
         found += f"; {other_numerics}"
         do = (
-            "make all ranks equal in what decides bits, since they may have other bits without "
+            "make all ranks equal in what decides bits, since they may have different bits without "
             f"being wrong; if they still differ: {do}"
         )
 
@@ -135,7 +135,9 @@ def _describe_computation(
     # No majority: there are only two ranks, or the virtual rank was not computed again, or the
     # results are all different.
     if verdict.kind is Kind.CHANGING:
-        return f"{wrong} got other bits each of two times, and the other rank the same both times"
+        return (
+            f"{wrong} got different bits each of two times, and the other rank the same both times"
+        )
     if verdict.kind is Kind.ONE_OF_TWO:
         return (
             f"{both} got different bits, each the same ones both times, and one of the two is wrong"
@@ -146,7 +148,7 @@ def _describe_computation(
             "batches ahead they could not be computed again"
         )
     if verdict.kind is Kind.ALL_CHANGING:
-        return f"{both} got other bits each time"
+        return f"{both} got different bits each time"
 
     assert verdict.kind is Kind.NO_MAJORITY
     return f"all {len(devices)} ranks computed it again, and no bits have a majority"

@@ -22,10 +22,10 @@ class Kind(Enum):
 
     WRONG = "some ranks have different bits than the majority"
     WRONG_ONCE = "some ranks had different bits than the majority, and the same the second time"
-    CHANGING = "a rank has other bits each time, and the other rank the same both times"
+    CHANGING = "a rank has different bits each time, and the other rank the same both times"
     ONE_OF_TWO = "two ranks have different bits, each the same both times"
     NOT_REPEATED = "two ranks have different bits, and could not compute them again"
-    ALL_CHANGING = "both ranks have other bits each time"
+    ALL_CHANGING = "both ranks have different bits each time"
     NO_MAJORITY = "no bits have a majority"
 
 
