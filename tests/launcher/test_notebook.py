@@ -126,7 +126,6 @@ def test_the_cells_of_a_notebook_on_ray(
 ) -> None:
     """The kernel has an event loop of its own, and the nodes do not have its cells."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    monkeypatch.setenv("LOCKSTEP_LOG_DIR", str(tmp_path / "logs"))
     monkeypatch.setenv("RAY_ADDRESS", address)
     _, returned, failed = run(tmp_path, "import lockstep", ON_RAY, FAILS_ON_RAY)
     assert returned[-1].data["text/plain"] == "[12, 12]"
@@ -137,7 +136,6 @@ def test_the_cells_of_a_notebook_on_ray(
 
 @pytest.mark.filterwarnings("ignore")  # the kernel's client warns of its own future
 def test_the_cells_of_a_notebook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LOCKSTEP_LOG_DIR", str(tmp_path / "logs"))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     trained, of_lambda, failed, hung, shown = run(
         tmp_path, TRAINS, LAMBDA, FAILS, HANGS, "lockstep.report('runs/a')"
