@@ -8,8 +8,10 @@ import json
 import os
 import socket
 import subprocess
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +20,11 @@ import torch
 from ranks import context
 from test_checkpointer import Counter, Training
 
-from lockstep.checkpoint import layout, lock as locks
+from lockstep.checkpoint import layout, lock as locks, signs_of_life
 from lockstep.checkpoint.health import examine
 from lockstep.checkpoint.lock import Lock, find_other_writer
 from lockstep.checkpoint.schedule import Policy
+from lockstep.checkpoint.signs_of_life import SignsOfLife
 from lockstep.errors import CheckpointError
 
 pytestmark = pytest.mark.launcher
@@ -247,6 +250,225 @@ def test_without_system_locks_a_later_attempt_takes_over_from_a_lost_machine(
     else:
         with pytest.raises(CheckpointError, match=r"process \d+ on lost"):
             lock.acquire()
+
+
+@pytest.fixture
+def no_system_locks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    def no_locks(*_: Any) -> None:
+        raise OSError(errno.ENOLCK, "no locks available")
+
+    def make(path: Path, text: bytes) -> SignsOfLife:
+        signs = SignsOfLife(path, text)
+        made.append(signs)
+        return signs
+
+    made: list[SignsOfLife] = []
+    monkeypatch.setattr(fcntl, "lockf", no_locks)
+    monkeypatch.setattr(locks, "SignsOfLife", make)
+    yield
+    for signs in made:
+        signs.end()  # a test that has failed may have left them
+
+
+class Machine:
+    """Another machine that sees the same folder. What a test does inside `used()` happens there."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._monkeypatch = monkeypatch
+        self._locks: dict[Path, Any] = {}
+        self.num_looks = 0
+        """How often it has waited for the next look at the lock file."""
+        self.actions: dict[int, Callable[[], object]] = {}
+        """What happens elsewhere during such a wait, by its number."""
+
+    @contextmanager
+    def used(self) -> Iterator[None]:
+        with self._monkeypatch.context() as patch:
+            patch.setattr(locks, "_locks_of_process", self._locks)
+            patch.setattr(socket, "gethostname", lambda: "pod-2")
+            patch.setattr(time, "sleep", self._sleep)
+            yield
+
+    def _sleep(self, seconds: float) -> None:
+        if seconds == signs_of_life.LOOK_INTERVAL_S:
+            self.num_looks += 1
+            self.actions.get(self.num_looks, lambda: None)()
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch, no_system_locks: None) -> Machine:
+    return Machine(monkeypatch)
+
+
+def set_age(path: Path, age_s: float) -> None:
+    changed = time.time() - age_s
+    os.utime(path, (changed, changed))
+
+
+def signs_of(lock: Lock) -> SignsOfLife:
+    assert lock._lock is not None
+    signs = lock._lock.signs_of_life
+    assert signs is not None
+    return signs
+
+
+def threads_of_locks() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "lockstep-lock"]
+
+
+def test_a_run_that_saves_seldom_keeps_its_folder_where_there_are_no_locks(
+    tmp_path: Path, machine: Machine
+) -> None:
+    holder = Lock(tmp_path)
+    holder.acquire()
+    set_age(tmp_path / locks.LOCK_FILE, 10_000)  # the last save
+    signs_of(holder).give()
+    with machine.used():
+        assert "another run (process" in (find_other_writer(tmp_path) or "")
+
+    set_age(tmp_path / locks.LOCK_FILE, 100)
+    machine.actions = {150: signs_of(holder).give}
+    with (
+        machine.used(),
+        pytest.warns(UserWarning, match="waits up to 180 s for a sign of life"),
+        pytest.raises(CheckpointError, match=r"another run \(process .* writes into this folder"),
+    ):
+        Lock(tmp_path).acquire()
+    assert machine.num_looks == 150
+    holder.acquire()
+    holder.release()
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_run_that_slept_for_long_has_lost_its_folder_and_says_so(
+    tmp_path: Path, machine: Machine
+) -> None:
+    """As one that was stopped by SIGSTOP: another machine has taken the folder meanwhile."""
+    path = tmp_path / locks.LOCK_FILE
+    holder, successor = Lock(tmp_path), Lock(tmp_path)
+    holder.acquire()
+    with machine.used():
+        with pytest.warns(UserWarning, match="may be lost"):
+            successor.acquire()
+        assert machine.num_looks == 180
+
+    set_age(path, 100)
+    before = signs_of_life.look_at(path)
+    signs_of(holder).give()
+    assert signs_of_life.look_at(path) == before, "it is no sign of life of the successor"
+    with pytest.raises(CheckpointError, match=r"another run .* has begun to write there"):
+        holder.acquire()
+    holder.release()
+    with machine.used():
+        successor.acquire()
+        successor.release()
+    assert not path.exists()
+
+
+@pytest.mark.parametrize("promises", [True, False])
+def test_only_a_run_that_promises_signs_of_life_is_watched(
+    tmp_path: Path, machine: Machine, promises: bool
+) -> None:
+    """One that promises none, for want of a thread, may be alive for 15 minutes."""
+    run = {**locks._describe_this_process(), "host": "pod-1"}
+    if promises:
+        run[locks.SIGNS_OF_LIFE] = 15.0
+    (tmp_path / locks.LOCK_FILE).write_text(json.dumps(run))
+    lock = Lock(tmp_path)
+    with machine.used():
+        if promises:
+            with pytest.warns(UserWarning, match="on pod-1, since .* which may be lost"):
+                lock.acquire()
+            lock.release()
+        else:
+            with pytest.raises(CheckpointError, match="on pod-1"):
+                lock.acquire()
+    assert machine.num_looks == (180 if promises else 0)
+
+
+def test_a_run_that_ends_while_it_is_watched_leaves_the_folder(
+    tmp_path: Path, machine: Machine
+) -> None:
+    holder, successor = Lock(tmp_path), Lock(tmp_path)
+    holder.acquire()
+    machine.actions = {3: (tmp_path / locks.LOCK_FILE).unlink}
+    with machine.used():
+        with pytest.warns(UserWarning, match="may be lost"):
+            successor.acquire()
+        successor.release()
+    assert machine.num_looks == 3
+    holder.release()
+
+
+def test_of_two_runs_that_wait_for_a_lost_one_the_second_sees_the_first(
+    tmp_path: Path, machine: Machine
+) -> None:
+    path = tmp_path / locks.LOCK_FILE
+    lost = {**locks._describe_this_process(), "host": "pod-1", locks.SIGNS_OF_LIFE: 15.0}
+    path.write_text(json.dumps(lost))
+    text_of_first = json.dumps({**lost, "host": "pod-3", "run": "abc"})
+    machine.actions = {180: lambda: path.write_text(text_of_first)}
+    with (
+        machine.used(),
+        pytest.warns(UserWarning, match="may be lost"),
+        pytest.raises(CheckpointError, match="writes into this folder"),
+    ):
+        Lock(tmp_path).acquire()
+    assert path.read_text() == text_of_first
+
+
+@pytest.mark.parametrize("has_locks", [True, False])
+def test_signs_of_life_end_with_the_lock(
+    tmp_path: Path, request: pytest.FixtureRequest, has_locks: bool
+) -> None:
+    if not has_locks:
+        request.getfixturevalue("no_system_locks")
+    one, two = Lock(tmp_path), Lock(tmp_path)
+    one.acquire()
+    two.acquire()
+    expected = 0 if has_locks else 1
+    assert len(threads_of_locks()) == expected
+    one.release()
+    assert len(threads_of_locks()) == expected, "the other one still holds the folder"
+    two.release()
+    assert threads_of_locks() == []
+
+
+def test_without_a_thread_no_signs_of_life_are_promised(
+    tmp_path: Path, no_system_locks: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_more_threads(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", no_more_threads)
+    lock = Lock(tmp_path)
+    lock.acquire()
+    assert locks.SIGNS_OF_LIFE not in json.loads((tmp_path / locks.LOCK_FILE).read_text())
+    lock.acquire()
+    lock.release()
+    assert os.listdir(tmp_path) == []
+
+
+def test_signs_of_life_are_given_again_and_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    num_given = 0
+    were_given = threading.Event()
+
+    def give(_: SignsOfLife) -> None:
+        nonlocal num_given
+        num_given += 1
+        if num_given == 3:
+            were_given.set()
+
+    monkeypatch.setattr(signs_of_life, "INTERVAL_S", 0.001)
+    monkeypatch.setattr(SignsOfLife, "give", give)
+    signs = SignsOfLife(tmp_path / "lock", b"")
+    try:
+        assert were_given.wait(20)
+    finally:
+        signs.end()
+    assert threads_of_locks() == []
 
 
 @pytest.mark.parametrize("asynchronous", [True, False])

@@ -5,8 +5,10 @@ and a system lock on the file says whether that run is alive. (It is a POSIX loc
 works over NFS too, is not inherited by child processes, and ends with its process.)
 
 Some network file systems have no such locks. Then only the text decides: a process of this machine
-can be looked up, and a process of another machine is considered alive if its last save is recent,
-unless it belongs to an earlier attempt of this run: then this attempt has replaced it.
+can be looked up, and a process of another machine is considered alive if the file has changed
+lately. There are two exceptions. If the process belongs to an earlier attempt of this run, this
+attempt has replaced it. And if the text says that the process gives *signs of life*, a run that
+wants the lock watches for them (see `signs_of_life`).
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import os
 import secrets
 import socket
 import time
+import warnings
 from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
@@ -25,13 +28,14 @@ from typing import Any
 
 import psutil
 
-from lockstep.checkpoint import layout, storage
+from lockstep.checkpoint import layout, signs_of_life, storage
+from lockstep.checkpoint.signs_of_life import SignsOfLife
 from lockstep.errors import CheckpointError
 
 LOCK_FILE = ".lock"
-MAX_SAVE_AGE_S = 900.0
-"""A run on another machine counts as alive for this long after its last save."""
-MAX_TEXT_BYTES = 10_000
+MAX_AGE_S = 900.0
+"""A run on another machine seems alive for this long after the last change of its lock file: its
+last save or sign of life."""
 MAX_ATTEMPTS = 6
 ATTEMPT_INTERVAL_S = 0.02
 MAX_WAIT_FOR_EARLIER_ATTEMPT_S = 120.0
@@ -41,18 +45,24 @@ was lost, a file server may keep its locks for 90 s."""
 RUN_IDS_OF_MANY_RUNS = ("", "none")
 """Ids that do not tell a run from others: that of a run without a launcher, and torchrun's default
 for several machines."""
+SIGNS_OF_LIFE = "sign interval"
+"""The entry of a lock file's text that promises signs of life. Its value is the time between them
+in seconds."""
 MAX_CLOCK_CHANGE_S = 3.0
 """The start time of a process differs by less than this if the clock was adjusted meanwhile."""
 
 
 @dataclass
 class _FileLock:
-    """A system lock that this process holds."""
+    """A lock file that this process holds."""
 
     descriptor: int
     """The open lock file."""
     text: bytes
     """What this process has written into it."""
+    signs_of_life: SignsOfLife | None
+    """What shows that this process is alive, if the file system has no locks. None if it has, or if
+    no thread could be started."""
     owners: int = 0
     """Number of `Lock` objects that share it."""
 
@@ -129,6 +139,8 @@ class Lock:
         if lock.owners > 0:
             return
         del _locks_of_process[self._path]
+        if lock.signs_of_life is not None:
+            lock.signs_of_life.end()
         with suppress(OSError):
             # If the folder was replaced meanwhile, the lock file may be that of another run.
             is_own_file = _read_text(self._path) == lock.text
@@ -143,10 +155,12 @@ def find_other_writer(folder: Path) -> str | None:
     if path in _locks_of_process:
         return None  # this process has the lock, so no other run does
 
-    # `_try_lock` returns a description of the run that has the lock. If the lock is free, it takes
-    # the lock and returns None, and closing the file releases it at once.
+    # If the lock is free, `_try_lock` takes it, and closing the file releases it at once.
     with suppress(OSError), path.open("rb+") as file:
-        return _try_lock(file.fileno(), path)
+        try:
+            _try_lock(file.fileno(), path)
+        except _OtherRunHasLock as other_run:
+            return str(other_run)
     return None
 
 
@@ -174,13 +188,54 @@ def _make_lock(path: Path) -> _FileLock:
             if not waits_for_former_ranks:
                 num_refused += 1
             if num_refused == MAX_ATTEMPTS:
-                raise CheckpointError(
-                    f"saving a checkpoint in {path.parent}",
-                    f"{other_run} writes into this folder",
-                    "give each run its own folder, or end that one (if it has ended, remove "
-                    f"{path})",
-                ) from None
+                if not _remove_if_lost(path, str(other_run)):
+                    raise CheckpointError(
+                        f"saving a checkpoint in {path.parent}",
+                        f"{other_run} writes into this folder",
+                        "give each run its own folder, or end that one (if it has ended, remove "
+                        f"{path})",
+                    ) from None
+                num_refused = 0
         time.sleep(ATTEMPT_INTERVAL_S)
+
+
+def _remove_if_lost(path: Path, other_run: str) -> bool:
+    """Removes the lock file of a run on another machine, if that gives no sign of life any more.
+
+    Args:
+        path: the path of the lock file.
+        other_run: a description of that run.
+
+    Returns:
+        True if the file is gone. False if the run is alive, or promises no signs of life.
+    """
+    if not _promises_signs_of_life(_read_text(path)):
+        return False
+
+    warnings.warn(
+        f"the first save in {path.parent} waits up to {signs_of_life.MAX_SILENCE_S:.0f} s for a "
+        f"sign of life from {other_run}, which may be lost",
+        stacklevel=2,
+    )
+    try:
+        if not signs_of_life.is_silent(path):
+            return False
+        storage.unlink(path)
+    except FileNotFoundError:  # the run has ended and removed it, or another run that waited has
+        pass
+    return True
+
+
+def _promises_signs_of_life(text: bytes) -> bool:
+    """Returns True if a lock file is of another machine, and says that its run gives signs of life.
+
+    Args:
+        text: the text of the lock file, see `_describe_this_process`.
+    """
+    with suppress(ValueError):
+        run = layout.parse_object(text)
+        return SIGNS_OF_LIFE in run and run.get("host") != socket.gethostname()
+    return False
 
 
 def _acquire(path: Path) -> _FileLock:
@@ -203,40 +258,57 @@ def _acquire_unless_removed(path: Path) -> _FileLock | None:
     with ExitStack() as unless_acquired:
         unless_acquired.callback(os.close, descriptor)
 
-        other_run = _try_lock(descriptor, path)
-        if other_run is not None:
-            raise _OtherRunHasLock(other_run)
+        is_system_lock = _try_lock(descriptor, path)
 
         # If the file was removed since it was opened, this process has locked a file without a
         # name, which no other process would see.
         if not _is_same_file(descriptor, path):
             return None
 
-        text = json.dumps(_describe_this_process()).encode()
+        run = _describe_this_process()
+        text = json.dumps(run).encode()
+        signs = None
+        if not is_system_lock:
+            run_with_promise = {**run, SIGNS_OF_LIFE: signs_of_life.INTERVAL_S}
+            text_with_promise = json.dumps(run_with_promise).encode()
+            # The thread is started before the text promises signs of life. If the system allows no
+            # more threads, nothing is promised.
+            with suppress(RuntimeError):
+                signs = SignsOfLife(path, text_with_promise)
+                unless_acquired.callback(signs.end)
+                text = text_with_promise
+
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, text, 0)
-        unless_acquired.pop_all()  # the descriptor stays open
-        return _FileLock(descriptor, text)
+        if not is_system_lock:
+            os.fsync(descriptor)  # other machines must see the text soon
+        unless_acquired.pop_all()  # the descriptor stays open, and the thread runs on
+        return _FileLock(descriptor, text, signs)
 
 
-def _try_lock(descriptor: int, path: Path) -> str | None:
+def _try_lock(descriptor: int, path: Path) -> bool:
     """Tries to take the system lock on an open file. Closing the file releases it.
 
     If the file system has no locks, the text in the file decides whether this process may write.
 
     Returns:
-        None if this process may write. Otherwise a description of the run that has the lock or, on
-        a file system without locks, of the run that the text names and that seems to be alive.
+        True if this process has the system lock. False if the file system has no locks, and this
+        process may write.
+
+    Raises:
+        _OtherRunHasLock: another run has the lock, or the file system has no locks and the run that
+            the text names seems to be alive.
     """
     try:
         fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError):  # another process has the lock
-        return _describe_run(_read_text(path))
+        raise _OtherRunHasLock(_describe_run(_read_text(path))) from None
     except OSError:  # this file system has no locks
         text = _read_text(path)
-        return _describe_run(text) if _seems_alive(text, path) else None
-    else:
-        return None  # this process has the lock
+        if _seems_alive(text, path):
+            raise _OtherRunHasLock(_describe_run(text)) from None
+        return False
+    return True
 
 
 def _seems_alive(text: bytes, path: Path) -> bool:
@@ -279,9 +351,10 @@ def _is_other_process_of_this_machine(run: Mapping[str, Any]) -> bool:
 
 
 def _seems_alive_on_other_machine(run: Mapping[str, Any], path: Path) -> bool:
-    """Returns True if a process of another machine has saved lately, and may save again.
+    """Returns True if a process of another machine was alive lately, and may save again.
 
-    Such a process cannot be looked up, but each of its saves updates the time of the lock file.
+    Such a process cannot be looked up, but its saves and signs of life update the time of the lock
+    file.
 
     Args:
         run: the content of the lock file, see `_describe_this_process`.
@@ -292,8 +365,8 @@ def _seems_alive_on_other_machine(run: Mapping[str, Any], path: Path) -> bool:
     # own.
     if _is_replaced_by_this_attempt(run, _describe_this_process()):
         return False
-    last_save_age_s = time.time() - path.stat().st_mtime
-    return last_save_age_s < MAX_SAVE_AGE_S
+    age_s = time.time() - path.stat().st_mtime
+    return age_s < MAX_AGE_S
 
 
 def _is_of_earlier_attempt(text: bytes) -> bool:
@@ -369,20 +442,20 @@ def _describe_run(text: bytes) -> str:
 def _read_text(path: Path) -> bytes:
     """Returns the text of a lock file.
 
-    If this process has the lock, the text is read through the descriptor that is already open,
-    because closing another descriptor of the same file would release the lock.
+    If this process has the system lock, the text is read through the descriptor that is already
+    open, because closing another descriptor of the same file would release the lock.
 
     Returns:
-        The text. It is b"" if the file does not exist, or if this process has the lock and somebody
-        has put another file in the place of the lock file.
+        The text. It is b"" if the file does not exist, or if this process has the system lock and
+        somebody has put another file in the place of the lock file.
     """
     lock = _locks_of_process.get(path)
     with suppress(OSError):
-        if lock is None:
-            with path.open("rb") as file:
-                return file.read(MAX_TEXT_BYTES)
+        if lock is None or lock.signs_of_life is not None:  # there is no system lock to lose
+            text, _ = signs_of_life.look_at(path)
+            return text
         if _is_same_file(lock.descriptor, path):
-            return os.pread(lock.descriptor, MAX_TEXT_BYTES, 0)
+            return os.pread(lock.descriptor, signs_of_life.MAX_TEXT_BYTES, 0)
     return b""
 
 

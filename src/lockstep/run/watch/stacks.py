@@ -219,6 +219,7 @@ _ROUTING = "lockstep/communication/routing.py"
 _TRAFFIC = "lockstep/communication/traffic.py"
 _JOINING = "lockstep/distributed/process_group.py"
 _PIPELINE_WIRE = "lockstep/strategies/pipeline/wire.py"
+_SIGNS_OF_LIFE = "lockstep/checkpoint/signs_of_life.py"
 
 # The functions in which a stage of a pipeline waits for another stage, and what they wait for.
 _OP_OF_WIRE_FUNCTION = {"take": "recv", "wait": "send"}
@@ -432,6 +433,10 @@ def may_continue_alone(stack: Stack) -> bool:
     # If the wait is not certain, the thread may be computing at this place.
     wait = find_wait(stack)
     if wait is not None and wait.certain:
+        return False
+
+    # This thread touches a lock file now and then, which helps no other thread.
+    if any(_is_in(frame, _SIGNS_OF_LIFE) and frame.function == "_run" for frame in stack):
         return False
 
     innermost = stack[0]
