@@ -343,6 +343,14 @@ def test_the_machines_of_a_run_are_known_however_they_are_given(
     assert result.exit_code == 7, result.output
 
 
+@pytest.mark.usefixtures("folder")
+@pytest.mark.parametrize("flag", ["--epoch", "--model", "--max-steps", "--log-interval"])
+def test_an_option_of_the_script_is_not_taken_for_a_misspelt_one(flag: str) -> None:
+    output = run(flag, "3", "t.py").output
+    assert "did you mean" not in output
+    assert f"lockstep run SCRIPT {flag}" in output
+
+
 @pytest.mark.usefixtures("folder", "asked")
 def test_variables_are_checked_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCKSTEP_STRATEGY", "single")

@@ -9,13 +9,18 @@ import click
 
 from lockstep.familiar_names import ADVICE_FOR_FLAG
 
+MIN_SIMILARITY = 0.75
+"""How similar an unknown option must be to a known one, from 0 to 1, to be a misspelt one.
+
+Options of scripts are less similar: `--epoch` to `--nproc` by 0.6, `--model` to `--module` by 0.73.
+"""
 MIN_SIMILARITY_AFTER_SCRIPT = 0.8
 """How similar a script's argument must be to an option of the launcher, from 0 to 1, to be taken
 for a misspelt one."""
 
 
 def similar_option(
-    command: click.Command, ctx: click.Context, flag: str, min_similarity: float = 0.6
+    command: click.Command, ctx: click.Context, flag: str, min_similarity: float = MIN_SIMILARITY
 ) -> str | None:
     """Returns the option of a command that is most similar to an unknown one; None if none is.
 
