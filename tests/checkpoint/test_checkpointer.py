@@ -16,8 +16,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import lockstep
-from lockstep.checkpoint import layout, storage
+from lockstep.checkpoint import checkpointer, layout, storage
 from lockstep.checkpoint.checkpointer import Checkpoint
+from lockstep.checkpoint.find_latest import read_manifest_of
 from lockstep.checkpoint.health import examine
 from lockstep.checkpoint.random_states import RandomStates
 from lockstep.checkpoint.schedule import Policy
@@ -256,6 +257,28 @@ def test_resume_names_incomplete_checkpoints(tmp_path: Path) -> None:
     assert run.checkpoint.resume()
     assert run.world.step == 1
     assert run.checkpoint.last_resume_note.endswith("; passed over: step-000000002 (incomplete)")
+
+
+@pytest.mark.parametrize("manifest_is_read_first", [False, True])
+def test_a_checkpoint_that_another_run_removes_meanwhile_is_said_to_be_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, manifest_is_read_first: bool
+) -> None:
+    run = Training(tmp_path)
+    run.train(1)
+    run.checkpoint.save()
+
+    def read_and_remove(path: Path, checkpoint_id: str) -> Any:
+        """Another run removes the checkpoint before or after its manifest is read."""
+        if not manifest_is_read_first:
+            shutil.rmtree(path)
+        manifest = read_manifest_of(path, checkpoint_id)
+        shutil.rmtree(path)
+        return manifest
+
+    monkeypatch.setattr(checkpointer, "read_manifest_of", read_and_remove)
+    with pytest.raises(CheckpointError, match="it was removed after it had been found") as caught:
+        run.checkpoint.resume()
+    assert "folder of its own" in caught.value.do
 
 
 def flip(path: Path, place: int) -> None:

@@ -41,6 +41,7 @@ from lockstep.checkpoint.find_latest import (
     find_latest_complete,
     find_latest_sound,
     read_manifest_of,
+    removed_meanwhile_error,
     step_and_epoch,
 )
 from lockstep.checkpoint.formats.reading import read_stored
@@ -867,9 +868,15 @@ class Checkpoint:
         Raises:
             CheckpointError: the checkpoint cannot be read, or some state does not fit this run.
         """
-        manifest = read_manifest_of(path, checkpoint_id)
-        modules = {name: read_stored(path, manifest, name) for name in manifest["modules"]}
-        other_states = read_stored(path, manifest, layout.TRAINING)
+        try:
+            manifest = read_manifest_of(path, checkpoint_id)
+            modules = {name: read_stored(path, manifest, name) for name in manifest["modules"]}
+            other_states = read_stored(path, manifest, layout.TRAINING)
+        except CheckpointError as error:
+            has_found_it = self._collectives.topology.is_main  # rank 0 has just read all files
+            if has_found_it and not path.exists():
+                raise removed_meanwhile_error(path) from error
+            raise
 
         # In a damaged manifest the other states may be no dictionary. Then `match` reports all of
         # them as missing.

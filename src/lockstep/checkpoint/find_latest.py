@@ -164,3 +164,21 @@ def read_manifest_of(path: Path, checkpoint_id: str | None) -> dict[str, Any]:
         found,
         "use a shared folder, one that all machines see, or copy the checkpoint to each",
     )
+
+
+def removed_meanwhile_error(path: Path) -> CheckpointError:
+    """Returns the error for a checkpoint that this rank has found and that is gone since.
+
+    A run that saves removes its older checkpoints. So most likely two runs have the same folder.
+    """
+    other_writer = find_other_writer(path.parent)
+    if other_writer is None:
+        found = "it was removed after it had been found, probably by another run in this folder"
+    else:
+        found = f"it was removed after it had been found; {other_writer} writes into this folder"
+    return CheckpointError(
+        f"resuming from {path}",
+        found,
+        "give each run a folder of its own (world.checkpoint(folder, ...)), and start this one "
+        "again",
+    )
