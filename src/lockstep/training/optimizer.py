@@ -404,7 +404,18 @@ class PreparedOptimizer(DelegatesToInner, Optimizer):
                 "prefetch_factor= of the loader read ahead without a change to the loop",
             )
 
-        # Second case: the loop calls `loss.backward()`. Say why that is not enough.
+        # Second case: the loop calls neither `World.backward` nor `loss.backward()`, or clears the
+        # gradients before the step.
+        if all(parameter.grad is None for parameter in parameters_of(self.inner)):
+            raise UsageError(
+                "optimizer.step() without a gradient",
+                "world.backward was not called for this batch, and no parameter of the optimizer "
+                "has a gradient",
+                "call world.backward(loss), optimizer.step() and optimizer.zero_grad() in this "
+                "order",
+            )
+
+        # Third case: the loop calls `loss.backward()`. Say why that is not enough.
         if micro_batch.plain:
             reason = f"the precision is {self._precision.name}, whose loss is scaled"
             code = None

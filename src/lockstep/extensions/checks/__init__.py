@@ -12,6 +12,7 @@ from lockstep.extensions.checks.loss_scale import LossScaleCheck
 from lockstep.extensions.checks.nothing_prepared import NothingPreparedCheck
 from lockstep.extensions.checks.parameters import ParameterCheck
 from lockstep.extensions.checks.preparation import PreparationCheck
+from lockstep.extensions.checks.steps_without_gradients import StepsWithoutGradientsCheck
 from lockstep.extensions.checks.sum_of_means import SumOfMeansCheck
 from lockstep.extensions.checks.unit_order import UnitOrderCheck
 from lockstep.extensions.checks.unprepared_sum import UnpreparedSumCheck
@@ -21,6 +22,7 @@ CHECKS: tuple[type[Check], ...] = (
     LossCheck,
     LossScaleCheck,
     GradientVersionCheck,
+    StepsWithoutGradientsCheck,
     UnitOrderCheck,
     ParameterCheck,
     EqualModelsCheck,
