@@ -12,6 +12,7 @@ from lockstep.extensions.checks.loss_scale import LossScaleCheck
 from lockstep.extensions.checks.nothing_prepared import NothingPreparedCheck
 from lockstep.extensions.checks.parameters import ParameterCheck
 from lockstep.extensions.checks.preparation import PreparationCheck
+from lockstep.extensions.checks.same_order import SameOrderCheck
 from lockstep.extensions.checks.steps_without_gradients import StepsWithoutGradientsCheck
 from lockstep.extensions.checks.sum_of_means import SumOfMeansCheck
 from lockstep.extensions.checks.unit_order import UnitOrderCheck
@@ -28,6 +29,7 @@ CHECKS: tuple[type[Check], ...] = (
     EqualModelsCheck,
     CoverageCheck,
     EvaluationPassesCheck,
+    SameOrderCheck,
     UnpreparedSumCheck,
     SumOfMeansCheck,
     UnpreparedTrainingCheck,  # after UnpreparedSumCheck, whose watcher of loaders it uses
