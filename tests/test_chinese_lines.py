@@ -34,7 +34,7 @@ SAME_IN_BOTH_LANGUAGES = {
     ),
     *("ddp", "fsdp", "cuda", "cpu", "torch", "numpy", "lockstep", "run", "prepare", "loader"),
     *("shares", "auto", "store", "seed", "worker", "dropout", "hsdp", "ms", "slurm", "traceback"),
-    "ctrl",
+    *("ctrl", "explain"),
 }
 """Words that a Chinese practitioner uses as they are, and names of settings and strategies."""
 
@@ -227,6 +227,40 @@ LINES = {
     ),
     ", on rank 1": "，在 rank 1 上",
     ", on ranks 1-2": "，在 rank 1-2 上",
+    "0.0025 on one process, 0.01 on 2": "0.0025（单进程），0.01（2 个进程）",
+    "steps of the scheduler until then: 1 on one process, 1 on 2": (
+        "到此为止调度器的步数：1（单进程），1（2 个进程）"
+    ),
+    "torch was seeded with 0 on one process, no seed on rank 0": (
+        "torch 的种子：0（单进程），没有设置种子（rank 0）"
+    ),
+    "not compared: 1 process with virtual ranks: 2 shares for 3 devices "
+    "(UsageError: world.broadcast of a nest)": (
+        "没有比较：1 个进程，使用虚拟 rank：有 3 个设备，却给出了 2 份"
+        "（UsageError: 对嵌套结构调用 world.broadcast）"
+    ),
+    "run 1 of 4, 1 process: step 0 of at most 50, 0:20 left of about 1:02:05": (
+        "第 1 次运行（共 4 次），1 个进程：第 0 步（共最多 50 步），还需 0:20，共约 1:02:05"
+    ),
+    # Other lines with values that are joined from texts.
+    "not in the checkpoint: net_1; in the checkpoint alone: loader, net_2": (
+        "检查点中没有：net_1；只在检查点中有：loader, net_2"
+    ),
+    "in the checkpoint alone: loader": "只在检查点中有：loader",
+    "There is no LS999. Codes are LS101-LS112, LS501; lockstep explain lists all of them": (
+        "没有 LS999。代码有 LS101-LS112, LS501；lockstep explain 列出全部"
+    ),
+    "Nothing in the catalogue is about 'x, y'. There are topics: exit_1, batch_size. lockstep "
+    "explain lists all codes": (
+        "没有关于 'x, y' 的条目。主题有：exit_1, batch_size。lockstep explain 列出全部代码"
+    ),
+    "n0 resolves to 127.0.0.1, ::1; that is loopback, which other machines cannot reach; Lockstep "
+    "goes around it, other programs may not": (
+        "n0 解析为 127.0.0.1, ::1；这是回环地址，其他机器无法访问；Lockstep 会绕开它，其他程序未必"
+    ),
+    "a loader over 101 samples in global batches of 32 (checksum 50b8a6dc)": (
+        "含 101 个样本、全局批次大小为 32 的 loader（校验和 50b8a6dc）"
+    ),
     "they take different ways through the model: replica 0 at 'norms.0', replica 1 at 'norms.1'": (
         "它们在模型中走了不同的路径：副本 0 在 'norms.0'，副本 1 在 'norms.1'"
     ),
@@ -254,6 +288,15 @@ def test_a_whole_line_is_chinese(line: str, expected: str | None) -> None:
             "a run of 6 processes that meet at tcp://10.0.0.1:29500",
             "6 个进程在 tcp://10.0.0.1:29500 会合的运行",
         ),
+        (
+            "a run of 2 processes that meet at the launcher's store at tcp://127.0.0.1:29500",
+            "2 个进程在启动器的 store（tcp://127.0.0.1:29500）会合的运行",
+        ),
+        (
+            "processes that meet at the launcher's store at tcp://127.0.0.1:29500",
+            "在启动器的 store（tcp://127.0.0.1:29500）会合的进程",
+        ),
+        ("the node that serves at n:29500", "n:29500 上的提供服务的节点"),
         (
             "the list of tasks per node '2(x)' from Slurm's environment",
             "Slurm 环境变量中的每节点任务数列表 '2(x)'",

@@ -234,6 +234,7 @@ TYPICAL_VALUES = (
         "step-7",
         "step-7 (w)",
         "SIGKILL",
+        "UsageError: w",
         "cpu",
         "cpu of w",
         "is a Linear",
@@ -528,6 +529,47 @@ def test_what_a_script_has_raised_is_not_touched(chinese: None) -> None:
     hint = "  more:  [LS407: lockstep explain LS407]"
     of_catalogue = replace(failure, is_from_lockstep=True, details=(hint,))
     assert "详见：lockstep explain LS407" in render_failure(of_catalogue, language.translate)
+
+
+def test_failures_of_other_ranks_are_translated_as_the_first_one(chinese: None) -> None:
+    first = FirstFailure(kind="exception", time=10.0, headline="ValueError: no", ranks=(0,))
+    headline = "RanksDifferError: collectives: all_gather and all_reduce"
+    other = replace(first, ranks=(1,), time=10.3, headline=headline, is_from_lockstep=True)
+    own = replace(other, ranks=(2,), headline="Diverged: it is empty", is_from_lockstep=False)
+    text = render_failure(replace(first, later_failures=(other, own)), language.translate)
+    assert text.splitlines()[-1] == (
+        "连带后果：rank 1 (RanksDifferError: 集合通信：all_gather 和 all_reduce，0.3 s 之后)，"
+        "rank 2 (Diverged: it is empty，0.3 s 之后)"
+    )
+    text = render_failure(replace(first, simultaneous_failures=(other, own)), language.translate)
+    assert text.splitlines()[-2:] == [
+        "  rank 1: RanksDifferError: 集合通信：all_gather 和 all_reduce",
+        "  rank 2: Diverged: it is empty",
+    ]
+
+
+def test_a_table_in_an_error_of_a_rank_is_translated(chinese: None) -> None:
+    details = (
+        "  found: of the model's 6 names 5 fit; 1 missing, 1 unexpected",
+        "    missing     fc.weight  [4, 3]  nearest in the file: fc.w",
+        "    unexpected  ... and 6 more",
+        "  do:    build the model as it was when the file was saved",
+    )
+    failure = FirstFailure(
+        kind="exception",
+        time=0.0,
+        headline="CheckpointError: saving",
+        ranks=(0,),
+        details=details,
+        is_from_lockstep=True,
+    )
+    assert render_failure(failure, language.translate).splitlines()[2:] == [
+        "    原因：模型的 6 个名字中有 5 个对得上；缺少 1 个，多出 1 个",
+        "      缺少        fc.weight  [4, 3]  文件中最接近的是：fc.w",
+        "      多出        ……另有 6 个",
+        "    建议：按保存文件时的方式构建模型",
+    ]
+    assert render_failure(failure).splitlines()[2:] == [f"  {line}" for line in details]
 
 
 def test_lines_of_verify_of_launchers_and_of_kept_steps_are_translated(chinese: None) -> None:

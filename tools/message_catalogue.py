@@ -52,6 +52,7 @@ FILES_OF_SHORT_TEXTS = (
     "checkpoint.writer",
     "cli.explain_topics",
     "cli.run_help",
+    "cli.verify_progress",
     "communication.shared_memory",
     "distributed.collective_calls",
     "distributed.manifest",
@@ -335,6 +336,9 @@ SHORT_MESSAGES = {
     "between the machines": "cli.doctor",
     "between {size} machines": "communication.quantized_sum",
     "between {size} ranks": "communication.quantized_sum",
+    "argument": "extensions.report.facts",
+    "git commit": "extensions.report.facts",
+    "host": "extensions.report.facts",
     "bucket": "extensions.report.console",
     "clock": "doctor",
     "clocks": "doctor",
@@ -547,6 +551,8 @@ HEADINGS_MADE_ELSEWHERE = (
     "launch({name}) on {count_noun}",
     "launch({name}) on {count_noun} of a Ray cluster",
     "a run of {size} processes that meet at {store_location}",
+    "the launcher's store at {address}",
+    "the node that serves",
     "a shard size of {size_text}",
     "world.broadcast of a nest",
     "world.{name} of a tensor of {dtype}",
@@ -800,7 +806,13 @@ class Reader:
             yield from _expressions_in(call.args[0])
 
     def _has_heading(self, call: ast.Call) -> bool:
-        """True for an error or a warning, whose first line is translated apart from other texts."""
+        """True for an error or a warning, whose first line is translated apart from other texts.
+
+        The errors of click are translated as other texts, also `click.UsageError`, which has the
+        name of an error of Lockstep's.
+        """
+        if ast.unparse(call.func).startswith("click."):
+            return False
         return _called_name(call) in {*self._error_classes, *FUNCTIONS_THAT_WARN}
 
     def _add_if_sentence(self, message: str, module: str) -> None:

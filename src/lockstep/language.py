@@ -168,6 +168,9 @@ FIELDS_OF_JOINED_ITEMS = (
     "user_calls",
 )
 """Fields whose value is a list with `AND` between the items, such as "all_reduce and barrier"."""
+FIELDS_OF_HEADLINES = ("headline_of_error",)
+"""Fields whose value is the first line of an error of Lockstep's behind its class, such as
+"UsageError: world.broadcast of a nest"."""
 AND = " and "
 CHINESE_AND = " 和 "
 FIELDS_OF_TABLES = ("table",)
@@ -183,6 +186,7 @@ PATTERN_OF_FIELD = {
     **dict.fromkeys(("both", "wrong"), r"rank \d+ \([^()\n]*\)(?: and rank \d+ \([^()\n]*\))*"),
     **dict.fromkeys(("compared", "count_noun"), r"\d+ [\w ]+"),
     "carrier": "shared memory|the backend",
+    **dict.fromkeys(("clock", "clock_2"), r"\d[\d:]*"),  # "1:02:05"
     "checkpoint_name": r"step-\d+",
     "describe_peers": r"between [^\n]*",
     "describe_type": rf"None|{CLASS_WITH_ARTICLE}",
@@ -209,6 +213,9 @@ PATTERN_OF_FIELD = {
     "format_physical_gpu": r"(?: \([^()]*\))?",
     "format_unused_accelerator": r"(?:; [^\n]*)?",
     **dict.fromkeys(("format_bytes", "gib"), r"\d[\d.,]* \w+"),
+    "headline_of_error": r"[\w.]+: [^\n]*",
+    "server": r"rank \d+|the node that serves",
+    **dict.fromkeys(("numbers_of_one", "numbers_of_ranks"), rf"(?:{NUMBER})(?:, (?:{NUMBER}))*"),
     "kind_of_tensors": r"parameters|optimizer state",
     **dict.fromkeys(("delay_option", "last_batch_text"), r"(?:, [^\n]*)?"),
     "list": r"\[[^\]\n]*\]",
@@ -334,6 +341,11 @@ def translate_sentences(*sentences: str) -> str:
     return separator.join(translate(sentence) for sentence in sentences)
 
 
+def add_colon(text: str) -> str:
+    """Adds a colon to a text in the language of this process."""
+    return f"{text}:" if language() == ENGLISH else f"{text}："
+
+
 def translate_names(text: str) -> str:
     """Returns a list of the user's names, such as "a, b and 3 more", in the language of this
     process.
@@ -358,6 +370,12 @@ def translate_heading(text: str) -> str:
 def heading_in_language(text: str, in_language: InLanguage) -> str:
     """Returns the first line of an error by `translate_heading`, or as it is for `in_english`."""
     return text if in_language is in_english else translate_heading(text)
+
+
+def comma_in_language(in_language: InLanguage) -> str:
+    """Returns a comma with the space behind it, which a Chinese comma has in itself."""
+    is_english = in_language is in_english or language() == ENGLISH
+    return ", " if is_english else "，"
 
 
 @functools.cache
@@ -795,6 +813,8 @@ class Catalogue:
             return self._translate_items(text, cache, may_be_word=may_be_word)
         if name in FIELDS_OF_TABLES:
             return self._translate_table(text, cache)
+        if name in FIELDS_OF_HEADLINES:
+            return _translate_headline(text)
         return self._translate_text(text, cache, may_be_word=may_be_word)
 
     def _translate_items(self, text: str, cache: Cache, *, may_be_word: bool) -> Translation:
@@ -960,6 +980,15 @@ class Catalogue:
                 return Translation(without_mark, translation.untranslated)
 
         return self._translate_text(part, cache, may_be_word=may_be_word)
+
+
+def _translate_headline(text: str) -> Translation:
+    """Translates the first line of an error, but not its class: "UsageError: world.sum(x)"."""
+    error_class, colon, heading = text.partition(": ")
+    chinese = chinese_headings().translate_whole(heading)
+    is_translated = chinese != heading
+    end_of_english = len(error_class + colon) if is_translated else len(text)
+    return Translation(f"{error_class}{colon}{chinese}", ((0, end_of_english),))
 
 
 def _stays_english(text: str, *, may_be_word: bool) -> bool:

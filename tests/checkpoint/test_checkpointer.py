@@ -416,6 +416,9 @@ def test_other_names_than_were_saved_are_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError) as caught:
         Training(tmp_path, scaler=Counter(1)).checkpoint.resume()
     assert caught.value.found == ("not in the checkpoint: scaler; in the checkpoint alone: ema")
+    with pytest.raises(CheckpointError) as caught:
+        Training(tmp_path).checkpoint.resume()
+    assert caught.value.found == "in the checkpoint alone: ema"
 
 
 def test_a_model_that_does_not_fit_leaves_everything_unchanged(tmp_path: Path) -> None:

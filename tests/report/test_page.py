@@ -573,8 +573,11 @@ def test_the_page_in_chinese(tmp_path: Path, monkeypatch: Any) -> None:
     """What is found, what to do and the page's own words; names of the user's stay."""
     logged = made.logged(3, {"Memory": 1.0}, "Failed")
     work = made.noisy({1: ("data", 0.05)})
+    choices = {"choices": [["network", "CPU tensors", "through shared memory"],
+                           ["BatchNorm", "1 synchronised", ""]]}  # fmt: skip
     made.write(tmp_path / "a", 2, rows=100, work=work, loss=lambda s: math.inf if s > 80 else 1.0,
-               lines=(logged,), end="failed")  # fmt: skip
+               lines=(logged, choices), end="failed", command=["a.py", "gradients=device", "data"],
+               )  # fmt: skip
     made.write(tmp_path / "b", 2, rows=50)
     for module in (language, page):
         monkeypatch.setattr(module, "language", lambda: "zh")
@@ -591,6 +594,14 @@ def test_the_page_in_chinese(tmp_path: Path, monkeypatch: Any) -> None:
     assert words == set(), "a text of the page is not translated"
     titles = [curve["title"] for curve in chart_data(text)["curves"]]
     assert titles[:3] == ["loss", "Memory (Failed)", "吞吐量（样本/秒）"]
+
+    # What was run: an argument of the script keeps its words, which are words of ours too.
+    rows = re.findall(
+        r'<tr><th scope="row">(.*?)</th><td>(.*?)</td><td class="soft">(.*?)</td>', text
+    )
+    assert rows[:3] == [("脚本", "a.py", ""), ("gradients", "device", ""), ("参数", "data", "")]
+    assert ("网络", "CPU 张量", "经由共享内存") in rows
+    assert ("BatchNorm", "1 层，已同步", "") in rows
 
 
 def test_how_busy_the_gpus_were(tmp_path: Path) -> None:

@@ -288,8 +288,8 @@ def test_why_bits_are_not_compared_is_said(monkeypatch: pytest.MonkeyPatch) -> N
     (result,) = compare(plan_of(config_of()), Path())
     assert made == ["1 process by bits", "1 process", "2 processes"]
     assert result.notes == [
-        "  bits    not compared: 1 process with virtual ranks: SettingError: virtual_ranks=2 with "
-        "strategy='pipeline': stages"
+        "  bits    not compared: 1 process with virtual ranks: stages (SettingError: "
+        "virtual_ranks=2 with strategy='pipeline')"
     ]
     made = fake_runs(monkeypatch)
     (result,) = compare(plan_of(config_of(), by_bits=False, reason_without_bits="why"), Path())

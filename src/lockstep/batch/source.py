@@ -144,9 +144,12 @@ class Source:
     @property
     def description(self) -> str:
         """A text that must be equal on all ranks, and that errors quote where it is not."""
-        text = f"a loader over {self.length} samples in global batches of {self.batch_size}"
         # The checksum covers the rest: the order, a subset's indices, the batches.
-        return f"{text} (checksum {self.fingerprint:08x})"
+        checksum = f"{self.fingerprint:08x}"
+        return (
+            f"a loader over {self.length} samples in global batches of {self.batch_size} "
+            f"(checksum {checksum})"
+        )
 
     def plan(self, seed: int, epoch: int) -> Plan:
         """Returns the global batches of an epoch, the same on every rank."""

@@ -128,11 +128,16 @@ def check_fits(path: Path | str, objects: Mapping[str, Any], saved: Mapping[str,
 
     saved_names = saved.keys() - RESERVED_NAMES  # the names that the user has given
     if objects.keys() != saved_names:
-        not_saved = ", ".join(sorted(objects.keys() - saved_names)) or "nothing"
-        only_saved = ", ".join(sorted(saved_names - objects.keys())) or "nothing"
+        not_saved = ", ".join(sorted(objects.keys() - saved_names))
+        only_saved = ", ".join(sorted(saved_names - objects.keys()))
+        differences = []
+        if not_saved:
+            differences.append(f"not in the checkpoint: {not_saved}")
+        if only_saved:
+            differences.append(f"in the checkpoint alone: {only_saved}")
         raise CheckpointError(
             f"resuming from {path} with {', '.join(sorted(objects))}",
-            f"not in the checkpoint: {not_saved}; in the checkpoint alone: {only_saved}",
+            "; ".join(differences),
             "pass to world.checkpoint the names that the run was saved with, or load single "
             "models with lockstep.load_weights",
         )

@@ -60,12 +60,13 @@ def _explain_code(code: str, width: int) -> str:
     """
     entries = catalogue.find(code)
     if not entries:
-        ranges = []
+        groups_of_codes = []
         for group in GROUPS:
-            codes = [known for known in catalogue.ENTRIES if known.startswith(group)]
-            ranges.append(f"{codes[0]}-{codes[-1]}")
+            first, *others = [known for known in catalogue.ENTRIES if known.startswith(group)]
+            groups_of_codes.append(f"{first}-{others[-1]}" if others else first)
         raise click.UsageError(
-            f"There is no {code}. Codes are {', '.join(ranges)}; lockstep explain lists all of them"
+            f"There is no {code}. Codes are {', '.join(groups_of_codes)}; lockstep explain lists "
+            "all of them"
         )
 
     if len(entries) == 1:

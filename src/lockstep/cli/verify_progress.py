@@ -146,9 +146,9 @@ class VerifyProgress:
         1:00`.
         """
         max_steps = f"at most {config.steps}" if config.seconds else str(config.steps)
-        run = translate(f"run {self._run_number} of {self._num_runs}")
-        step = translate(f"step {self._num_steps} of {max_steps}")
-        return f"{run}, {translate(config.name)}: {step}, {translate(self._time_left(now))}"
+        run = f"run {self._run_number} of {self._num_runs}"
+        step = f"step {self._num_steps} of {max_steps}"
+        return translate(f"{run}, {config.name}: {step}, {self._time_left(now)}")
 
     def _time_left(self, now: float) -> str:
         """Describes how long all remaining runs together will take."""

@@ -52,9 +52,10 @@ def judge(facts: Facts) -> Finding:
     """Finds a name that other machines cannot use, and slow lookups."""
     name = facts["name"]
     addresses = facts["addresses"]
-    summary = f"{name} is {', '.join(addresses)}" if addresses else ""
+    summary = f"{name} resolves to {', '.join(addresses)}" if addresses else ""
 
-    # The texts of the problems follow the summary: `node1 is 127.0.1.1; that is loopback, ...`.
+    # The texts of the problems follow the summary: `node1 resolves to 127.0.1.1; that is loopback,
+    # ...`.
     problems = []
     advice = f"write the address of this machine before {name} in /etc/hosts, as root"
     if not addresses:

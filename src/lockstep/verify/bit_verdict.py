@@ -359,10 +359,11 @@ def reason_bits_not_comparable(run: RunRecord) -> str:
     """
     name = run.config.name  # how the script was run, such as "2 processes"
     if run.error:
-        first_line = run.error.splitlines()[0]
+        headline_of_error = run.error.splitlines()[0]  # such as "UsageError: world.sum(x)"
         found = _found_line(run.error)
-        found_text = f": {found}" if found else ""
-        return f"{name} with virtual ranks: {first_line}{found_text}"
+        if found:
+            return f"{name} with virtual ranks: {found} ({headline_of_error})"
+        return f"{name} with virtual ranks: {headline_of_error}"
 
     if run.idle_ranks:
         return f"{format_ranks(run.idle_ranks)} made no optimizer step"

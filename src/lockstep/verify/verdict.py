@@ -14,8 +14,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from lockstep.columns import join_label
 from lockstep.errors import LockstepError
-from lockstep.language import translate
+from lockstep.language import add_colon, translate
 from lockstep.verify.accepted_differences import accept_differences
 from lockstep.verify.cause import Cause, format_items, script_names
 from lockstep.verify.divergence import (
@@ -158,7 +159,7 @@ class Verdict:
         head = verdict_head(self.word, self.parallel.config.name)
         if self.reason_unknown:
             lines = [
-                f"{head}: {translate(self.reason_unknown)}",
+                join_label(add_colon(head), translate(self.reason_unknown)),
                 labelled("do", translate(self.advice_if_unknown)),
             ]
         elif self.word == "EQUAL":
@@ -194,7 +195,8 @@ class Verdict:
         if choice:
             lines.append(translate(f"DIFFERENT by choice: {choice}; all else is compared without"))
 
-        lines.append(f"{head}: {translate(_describe_compared_values(self.reference))}")
+        compared = translate(_describe_compared_values(self.reference))
+        lines.append(join_label(add_colon(head), compared))
         lines += self._lines_about_tolerance()
 
         # Such as "gradients and learning rates differ, and make the same parameters in every step".

@@ -15,6 +15,9 @@ from typing import Any, NamedTuple
 from lockstep.extensions.report.reading import Start
 from lockstep.wording import count_noun, format_ranks, join_first
 
+POSITIONAL_ARGUMENT = "argument"
+"""The name of an argument of the script that has none."""
+
 
 class Fact(NamedTuple):
     """A row of the table of what was run."""
@@ -79,7 +82,7 @@ def script_arguments(command: Sequence[str]) -> list[tuple[str, str]]:
             pairs.append((word, ""))
             option_without_value = word
         else:
-            pairs.append(("argument", word))
+            pairs.append((POSITIONAL_ARGUMENT, word))
     return pairs
 
 

@@ -23,7 +23,12 @@ from typing import Any, NamedTuple
 from lockstep.errors import CheckpointError
 from lockstep.extensions.report import analysis, charts, comparison
 from lockstep.extensions.report.console import clock, duration, number, thousands
-from lockstep.extensions.report.facts import command_line, run_facts
+from lockstep.extensions.report.facts import (
+    POSITIONAL_ARGUMENT,
+    command_line,
+    run_facts,
+    script_arguments,
+)
 from lockstep.extensions.report.reading import (
     LauncherLine,
     RankRecord,
@@ -196,7 +201,7 @@ def _template_variables(record: Record, others: Sequence[Record]) -> dict[str, A
         "had_several_ranks": last.reached_init and last.num_ranks > 1,
         "working": _working_sentence(last),
         "starts": [_start_row(number, start) for number, start in enumerate(record.starts, 1)],
-        "facts": run_facts(last),
+        "facts": _rows_of_facts(last),
         "traces": _traces(record),
         "ledger": ledger_text(record),
     }
@@ -417,6 +422,23 @@ def _scaling_rows(records: Sequence[Record]) -> list[tuple[object, ...]]:
                 f"{speedup / speed.ranks:.0%}",  # 100 %: n ranks are n times as fast as one
             )
         )
+    return rows
+
+
+def _rows_of_facts(start: Start) -> list[tuple[str, str, str]]:
+    """Returns names, values and reasons of what was run, in the language of the page.
+
+    The words of the script's own arguments are the user's, and stay as they are.
+    """
+    arguments = script_arguments(start.main.header.get("command") or [])
+    rows = []
+    for name, value, reason in run_facts(start):
+        if (name, value) not in arguments:
+            rows.append((translate(name), translate(value), translate(reason)))
+        elif name == POSITIONAL_ARGUMENT:
+            rows.append((translate(name), value, reason))
+        else:
+            rows.append((name, value, reason))
     return rows
 
 

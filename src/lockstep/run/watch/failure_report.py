@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from lockstep.columns import join_label, pad_label
 from lockstep.errors import hint_in_language
-from lockstep.language import InLanguage, heading_in_language, in_english
+from lockstep.language import InLanguage, comma_in_language, heading_in_language, in_english
 from lockstep.run.watch.first_failure import FirstFailure
 from lockstep.run.watch.messages import detail_lines
 from lockstep.wording import format_ranks, join_first
@@ -24,6 +24,8 @@ _LABELS_OF_ERRORS = ("found:", "do:", "more:")
 # Details that are always Lockstep's: the title of the rank's output, a signal that ended the rank
 # after an exception, and an exception that the script had caught.
 _BEGINNINGS_OF_LOCKSTEPS_LINES = ("its last lines:", "its process was then ", "while handling ")
+_INDENT_BELOW_LABEL = " " * 4
+"""How a line begins that continues a part of an error of Lockstep's; a label has two spaces."""
 _MAX_LINE_CHARS = 1000
 """The message of an exception may contain a tensor, or a whole file."""
 
@@ -36,7 +38,8 @@ def render_failure(failure: FirstFailure, in_language: InLanguage = in_english) 
 
     if failure.simultaneous_failures:
         lines.append(in_language("at the same time (order unknown):"))
-        for text in failure.simultaneous_failures[:_MAX_FAILURES_SHOWN]:
+        for other in failure.simultaneous_failures[:_MAX_FAILURES_SHOWN]:
+            text = _describe_simultaneous(other, failure.host, in_language)
             lines.append(f"  {_shorten(text, in_language)}")
         num_hidden = len(failure.simultaneous_failures) - _MAX_FAILURES_SHOWN
         if num_hidden > 0:
@@ -46,11 +49,15 @@ def render_failure(failure: FirstFailure, in_language: InLanguage = in_english) 
         lines.append(join_label(in_language("what to do:"), in_language(text)))
 
     consequences = [in_language(text) for text in failure.consequences]
+    for later in failure.later_failures:
+        consequences.append(_describe_later(later, later.time - failure.time, in_language))
     if failure.ended_by_lockstep:
         ranks = format_ranks(failure.ended_by_lockstep)
         consequences.append(in_language(f"ended by lockstep: {ranks}"))
     if consequences:
-        text = join_label(in_language("consequences:"), ", ".join(consequences))
+        text = join_label(
+            in_language("consequences:"), comma_in_language(in_language).join(consequences)
+        )
         lines.append(_shorten(text, in_language))
 
     for text in failure.not_ended[:_MAX_FAILURES_SHOWN]:
@@ -90,12 +97,14 @@ def _heading_lines(failure: FirstFailure, in_language: InLanguage) -> list[str]:
     heading = join_label(in_language("FIRST FAILURE:"), _who_failed(failure, in_language))
     if failure.step is not None:
         heading += in_language(f", after step {failure.step}")
-    if failure.simultaneous_subjects:
-        heading += in_language(f", together with {join_first(failure.simultaneous_subjects)}")
+    if failure.simultaneous_failures:
+        subjects = [other.subject for other in failure.simultaneous_failures]
+        heading += in_language(f", together with {join_first(subjects)}")
 
     lines = [heading, f"  {_shorten(_headline(failure, in_language), in_language)}"]
-    for text in failure.details:
-        lines.append(f"  {_shorten(_detail(failure, text, in_language), in_language)}")
+    for text in _join_lines_of_parts(failure):
+        for line in _detail(failure, text, in_language).splitlines():
+            lines.append(f"  {_shorten(line, in_language)}")
     if failure.hang is not None:
         lines += detail_lines(failure.hang, in_language)
     return lines
@@ -129,8 +138,58 @@ def _who_failed(failure: FirstFailure, in_language: InLanguage) -> str:
     return in_language(f"{subject} on host {failure.host}")
 
 
+def _describe_simultaneous(
+    failure: FirstFailure, host_of_first: str, in_language: InLanguage
+) -> str:
+    """Describes a failure in one line: `rank 1 on host b: ValueError: no data, train.py:12: f()`.
+
+    Args:
+        failure: the failure.
+        host_of_first: the host of the first failure, which is not named again.
+        in_language: translates Lockstep's own texts.
+    """
+    subject = failure.subject
+    is_on_another_host = failure.host not in ("", host_of_first)  # "" if the host is not known
+    if failure.ranks and is_on_another_host:
+        subject = f"{subject} on host {failure.host}"
+    text = f"{in_language(subject)}: {_headline(failure, in_language)}"
+    if failure.line:
+        text += f", {failure.line}"
+    return text
+
+
+def _describe_later(failure: FirstFailure, delay_s: float, in_language: InLanguage) -> str:
+    """Describes a failure that came after the first one: `rank 1 (ValueError: no data, 0.3 s
+    later)`.
+    """
+    delay = in_language(f"{delay_s:.1f} s later")
+    headline = _headline(failure, in_language)
+    comma = comma_in_language(in_language)
+    return f"{in_language(failure.subject)} ({headline}{comma}{delay})"
+
+
+def _join_lines_of_parts(failure: FirstFailure) -> list[str]:
+    """Returns the details of a failure, each part of an error of Lockstep's as one text.
+
+    What such an error has found may have lines of its own, such as a table. They are a message only
+    together, and are indented deeper than the labels:
+
+          found: of the model's 9 names 3 fit; 1 missing
+            missing   fc.weight
+          do:    build the model as it was when the file was saved
+    """
+    parts: list[str] = []
+    for line in failure.details:
+        is_below_label = failure.is_from_lockstep and line.startswith(_INDENT_BELOW_LABEL)
+        if parts and is_below_label:
+            parts[-1] += f"\n{line}"
+        else:
+            parts.append(line)
+    return parts
+
+
 def _detail(failure: FirstFailure, text: str, in_language: InLanguage) -> str:
-    """Returns a line below the headline, in the user's language as far as it is Lockstep's text.
+    """Returns a part below the headline, in the user's language as far as it is Lockstep's text.
 
     For example, in Chinese "found: port 80 is taken" becomes "  原因：端口 80 已被占用". What the
     rank itself has printed, and the message of an exception that is not Lockstep's, stay as they

@@ -78,10 +78,10 @@ class FirstFailure:
     hang: Verdict | None = None
     """If it was a hang, what each rank did."""
     advice: tuple[str, ...] = ()
-    simultaneous_subjects: tuple[str, ...] = ()
-    """The subjects of other failures that cannot be put before or after it: `rank 1`."""
-    simultaneous_failures: tuple[str, ...] = ()
-    """The same failures, described: `rank 1: ValueError: no data`."""
+    simultaneous_failures: tuple[FirstFailure, ...] = ()
+    """Other failures that cannot be put before or after it."""
+    later_failures: tuple[FirstFailure, ...] = ()
+    """Failures that came after it, and are taken for consequences."""
     consequences: tuple[str, ...] = ()
     ended_by_lockstep: tuple[int, ...] = ()
     """The ranks that Lockstep has ended because of it."""
@@ -271,12 +271,12 @@ def _first_of_roots(roots: Sequence[FirstFailure], followers: Sequence[ExitStatu
 
     # Some of them happened so close to the first failure that they may have come before it.
     simultaneous_roots = []
+    roots_after_first = []
     for root in later_failures:
         if _cannot_be_ordered(first, root):
             simultaneous_roots.append(root)
         else:
-            delay = f"{root.time - first.time:.1f} s later"
-            consequences.append(f"{root.subject} ({root.headline}, {delay})")
+            roots_after_first.append(root)
 
     # A restart may succeed if one of these failures may pass.
     may_be_temporary = first.may_be_temporary or any(
@@ -284,10 +284,8 @@ def _first_of_roots(roots: Sequence[FirstFailure], followers: Sequence[ExitStatu
     )
     return replace(
         first,
-        simultaneous_subjects=tuple(root.subject for root in simultaneous_roots),
-        simultaneous_failures=tuple(
-            _describe_root(root, first.host) for root in simultaneous_roots
-        ),
+        simultaneous_failures=tuple(simultaneous_roots),
+        later_failures=tuple(roots_after_first),
         consequences=tuple(consequences),
         may_be_temporary=may_be_temporary,
     )
@@ -446,23 +444,6 @@ def _merge_and_sort(roots: Iterable[FirstFailure]) -> list[FirstFailure]:
             )
         )
     return merged
-
-
-def _describe_root(root: FirstFailure, host_of_first: str) -> str:
-    """Describes a failure in one line: `rank 1 on host b: ValueError: no data, train.py:12: f()`.
-
-    Args:
-        root: the failure.
-        host_of_first: the host of the first failure, which is not named again.
-    """
-    subject = root.subject
-    is_on_another_host = root.host not in ("", host_of_first)  # "" if the host is not known
-    if root.ranks and is_on_another_host:
-        subject = f"{subject} on host {root.host}"
-    text = f"{subject}: {root.headline}"
-    if root.line:
-        text += f", {root.line}"
-    return text
 
 
 def _describe_followers(followers: Sequence[ExitStatus]) -> list[str]:

@@ -115,7 +115,7 @@ def _other_seeds(case: Divergence) -> list[str]:
     for line in lines_of_one_process:
         distinct_seeds = {seeds.get(line) for seeds in seeds_of_processes}
         if len(distinct_seeds) > 1:
-            values = [seeds.get(line, "nothing") for seeds in seeds_of_processes]
+            values = [seeds.get(line, "no seed") for seeds in seeds_of_processes]
             return [
                 f"torch was seeded with {format_by_process(values, processes)}",
                 f"the seed was set by {line}",

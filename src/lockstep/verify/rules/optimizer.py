@@ -70,18 +70,12 @@ def other_learning_rates(case: Divergence) -> Cause:
     ranks_have_equal_steps = len(set(steps_of_ranks)) == 1
     ranks_agree = ranks_have_equal_rates and ranks_have_equal_steps
 
-    # "0.1 on one process, 0.2 on 4" if the 4 ranks agree; otherwise, each rank is named.
-    places = ["one process"]
-    if ranks_agree:
-        places.append(str(case.num_ranks))
-    else:
-        places += name_ranks(range(case.num_ranks))
-
     ratio = _ratio_of_first_rates(case)
     some_scheduler_stepped = any(scheduler_steps)
     differs_from_start = case.update_index == 0
     if some_scheduler_stepped:
-        how = f"steps of the scheduler until then: {_format_by_place(scheduler_steps, places)}"
+        steps_by_process = _format_by_process(scheduler_steps, ranks_agree=ranks_agree)
+        how = f"steps of the scheduler until then: {steps_by_process}"
     elif differs_from_start and ranks_agree:
         # The script has scaled the rates with the number of ranks: "2 times as high".
         how = _format_rate_ratio(ratio, case.num_ranks)
@@ -93,7 +87,7 @@ def other_learning_rates(case: Divergence) -> Cause:
         code = "LS401"
 
     evidence = (
-        _format_by_place(rates, places),
+        _format_by_process(rates, ranks_agree=ranks_agree),
         how,
         *_lines_that_set_rates(case),
         *_describe_differing_metrics(case),
@@ -101,14 +95,24 @@ def other_learning_rates(case: Divergence) -> Cause:
     return Cause(code, evidence, ratio=ratio)
 
 
-def _format_by_place(values: Sequence[object], places: Sequence[str]) -> str:
-    """Formats values with the processes that have them: "0.1 on one process, 0.2 on 4".
+def _format_by_process(numbers: Sequence[object], *, ranks_agree: bool) -> str:
+    """Formats numbers with the processes that have them.
 
-    If all ranks agree, there is only one place for all of them, such as "4", and the values of
-    further ranks are ignored.
+    This is "0.1 on one process, 0.2 on 4" if the 4 ranks agree; otherwise each rank is named.
+
+    Args:
+        numbers: a number, or several with commas, of one process and then of each rank.
+        ranks_agree: whether all ranks have the same.
     """
-    pairs = zip(values, places, strict=False)
-    return ", ".join(f"{value} on {place}" for value, place in pairs)
+    numbers_of_one, *numbers_by_rank = numbers
+    num_ranks = len(numbers_by_rank)
+    if ranks_agree:
+        numbers_of_ranks = numbers_by_rank[0]
+        return f"{numbers_of_one} on one process, {numbers_of_ranks} on {num_ranks}"
+
+    processes = ["one process", *name_ranks(range(num_ranks))]
+    pairs = zip(numbers, processes, strict=True)
+    return ", ".join(f"{value} on {process}" for value, process in pairs)
 
 
 def _updates_of_processes(case: Divergence) -> list[list[RankUpdate]]:
