@@ -450,7 +450,7 @@ class Console:
                 logs = "its log" if len(other_ranks) == 1 else "their logs"
                 line = translate(
                     f"{format_ranks(other_ranks)} printed the same traceback as rank {shown_rank} "
-                    f"(only numbers differ); see {logs}"
+                    f"(numbers may differ); see {logs}"
                 )
                 self._announcements.append(f"lockstep: {line}")
 
