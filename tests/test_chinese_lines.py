@@ -34,7 +34,7 @@ SAME_IN_BOTH_LANGUAGES = {
     ),
     *("ddp", "fsdp", "cuda", "cpu", "torch", "numpy", "lockstep", "run", "prepare", "loader"),
     *("shares", "auto", "store", "seed", "worker", "dropout", "hsdp", "ms", "slurm", "traceback"),
-    *("ctrl", "explain"),
+    *("ctrl", "explain", "safetensors"),
 }
 """Words that a Chinese practitioner uses as they are, and names of settings and strategies."""
 
@@ -260,6 +260,10 @@ LINES = {
     ),
     "a loader over 101 samples in global batches of 32 (checksum 50b8a6dc)": (
         "含 101 个样本、全局批次大小为 32 的 loader（校验和 50b8a6dc）"
+    ),
+    "the file is written as safetensors, and .pth is the ending of files of torch.save: torch.load "
+    "may not read it": (
+        "文件以 safetensors 格式写出，而 .pth 是 torch.save 的文件的后缀：torch.load 可能读不了"
     ),
     "they take different ways through the model: replica 0 at 'norms.0', replica 1 at 'norms.1'": (
         "它们在模型中走了不同的路径：副本 0 在 'norms.0'，副本 1 在 'norms.1'"

@@ -5,6 +5,7 @@ import os
 import socket
 from datetime import timedelta
 
+import psutil
 import pytest
 
 from lockstep.machine.network import (
@@ -56,9 +57,14 @@ def test_only_an_address_is_judged_as_one() -> None:
         is_loopback_address("localhost")
 
 
-def test_the_owner_of_a_port_is_named() -> None:
+def test_the_owner_of_a_port_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         assert owner_of(server.getsockname()[1]).startswith(f"process {os.getpid()}: ")
+        arguments = ["python", "-c", "import socket\nserver =\tsocket.socket()\n"]
+        monkeypatch.setattr(psutil.Process, "cmdline", lambda process: arguments)
+        assert owner_of(server.getsockname()[1]) == (
+            f"process {os.getpid()}: python -c import socket server = socket.socket()"
+        )
     assert owner_of(1) == "another program"
 
 

@@ -29,7 +29,7 @@ from lockstep.checkpoint.encoding import encode
 from lockstep.checkpoint.modules import plain_state_dict, unwrap
 from lockstep.checkpoint.name_matching import match_names
 from lockstep.checkpoint.weights import load_weights, save_weights
-from lockstep.errors import CheckpointError
+from lockstep.errors import CheckpointError, LockstepWarning
 
 pytestmark = pytest.mark.ranks
 
@@ -92,7 +92,8 @@ def test_weights_are_loaded_whatever_their_file_is_called(tmp_path: Path) -> Non
     """Whoever is used to torch.save calls the file "net.pth", though it is safetensors."""
     torch.manual_seed(0)
     saved, loaded = nn.Linear(3, 2), nn.Linear(3, 2)
-    lockstep.save_weights(saved, tmp_path / "net.pth")
+    with pytest.warns(LockstepWarning, match=r"written as safetensors, and \.pth is the ending"):
+        lockstep.save_weights(saved, tmp_path / "net.pth")
     lockstep.load_weights(loaded, tmp_path / "net.pth")
     assert torch.equal(loaded.weight, saved.weight)
 

@@ -11,7 +11,7 @@ import os
 from collections import Counter
 from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -48,7 +48,7 @@ from lockstep.checkpoint.sharding import in_one_shard, is_meta, reshard, tie_key
 from lockstep.checkpoint.shards import TensorInShards
 from lockstep.distributed.collectives import Collectives, run_on_all_ranks
 from lockstep.distributed.process_group import run_of
-from lockstep.errors import CheckpointError, SettingError
+from lockstep.errors import CheckpointError, SettingError, warn
 from lockstep.file_paths import check_path_of_this_system
 from lockstep.keyword_arguments import check_keywords
 from lockstep.machine.host_memory import note_freed
@@ -65,6 +65,7 @@ MAX_BYTES_IN_MEMORY = 2**24
 """How much `load_weights` reads at a time, besides the model and the mapped file."""
 
 
+ENDINGS_OF_TORCH_FILES = (".bin", ".ckpt", ".pt", ".pth")
 ENDING_OF_NAMES_THAT_MAY_BE_MISSING = "num_batches_tracked"
 """BatchNorm's count of batches. Files from before torch 0.4.1 lack it, and it starts at 0 then."""
 DTYPES_TO_SAVE_AS = {*DTYPES_TO_CAST, torch.float8_e4m3fn, torch.float8_e5m2}
@@ -95,7 +96,7 @@ def save_weights(
     dtype: torch.dtype | None = None,
     shard_size: int | str | None = None,
 ) -> None:
-    """Writes a model's parameters and buffers as safetensors.
+    """Writes a model's parameters and buffers as safetensors, whatever the file is called.
 
     The names are those of the bare model, whatever it is wrapped in. Tied weights are written
     under each of their names, so that any reader finds them. The file appears completely or not at
@@ -135,6 +136,8 @@ def save_weights(
             "give torch.float32, torch.bfloat16 or torch.float16",
         )
     max_file_bytes = None if shard_size is None else parse_shard_size(shard_size)
+    if path.suffix in ENDINGS_OF_TORCH_FILES:
+        _warn_of_ending(path)
 
     run = run_of(model)
     state = plain_state_dict(model)
@@ -156,6 +159,20 @@ def save_weights(
         run_on_all_ranks(run.collectives, f"saving weights to {path}", write_on_main)
     else:
         write_on_main()  # the other ranks do not wait
+
+
+@cache
+def _warn_of_ending(path: Path) -> None:
+    """Warns that a file of weights has a name as of `torch.save`; once for each path, since a
+    script may save in every epoch.
+    """
+    warn(
+        f"saving weights to {path}",
+        f"the file is written as safetensors, and {path.suffix} is the ending of files of "
+        "torch.save: torch.load may not read it",
+        f"call it {path.with_suffix('.safetensors').name} and read it by lockstep.load_weights, or "
+        "convert it with lockstep checkpoint convert",
+    )
 
 
 def gather_on_main(state: dict[str, Any], collectives: Collectives) -> None:

@@ -450,7 +450,9 @@ def owner_of(port: int) -> str:
         for connection in psutil.net_connections("tcp"):
             listens = connection.status == psutil.CONN_LISTEN and connection.laddr.port == port
             if listens and connection.pid:  # None for processes of other users
-                command = " ".join(psutil.Process(connection.pid).cmdline())
+                arguments = psutil.Process(connection.pid).cmdline()
+                # An argument may be a program of several lines, as of `python -c`.
+                command = " ".join(" ".join(arguments).split())
                 return f"process {connection.pid}: {command[:200]}"
     except psutil.Error:
         pass
