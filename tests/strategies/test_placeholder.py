@@ -15,7 +15,13 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import Subset, TensorDataset
 
 import lockstep
-from lockstep.batch.no_rows import NoRows, Placeholder, mark_no_rows, placeholder_of
+from lockstep.batch.no_rows import (
+    NoRows,
+    Placeholder,
+    call_with_placeholder,
+    mark_no_rows,
+    placeholder_of,
+)
 from lockstep.errors import DataError
 from lockstep.extensions.checks.loss import _nan_gradients_error
 from lockstep.session.micro_batch import MicroBatch, VirtualRank
@@ -470,3 +476,16 @@ def test_a_compiled_loss_takes_tensors_of_no_rows():
     labels = torch.tensor([0, 1])
     assert compiled(torch.zeros(2, 3), labels) > 0
     assert compiled(mark_no_rows(torch.zeros(2, 3)[:0]), mark_no_rows(labels[:0])) == 0
+
+
+def test_a_function_in_place_without_a_first_tensor_is_refused_and_writes_nothing():
+    def add_(targets, values):
+        targets[0].add_(values[0])
+
+    rows, kept = mark_no_rows(torch.ones(1, 3)[:0]), torch.zeros(1, 3)
+    refusal = RuntimeError("no rows")
+    with pytest.raises(RuntimeError, match="no rows"):
+        call_with_placeholder(torch.relu_, (), {"input": rows}, refusal)
+    with pytest.raises(RuntimeError, match="no rows"):
+        call_with_placeholder(add_, ([kept], [rows]), {}, refusal)
+    assert not kept.any()

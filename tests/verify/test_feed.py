@@ -70,7 +70,25 @@ def test_lists_of_single_images_are_joined_image_by_image() -> None:
     assert [len(image[0]) for image in images] == [5, 6, 7, 8]
     assert [len(target["boxes"]) for target in targets] == [1, 2, 3, 4]
 
-    by_key = join([{"images": list(batch(5)[0])}, {"images": list(batch(6, 7)[0])}])
+    ids = [[0], [1, 2]]
+    by_key = join([{"images": list(batch(5)[0])}, {"images": list(batch(6, 7)[0])}], ids)
     assert [len(image[0]) for image in by_key["images"]] == [5, 6, 7]
-    dictionaries = join([[{"image": image}] for image in batch(5, 6)[0]])
+    dictionaries = join([[{"image": image}] for image in batch(5, 6)[0]], [[0], [1]])
     assert [len(each["image"][0]) for each in dictionaries] == [5, 6]
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_lists_of_batches_are_joined_batch_by_batch(size: int) -> None:
+    first, second, labels = torch.randn(6, 8, 7), torch.randn(6, 8, 5), torch.arange(6)
+    parts = []
+    for start in range(0, 6, size):
+        rows = slice(start, start + size)
+        parts.append(([first[rows], second[rows]], labels[rows]))
+
+    joined_inputs, joined_labels = join(parts)
+    assert [x.tolist() for x in joined_inputs] == [first.tolist(), second.tolist()]
+    assert joined_labels.tolist() == labels.tolist()
+
+
+def test_empty_lists_are_joined_to_an_empty_list() -> None:
+    assert join([[], []]) == []

@@ -540,7 +540,8 @@ def test_what_a_list_has_of_each_sample_is_not_a_row_of_each() -> None:
 def test_a_list_of_images_has_one_sample_in_each_entry() -> None:
     images = [torch.randn(3, 8, 9) for _ in range(4)]
     stacked = describe_batch((torch.stack(images),))
-    assert describe_batch((images,)) == stacked
+    assert describe_batch((images,), num_samples=4) == stacked
+    assert describe_batch((images,), ids=range(4)).contents == stacked.contents
     assert stacked.weights["samples"] == 4
 
     # The targets of each image stand beside it, or in the same dictionary.
@@ -551,10 +552,13 @@ def test_a_list_of_images_has_one_sample_in_each_entry() -> None:
     assert describe_batch(both) == stacked  # as a loader without a `collate_fn` hands them out
 
     # As many images as channels, and images of other sizes, which are padded as models pad them.
-    assert len(describe_batch((images[:3],)).contents) == 3
-    padded = describe_batch(([torch.ones(1, 5, 7), torch.ones(1, 6, 4)],))
+    for_three = describe_batch((images[:3], targets[:3]))
+    assert for_three.contents == stacked.contents[:3]
+    padded = describe_batch(([torch.ones(1, 5, 7), torch.ones(1, 6, 4)],), num_samples=2)
     assert (len(padded.contents), padded.shape) == (2, "torch.float32 [1, 6, 7]")
     assert sample_tensors((images, targets))[0] == 4
+    three_boxes = [{"boxes": torch.rand(3, 4)} for _ in images]  # as many as channels
+    assert sample_tensors((images, three_boxes))[0] == 4
 
 
 def test_what_is_no_list_of_images_keeps_its_rows() -> None:
@@ -566,3 +570,23 @@ def test_what_is_no_list_of_images_keeps_its_rows() -> None:
     count, (inputs, *states) = sample_tensors((texts, state))
     assert (count, list(inputs.shape)) == (3, [3, 5, 6])
     assert [list(tensor.shape) for tensor in states] == [[3, 1, 8], [3, 1, 8]]
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_a_list_of_batches_is_no_list_of_images(size: int) -> None:
+    """Two batches of sequences beside their labels, of which each rank has 1 or 3 samples."""
+    first, second, labels = torch.randn(6, 8, 7), torch.randn(6, 8, 5), torch.arange(6)
+
+    def part(rows: slice) -> tuple[list[torch.Tensor], torch.Tensor]:
+        return [first[rows], second[rows]], labels[rows]
+
+    together = describe_batch(part(slice(6)), ids=range(6))
+    for start in range(0, 6, size):
+        rows = slice(start, start + size)
+        assert describe_batch(part(rows), ids=range(size)).contents == together.contents[rows]
+        assert describe_batch(part(rows)).contents == together.contents[rows]
+        assert sample_tensors(part(rows))[0] == size
+        assert sample_tensors((part(rows)[0],))[0] == size  # a model is called without the labels
+
+    of_dictionaries = [{"x": x[:size], "labels": labels[:size]} for x in (first, second)]
+    assert sample_tensors(of_dictionaries)[0] == size

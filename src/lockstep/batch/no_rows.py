@@ -103,7 +103,12 @@ def call_with_placeholder(
 
     # A function that writes into a tensor of the user's, such as `states[rows] = values`, writes
     # into a copy: the placeholder is no sample, so there is nothing to write.
-    writes_into_rows = _writes_into_first(func) and not has_no_rows(args[0])
+    writes_into_first = _writes_into_first(func)
+    first_is_tensor = bool(args) and isinstance(args[0], Tensor)
+    if writes_into_first and not first_is_tensor:
+        raise refusal  # it is not known which of the user's tensors would be written into
+
+    writes_into_rows = writes_into_first and not has_no_rows(args[0])
     if writes_into_rows:
         args_with_row = (args[0].clone(), *args_with_row[1:])
 

@@ -140,7 +140,8 @@ class BatchReader(_PassNames):
             if not parts:  # the pass has ended on every rank
                 return
 
-            batch = join([part.batch for part in parts])
+            ids_of_parts = [part.ids for part in parts]
+            batch = join([part.batch for part in parts], ids_of_parts)
             yield LoadedBatch(batch, _joined_ids(parts))
             batch_number += 1
 
@@ -180,16 +181,24 @@ def _joined_ids(parts: Sequence[LoadedBatch]) -> list[int] | None:
     return joined
 
 
-def join(parts: Sequence[Any]) -> Any:
+def join(parts: Sequence[Any], ids: Sequence[list[int] | None] | None = None) -> Any:
     """Joins the batches of several ranks into one batch: tensors and lists are concatenated.
 
     Args:
         parts: batches of the ranks, which may be nested, all in the same way.
+        ids: for each batch, the indices of its samples, or None if they are not known.
 
     Raises:
         UsageError: Tensors have different shapes.
     """
-    num_images_of_parts = [len(single_images(part)) for part in parts]
+    num_images_of_parts = []
+    for part, ids_of_part in zip(parts, ids or [None] * len(parts), strict=True):
+        num_samples = len(ids_of_part) if ids_of_part else None
+        num_images_of_parts.append(len(single_images(part, num_samples)))
+
+    # Batches of all ranks are built alike: if those of one are no lists of images, none are.
+    if 0 in num_images_of_parts:
+        num_images_of_parts = [0] * len(parts)
     return _join(parts, num_images_of_parts, is_whole_batch=True)
 
 
@@ -215,7 +224,8 @@ def _join(parts: Sequence[Any], num_images: Sequence[int], *, is_whole_batch: bo
 
     if isinstance(first, list | tuple):
         # `(images, targets)` has fields, but a batch of dictionaries has one for each image.
-        has_one_for_each_image = [len(part) for part in parts] == list(num_images)
+        has_images = num_images[0] > 0
+        has_one_for_each_image = has_images and [len(part) for part in parts] == list(num_images)
         if has_one_for_each_image and (not is_whole_batch or isinstance(first[0], Mapping)):
             return _concatenate(parts)
         return _join_sequences(parts, num_images)

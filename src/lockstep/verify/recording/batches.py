@@ -30,7 +30,12 @@ def describe_batch(batch: Any, num_samples: int | None = None, **fields: Any) ->
             tensor, or of images in a list of single images.
         **fields: further fields of the record, such as `epoch`.
     """
-    candidates = with_rows(batch)
+    # Without indices, a record has the field `ids` empty or None.
+    known_number = num_samples
+    if known_number is None and fields.get("ids"):
+        known_number = len(fields["ids"])
+
+    candidates = with_rows(batch, known_number)
     if num_samples is None:
         num_samples = len(candidates[0]) if candidates else 0
 

@@ -86,13 +86,17 @@ def sample_tensors(values: object) -> tuple[int, list[Tensor]]:
     return count, tensors_with_rows(of_all_samples, count)
 
 
-def with_rows(values: object) -> list[Tensor]:
+def with_rows(values: object, num_samples: int | None = None) -> list[Tensor]:
     """Returns the tensors of a nest that have rows, which sparse tensors and single numbers lack.
 
     If the nest begins with a list of single images, they become the rows of one tensor.
+
+    Args:
+        values: nest of lists, tuples and dictionaries.
+        num_samples: number of samples; None if it is not known.
     """
     tensors_of_nest = [t for t in tensors(values) if t.layout == torch.strided and t.dim() > 0]
-    images = single_images(values)
+    images = single_images(values, num_samples)
     if not images:
         return tensors_of_nest
 
@@ -101,7 +105,7 @@ def with_rows(values: object) -> list[Tensor]:
     return [_stack_images(images), *others]
 
 
-def single_images(values: object) -> list[Tensor]:
+def single_images(values: object, num_samples: int | None = None) -> list[Tensor]:
     """Returns the images if a nest begins with a list that has one image for each sample.
 
     Models that detect objects take images in this way, since their sizes may differ. Each image has
@@ -110,9 +114,33 @@ def single_images(values: object) -> list[Tensor]:
         ([image, image], [targets, targets])
         [{"image": image, "boxes": boxes}, {"image": image, "boxes": boxes}]
 
+    A list of two batches of sequences, of shape (samples, time, features), looks the same if there
+    are 1 or 3 samples. The images are returned only if the rest of the nest, or the number of
+    samples, tells that they are images.
+
+    Args:
+        values: nest of lists, tuples and dictionaries.
+        num_samples: number of samples; None if it is not known.
+
     Returns:
-        The images; empty if the nest begins with anything else.
+        The images; empty if the nest begins with anything else, or if it cannot be told.
     """
+    images = _possible_images(values)
+    if not images:
+        return []
+
+    # Known numbers tell images from batches, unless there are as many samples as channels.
+    num_channels = len(images[0])
+    if num_samples is not None and num_samples != len(images):
+        return []
+    if num_samples is not None and num_samples != num_channels:
+        return images
+
+    return images if _rest_belongs_to_images(values, images) else []
+
+
+def _possible_images(values: object) -> list[Tensor]:
+    """Returns the tensors that a nest begins with if, by their shapes, each may be one image."""
     # Go from the whole nest to its first entry, and to the first entry of that.
     nest = values
     is_top = True
@@ -129,6 +157,43 @@ def single_images(values: object) -> list[Tensor]:
 
         nest = entries[0]
         is_top = False
+
+
+def _rest_belongs_to_images(values: object, images: Sequence[Tensor]) -> bool:
+    """True if a nest has other tensors too, and these are not of a batch of `len(images[0])` rows.
+
+    In `([a, b], labels)`, with 3 rows in all tensors, a and b are batches of 3 samples. In
+    `([a, b], [{"boxes": c}, {"boxes": d}])` they are images, even if some image has 3 boxes.
+    """
+    ids_of_images = {id(image) for image in images}
+    num_channels = len(images[0])
+
+    others = [t for t in tensors(values) if id(t) not in ids_of_images and t.dim() > 0]
+    ids_of_targets = set()
+    for dictionaries in _lists_of_dictionaries(values, len(images)):
+        of_list = tensors(dictionaries)
+        targets = [t for t in of_list if id(t) not in ids_of_images and t.dim() > 0]
+        # Batches may stand in dictionaries too: `[{"x": a, "labels": c}, {"x": b, "labels": d}]`.
+        holds_images = any(id(t) in ids_of_images for t in of_list)
+        are_batches = holds_images and all(len(t) == num_channels for t in targets)
+        if not are_batches:
+            ids_of_targets |= {id(t) for t in targets}
+
+    of_whole_batch = [t for t in others if id(t) not in ids_of_targets]
+    return bool(others) and all(len(t) != num_channels for t in of_whole_batch)
+
+
+def _lists_of_dictionaries(nest: object, length: int) -> list[object]:
+    """Returns the lists and tuples in a nest that have this many entries, all dictionaries."""
+    entries = _entries(nest)
+    are_dictionaries = all(isinstance(entry, Mapping) for entry in entries)
+    if isinstance(nest, list | tuple) and len(entries) == length and are_dictionaries:
+        return [nest]
+
+    found = []
+    for entry in entries:
+        found += _lists_of_dictionaries(entry, length)
+    return found
 
 
 def _entries(nest: object) -> list[object]:
