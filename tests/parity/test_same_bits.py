@@ -660,6 +660,43 @@ def test_an_incomplete_gradient_that_is_kept_for_a_later_step_is_said() -> None:
         run_ranks(keep_an_incomplete_gradient, 1, False)
 
 
+CLEARS = ("after the forward pass", "to zeros")
+"""When or how a script clears gradients."""
+
+
+def leave_an_incomplete_step_out(clears: str) -> None:
+    """Each process skips its first batch of the second global batch, and the step of that one.
+
+    Args:
+        clears: when or how the script clears the gradients; one of `CLEARS`, or "never".
+    """
+    with lockstep.init(virtual_ranks=4) as world:
+        model = nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model, optimizer = world.prepare(model, optimizer)
+        num_own = 4 // world.size  # virtual ranks of this process
+        for number, (rows,) in enumerate(world.loader(TensorDataset(torch.ones(32, 2)), 8)):
+            loss = model(rows).mean()
+            if number == num_own:
+                continue
+            if clears == "after the forward pass" and number % num_own == 0:
+                optimizer.zero_grad()
+            world.backward(loss)
+            if world.is_last_micro_batch and number // num_own != 1:
+                optimizer.step()
+            if world.is_last_micro_batch and clears == "to zeros":
+                optimizer.zero_grad(set_to_none=False)
+
+
+@pytest.mark.parametrize(("size", "strategy"), [(1, "ddp"), (2, "ddp"), (2, "fsdp")])
+def test_a_loop_may_leave_out_the_step_of_a_skipped_virtual_rank(size: int, strategy: str) -> None:
+    env = {"LOCKSTEP_STRATEGY": strategy}
+    for clears in CLEARS:
+        run_ranks(leave_an_incomplete_step_out, size, clears, env=env)
+    with pytest.raises(RankFailed, match="has followed the batch of virtual rank 0, so its part"):
+        run_ranks(leave_an_incomplete_step_out, size, "never", env=env)
+
+
 def step_after_the_loop() -> None:
     """The loop is left before the backward pass of its last virtual rank."""
     with lockstep.init(virtual_ranks=3) as world:

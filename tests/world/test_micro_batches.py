@@ -164,6 +164,24 @@ def test_skipped_batches_of_other_weight_are_said() -> None:
         flags_of_a_loop_that_skips({2, 5}, after_forward=True)
 
 
+def test_gradients_of_an_earlier_global_batch_may_be_set_to_zero() -> None:
+    """The loop skips the first micro-batch of the second global batch."""
+    with lockstep.init(num_micro_batches=2) as world:
+        model = mlp()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model, optimizer = world.prepare(model, optimizer)
+        numbers = []
+        for number, batch in enumerate(world.loader(tensors(16), 8)):
+            if number == 2:
+                continue
+            world.backward(mean_loss(model, batch))
+            numbers.append(number)
+            if world.is_last_micro_batch:
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=False)
+        assert numbers == [0, 1, 3]
+
+
 def test_a_closure_that_is_called_again_and_again_counts_once() -> None:
     with lockstep.init() as world:
         model = mlp()

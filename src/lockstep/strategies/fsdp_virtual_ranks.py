@@ -38,9 +38,10 @@ from lockstep.strategies.virtual_ranks import (
     VirtualRankTree,
     check_virtual_rank_backward,
     counts_in_sum,
+    has_nonzero_gradients,
     skipped_error,
 )
-from lockstep.torch_compat import shards_in_reduction_order, to_local
+from lockstep.torch_compat import shards_in_reduction_order
 
 
 class TreeReduceScatter:
@@ -204,7 +205,7 @@ class TreeReduceScatter:
             UsageError: some parameters were not used, so it is not known which ones the gradient
                 contains.
         """
-        parameters = self._trained_shards()
+        parameters = self.trained_shards()
         padded_gradients = self._split_by_parameter(flat, parameters)
         if padded_gradients is None:
             raise UsageError(
@@ -225,7 +226,7 @@ class TreeReduceScatter:
 
         self._step.extensions.leaf_gradient(micro_batch, parameters, gradients)
 
-    def _trained_shards(self) -> list[Tensor]:
+    def trained_shards(self) -> list[Tensor]:
         """Returns the shards of the trainable parameters, in the order of the unit's gradient."""
         shards: list[Tensor] = []
         for shard in shards_in_reduction_order(self._unit):
@@ -242,7 +243,7 @@ class TreeReduceScatter:
         Args:
             flat: the gradient of the unit; see `_split_by_parameter`.
         """
-        shards = self._trained_shards()
+        shards = self.trained_shards()
         names = [self._names[id(shard)] for shard in shards]
         columns_of_parameters = self._split_by_parameter(flat, shards)
         if columns_of_parameters is None:
@@ -366,11 +367,10 @@ class ShardedVirtualRanks(Extension):
         """Returns True if some shard has a gradient that is not zero.
 
         Until the last virtual rank of a process, torch leaves zeros in the gradients of shards.
+        Between a forward and a backward pass the modules may hold whole parameters, so the shards
+        are not looked up in them.
         """
-        for parameter in self._root.parameters():
-            if parameter.grad is not None and bool(to_local(parameter.grad).any()):
-                return True
-        return False
+        return any(has_nonzero_gradients(sums.trained_shards()) for sums in self._sums)
 
     def gradient_bits(self) -> dict[str, Tensor]:
         """Returns sums over the bits of the gradients of the virtual rank that has just ended.

@@ -15,7 +15,7 @@ gradient of the mean loss over the global batch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -36,7 +36,7 @@ from lockstep.session.micro_batch import MicroBatch
 from lockstep.session.step import Step
 from lockstep.strategies.base import parameters_of
 from lockstep.strategies.pending_buckets import PendingBuckets
-from lockstep.torch_compat import add_to_each, multiply_each
+from lockstep.torch_compat import add_to_each, multiply_each, to_local
 
 
 class VirtualRankTree:
@@ -140,7 +140,8 @@ class SkippedVirtualRanks:
     no error before the step.
 
     Args:
-        has_gradients: answers whether parameters have gradients, which the script has not cleared.
+        has_gradients: answers whether some gradient of a parameter is not zero, so that the script
+            has not cleared them.
     """
 
     def __init__(self, has_gradients: Callable[[], bool]) -> None:
@@ -152,10 +153,9 @@ class SkippedVirtualRanks:
         self._latest: MicroBatch | None = None
         """The first micro-batch of the virtual rank that was begun last; None before the first."""
         self._skipped: MicroBatch | None = None
-        """A micro-batch of a virtual rank that had no backward pass, in the present global batch or
-        an earlier one of which the script has kept the gradients."""
+        """A micro-batch of a virtual rank of the present global batch that had no backward pass."""
         self._skipped_earlier: MicroBatch | None = None
-        """Such a micro-batch of an earlier global batch."""
+        """Such a micro-batch of an earlier global batch, until the script clears the gradients."""
 
     def begin(self, micro_batch: MicroBatch) -> None:
         """Notes that a virtual rank begins, with its first micro-batch."""
@@ -167,18 +167,13 @@ class SkippedVirtualRanks:
         self._latest = micro_batch
 
     def _end_previous_global_batch(self) -> None:
-        """Forgets the previous global batch, unless the script keeps its incomplete gradient.
-
-        A script may add up the gradients of several global batches before a step.
-        """
+        """Remembers what was skipped: a script may step after several global batches."""
         if self._backward_began:
             self._note_if_latest_was_skipped()
-        else:  # it was left out as a whole, so nothing is incomplete
-            self._skipped = self._skipped_earlier
+            self._skipped_earlier = self._skipped or self._skipped_earlier
+        # Otherwise the global batch was left out as a whole, so nothing is incomplete.
 
-        if self._skipped is not None and not self._has_gradients():
-            self._skipped = None  # the script has cleared them
-        self._skipped_earlier = self._skipped
+        self._skipped = None
         self._backward_began = False
 
     def _note_if_latest_was_skipped(self) -> None:
@@ -189,7 +184,19 @@ class SkippedVirtualRanks:
 
     def backward_begins(self) -> None:
         """Notes that a backward pass begins."""
+        self._forget_earlier_if_cleared()
         self._backward_began = True
+
+    def _forget_earlier_if_cleared(self) -> None:
+        """Forgets earlier global batches if the script has cleared their incomplete gradients.
+
+        It may call `zero_grad` as late as right before the first backward pass of the next one.
+        From then on, there are gradients of the present global batch.
+        """
+        if self._skipped_earlier is None or self._backward_began:
+            return
+        if not self._has_gradients():
+            self._skipped_earlier = None
 
     def backward_ended(self) -> None:
         """Notes that a backward pass has ended without an error."""
@@ -198,7 +205,19 @@ class SkippedVirtualRanks:
     def find(self) -> MicroBatch | None:
         """Returns a micro-batch of a skipped virtual rank before an optimizer's step, or None."""
         self._note_if_latest_was_skipped()  # in a step after the loop, the last one, too
-        return self._skipped
+        self._forget_earlier_if_cleared()
+        return self._skipped or self._skipped_earlier
+
+
+def has_nonzero_gradients(parameters: Iterable[Tensor]) -> bool:
+    """Returns True if some parameter has a gradient that is not zero, in the shard of this process.
+
+    This waits for the device, so it is not for every backward pass.
+    """
+    for parameter in parameters:
+        if parameter.grad is not None and bool(to_local(parameter.grad).any()):
+            return True
+    return False
 
 
 class VirtualRankGradients(Extension):
@@ -233,7 +252,7 @@ class VirtualRankGradients(Extension):
         """The previous micro-batch; None if there was none."""
         self._backward_left_gradients = False
         """True if there were gradients at the end of the latest backward pass."""
-        self._skipped = SkippedVirtualRanks(self._has_gradients)
+        self._skipped = SkippedVirtualRanks(lambda: has_nonzero_gradients(self._parameters))
         self._are_in_buckets = False
         """True if the gradients in `parameter.grad` are views of DDP's buckets, although they are
         those of a single virtual rank."""

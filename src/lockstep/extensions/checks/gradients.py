@@ -49,6 +49,8 @@ class ShardRecord(NamedTuple):
 class GradientVersionCheck(Check):
     """Compares gradients with what the latest backward pass has left in them."""
 
+    _has_partial_gradients = False
+    """True if the current global batch has had a backward pass."""
     _num_backwards_of_micro_batch = 0
     """How many backward passes the current micro-batch has had."""
     _records: Sequence[GradientRecord] = ()
@@ -83,6 +85,8 @@ class GradientVersionCheck(Check):
     def begin(self, micro_batch: MicroBatch) -> None:
         """Begins to count the backward passes of a new micro-batch from 0."""
         self._num_backwards_of_micro_batch = 0
+        if micro_batch.opens_step:
+            self._has_partial_gradients = False
 
     def after_backward(self, loss: Any, micro_batch: MicroBatch) -> None:
         """Records the gradients, if the script must not write to them now.
@@ -97,6 +101,7 @@ class GradientVersionCheck(Check):
         """
         del loss, micro_batch
         self._num_backwards_of_micro_batch += 1
+        self._has_partial_gradients = True
 
         micro_batch_of_step = self.run.step.micro_batch
         are_complete = micro_batch_of_step.closes_step
@@ -134,16 +139,17 @@ class GradientVersionCheck(Check):
         """Raises UsageError if the gradients of earlier micro-batches were written to.
 
         Gradients are compared once for each micro-batch, before its first backward pass. Nothing is
-        compared for the first micro-batch of a global batch, which finds no earlier gradients.
+        compared for the first trained micro-batch of a global batch, which finds no earlier
+        gradients. It may be a later one than the first: a loop may skip some.
 
         Args:
             loss: not used.
             micro_batch: not used; see `after_backward`.
         """
         del loss, micro_batch
-        is_first_micro_batch = self.run.step.micro_batch.opens_step
         is_first_backward_of_micro_batch = self._num_backwards_of_micro_batch == 0
-        if is_first_backward_of_micro_batch and not is_first_micro_batch:
+        opens_step = self.run.step.micro_batch.opens_step
+        if is_first_backward_of_micro_batch and self._has_partial_gradients and not opens_step:
             self._check_partial_gradients()
 
     def batch_is_done(self) -> None:
