@@ -374,12 +374,47 @@ def test_a_batch_sampler_with_an_empty_batch_is_refused():
     [
         *({"sampler": [(0, 8), (1, 16)]}, {"sampler": ["7", "8"]}, {"sampler": [0.0, 1.5]}),
         *({"batch_sampler": [[(0, 8)]]}, {"batch_sampler": [torch.ones(2, 2)]}),
+        {"batch_sampler": [3, 4]},
     ],
     ids=str,
 )
 def test_what_is_no_index_is_refused(options):
     with pytest.raises(DataError, match=r"the order of .*\n.*cannot be read as indices"):
         make_source(DataLoader(DATA, **options)).plan(0, 0)
+
+
+@pytest.mark.parametrize("option", ["sampler", "batch_sampler"])
+@pytest.mark.parametrize("num_items", [0, 1])
+@pytest.mark.parametrize("error", [TypeError, ValueError])
+def test_an_error_of_the_users_sampler_itself_stays_what_it_is(option, num_items, error):
+    class Failing(Sampler[Any]):
+        def __len__(self) -> int:
+            return 2
+
+        def __iter__(self):  # type: ignore[no-untyped-def]
+            yield from [0 if option == "sampler" else [0]] * num_items
+            raise error("of the sampler")
+
+    with pytest.raises(error, match=r"^of the sampler$"):
+        make_source(DataLoader(DATA, **{option: Failing()})).plan(0, 0)
+
+
+def test_an_error_before_the_users_sampler_yields_stays_what_it_is():
+    class Failing(Sampler[int]):
+        def __len__(self) -> int:
+            return 2
+
+        def __iter__(self):  # type: ignore[no-untyped-def]
+            return iter(random.sample(range(3), None))  # type: ignore[arg-type]
+
+    with pytest.raises(TypeError, match="NoneType"):
+        make_source(DataLoader(DATA, sampler=Failing())).plan(0, 0)
+
+
+@pytest.mark.parametrize("sampler", [[0, "7"], [0, 1.5], [0, 2**70]], ids=str)
+def test_a_later_item_that_is_no_index_is_refused(sampler):
+    with pytest.raises(DataError, match=r"the order of .*\n.*cannot be read as indices"):
+        make_source(DataLoader(DATA, sampler=sampler)).plan(0, 0)
 
 
 def test_indices_may_be_of_any_kind_of_integer():

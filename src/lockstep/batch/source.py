@@ -41,6 +41,7 @@ from lockstep.wording import describe_type
 
 _SAMPLER = 0x5A3
 """Takes the place of a sample's index when the random numbers of a sampler are seeded."""
+_ITEMS_CONVERTED_AT_ONCE = 2**16
 LOADER_OPTIONS = ("num_workers", "prefetch_factor", "persistent_workers", "timeout",
                   "worker_init_fn", "multiprocessing_context", "pin_memory")  # fmt: skip
 """The options of `torch.utils.data.DataLoader` that `world.loader` accepts."""
@@ -237,19 +238,32 @@ def _as_indices(items: Iterable[int], sampler: object) -> Indices:
     """
     if isinstance(items, torch.Tensor | np.ndarray):
         items = items.tolist()  # to iterate over it is faster
+    # The items are read outside of a `try`: an error in the user's own code stays what it is.
+    is_iterable = hasattr(items, "__iter__") or hasattr(items, "__getitem__")
     try:
         iterator = iter(items)
-        first_items = list(itertools.islice(iterator, 1))
-        for item in first_items:
-            operator.index(item)  # `np.fromiter` would cut 1.5 to 1, and take "7" for 7
-        return np.fromiter(itertools.chain(first_items, iterator), dtype=np.int64)
-    except (TypeError, ValueError) as error:
-        raise DataError(
-            f"the order of {describe_type(sampler)}",
-            f"what it yields cannot be read as indices of samples: {error}",
-            "let it yield the number of each sample, and put what else belongs to a sample into "
-            "the dataset",
-        ) from error
+    except TypeError as error:
+        if is_iterable:  # the error comes from its own `__iter__`
+            raise
+        raise _no_indices(sampler, error) from error
+    parts = [np.empty(0, np.int64)]  # np.concatenate needs at least one array
+    while part := list(itertools.islice(iterator, _ITEMS_CONVERTED_AT_ONCE)):
+        try:
+            # `np.fromiter` alone would cut 1.5 to 1, and take "7" for 7.
+            parts.append(np.fromiter(map(operator.index, part), dtype=np.int64))
+        except (TypeError, ValueError, OverflowError) as error:
+            raise _no_indices(sampler, error) from error
+    return np.concatenate(parts)
+
+
+def _no_indices(sampler: object, error: Exception) -> DataError:
+    """Makes the error for a sampler or batch sampler that yields something else than indices."""
+    return DataError(
+        f"the order of {describe_type(sampler)}",
+        f"what it yields cannot be read as indices of samples: {error}",
+        "let it yield the number of each sample, and put what else belongs to a sample into "
+        "the dataset",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
