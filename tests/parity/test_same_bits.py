@@ -697,6 +697,52 @@ def test_a_loop_may_leave_out_the_step_of_a_skipped_virtual_rank(size: int, stra
         run_ranks(leave_an_incomplete_step_out, size, "never", env=env)
 
 
+class Doubled(nn.Module):
+    """A block; under FSDP each is gathered for itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 8)
+        self.second = nn.Linear(8, 8)
+
+    def forward(self, rows: Any) -> Any:
+        return rows + self.second(self.first(rows))
+
+
+def keep_gradients_over_a_skipped_global_batch() -> bool:
+    """Skips the second of three equal global batches, after its forward passes, and never steps.
+
+    Returns:
+        True if all gradients are twice those of the first global batch.
+    """
+
+    def gradients() -> list[Any]:
+        return [each.grad.clone() for each in model.parameters() if each.grad is not None]
+
+    with lockstep.init(virtual_ranks=4) as world:
+        net = nn.Sequential(Doubled(), Doubled(), nn.Linear(8, 1))
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        model, optimizer = world.prepare(net, optimizer)
+        num_own = 4 // world.size  # virtual ranks of this process
+        of_first = []
+        for number, (rows,) in enumerate(world.loader(TensorDataset(torch.ones(24, 8)), 8)):
+            loss = model(rows).mean()
+            if number // num_own == 1:
+                continue
+            world.backward(loss)
+            if number == num_own - 1:
+                of_first = gradients()
+        pairs = zip(of_first, gradients(), strict=True)
+        return len(of_first) == 10 and all(bool((2 * one == two).all()) for one, two in pairs)
+
+
+@pytest.mark.parametrize(("size", "strategy"), [(1, "ddp"), (2, "ddp"), (2, "fsdp")])
+def test_a_skipped_global_batch_leaves_the_gradients_before_it(size: int, strategy: str) -> None:
+    env = {"LOCKSTEP_STRATEGY": strategy}
+    kept = run_ranks(keep_gradients_over_a_skipped_global_batch, size, env=env)
+    assert kept == [True] * size
+
+
 def step_after_the_loop() -> None:
     """The loop is left before the backward pass of its last virtual rank."""
     with lockstep.init(virtual_ranks=3) as world:

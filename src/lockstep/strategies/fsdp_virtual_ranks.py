@@ -340,11 +340,13 @@ class ShardedVirtualRanks(Extension):
 
     def begin(self, micro_batch: MicroBatch) -> None:
         """Removes the zeros that the previous virtual rank has left in the gradients of shards."""
+        # Without a backward pass, gradients of earlier global batches may be there, and stay.
+        previous_had_backward = self._skipped.had_backward
         if micro_batch.virtual_rank_begins:
             self._skipped.begin(micro_batch)
         if micro_batch.first:
             self.clear_gradients()
-        elif micro_batch.virtual_rank_begins:
+        elif micro_batch.virtual_rank_begins and previous_had_backward:
             for parameter in self._root.parameters():
                 parameter.grad = None
 

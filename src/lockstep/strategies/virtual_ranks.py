@@ -282,10 +282,12 @@ class VirtualRankGradients(Extension):
 
         if micro_batch.virtual_rank_begins and previous is not None:
             self._look_for_cleared_gradients(previous)
+            previous_had_backward = self._skipped.had_backward
             self._skipped.begin(micro_batch)
 
-            # The gradients of the previous virtual rank are still in `parameter.grad`.
-            self._move_gradients_to_sums(previous)
+            # The gradients of the previous virtual rank are still in `parameter.grad`. If the
+            # script has skipped it, those of earlier global batches may be there, and stay.
+            self._move_gradients_to_sums(previous, has_gradients=previous_had_backward)
 
     def backward_begins(self, weighted_loss: Tensor, micro_batch: MicroBatch) -> None:
         """Raises UsageError for a backward pass that cannot be part of the sum."""
@@ -466,15 +468,20 @@ class VirtualRankGradients(Extension):
         known = self._buckets.get(bucket.index())
         return known is not None and known.buffer.data_ptr() == bucket.buffer().data_ptr()
 
-    def _move_gradients_to_sums(self, micro_batch: MicroBatch) -> None:
+    def _move_gradients_to_sums(
+        self, micro_batch: MicroBatch, *, has_gradients: bool = True
+    ) -> None:
         """Moves the gradients of a virtual rank from the parameters to the partial sums.
 
         If the virtual rank does not count, its gradients are dropped.
 
         Args:
             micro_batch: the last micro-batch of the virtual rank.
+            has_gradients: False if the virtual rank had no backward pass. Its gradients are None.
         """
-        gradients = self._take_gradients()
+        gradients: Gradients = [None] * len(self._parameters)
+        if has_gradients:
+            gradients = self._take_gradients()
         if counts_in_sum(micro_batch):
             self._step.extensions.leaf_gradient(micro_batch, self._parameters, gradients)
             push(self._partial_sums, gradients, self.tree.num_merges(micro_batch), _merge)
