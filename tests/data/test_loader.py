@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import sys
 import tracemalloc
 from itertools import islice
@@ -25,6 +26,7 @@ from torch.utils.data import (
     default_collate,
 )
 
+from lockstep.batch.data_identity import bring_sampler_to_epoch
 from lockstep.batch.fetch import Fetch
 from lockstep.batch.loader import Loader
 from lockstep.batch.plan import plan_epoch
@@ -444,12 +446,14 @@ def test_a_sampler_of_the_users_is_the_global_order():
     assert [sum(parts, []) for parts in zip(*two, strict=True)] == one
 
 
-class Moving(Sampler[int]):
-    """Its order depends on how often it was asked, and nothing that can be seen says so."""
+RNG_OF_THE_PROCESS = np.random.default_rng(1)
 
-    def __init__(self) -> None:
-        rng = np.random.default_rng(1)
-        self.draw = lambda: rng.permutation(12).tolist()
+
+class Moving(Sampler[int]):
+    """Its order depends on how often any of its kind was asked, and no attribute says so."""
+
+    def draw(self) -> list[int]:
+        return RNG_OF_THE_PROCESS.permutation(12).tolist()  # type: ignore[no-any-return]
 
     def __len__(self) -> int:
         return 12
@@ -605,6 +609,96 @@ def test_a_sampler_that_counts_epochs_counts_on_when_it_is_resumed(num_epochs, n
     resumed.load_state_dict(state)
     rest = [read(resumed) for _ in range(3)]
     assert rest == [expected[num_epochs][num_batches:], *expected[num_epochs + 1 :]]
+
+
+class Alternating(Sampler[int]):
+    """Takes one half of the data in turn with the other, for `in_a_row` epochs each."""
+
+    def __init__(self, in_a_row: int) -> None:
+        self.in_a_row = in_a_row
+        self.count = 0
+
+    def __len__(self) -> int:
+        return 6
+
+    def __iter__(self):  # type: ignore[no-untyped-def]
+        begin = 6 * (self.count // self.in_a_row % 2)
+        self.count += 1
+        return iter(range(begin, begin + 6))
+
+
+class Rotating(Sampler[int]):
+    """Moves the indices of its list on by one place in every epoch."""
+
+    def __init__(self) -> None:
+        self.indices = list(range(3))
+
+    def __len__(self) -> int:
+        return 3
+
+    def __iter__(self):  # type: ignore[no-untyped-def]
+        self.indices.append(self.indices.pop(0))
+        return iter(list(self.indices))
+
+
+class Running(Sampler[int]):
+    """Takes each epoch from a generator that is begun once."""
+
+    def __init__(self) -> None:
+        self.endless = itertools.cycle(range(5))
+
+    def __len__(self) -> int:
+        return 3
+
+    def __iter__(self):  # type: ignore[no-untyped-def]
+        return itertools.islice(self.endless, 3)
+
+
+class RotatingVector(Rotating):
+    """The same with a tensor, which it changes in place."""
+
+    def __init__(self) -> None:
+        self.indices = torch.arange(3)  # type: ignore[assignment]
+
+    def __iter__(self):  # type: ignore[no-untyped-def]
+        self.indices.copy_(self.indices.roll(1))  # type: ignore[attr-defined]
+        return iter(self.indices.tolist())  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    "make_sampler",
+    [lambda: Alternating(1), lambda: Alternating(2), Rotating, RotatingVector, Running],
+)
+@pytest.mark.parametrize("num_epochs", range(1, 6))
+def test_a_sampler_whose_orders_come_back_goes_on_when_it_is_resumed(make_sampler, num_epochs):
+    def looping() -> Loader:
+        source = make_source(DataLoader(Numbers(12), batch_size=3, sampler=make_sampler()))
+        assert source.fingerprint  # which `prepare` compares between the ranks
+        return make(source)
+
+    whole = looping()
+    expected = [read(whole) for _ in range(num_epochs + 3)]
+    stopped = looping()
+    for _ in range(num_epochs):
+        read(stopped)
+    resumed = looping()
+    resumed.load_state_dict(stopped.state_dict())
+    assert [read(resumed) for _ in range(3)] == expected[num_epochs:]
+
+
+def test_a_sampler_without_a_state_is_asked_for_one_epoch_of_many():
+    asked = []
+
+    class Drawing(SubsetRandomSampler):
+        def __iter__(self):  # type: ignore[no-untyped-def]
+            asked.append(1)
+            return super().__iter__()
+
+    source = make_source(DataLoader(Numbers(12), batch_size=3, sampler=Drawing(range(12))))
+    crc = source.plan(0, 500).crc_of_order
+    asked.clear()
+    bring_sampler_to_epoch(source, 0, 500, crc)
+    assert len(asked) == 1
 
 
 def test_a_sampler_whose_state_is_out_of_sight_is_told_between_two_epochs():

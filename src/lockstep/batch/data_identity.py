@@ -177,8 +177,9 @@ def bring_sampler_to_epoch(source: Source, seed: int, epoch: int, crc_before: in
         return
 
     # The usual case: the order depends on what is seeded for each epoch, and not on earlier epochs.
-    is_order_of_epoch = source.plan_of_copy(seed, epoch).crc_of_order == crc_before
-    if is_order_of_epoch and epoch > 0:
+    # Of a sampler with a state, an equal order would be no proof: it may alternate between two.
+    plan_of_epoch = source.plan_if_stateless(seed, epoch)
+    if plan_of_epoch is not None and plan_of_epoch.crc_of_order == crc_before:
         return
 
     # Ask the sampler for each epoch up to this one, as the run did before the interruption.

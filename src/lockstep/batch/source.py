@@ -15,6 +15,7 @@ import operator
 import random
 import warnings
 import zlib
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sized
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -170,12 +171,39 @@ class Source:
 
         The sampler itself may count how often it was asked, and stays as it is.
         """
-        source = replace(
+        return self._with_copied_samplers()._custom_plan(seed, epoch)
+
+    def plan_if_stateless(self, seed: int, epoch: int) -> CustomPlan | None:
+        """Asks a copy of the user's sampler for an epoch; returns None if it may keep a state.
+
+        A sampler with a state, such as a count of the epochs, has an attribute that differs after
+        it was asked. If an attribute cannot be compared, for example a running generator, which a
+        copy would share with the sampler, no copy is asked.
+        """
+        source = self._with_copied_samplers()
+        samplers = _with_inner_samplers(source.batch_sampler, source.sampler)
+        originals = _with_inner_samplers(self.batch_sampler, self.sampler)
+        for sampler in samplers:
+            is_no_copy = any(sampler is original for original in originals)
+            if is_no_copy and _attributes(sampler):  # asking it would change the user's own
+                return None
+        if not all(_can_be_compared(sampler, self.dataset, samplers) for sampler in samplers):
+            return None
+
+        before = [_copy_attributes(sampler, self.dataset) for sampler in samplers]
+        plan = source._custom_plan(seed, epoch)
+        for sampler, attributes in zip(samplers, before, strict=True):
+            if not _are_same_attributes(attributes, _attributes(sampler)):
+                return None
+        return plan
+
+    def _with_copied_samplers(self) -> Source:
+        """Returns a source whose samplers can be asked while the user's stay as they are."""
+        return replace(
             self,
-            sampler=_copy_sampler(self.sampler),
-            batch_sampler=_copy_sampler(self.batch_sampler),
+            sampler=_copy_sampler(self.sampler, self.dataset),
+            batch_sampler=_copy_sampler(self.batch_sampler, self.dataset),
         )
-        return source._custom_plan(seed, epoch)
 
     def _custom_plan(self, seed: int, epoch: int) -> CustomPlan:
         """Asks the user's sampler for the order of an epoch, and forms the global batches.
@@ -309,22 +337,106 @@ class IterableSource(Source):
         return "seek"
 
 
-def _copy_sampler(sampler: Any) -> Any:
+def _copy_sampler(sampler: Any, dataset: object) -> Any:
     """Returns a copy that can be iterated while the user's sampler stays as it is.
 
-    The samplers inside it are copied too. Everything else, such as a dataset, is shared.
+    The samplers inside it are copied too, and lists, sets, dicts and one-dimensional arrays, which
+    it may shuffle in place. Everything else is shared.
 
     Args:
         sampler: a sampler, a batch sampler or None. One that cannot be copied is returned itself.
+        dataset: the dataset, which is shared whatever it is.
     """
     try:
         duplicate = copy.copy(sampler)
     except Exception:  # its class decides how it is copied, so any error is possible
         return sampler
-    for name, inner in list(getattr(duplicate, "__dict__", {}).items()):
-        if _is_sampler(name, inner) and inner is not sampler:
-            duplicate.__dict__[name] = _copy_sampler(inner)
+    for name, value in _copy_attributes(duplicate, dataset).items():
+        if _is_sampler(name, value) and value is not sampler:
+            value = _copy_sampler(value, dataset)
+        duplicate.__dict__[name] = value
     return duplicate
+
+
+def _attributes(sampler: object) -> dict[str, Any]:
+    """Returns the attributes of a sampler; a list that serves as a sampler has none."""
+    return getattr(sampler, "__dict__", {})
+
+
+def _copy_attributes(sampler: object, dataset: object) -> dict[str, Any]:
+    """Returns the attributes of a sampler, with copies of containers and of vectors."""
+    attributes = dict(_attributes(sampler))
+    for name, value in attributes.items():
+        if value is dataset:
+            continue
+        if type(value) in _CONTAINERS:
+            attributes[name] = copy.copy(value)
+        elif _is_vector(value):
+            attributes[name] = _clone(value)
+    return attributes
+
+
+_CONTAINERS = (list, dict, set, deque)
+_PLAIN_VALUES = (int, float, str, bytes, range, type(None), np.generic)
+"""Types whose values do not change."""
+
+
+def _is_vector(value: object) -> bool:
+    """Tells whether a value is an array of numbers, in memory, with at most one dimension.
+
+    A dataset usually has more dimensions, and would be expensive to copy.
+    """
+    if type(value) is torch.Tensor:
+        return value.ndim <= 1
+    return type(value) is np.ndarray and value.ndim <= 1 and not value.dtype.hasobject
+
+
+def _clone(vector: Any) -> Any:
+    """Returns a copy of a tensor or an array with data of its own."""
+    return vector.clone() if isinstance(vector, torch.Tensor) else vector.copy()
+
+
+def _can_be_compared(sampler: object, dataset: object, samplers: list[object]) -> bool:
+    """Tells whether all attributes of a sampler show what a pass over it has changed.
+
+    Args:
+        sampler: the sampler.
+        dataset: the dataset, which a sampler does not change.
+        samplers: all samplers, each of which is compared by itself.
+    """
+    if not hasattr(sampler, "__dict__"):
+        return sampler is None or type(sampler) in (list, tuple, range)
+    for value in _attributes(sampler).values():
+        if value is dataset or isinstance(value, torch_data.Dataset | _Generator):
+            continue  # generators are seeded for each epoch
+        if any(value is each for each in samplers) or _is_vector(value):
+            continue
+        parts = value if type(value) in (*_CONTAINERS, tuple) else [value]
+        if type(parts) is dict:
+            parts = [*parts.keys(), *parts.values()]
+        types_of_parts = set(map(type, parts))
+        if not all(issubclass(each, _PLAIN_VALUES) for each in types_of_parts):
+            return False
+    return True
+
+
+def _are_same_attributes(before: dict[str, Any], now: dict[str, Any]) -> bool:
+    """Tells whether a pass over a sampler has left its attributes as they were."""
+    if before.keys() != now.keys():
+        return False
+    for name, value in before.items():
+        other = now[name]
+        if value is other:
+            continue
+        if type(value) is not type(other):
+            return False
+        if _is_vector(value):
+            are_equal = torch.equal if isinstance(value, torch.Tensor) else np.array_equal
+            if not are_equal(value, other):
+                return False
+        elif not isinstance(value, (*_CONTAINERS, tuple, *_PLAIN_VALUES)) or value != other:
+            return False
+    return True
 
 
 def _is_sampler(name: str, value: object) -> bool:
