@@ -665,9 +665,14 @@ class RotatingVector(Rotating):
         return iter(self.indices.tolist())  # type: ignore[attr-defined]
 
 
+class Uncopied(Rotating):
+    def __copy__(self) -> Any:
+        raise TypeError("there is one of it")
+
+
 @pytest.mark.parametrize(
     "make_sampler",
-    [lambda: Alternating(1), lambda: Alternating(2), Rotating, RotatingVector, Running],
+    [lambda: Alternating(1), lambda: Alternating(2), Rotating, RotatingVector, Running, Uncopied],
 )
 @pytest.mark.parametrize("num_epochs", range(1, 6))
 def test_a_sampler_whose_orders_come_back_goes_on_when_it_is_resumed(make_sampler, num_epochs):
