@@ -37,7 +37,7 @@ class Deep(nn.Module):
 
 world = lockstep.init(seed=0, num_micro_batches=2)
 torch.manual_seed(0)
-train = DataLoader(make_images(96, seed=1), batch_size=2 * 2 * 12)  # 2 devices x 2 micro-batches x 12
+train = DataLoader(make_images(96, seed=1), batch_size=2 * 2 * 12)  # 2 devices, 2 micro-batches
 model = Deep()
 lockstep.checkpoint_activations(model)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
