@@ -713,3 +713,14 @@ def test_a_sampler_whose_state_is_out_of_sight_is_told_between_two_epochs():
     resumed = make(make_source(DataLoader(Numbers(12), batch_size=3, sampler=Moving())))
     with pytest.warns(LockstepWarning, match=r"the order of a Moving\n.*it gives epoch 1 another"):
         resumed.load_state_dict(loader.state_dict())
+
+
+@pytest.mark.parametrize("as_sampler", [np.asarray, torch.tensor])
+def test_an_array_of_indices_that_is_another_one_when_resumed_is_told(as_sampler):
+    def make_with(indices: range) -> Loader:
+        return make(make_source(DataLoader(Numbers(12), batch_size=3, sampler=as_sampler(indices))))
+
+    loader = make_with(range(12))
+    read(loader)
+    with pytest.warns(LockstepWarning, match=r"resuming with the order of an? \w+\n"):
+        make_with(range(11, -1, -1)).load_state_dict(loader.state_dict())

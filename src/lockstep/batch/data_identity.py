@@ -1,8 +1,9 @@
-"""Checks that a resumed training reads the same data as before, by comparing fingerprints.
+"""Checks that a resumed training reads the same data as before, and in the same order.
 
-A *fingerprint* consists of a few checksums and of digests (short hashes) of some samples;
-`fingerprint` says when two of them differ. A stream has none. The *parts* of a sample are its
-components, such as an image and a label.
+The data are compared by fingerprints. A *fingerprint* consists of a few checksums and of digests
+(short hashes) of some samples; `fingerprint` says when two of them differ. A stream has none. The
+*parts* of a sample are its components, such as an image and a label. The order matters if a sampler
+of the user's has given it, and is compared by a checksum.
 """
 
 from __future__ import annotations
@@ -190,11 +191,14 @@ def bring_sampler_to_epoch(source: Source, seed: int, epoch: int, crc_before: in
     if crc == crc_before:
         return
 
+    # Not `or`: a sampler may be an array of indices, which is neither true nor false.
+    sampler = source.sampler if source.batch_sampler is None else source.batch_sampler
     warn(
-        f"resuming with the order of {describe_type(source.sampler or source.batch_sampler)}",
-        f"it gives epoch {epoch} another order than before the interruption, so it keeps something "
-        "that is not in the checkpoint; the epochs to come may have other samples, or the same in "
-        "another order, than without the interruption",
-        "let the order depend on what is seeded for each epoch (torch.randperm, a generator of its "
-        "own) or on the epoch (set_epoch), or restore the sampler yourself",
+        f"resuming with the order of {describe_type(sampler)}",
+        f"it gives epoch {epoch} another order than before the interruption, so the order depends "
+        "on something that is not in the checkpoint; later epochs may have other samples, or "
+        "another order, than in an uninterrupted run",
+        "let the order depend on the epoch (set_epoch), or on what is seeded for each epoch: "
+        "torch.randperm, or a generator in an attribute of the sampler; otherwise restore the "
+        "sampler yourself",
     )

@@ -266,6 +266,7 @@ def _as_indices(items: Iterable[int], sampler: object) -> Indices:
     """
     if isinstance(items, torch.Tensor | np.ndarray):
         items = items.tolist()  # to iterate over it is faster
+
     # The items are read outside of a `try`: an error in the user's own code stays what it is.
     is_iterable = hasattr(items, "__iter__") or hasattr(items, "__getitem__")
     try:
@@ -274,6 +275,7 @@ def _as_indices(items: Iterable[int], sampler: object) -> Indices:
         if is_iterable:  # the error comes from its own `__iter__`
             raise
         raise _no_indices(sampler, error) from error
+
     parts = [np.empty(0, np.int64)]  # np.concatenate needs at least one array
     while part := list(itertools.islice(iterator, _ITEMS_CONVERTED_AT_ONCE)):
         try:
@@ -458,7 +460,7 @@ def _find_generators(*samplers: object) -> list[_Generator]:
     """
     generators: dict[int, _Generator] = {}  # by their ids: several samplers may share one
     for sampler in _with_inner_samplers(*samplers):
-        for value in getattr(sampler, "__dict__", {}).values():
+        for value in _attributes(sampler).values():
             if isinstance(value, _Generator):
                 generators[id(value)] = value
     return list(generators.values())
@@ -476,7 +478,7 @@ def _with_inner_samplers(*samplers: object) -> list[object]:
     while to_search:
         sampler = to_search.pop()
         found.append(sampler)
-        for name, value in getattr(sampler, "__dict__", {}).items():
+        for name, value in _attributes(sampler).items():
             if _is_sampler(name, value) and id(value) not in ids_found:
                 ids_found.add(id(value))
                 to_search.append(value)

@@ -270,7 +270,11 @@ def reset_after_failed_forward(units: Sequence[FSDPModule]) -> bool:
     if reset is None:
         return False
 
-    kept = [(parameter, parameter.grad) for unit in units for parameter in _all_parameters(unit)]
+    kept: list[tuple[nn.Parameter, Tensor | None]] = []
+    for unit in units:
+        for parameter in _all_parameters(unit):
+            kept.append((parameter, parameter.grad))
+
     reset()
     for parameter, gradient in kept:
         if parameter.grad is not gradient:
