@@ -91,7 +91,6 @@ FIELDS_OF_NUMBERS = (
     "local_size",
     "local_value",
     "loss",
-    "losses",
     "max_bytes",
     "max_senders_per_rank",
     "maximum",
@@ -168,11 +167,11 @@ FIELDS_OF_JOINED_ITEMS = (
     "user_calls",
 )
 """Fields whose value is a list with `AND` between the items, such as "all_reduce and barrier"."""
+AND = " and "
+CHINESE_AND = " 和 "
 FIELDS_OF_HEADLINES = ("headline_of_error",)
 """Fields whose value is the first line of an error of Lockstep's behind its class, such as
 "UsageError: world.broadcast of a nest"."""
-AND = " and "
-CHINESE_AND = " 和 "
 FIELDS_OF_TABLES = ("table",)
 """Fields whose value is a table: a line for each row, with two spaces or more between its cells."""
 GAP_BETWEEN_CELLS = re.compile(r"(?<=\S)( {2,})(?=\S)")
@@ -186,7 +185,7 @@ PATTERN_OF_FIELD = {
     **dict.fromkeys(("both", "wrong"), r"rank \d+ \([^()\n]*\)(?: and rank \d+ \([^()\n]*\))*"),
     **dict.fromkeys(("compared", "count_noun"), r"\d+ [\w ]+"),
     "carrier": "shared memory|the backend",
-    **dict.fromkeys(("clock", "clock_2"), r"\d[\d:]*"),  # "1:02:05"
+    "clock": r"\d[\d:]*",  # "1:02:05"
     "checkpoint_name": r"step-\d+",
     "describe_peers": r"between [^\n]*",
     "describe_type": rf"None|{CLASS_WITH_ARTICLE}",
@@ -194,7 +193,6 @@ PATTERN_OF_FIELD = {
     # Begins with a verb, and not as "on host a: ..." or "has 'a', rank 1 has 'b'".
     "does": rf"(?!on |ha(?:s|ve) ['\"]){ANY_TEXT}",
     "element_type": r"[A-Za-z]\w*",
-    "facts": r"(?:(?![,;] )[^\n])*",  # of a check of `lockstep doctor`
     "passed": r"step-\d+ \([^\n]*\)",  # "step-000000020 (incomplete), step-000000010 (...)"
     "percentages": rf"{PERCENT}(?: \+ {PERCENT})*",
     # Of `lockstep run`, without their dashes: "nproc, precision".
@@ -825,29 +823,23 @@ class Catalogue:
             cache: translations found so far.
             may_be_word: whether an item that is a single word may be a message.
         """
-        chinese = ""
-        untranslated: list[Span] = []
-        begin = 0
-        for item in text.split(AND):
-            if begin > 0:
-                chinese = _join_with_chinese_spacing(chinese, CHINESE_AND)
-            translation = self._translate_text(item, cache, may_be_word=may_be_word)
+        items = text.split(AND)
+        translations = []
+        for item in items:
+            translations.append(self._translate_text(item, cache, may_be_word=may_be_word))
+
+        chinese = translations[0].text
+        for translation in translations[1:]:
+            chinese = _join_with_chinese_spacing(chinese, CHINESE_AND)
             chinese = _join_with_chinese_spacing(chinese, translation.text)
-            untranslated += _shift_spans(translation.untranslated, begin)
-            begin += len(item) + len(AND)
-        return Translation(chinese, tuple(untranslated))
+        return Translation(chinese, _untranslated_of_whole(items, translations, AND))
 
     def _translate_table(self, text: str, cache: Cache) -> Translation:
         """Translates the rows of a table (`FIELDS_OF_TABLES`)."""
-        chinese_rows: list[str] = []
-        untranslated: list[Span] = []
-        begin = 0
-        for row in text.split("\n"):
-            translation = self._translate_row(row, cache)
-            chinese_rows.append(translation.text)
-            untranslated += _shift_spans(translation.untranslated, begin)
-            begin += len(row) + len("\n")
-        return Translation("\n".join(chinese_rows), tuple(untranslated))
+        rows = text.split("\n")
+        translations = [self._translate_row(row, cache) for row in rows]
+        chinese = "\n".join(translation.text for translation in translations)
+        return Translation(chinese, _untranslated_of_whole(rows, translations, "\n"))
 
     def _translate_row(self, row: str, cache: Cache) -> Translation:
         """Translates each cell of a row of a table, and lets it begin in the same column.
@@ -1170,17 +1162,30 @@ def _join_parts(
     English may be one name with punctuation in it, so the English separator stays between them.
     """
     joined = _join_english_neighbours(parts, translations, separator)
+    joined_parts = [part for part, _ in joined]
+    joined_translations = [translation for _, translation in joined]
 
-    # Spans are places in English texts. Those of a part become those of the whole text.
+    text = SEPARATORS[separator].join(translation.text for translation in joined_translations)
+    untranslated = _untranslated_of_whole(joined_parts, joined_translations, separator)
+    return Translation(text, untranslated)
+
+
+def _untranslated_of_whole(
+    parts: Sequence[str], translations: Sequence[Translation], separator: str
+) -> tuple[Span, ...]:
+    """Returns where the text from which the parts were split stays English.
+
+    Args:
+        parts: all parts of the English text.
+        translations: their translations, which know where in each part it stays English.
+        separator: what stands between the parts.
+    """
     untranslated: list[Span] = []
     begin_of_part = 0
-    for part, translation in joined:
+    for part, translation in zip(parts, translations, strict=True):
         untranslated += _shift_spans(translation.untranslated, begin_of_part)
         begin_of_part += len(part) + len(separator)
-
-    chinese_separator = SEPARATORS[separator]
-    text = chinese_separator.join(translation.text for _, translation in joined)
-    return Translation(text, tuple(untranslated))
+    return tuple(untranslated)
 
 
 def _join_english_neighbours(

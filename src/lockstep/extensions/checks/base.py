@@ -59,8 +59,8 @@ class LateValue:
             step: the optimizer step that it belongs to, from 1.
         """
         if not self.is_pending:
-            on_host, has_arrived = start_copy_to_host(tensor.detach().reshape(()))
-            self._pending = (on_host, has_arrived, step)
+            on_host, arrival = start_copy_to_host(tensor.detach().reshape(()))
+            self._pending = (on_host, arrival, step)
 
     def take(self, *, wait: bool = False) -> tuple[float, int] | None:
         """Returns the value that was put and its step, once; None if there is none, or not yet.

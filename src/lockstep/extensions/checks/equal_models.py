@@ -48,10 +48,13 @@ class EqualModelsCheck(Check):
             modules: the prepared modules whose optimizer has stepped.
         """
         number = self.run.step.number
-        compared_modules = [wrapped for wrapped in self.wrapped if wrapped.check_every > 0]
-        interval_of_module = {wrapped.module: wrapped.check_every for wrapped in compared_modules}
+        interval_of_module = {}
+        for wrapped in self.wrapped:
+            if wrapped.check_every > 0:  # 0: the strategy wants no comparison
+                interval_of_module[wrapped.module] = wrapped.check_every
+
         to_compare = self._due_comparisons.take(number, interval_of_module, stepped=modules)
-        for wrapped in compared_modules:
+        for wrapped in self.wrapped:
             if wrapped.module in to_compare:
                 # The strategy names the tensors that must have the same bits on a group of ranks.
                 for equal_tensors in wrapped.equal_tensors():

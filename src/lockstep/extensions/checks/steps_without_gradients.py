@@ -8,6 +8,7 @@ looks at all prepared optimizers together, and is over once any of them has a gr
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -34,7 +35,7 @@ class StepsWithoutGradientsCheck(Check):
         self._is_active = False
         """True from the preparation of an optimizer until a step has a gradient."""
         self._has_warned = False
-        self._num_steps: dict[int, int] = {}
+        self._num_steps: Counter[int] = Counter()
         """The number of steps without a gradient of each optimizer, by its id."""
         self._num_backwards = 0
         """How often the script has called `world.backward` in this time."""
@@ -43,7 +44,7 @@ class StepsWithoutGradientsCheck(Check):
     def optimizer_prepared(self, optimizer: Any, modules: Sequence[nn.Module]) -> None:
         """Begins to count anew, as a training with another optimizer begins."""
         self._is_active = not self._has_warned
-        self._num_steps = {}
+        self._num_steps.clear()
         self._num_backwards = 0
 
     def after_backward(self, loss: Any, micro_batch: MicroBatch) -> None:
@@ -67,9 +68,8 @@ class StepsWithoutGradientsCheck(Check):
         if not _needs_gradient(optimizer):
             return
 
-        num_steps = self._num_steps.get(id(optimizer), 0) + 1
-        self._num_steps[id(optimizer)] = num_steps
-        if num_steps == STEPS_UNTIL_WARNING:
+        self._num_steps[id(optimizer)] += 1
+        if self._num_steps[id(optimizer)] == STEPS_UNTIL_WARNING:
             self._is_active = False
             self._has_warned = True
             self._warn(type(optimizer).__name__)

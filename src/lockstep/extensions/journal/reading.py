@@ -135,13 +135,12 @@ def read_journal(folder: Path) -> Journal:
     complete_starts: list[dict[int, RankFile]] = []
     for number, files in enumerate(files_of_start.values(), 1):
         notes += _notes_on_files(number, files)
+        damaged_ranks = _ranks_with_damaged_beginning(files)
         if _all_ranks_have_first_step(folder, number, files):
             complete_starts.append(files)
-        else:
-            damaged_ranks = _ranks_with_damaged_beginning(files)
-            if damaged_ranks:
-                ranks = format_ranks(damaged_ranks)
-                notes.append(f"start {number} is left out: its beginning on {ranks} is damaged")
+        elif damaged_ranks:
+            ranks = format_ranks(damaged_ranks)
+            notes.append(f"start {number} is left out: its beginning on {ranks} is damaged")
     if not complete_starts:
         raise _no_start_error(folder, files_of_start, notes)
 

@@ -167,8 +167,8 @@ class HashedTensors:
             if part is not None:
                 own_parts.append(part)
 
-        # The hashers number their hashes without gaps: with entries (2, 5), that of entry 5 is
-        # number 1.
+        # The hasher numbers its hashes without gaps: with entries (2, 5), that of entry 5 is number
+        # 1.
         self.hashed_entries = tuple(sorted({part.entry for part in own_parts}))
         index_of_entry = {entry: index for index, entry in enumerate(self.hashed_entries)}
 

@@ -105,8 +105,7 @@ class LoggedValues(NamedTuple):
     """What one rank has logged in a pass."""
 
     identity: PassIdentity | None
-    """None if the rank has logged nothing in it, which fits
-    the pass of any other rank."""
+    """None if the rank has logged nothing in it, which fits the pass of any other rank."""
     sums: dict[str, Any]
     """The weighted sum and the sum of the weights, by name."""
 
@@ -214,8 +213,9 @@ def _check_same_pass(identities: Sequence[Any]) -> None:
         return
 
     parts = []
-    for (loader, _, begun, _), rank in rank_of_pass.items():
-        parts.append(f"rank {rank} over loader {loader}, begun after step {begun}")
+    for identity, rank in rank_of_pass.items():
+        loader = identity.loader_number
+        parts.append(f"rank {rank} over loader {loader}, begun after step {identity.begun}")
     raise UsageError(
         "world.means()",
         f"the ranks have logged in different loops: {'; '.join(parts)}",
