@@ -575,6 +575,16 @@ CASES = {
         (1,),
         text_has=("order unknown):\n  ranks 0, 2: SystemError: failed, train.py",),
     ),
+    "equal failures at the same time on two other machines are merged": Case(
+        [
+            rank_raised(0, "first", 10.0, "ValueError"),
+            rank_raised(1, "failed", 10.1, "SystemError", host="b"),
+            rank_raised(2, "failed", 10.2, "SystemError", host="c"),
+        ],
+        "exception",
+        (0,),
+        text_has=("order unknown):\n  ranks 1-2 on hosts b, c: SystemError: failed, train.py",),
+    ),
     "two different failures, one after the other": Case(
         [rank_raised(0, "first", 10.0, "ValueError"), rank_raised(1, "second", 10.9, "KeyError")],
         "exception",

@@ -739,6 +739,10 @@ STACK_OF_LOCK = (
     *STACK_WITH_TIMEOUT[:1],
     Frame("/usr/lib/lockstep/checkpoint/signs_of_life.py", 55, "_run"),
 )
+STACK_OF_SIGNALS = (
+    Frame("/usr/lib/lockstep/checkpoint/termination.py", 46, "_watch"),
+    *BUSY_STACK[1:],
+)
 STACK_IN_DOWNLOAD = (Frame("/usr/lib/python3.11/selectors.py", 468, "select"), *BUSY_STACK)
 GROUPS_WITH_SAVERS = (*GROUP_OF_TWO, Group("3", "savers", (0, 1)))
 
@@ -754,6 +758,7 @@ GROUPS_WITH_SAVERS = (*GROUP_OF_TWO, Group("3", "savers", (0, 1)))
         (STACK_WITHOUT_TIMEOUT, (), "deadlock"),
         (STACK_IN_POOL, (), "deadlock"),
         (STACK_OF_LOCK, (), "deadlock"),  # it wakes up now and then, and helps nobody
+        (STACK_OF_SIGNALS, (), "deadlock"),  # is there since the last save in the background
         (stack_in_op("barrier", 30), (), "deadlock"),
     ],
 )

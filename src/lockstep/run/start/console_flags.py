@@ -74,7 +74,7 @@ def choose_streams(
 
 
 def _shown_streams(redirected: int, teed: int) -> frozenset[str]:
-    """Returns the names of the streams of a rank that are not redirected, or teed nevertheless.
+    """Returns the names of the streams of a rank that are shown: not redirected, or else teed.
 
     Args:
         redirected: a bit set of `Std.OUT` and `Std.ERR`.

@@ -148,11 +148,9 @@ def _describe_simultaneous(
         host_of_first: the host of the first failure, which is not named again.
         in_language: translates Lockstep's own texts.
     """
-    subject = failure.subject
-    is_on_another_host = failure.host not in ("", host_of_first)  # "" if the host is not known
-    if failure.ranks and is_on_another_host:
-        subject = f"{subject} on host {failure.host}"
-    text = f"{in_language(subject)}: {_headline(failure, in_language)}"
+    is_on_same_host = failure.host == host_of_first
+    who = in_language(failure.subject) if is_on_same_host else _who_failed(failure, in_language)
+    text = f"{who}: {_headline(failure, in_language)}"
     if failure.line:
         text += f", {failure.line}"
     return text

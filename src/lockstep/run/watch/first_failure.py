@@ -267,12 +267,12 @@ def _first_of_roots(roots: Sequence[FirstFailure], followers: Sequence[ExitStatu
     consequences = [*first.consequences, *_describe_followers(followers)]
 
     # If the user has pressed Ctrl-C after the failure, that is not mentioned.
-    later_failures = [root for root in later_roots if root.kind != "interrupted"]
+    other_roots = [root for root in later_roots if root.kind != "interrupted"]
 
     # Some of them happened so close to the first failure that they may have come before it.
     simultaneous_roots = []
     roots_after_first = []
-    for root in later_failures:
+    for root in other_roots:
         if _cannot_be_ordered(first, root):
             simultaneous_roots.append(root)
         else:

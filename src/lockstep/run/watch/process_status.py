@@ -172,7 +172,10 @@ def _list_threads(process_folder: Path) -> list[_Thread]:
         for folder in (process_folder / "task").iterdir():
             thread = _Thread(folder, _stat_fields(folder / "stat")[_STATE])
             is_main = folder.name == process_folder.name
-            threads.insert(0 if is_main else len(threads), thread)
+            if is_main:
+                threads.insert(0, thread)
+            else:
+                threads.append(thread)
     return threads
 
 

@@ -219,7 +219,6 @@ _ROUTING = "lockstep/communication/routing.py"
 _TRAFFIC = "lockstep/communication/traffic.py"
 _JOINING = "lockstep/distributed/process_group.py"
 _PIPELINE_WIRE = "lockstep/strategies/pipeline/wire.py"
-_SIGNS_OF_LIFE = "lockstep/checkpoint/signs_of_life.py"
 
 # The functions in which a stage of a pipeline waits for another stage, and what they wait for.
 _OP_OF_WIRE_FUNCTION = {"take": "recv", "wait": "send"}
@@ -417,6 +416,14 @@ def _is_in(frame: Frame, *paths: str) -> bool:
 
 # --- Other states of a thread
 
+# Two threads of Lockstep's run these functions until the end of the run or of a save. One touches a
+# lock file now and then, and the other waits for a signal to end the process. No thread waits for
+# either.
+_LOCKSTEP_THREADS_THAT_HELP_NONE = {
+    "lockstep/checkpoint/signs_of_life.py": {"_run"},
+    "lockstep/checkpoint/termination.py": {"_watch"},
+}
+
 
 def may_continue_alone(stack: Stack) -> bool:
     """Returns True if a thread may go on even if no other thread and no other rank does anything.
@@ -435,8 +442,8 @@ def may_continue_alone(stack: Stack) -> bool:
     if wait is not None and wait.certain:
         return False
 
-    # This thread touches a lock file now and then, which helps no other thread.
-    if any(_is_in(frame, _SIGNS_OF_LIFE) and frame.function == "_run" for frame in stack):
+    # What these threads do helps no other thread.
+    if any(_is_one_of(frame, _LOCKSTEP_THREADS_THAT_HELP_NONE) for frame in stack):
         return False
 
     innermost = stack[0]
