@@ -694,20 +694,31 @@ def test_a_rank_that_is_lost_costs_the_step_under_way(
 # What changes while it is copied as from a GPU
 
 
+def let_copies_wait_for_permission() -> threading.Event:
+    """Makes threads copy the state, as from a GPU, while the event that is returned is set.
+
+    It is set at first. Called in the process of a rank, which ends with its test.
+    """
+    state_copier.BACKGROUND_DEVICES = ("cpu",)
+    may_copy = threading.Event()
+    may_copy.set()
+
+    def copy_when_allowed(places: list[Tensor], sources: list[Tensor]) -> None:
+        assert may_copy.wait(timeout=60)
+        copy_to_each(places, sources)
+
+    background_copy.copy_to_each = copy_when_allowed
+    return may_copy
+
+
 def train_with_noise(folder: str) -> tuple[list[int], list[bool]]:
     """Changes a parameter between the steps of the optimizer, while it is copied.
 
     Returns:
         The steps in memory, and for each step whether the run had noticed it before.
     """
-    state_copier.BACKGROUND_DEVICES = ("cpu",)
-    changed = threading.Event()
-
-    def copy_slowly(places: list[Tensor], sources: list[Tensor]) -> None:
-        assert changed.wait(timeout=60)
-        copy_to_each(places, sources)
-
-    background_copy.copy_to_each = copy_slowly
+    changed = let_copies_wait_for_permission()
+    changed.clear()
     with lockstep.init(seed=5, device="cpu") as world:
         model = nn.Linear(4, 1)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -760,15 +771,7 @@ def change_a_shard_while_it_is_copied(folder: str) -> list[list[dict[str, Any]]]
     Returns:
         What this machine has in memory after step 2, while step 3 is copied, and after step 3.
     """
-    state_copier.BACKGROUND_DEVICES = ("cpu",)
-    may_copy = threading.Event()
-    may_copy.set()
-
-    def copy_when_allowed(places: list[Tensor], sources: list[Tensor]) -> None:
-        assert may_copy.wait(timeout=60)
-        copy_to_each(places, sources)
-
-    background_copy.copy_to_each = copy_when_allowed
+    may_copy = let_copies_wait_for_permission()
     with lockstep.init("fsdp", seed=5, device="cpu") as world:
         model = nn.Linear(4, 2)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -844,21 +847,13 @@ def go_back_while_a_step_is_copied(folder: str) -> list[int]:
     Returns:
         The steps in memory after that.
     """
-    state_copier.BACKGROUND_DEVICES = ("cpu",)
-    may_copy = threading.Event()
-    may_copy.set()
-
-    def copy_when_allowed(places: list[Tensor], sources: list[Tensor]) -> None:
-        assert may_copy.wait(timeout=60)
-        copy_to_each(places, sources)
-
+    may_copy = let_copies_wait_for_permission()
     wait = background_copy.BackgroundCopy.wait
 
     def allow_and_wait(copy: background_copy.BackgroundCopy) -> bool:
         may_copy.set()
         return wait(copy)
 
-    background_copy.copy_to_each = copy_when_allowed
     with lockstep.init(seed=5, device="cpu") as world:
         model = nn.Linear(4, 1)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -145,15 +145,28 @@ def test_several_checkpoints_of_one_run_share_the_folder(tmp_path: Path) -> None
     assert not (tmp_path / locks.LOCK_FILE).exists()
 
 
-def test_without_system_locks_the_text_of_the_file_decides(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """There the text decides, as far as it can be judged."""
-
-    def none(*_: Any) -> None:
+@pytest.fixture
+def no_system_locks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    def no_locks(*_: Any) -> None:
         raise OSError(errno.ENOLCK, "no locks available")
 
-    monkeypatch.setattr(fcntl, "lockf", none)
+    def make(path: Path, text: bytes) -> SignsOfLife:
+        signs = SignsOfLife(path, text)
+        made.append(signs)
+        return signs
+
+    made: list[SignsOfLife] = []
+    monkeypatch.setattr(fcntl, "lockf", no_locks)
+    monkeypatch.setattr(locks, "SignsOfLife", make)
+    yield
+    for signs in made:
+        signs.end()  # a test that has failed may have left them
+
+
+def test_without_system_locks_the_text_of_the_file_decides(
+    tmp_path: Path, no_system_locks: None
+) -> None:
+    """There the text decides, as far as it can be judged."""
     own = locks._describe_this_process()
     ended = subprocess.Popen(["true"])
     ended.wait()
@@ -250,24 +263,6 @@ def test_without_system_locks_a_later_attempt_takes_over_from_a_lost_machine(
     else:
         with pytest.raises(CheckpointError, match=r"process \d+ on lost"):
             lock.acquire()
-
-
-@pytest.fixture
-def no_system_locks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    def no_locks(*_: Any) -> None:
-        raise OSError(errno.ENOLCK, "no locks available")
-
-    def make(path: Path, text: bytes) -> SignsOfLife:
-        signs = SignsOfLife(path, text)
-        made.append(signs)
-        return signs
-
-    made: list[SignsOfLife] = []
-    monkeypatch.setattr(fcntl, "lockf", no_locks)
-    monkeypatch.setattr(locks, "SignsOfLife", make)
-    yield
-    for signs in made:
-        signs.end()  # a test that has failed may have left them
 
 
 class Machine:

@@ -19,7 +19,6 @@ import os
 import secrets
 import socket
 import time
-import warnings
 from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
@@ -30,10 +29,10 @@ import psutil
 
 from lockstep.checkpoint import layout, signs_of_life, storage
 from lockstep.checkpoint.signs_of_life import SignsOfLife
-from lockstep.errors import CheckpointError
+from lockstep.errors import CheckpointError, warn
 
 LOCK_FILE = ".lock"
-MAX_AGE_S = 900.0
+MAX_LOCK_FILE_AGE_S = 900.0
 """A run on another machine seems alive for this long after the last change of its lock file: its
 last save or sign of life."""
 MAX_ATTEMPTS = 6
@@ -212,10 +211,11 @@ def _remove_if_lost(path: Path, other_run: str) -> bool:
     if not _promises_signs_of_life(_read_text(path)):
         return False
 
-    warnings.warn(
-        f"the first save in {path.parent} waits up to {signs_of_life.MAX_SILENCE_S:.0f} s for a "
-        f"sign of life from {other_run}, which may be lost",
-        stacklevel=2,
+    warn(
+        f"saving a checkpoint in {path.parent}",
+        f"the first save waits up to {signs_of_life.MAX_SILENCE_S:.0f} s for a sign of life from "
+        f"{other_run}, which may be lost",
+        f"wait; or, if you know that the other run has ended, remove {path}",
     )
     try:
         if not signs_of_life.is_silent(path):
@@ -366,7 +366,7 @@ def _seems_alive_on_other_machine(run: Mapping[str, Any], path: Path) -> bool:
     if _is_replaced_by_this_attempt(run, _describe_this_process()):
         return False
     age_s = time.time() - path.stat().st_mtime
-    return age_s < MAX_AGE_S
+    return age_s < MAX_LOCK_FILE_AGE_S
 
 
 def _is_of_earlier_attempt(text: bytes) -> bool:

@@ -30,6 +30,7 @@ from lockstep.checkpoint.formats.reading import FoundState, read_source, read_va
 from lockstep.checkpoint.formats.safetensors import CODE_OF_DTYPE, dtype_error
 from lockstep.checkpoint.formats.safetensors_files import (
     DTYPES_TO_CAST,
+    TORCH_ENDINGS,
     group_by_size,
     largest_lost_value,
     parse_shard_size,
@@ -63,9 +64,6 @@ from lockstep.wording import count_noun, describe_type
 
 MAX_BYTES_IN_MEMORY = 2**24
 """How much `load_weights` reads at a time, besides the model and the mapped file."""
-
-
-ENDINGS_OF_TORCH_FILES = (".bin", ".ckpt", ".pt", ".pth")
 ENDING_OF_NAMES_THAT_MAY_BE_MISSING = "num_batches_tracked"
 """BatchNorm's count of batches. Files from before torch 0.4.1 lack it, and it starts at 0 then."""
 DTYPES_TO_SAVE_AS = {*DTYPES_TO_CAST, torch.float8_e4m3fn, torch.float8_e5m2}
@@ -136,7 +134,7 @@ def save_weights(
             "give torch.float32, torch.bfloat16 or torch.float16",
         )
     max_file_bytes = None if shard_size is None else parse_shard_size(shard_size)
-    if path.suffix in ENDINGS_OF_TORCH_FILES:
+    if path.suffix in TORCH_ENDINGS:
         _warn_of_ending(path)
 
     run = run_of(model)
@@ -163,15 +161,16 @@ def save_weights(
 
 @cache
 def _warn_of_ending(path: Path) -> None:
-    """Warns that a file of weights has a name as of `torch.save`; once for each path, since a
-    script may save in every epoch.
+    """Warns that a file of weights has the ending of a file of `torch.save`.
+
+    It does so once for each path, because a script may save in every epoch.
     """
     warn(
         f"saving weights to {path}",
         f"the file is written as safetensors, and {path.suffix} is the ending of files of "
         "torch.save: torch.load may not read it",
-        f"call it {path.with_suffix('.safetensors').name} and read it by lockstep.load_weights, or "
-        "convert it with lockstep checkpoint convert",
+        f"call it {path.with_suffix('.safetensors').name} and read it with lockstep.load_weights, "
+        "or convert it with lockstep checkpoint convert",
     )
 
 
@@ -196,7 +195,7 @@ def gather_on_main(state: dict[str, Any], collectives: Collectives) -> None:
 
     # All ranks have the names in the same order, so they call the same collectives.
     for name, value in state.items():
-        key = tie_key(value) if is_sharded(value) else None  # None: it is not looked up
+        key = tie_key(value) if is_sharded(value) else None  # None is never in the dictionary
         if key in gathered_by_tie_key:
             state[name] = gathered_by_tie_key[key]
             continue

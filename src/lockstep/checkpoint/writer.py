@@ -85,9 +85,7 @@ class Writer:
             """Runs in the thread, and keeps the error if `work` raises one."""
             try:
                 work()
-                self._unfinished_folder = (
-                    None  # this rank's part is written: it must not be removed
-                )
+                self._unfinished_folder = None  # this rank's part is written, and must remain
             except SaveGivenUp:
                 pass  # no error of the thread: `give_up` was called, to end it
             except Exception as error:

@@ -194,16 +194,12 @@ class TrainingPass:
         self.accumulated = False
         self.loss = 0.0
 
-    def leaves_gradients(self, *, exhausted: bool) -> bool:
-        """Returns True if the pass has ended in the middle of a global batch and left gradients.
-
-        Args:
-            exhausted: True if the loader has no more batches; False if the loop was left early.
-        """
+    def leaves_gradients(self) -> bool:
+        """Returns True if the pass has ended in the middle of a global batch and left gradients."""
         has_gradients = self.accumulated or self.num_backwards > 0
         is_unfinished = has_gradients and not self.micro_batch.last
         # A loop that fetches ahead trains on the last batches after the loader has ended.
-        will_be_finished = exhausted and len(self.untrained) > 0
+        will_be_finished = self.is_exhausted and len(self.untrained) > 0
         return is_unfinished and not will_be_finished
 
 

@@ -75,7 +75,7 @@ class OpenPass:
 
     @property
     def identity(self) -> PassIdentity:
-        """What the pass is called among the ranks."""
+        """Identifies the pass among those of all ranks. Until it is counted, its number is 0."""
         return PassIdentity(self.loader.number, self.is_training, self.begun, self.number)
 
     @property
@@ -129,8 +129,9 @@ class LoggedPasses:
         self.just_ended: OpenPass | None = None
         """The pass that ended last, until a loop gets its next micro-batch. That may be the loop
         around it, for an evaluation within a training loop."""
-        self._num_passes: Counter[tuple[int, bool, int]] = Counter()
-        """How many passes have a number, by their identity without the number."""
+        self._num_passes: Counter[PassIdentity] = Counter()
+        """How many passes have a number, by the identity that they had before, with the number 0.
+        """
 
     @contextmanager
     def opened(
@@ -182,9 +183,9 @@ class LoggedPasses:
         """
         if open_pass.is_counted:
             return
-        key = open_pass.identity[:3]
-        self._num_passes[key] += 1
-        open_pass.number = self._num_passes[key]
+        identity_without_number = open_pass.identity
+        self._num_passes[identity_without_number] += 1
+        open_pass.number = self._num_passes[identity_without_number]
 
     def close_all(self) -> None:
         """Closes all open passes, because the run ends."""
@@ -224,5 +225,8 @@ class LoggedPasses:
         Passes are numbered among those that began at the same step, so the next one needs no
         earlier count.
         """
-        counts = self._num_passes
-        self._num_passes = Counter({key: n for key, n in counts.items() if key[2] == num_trained})
+        counts = Counter[PassIdentity]()
+        for identity, count in self._num_passes.items():
+            if identity.begun == num_trained:
+                counts[identity] = count
+        self._num_passes = counts

@@ -712,7 +712,7 @@ class Step:
             self.training_pass = self._pass_without_loader
             self.virtual_rank = None
 
-        if training_pass.leaves_gradients(exhausted=exhausted):
+        if training_pass.leaves_gradients():
             self.extensions.clear_gradients()
 
         self._remember_trainable(training_pass)

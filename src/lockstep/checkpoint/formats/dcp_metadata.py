@@ -179,10 +179,8 @@ class _StackOfSizes:
             self._sizes += [size_of_operands, size_of_operands]
         else:
             new_size = 1
-            if operation.name.startswith("TUPLE"):
-                new_size += (
-                    size_of_operands  # a tuple counts as itself and everything that it holds
-                )
+            if operation.name.startswith("TUPLE"):  # counts as itself and everything that it holds
+                new_size += size_of_operands
             if new_size > MAX_TUPLE_VALUES:
                 raise ValueError("it has a tuple that is larger than any of metadata")
             self._sizes += [new_size] * len(operation.stack_after)  # one value, or none
