@@ -743,6 +743,16 @@ STACK_OF_SIGNALS = (
     Frame("/usr/lib/lockstep/checkpoint/termination.py", 46, "_watch"),
     *BUSY_STACK[1:],
 )
+STACK_OF_PROGRESS_BAR = (
+    *STACK_WITH_TIMEOUT[:1],
+    Frame("/usr/lib/python3.11/site-packages/tqdm/_monitor.py", 69, "run"),
+)
+STACK_OF_PINNED_MEMORY = (
+    *STACK_WITH_TIMEOUT[:1],
+    Frame("/usr/lib/python3.11/queue.py", 180, "get"),
+    Frame("/usr/lib/torch/utils/data/_utils/pin_memory.py", 27, "do_one_step"),
+    Frame("/usr/lib/torch/utils/data/_utils/pin_memory.py", 52, "_pin_memory_loop"),
+)
 STACK_IN_DOWNLOAD = (Frame("/usr/lib/python3.11/selectors.py", 468, "select"), *BUSY_STACK)
 GROUPS_WITH_SAVERS = (*GROUP_OF_TWO, Group("3", "savers", (0, 1)))
 
@@ -759,6 +769,8 @@ GROUPS_WITH_SAVERS = (*GROUP_OF_TWO, Group("3", "savers", (0, 1)))
         (STACK_IN_POOL, (), "deadlock"),
         (STACK_OF_LOCK, (), "deadlock"),  # it wakes up now and then, and helps nobody
         (STACK_OF_SIGNALS, (), "deadlock"),  # is there since the last save in the background
+        (STACK_OF_PROGRESS_BAR, (), "deadlock"),
+        (STACK_OF_PINNED_MEMORY, (), "deadlock"),
         (stack_in_op("barrier", 30), (), "deadlock"),
     ],
 )

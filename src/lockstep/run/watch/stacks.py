@@ -416,12 +416,14 @@ def _is_in(frame: Frame, *paths: str) -> bool:
 
 # --- Other states of a thread
 
-# Two threads of Lockstep's run these functions until the end of the run or of a save. One touches a
-# lock file now and then, and the other waits for a signal to end the process. No thread waits for
-# either.
-_LOCKSTEP_THREADS_THAT_HELP_NONE = {
+# Threads that run these functions wake up now and then, but make no calls that ranks wait for. In
+# Lockstep, one touches a lock file, and the other ends the process at a signal. The others draw
+# tqdm's progress bars and copy a DataLoader's batches to pinned memory.
+_HOUSEKEEPING_FUNCTIONS = {
     "lockstep/checkpoint/signs_of_life.py": {"_run"},
     "lockstep/checkpoint/termination.py": {"_watch"},
+    "tqdm/_monitor.py": {"run"},
+    "torch/utils/data/_utils/pin_memory.py": {"_pin_memory_loop"},
 }
 
 
@@ -430,7 +432,8 @@ def may_continue_alone(stack: Stack) -> bool:
 
     A thread that waits for another thread or rank without a timeout cannot. Such waits are
     recognized in `torch.distributed`, in Python's `threading`, and in the idle workers of
-    `concurrent.futures`. A thread with any other stack is assumed to be able to go on.
+    `concurrent.futures`. Threads in `_HOUSEKEEPING_FUNCTIONS` do not count, as nobody is helped if
+    they go on. A thread with any other stack is assumed to be able to go on.
     """
     # A thread without a stack is about to begin or to end. It runs no code of the user's, so it is
     # not counted on to go on and do something.
@@ -442,8 +445,7 @@ def may_continue_alone(stack: Stack) -> bool:
     if wait is not None and wait.certain:
         return False
 
-    # What these threads do helps no other thread.
-    if any(_is_one_of(frame, _LOCKSTEP_THREADS_THAT_HELP_NONE) for frame in stack):
+    if any(_is_one_of(frame, _HOUSEKEEPING_FUNCTIONS) for frame in stack):
         return False
 
     innermost = stack[0]
