@@ -52,10 +52,11 @@ for batch, called in zip(torch.arange(48).split(8), {called}):
     loss = sum(F.cross_entropy(models[number](x[part]), y[part]) for number in order)
     optimizer.zero_grad()
     loss.backward()
-    for parameter in [p for number in called for p in models[number].parameters()]:
-        if not {wraps}:
-            dist.all_reduce(parameter.grad)
-            parameter.grad /= size
+    if not {wraps}:
+        for number in called:
+            for parameter in models[number].parameters():
+                dist.all_reduce(parameter.grad)
+                parameter.grad /= size
     optimizer.step()
 """
 
@@ -84,8 +85,7 @@ def run(*models_of_ranks: str) -> list[Update]:
     for models in models_of_ranks:
         roots = [f"Net#{number}" if number > 1 else "Net" for number in range(1, len(models) + 1)]
         sums = {f"{root}/w": SUMS[model] for root, model in zip(roots, models, strict=True)}
-        gradients = {f"{root}/w": SUMS[model] for root, model in zip(roots, models, strict=True)}
-        records.append(RankUpdate(parameter_sums=sums, gradients=gradients))
+        records.append(RankUpdate(parameter_sums=sums, gradients=dict(sums)))
     return [Update([RankUpdate()] * len(records)), Update(records)]
 
 

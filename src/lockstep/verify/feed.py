@@ -216,18 +216,25 @@ def _join(parts: Sequence[Any], num_images: Sequence[int], *, is_whole_batch: bo
         return _join_tensors(parts)
 
     if isinstance(first, Mapping):
-        joined = {key: _join([part[key] for part in parts], num_images) for key in first}
+        joined = {}
+        for key in first:
+            values_of_ranks = [part[key] for part in parts]
+            joined[key] = _join(values_of_ranks, num_images)
+
         if type(first) is dict:
             return joined
         # The mapping class of a library, such as `BatchEncoding` of transformers.
         return type(first)(joined)  # type: ignore[call-arg]
 
     if isinstance(first, list | tuple):
-        # `(images, targets)` has fields, but a batch of dictionaries has one for each image.
-        has_images = num_images[0] > 0
-        has_one_for_each_image = has_images and [len(part) for part in parts] == list(num_images)
-        if has_one_for_each_image and (not is_whole_batch or isinstance(first[0], Mapping)):
-            return _concatenate(parts)
+        lengths = [len(part) for part in parts]
+        has_entry_for_each_image = num_images[0] > 0 and lengths == list(num_images)
+        if has_entry_for_each_image:
+            # A batch `(images, targets)` also has two entries for two images, but they are fields.
+            entries_are_fields = is_whole_batch and not isinstance(first[0], Mapping)
+            if not entries_are_fields:
+                return _concatenate(parts)
+
         return _join_sequences(parts, num_images)
 
     # Numbers and strings belong to the batch as a whole, so they should be the same on all ranks.

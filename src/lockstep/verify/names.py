@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from lockstep.verify.tolerance import Array, largest
+from lockstep.verify.tolerance import Array, Tolerance
 from lockstep.verify.training_record import RankUpdate, Update
 
 MAPPINGS_FROM_NAMES = (
@@ -47,8 +47,8 @@ LISTS_OF_NAMES = (
 FIELDS_WITH_VALUES = ("buffers", "parameters", "initial")
 """Fields that hold values of tensors. If several hold the same tensor, the last one is used."""
 
-MAX_ERROR_OF_SUMS = 1e-6
-"""Sums over the same parameters differ by less, relative to the largest number."""
+TOLERANCE_OF_SUMS = Tolerance(relative=1e-6, absolute=0.0)
+"""How far sums over the same parameters may be apart in two runs."""
 
 Rename = Callable[[str], str]
 """A function that returns the new name for a name."""
@@ -479,16 +479,21 @@ def _models_by_class(updates: Sequence[Update]) -> dict[str, dict[str, _ModelHis
             root, _, path = name.partition("/")
             models[root].sums.setdefault(index, {})[path] = sums
 
-    place_of_name = _places_in_optimizers(updates)
-    frozen_names = {name for update in updates for name in update[0].frozen}
-    for name in (*frozen_names, *place_of_name):
+    frozen_names: set[str] = set()
+    for update in updates:
+        frozen_names.update(update[0].frozen)
+
+    # A model without recorded values is left out, since nothing is known by which it could be
+    # recognized.
+    for name in frozen_names:
         root, _, path = name.partition("/")
-        if root not in models:  # nothing is known by which it could be recognized
-            continue
-        if name in frozen_names:
+        if root in models:
             models[root].frozen.add(path)
-        if name in place_of_name:
-            models[root].places[path] = place_of_name[name]
+
+    for name, place in _places_in_optimizers(updates).items():
+        root, _, path = name.partition("/")
+        if root in models:
+            models[root].places[path] = place
 
     models_by_class: dict[str, dict[str, _ModelHistory]] = defaultdict(dict)
     for root, model in models.items():
@@ -521,10 +526,4 @@ def _are_near(one: Mapping[str, Array], other: Mapping[str, Array]) -> bool:
     """True if two mappings have the same names, and the same sums but for rounding."""
     if one.keys() != other.keys():
         return False
-
-    for name, sums in one.items():
-        max_difference = MAX_ERROR_OF_SUMS * max(largest(sums), largest(other[name]))
-        if np.abs(sums - other[name]).max() > max_difference:
-            return False
-
-    return True
+    return not any(TOLERANCE_OF_SUMS.differ(one[name], other[name], scale=0.0) for name in one)

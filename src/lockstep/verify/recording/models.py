@@ -174,6 +174,7 @@ class Models:
         keep nothing of their own.
         """
         storages_of_parameters = {storage_address(parameter) for _, parameter in self.parameters()}
+        storages_of_parameters.discard(0)  # stands for no storage, such as that of an empty tensor
         arrays: dict[str, Array] = {}
         for module_name, module in self.modules():
             if type(module).__module__.startswith(LIBRARY_PREFIXES):
@@ -188,7 +189,7 @@ class Models:
                 plain_tensors = [t for t in pytree.tree_leaves(value) if type(t) is Tensor]
                 name = _attribute_name(module_name, attribute)
                 for index, tensor in enumerate(plain_tensors):
-                    if storage_address(tensor) in storages_of_parameters - {0}:
+                    if storage_address(tensor) in storages_of_parameters:
                         continue
                     name_of_tensor = f"{name}[{index}]" if len(plain_tensors) > 1 else name
                     weighted_sum, largest = summarize(tensor)
@@ -206,10 +207,11 @@ class Models:
         Args:
             known_summaries: summaries by name, which are not computed again.
         """
+        known = known_summaries or {}
         summaries = {}
         for name, parameter in self.parameters():
-            if known_summaries is not None and name in known_summaries:
-                summaries[name] = known_summaries[name]
+            if name in known:
+                summaries[name] = known[name]
             elif not is_sharded(parameter):
                 summaries[name] = summarize(parameter)
 

@@ -74,7 +74,7 @@ def other_learning_rates(case: Divergence) -> Cause:
     some_scheduler_stepped = any(scheduler_steps)
     differs_from_start = case.update_index == 0
     if some_scheduler_stepped:
-        steps_by_process = _format_by_process(scheduler_steps, ranks_agree=ranks_agree)
+        steps_by_process = _format_once_if_ranks_agree(scheduler_steps, ranks_agree=ranks_agree)
         how = f"steps of the scheduler until then: {steps_by_process}"
     elif differs_from_start and ranks_agree:
         # The script has scaled the rates with the number of ranks: "2 times as high".
@@ -87,7 +87,7 @@ def other_learning_rates(case: Divergence) -> Cause:
         code = "LS401"
 
     evidence = (
-        _format_by_process(rates, ranks_agree=ranks_agree),
+        _format_once_if_ranks_agree(rates, ranks_agree=ranks_agree),
         how,
         *_lines_that_set_rates(case),
         *_describe_differing_metrics(case),
@@ -95,7 +95,7 @@ def other_learning_rates(case: Divergence) -> Cause:
     return Cause(code, evidence, ratio=ratio)
 
 
-def _format_by_process(numbers: Sequence[object], *, ranks_agree: bool) -> str:
+def _format_once_if_ranks_agree(numbers: Sequence[object], *, ranks_agree: bool) -> str:
     """Formats numbers with the processes that have them.
 
     This is "0.1 on one process, 0.2 on 4" if the 4 ranks agree; otherwise each rank is named.
