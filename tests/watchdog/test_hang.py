@@ -1220,6 +1220,13 @@ def test_a_rank_that_waits_for_its_threads_at_exit_shows_their_line() -> None:
     assert verdict.rows[1].line == BUSY_STACK[0]
 
 
+def test_at_exit_the_line_is_that_of_the_users_thread_and_not_of_a_progress_bar() -> None:
+    shutdown = (Frame("/usr/lib/python3.11/threading.py", 1590, "_shutdown"), script_frame(99))
+    threads = (STACK_OF_PROGRESS_BAR, BUSY_STACK)
+    verdict = find_verdict(ended_rank(0), rank_state(1, shutdown, threads=threads))
+    assert verdict.rows[1].line == BUSY_STACK[0]
+
+
 def test_a_rank_that_does_not_end_after_the_others_is_reported() -> None:
     silent = rank_state(1, stack_at(9), answered=False)
     for last in (silent, rank_state(1, stack_at(9))):

@@ -71,8 +71,10 @@ class Activity:
         other_threads = self.state.threads
         if stacks.is_at_exit(stack) and other_threads:
             # The script has ended, and Python waits for its remaining threads. So the line of
-            # interest is the one that such a thread is at. There is rarely more than one.
-            stack = other_threads[0]
+            # interest is the one that such a thread is at. There is rarely more than one, beside
+            # those that do housekeeping, for which Python does not wait.
+            waited_for = [each for each in other_threads if not stacks.is_housekeeping(each)]
+            stack = (waited_for or other_threads)[0]
         return stacks.user_frame(stack)
 
     @property

@@ -427,13 +427,18 @@ _HOUSEKEEPING_FUNCTIONS = {
 }
 
 
+def is_housekeeping(stack: Stack) -> bool:
+    """Returns True if a thread does nothing that another thread or another rank waits for."""
+    return any(_is_one_of(frame, _HOUSEKEEPING_FUNCTIONS) for frame in stack)
+
+
 def may_continue_alone(stack: Stack) -> bool:
     """Returns True if a thread may go on even if no other thread and no other rank does anything.
 
     A thread that waits for another thread or rank without a timeout cannot. Such waits are
     recognized in `torch.distributed`, in Python's `threading`, and in the idle workers of
-    `concurrent.futures`. Threads in `_HOUSEKEEPING_FUNCTIONS` do not count, as nobody is helped if
-    they go on. A thread with any other stack is assumed to be able to go on.
+    `concurrent.futures`. A thread that does housekeeping does not count, as nobody is helped if it
+    goes on. A thread with any other stack is assumed to be able to go on.
     """
     # A thread without a stack is about to begin or to end. It runs no code of the user's, so it is
     # not counted on to go on and do something.
@@ -445,7 +450,7 @@ def may_continue_alone(stack: Stack) -> bool:
     if wait is not None and wait.certain:
         return False
 
-    if any(_is_one_of(frame, _HOUSEKEEPING_FUNCTIONS) for frame in stack):
+    if is_housekeeping(stack):
         return False
 
     innermost = stack[0]
