@@ -769,6 +769,9 @@ def check_that_values_keep_their_places(entry: Entry, values: dict[str, str]) ->
     # "state {state} ({meanings})".
     if any(fits_longer_message(text, entry, other) for other in TEMPLATES):
         return
+    # A text that ends as a shortened list does may be that list as a whole, "{text} and 7 more".
+    if re.search(r" and \d+ more\Z", text):
+        return
     # A name with the quotes that divide two quoted names, "a' and 'b", makes them other two names.
     dividing_quotes = [part for part in re.split(r"\{\w+\}", entry.message)[1:-1] if "'" in part]
     if any(part in value for part in dividing_quotes for value in values.values()):

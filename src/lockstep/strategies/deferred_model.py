@@ -492,7 +492,10 @@ class DeferredModel(Extension):
         reports = self._run.collectives.exchange([processor, states_of_recordings])
         self._processors_differ = any(report[0] != processor for report in reports)
 
-        counts_of_ranks = [[len(texts) for texts in report[1]] for report in reports]
+        counts_of_ranks: list[list[int]] = []  # the number of states of each recording, by rank
+        for _, texts_of_recordings in reports:
+            counts_of_ranks.append([len(texts) for texts in texts_of_recordings])
+
         if any(num_states != counts_of_ranks[0] for num_states in counts_of_ranks):
             raise RanksDifferError(
                 "world.prepare of a model on the meta device",

@@ -66,20 +66,21 @@ def compiler_is_loaded() -> bool:
 
 
 def outside_compiled_code(function: Callable[P, T]) -> Callable[P, T]:
-    """Wraps a hook of a module so that neither the hook nor what it calls is compiled.
+    """Wraps a function so that neither the function nor what it calls is compiled.
 
-    In `torch.compile(model)` and `model.compile()`, torch would compile the hooks of the modules
-    too, and again whenever a number changes that a hook has read. Where a hook reads `grad_fn`,
-    which a graph does not have, the graph would be split. Torch excludes the hooks of `fully_shard`
-    in the same way.
+    The function may be a hook of a module, or one that a script calls inside a function which it
+    compiles. In `torch.compile(model)` and `model.compile()`, torch would compile the hooks of the
+    modules too, and again whenever a number changes that a hook has read. Where a hook reads
+    `grad_fn`, which a graph does not have, the graph would be split. Torch excludes the hooks of
+    `fully_shard` in the same way.
 
     Args:
-        function: the hook.
+        function: the function.
     """
     run_uncompiled = never_compiled(function, recursive=True)
 
-    # If the compiler is not loaded, nothing can be compiled, so the hook is called as it is. The
-    # first call of `run_uncompiled` would load the compiler, which takes about a second.
+    # If the compiler is not loaded, nothing can be compiled, so the function is called as it is.
+    # The first call of `run_uncompiled` would load the compiler, which takes about a second.
     @compile_only_callees  # so that this `if` is not compiled either
     @wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:

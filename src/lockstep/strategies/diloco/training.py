@@ -202,8 +202,8 @@ class DiLoCoTraining(Extension):
         if self._num_stepped < self._num_begun:
             raise UsageError(
                 "a loop that skips optimizer.step() for some replicas of a global batch",
-                f"{self._num_stepped} of {self._num_begun} replicas on this process have made "
-                "their step: the exchange needs all of them",
+                f"optimizer.step() was called for {self._num_stepped} of {self._num_begun} "
+                "replicas on this process, and the exchange needs all of them",
                 "call optimizer.step() for every batch of the loader; to leave one out, multiply "
                 "its loss by 0, or, where that is NaN, replace the inputs that make it so",
             )
