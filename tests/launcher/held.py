@@ -36,9 +36,12 @@ def wait_for(name):
 
 
 def pid_in(file: Path) -> int:
-    """The process id that a script has written into a file, which is waited for."""
+    """The process id that a script has written into a file, which is waited for.
+
+    A file is there for a moment before its text is.
+    """
     limit = time.monotonic() + HANG_S
-    while not file.exists():
+    while not (file.exists() and file.read_text()):
         assert time.monotonic() < limit
         time.sleep(0.02)
     return int(file.read_text())
