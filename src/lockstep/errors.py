@@ -371,7 +371,7 @@ def install_excepthook() -> None:
         if _launcher_prints(error):
             return
 
-        # Passed twice, as Python's own hook prints `error.__traceback__` and other hooks `trace`.
+        # Python's own hook prints `error.__traceback__`. Other hooks print their third argument.
         user_trace = user_traceback(trace)
         previous_hook(kind, error.with_traceback(user_trace), user_trace)
 

@@ -929,13 +929,12 @@ class Catalogue:
         more parts are a message, it is `begin + 1`, so that "a" stays by itself.
         """
         end_of_part = begin + 1
-        end_of_two_parts = begin + 2
         largest_end = min(begin + MAX_PARTS_OF_MESSAGE, len(parts))
         if begin == 0:
             # All parts together are no message, or the text would not have been split.
             largest_end = min(largest_end, len(parts) - 1)
 
-        for end in reversed(range(end_of_two_parts, largest_end + 1)):  # the longest first
+        for end in range(largest_end, end_of_part, -1):  # the longest first
             # Only whether there is a translation matters, so single words need not be looked up.
             candidate = separator.join(parts[begin:end])
             translation = self._translate_message(candidate, Cache(single_words_stay_english=True))

@@ -108,7 +108,7 @@ def _problems_of_contents(
         if problem is not None:
             problems.append(problem)
     if problems:
-        return problems  # the files with the shards may be missing
+        return problems  # the shards cannot be checked without all files
 
     problem = _problem_of_shards(path, manifest, tensors_of_files)
     return [] if problem is None else [problem]

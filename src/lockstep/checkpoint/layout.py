@@ -25,7 +25,6 @@ import json
 import re
 import secrets
 from collections.abc import Iterable, Mapping
-from itertools import chain
 from pathlib import Path
 from stat import S_ISREG
 from typing import Any, Literal
@@ -354,10 +353,19 @@ def _optimizers_are_described(facts_of_optimizers: Any) -> bool:
     for facts in facts_of_optimizers.values():
         if not isinstance(facts, dict) or not isinstance(facts.get(CLASS_OF_OPTIMIZER), str):
             return False
-        groups = facts.get(NAMES_OF_PARAMETERS)
-        if not isinstance(groups, list) or not all(isinstance(group, list) for group in groups):
+        if not _are_groups_of_names(facts.get(NAMES_OF_PARAMETERS)):
             return False
-        if not all(name is None or isinstance(name, str) for name in chain(*groups)):
+    return True
+
+
+def _are_groups_of_names(groups: Any) -> bool:
+    """Returns True if a value is a list of lists of names. A name may be None."""
+    if not isinstance(groups, list):
+        return False
+    for group in groups:
+        if not isinstance(group, list):
+            return False
+        if not all(name is None or isinstance(name, str) for name in group):
             return False
     return True
 

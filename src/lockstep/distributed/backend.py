@@ -93,7 +93,8 @@ def open_group(
         SettingError: the user named an interface that does not exist, or no interface can be
             chosen, or MPI numbers the ranks differently.
     """
-    _import_what_would_keep_a_group()
+    _import_modules_that_hold_the_open_group()  # while no group is open
+
     if backend == "mpi":
         _open_mpi_group(topology, timeout)
         return [Choice("network", "MPI's own", "the backend is mpi")]
@@ -119,7 +120,7 @@ def open_group(
     return choices
 
 
-def _import_what_would_keep_a_group() -> None:
+def _import_modules_that_hold_the_open_group() -> None:
     """Imports `torch.distributed.nn.functional` while no group is open.
 
     Its functions have an argument whose default value is the default group at the time of the

@@ -17,7 +17,7 @@ from lockstep.user_code import Location, user_location
 
 # The next constants decide when to warn that `step()` was called in some micro-batches of a global
 # batch, but not in the last one. If that happens once, the step may be left out on purpose.
-MAX_BATCHES_BETWEEN_MISSED_STEPS = 10
+MAX_GLOBAL_BATCHES_BETWEEN_MISSED_STEPS = 10
 """If `step()` was called in only some of the micro-batches before the last one, a warning is given
 when this happens twice within this number of global batches."""
 
@@ -63,12 +63,12 @@ class StepCalls(Extension):
         self.is_clipped = False
         """True if the gradient of the present global batch was clipped."""
 
-        self._num_batches_seen = 0
+        self._num_global_batches = 0
         """The number of global batches that were computed as a whole."""
         self._steps_missed_in_a_row = 0
         """For how many global batches in a row the optimizer has not stepped, although `step()` was
         called."""
-        self._latest_batch_with_missed_step: int | None = None
+        self._latest_global_batch_with_missed_step: int | None = None
         """The number of the latest global batch with a missed step in which `step()` was called in
         some of the micro-batches before the last one, but not in all of them."""
         self._line_of_missed_call: Location | None = None
@@ -255,7 +255,7 @@ class StepCalls(Extension):
             num_micro_batches: the number of micro-batches in the global batch, all of which had a
                 backward pass.
         """
-        self._num_batches_seen += 1
+        self._num_global_batches += 1
         if self._has_made_requested_step():
             self._steps_missed_in_a_row = 0
             return
@@ -290,22 +290,23 @@ class StepCalls(Extension):
             self._warn_of_missed_step()
 
     def _warn_if_missed_a_second_time(self) -> None:
-        """Warns if a loop that counts batches itself has missed two steps within a few batches.
+        """Warns if a loop that counts batches itself has missed two steps within a few global
+        batches.
 
         It is called after each missed step of such a loop. Example: 4 micro-batches make up a
         global batch, and the loop calls `step()` if `i % 3 == 0`:
 
             i = 0, 1, 2, 3: called at 0 and 3, the last one, so the optimizer steps
             i = 4, 5, 6, 7: called only at 6: the first missed step
-            i = 8, 9, 10, 11: called only at 9: the second missed step, one batch later
+            i = 8, 9, 10, 11: called only at 9: the second missed step, in the next global batch
         """
-        previous_batch = self._latest_batch_with_missed_step
-        present_batch = self._num_batches_seen
-        self._latest_batch_with_missed_step = present_batch
+        previous_number = self._latest_global_batch_with_missed_step
+        present_number = self._num_global_batches
+        self._latest_global_batch_with_missed_step = present_number
 
-        if previous_batch is None:  # this is the first missed step
+        if previous_number is None:  # this is the first missed step
             return
-        if present_batch - previous_batch <= MAX_BATCHES_BETWEEN_MISSED_STEPS:
+        if present_number - previous_number <= MAX_GLOBAL_BATCHES_BETWEEN_MISSED_STEPS:
             self._warn_of_missed_step()
 
     def _warn_at_end_of_pass(self) -> None:

@@ -238,7 +238,7 @@ def locate(path: Path) -> tuple[Path, Kind]:
     if was_split:
         path = index_of(path)
 
-    # If the file cannot be read, that is the first error.
+    # Opened first, so that a file that cannot be read is reported as such.
     with opened(path) as file:
         looks_like_safetensors = begins_like_safetensors(file)
 

@@ -167,7 +167,7 @@ def print_choices(title: str, choices: Sequence[Choice]) -> None:
 
 
 def _may_be_styled() -> bool:
-    """Returns True if `rich` might print bold and dim text on stdout. Whether it does, it decides.
+    """Returns True if `rich` might print bold and dim text on stdout; `rich` itself decides.
 
     False for an ordinary pipe or file, for which `rich` need not be imported.
     """

@@ -412,8 +412,11 @@ class MachineConnection(ABC):
         """Reads what the process wrote before it ended.
 
         Usually the stream ends soon. But a process that ssh has left behind may hold it open, and
-        may even keep writing. So this also stops after a silence of 2 s (`FINISH_TIMEOUT_S`), or of
-        0.5 s once it has waited for 2 s in all; and after `MAX_READS_AFTER_END` reads.
+        may even keep writing. So this also stops
+
+        - after a silence of 2 s (`FINISH_TIMEOUT_S`),
+        - after a silence of 0.5 s, once all reads together have waited for 2 s,
+        - after `MAX_READS_AFTER_END` reads.
         """
         waited_s = 0.0  # in all reads together
         for _ in range(MAX_READS_AFTER_END):

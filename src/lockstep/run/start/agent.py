@@ -178,7 +178,7 @@ def _run_until_end(
     except LockstepError as error:
         if agent.failure is None:
             raise
-        # A restart raised it. The failure that made the restart necessary came first.
+        # A restart raised it. The failure that made the restart necessary is the one to report.
         console.announce(translate(f"the ranks cannot be started again: {error}"))
     else:
         events.record(agent.get_event_succeeded(), flags.event_log_handler)

@@ -186,7 +186,7 @@ class _SimulatedRank:
         training loop at which all ranks may wait for each other (`meeting_point_of`).
 
         Returns:
-            The tick at which the action ends, and the first meeting point after the action.
+            The tick at which the action ends, and the meeting point before which it is done.
         """
         meeting_point = self.meeting_point_of(action)
         self.next_meeting_point = self._next_meeting_point_after(action)

@@ -201,7 +201,7 @@ class ForeignStepRecorder:
             state.steps_of[optimizer] += 1
             # The optimizer's next step begins after this update, so calls of models until here do
             # not belong to it.
-            state.next_update_after_step_of[optimizer] = state.update_number
+            state.first_update_of_next_step[optimizer] = state.update_number
 
 
 def _parameters_behind(loss: Tensor) -> Iterator[Tensor]:

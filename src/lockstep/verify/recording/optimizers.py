@@ -316,7 +316,7 @@ class OptimizerRecorder:
         Args:
             optimizer: optimizer that steps.
         """
-        first_update_of_this_step = self.state.next_update_after_step_of.get(optimizer, 0)
+        first_update_of_this_step = self.state.first_update_of_next_step.get(optimizer, 0)
         for number_of_update, line_of_call in self.state.notes.model_calls_behind_loss.items():
             if number_of_update < first_update_of_this_step:
                 return line_of_call
@@ -400,7 +400,7 @@ class OptimizerRecorder:
         )
 
         # Model calls from the next update on belong to the next step of this optimizer.
-        state.next_update_after_step_of[optimizer] = next_update_number
+        state.first_update_of_next_step[optimizer] = next_update_number
 
         # `last` is True for the last micro-batch of the global batch, which belongs to the last
         # replica.

@@ -114,7 +114,7 @@ class RecorderState(RunProgress):
         were added, such as the new parameters."""
         self.loss_is_recorded_by_world = False
         """True after `World.backward` has recorded its loss, until the next batch or update."""
-        self.next_update_after_step_of: dict[Optimizer, int] = {}
+        self.first_update_of_next_step: dict[Optimizer, int] = {}
         """For each optimizer, the number of the update that began after its last step."""
         self.has_joined = False
         """True after the other ranks have made a step without this rank (`Join`)."""

@@ -182,9 +182,9 @@ def other_inputs(case: Divergence) -> Cause | None:
 def _cause_in_additional_inputs(case: Divergence, forward: MatchedForward) -> Cause | None:
     """Names the cause of other outputs, for a model whose first input is the same.
 
-    If additional inputs differ, such as a hidden state, they are random (LS106, LS308) or other
-    inputs (LS111). If all inputs are the same, the result is None: then the cause is in the model
-    itself, and `other_outputs` looks for it.
+    If additional inputs differ, such as a hidden state, the cause is either that they are random
+    (LS106, LS308), or that the script passes others (LS111). If all inputs are the same, the result
+    is None: then the cause is in the model itself, and `other_outputs` looks for it.
     """
     differing_inputs = forward.differing_rows("other_inputs")  # a bool for each sample
     if not differing_inputs.any():
