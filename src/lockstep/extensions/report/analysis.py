@@ -208,7 +208,8 @@ def scaling(starts: Sequence[Start]) -> list[tuple[Speed, float]]:
 def working_fraction(start: Start) -> float | None:
     """Returns the fraction of the ranks' time in which they did not wait for each other.
 
-    The fraction times the number of ranks is an upper bound of the speedup over one rank.
+    It bounds the speedup over one rank: 8 ranks that work 90 % of the time do the work of 7.2 ranks
+    that never wait, so they are at most 7.2 times as fast as one.
 
     Returns:
         The fraction, or None if it is not known: on GPUs, for which the CPU's times say little, for
@@ -216,8 +217,8 @@ def working_fraction(start: Start) -> float | None:
     """
     header = start.main.header
     on_gpu = str(header.get("device", "")).startswith("cuda")
-    waits_within_passes = entry_of(header.get("strategy")).communicates_within_passes
-    if on_gpu or waits_within_passes:
+    strategy = entry_of(header.get("strategy"))
+    if on_gpu or strategy.communicates_within_passes:
         return None
 
     phases = phases_by_rank(start)
@@ -266,30 +267,39 @@ class _LauncherMessage(NamedTuple):
 def _launcher_findings(record: Record) -> Iterator[Finding]:
     """Yields a finding for each different message of the launchers: failures, signals, findings."""
     for message, occurrences in _occurrences_by_message(record).items():
-        start_numbers = sorted({start_number for start_number, _ in occurrences})
-        in_starts = f"in start {format_ranges(start_numbers)}" if len(record.starts) > 1 else ""
+        in_starts = ""
+        if len(record.starts) > 1:
+            start_numbers = sorted({occurrence.start_number for occurrence in occurrences})
+            in_starts = f"in start {format_ranges(start_numbers)}"
 
-        # The first line of the message's text is the finding, and all that follows is evidence.
+        # The first line of the message's text is the finding. The evidence is the rest of the text,
+        # the folder of logs, the exit code, and when the message was written.
         headline, *rest_of_text = message.lines
-        launcher_lines = [line for _, line in occurrences]
+        launcher_lines = [occurrence.line for occurrence in occurrences]
         evidence = [*rest_of_text, *_evidence_of_lines(launcher_lines, in_starts)]
         yield Finding(LEVEL_OF_LAUNCHER_KIND[message.kind], headline, tuple(evidence))
 
 
-def _occurrences_by_message(
-    record: Record,
-) -> dict[_LauncherMessage, list[tuple[int, LauncherLine]]]:
-    """Returns the lines in which launchers wrote each message, each with the number of its start.
+class _Occurrence(NamedTuple):
+    """A line in which some launcher wrote a message."""
+
+    start_number: int
+    """The start of the run in which it was written, counted from 1."""
+    line: LauncherLine
+
+
+def _occurrences_by_message(record: Record) -> dict[_LauncherMessage, list[_Occurrence]]:
+    """Returns the occurrences of each message of the launchers.
 
     Several launchers write about one failure. Their texts differ only in the path of the log
     folder, which is removed, so that they are one message.
     """
-    occurrences: dict[_LauncherMessage, list[tuple[int, LauncherLine]]] = {}
+    occurrences: dict[_LauncherMessage, list[_Occurrence]] = {}
     for start_number, start in enumerate(record.starts, 1):
         for line in start.launcher_lines:
             if line["kind"] in LEVEL_OF_LAUNCHER_KIND:
                 message = _LauncherMessage(line["kind"], _lines_without_log_folder(line["text"]))
-                occurrences.setdefault(message, []).append((start_number, line))
+                occurrences.setdefault(message, []).append(_Occurrence(start_number, line))
     return occurrences
 
 
@@ -324,10 +334,11 @@ def _when(lines: Sequence[LauncherLine], in_starts: str) -> str:
     if in_starts:
         text = f"{text}, {in_starts}"
 
-    # The launchers of all machines write the same message, each to a file of its own, so only the
-    # lines of one launcher are counted.
-    lines_of_one_launcher = [line for line in lines if line["file"] == last["file"]]
-    times = len(lines_of_one_launcher)
+    # The launchers of all machines write the same message, each to a file of its own. If 2 machines
+    # have 3 failures each, there are 6 lines, but the message was written 3 times. So only the
+    # lines of the launcher that wrote last are counted.
+    lines_of_last_launcher = [line for line in lines if line["file"] == last["file"]]
+    times = len(lines_of_last_launcher)
     if times > 1:
         text += f"; {times} times, the last {clock_time(last['time'])}"
     return text
@@ -408,10 +419,10 @@ def _bad_end_finding(number: int, start: Start, next_start: Start) -> Finding:
         steps = start.main.column("step")
         last_step = steps[-1]
         next_first_step = first_step(next_start.main)
-        is_repeated = steps >= next_first_step
-        if is_repeated.any():
+        was_trained_again = steps >= next_first_step  # for each row of `start`
+        if was_trained_again.any():
             text += f"; the next one trained steps {next_first_step:.0f} to {last_step:.0f} again"
-            seconds = float(start.main.seconds()[is_repeated].sum())
+            seconds = float(start.main.seconds()[was_trained_again].sum())
             evidence.append(f"time spent on steps that were trained again: {duration(seconds)}")
         evidence.append(
             f"its last step: {last_step:.0f}, the next one's first: {next_first_step:.0f}"
@@ -519,9 +530,10 @@ def _straggler_findings(start: Start) -> Iterator[Finding]:
 def _slow_ranks(
     work: Mapping[int, float], phases: Mapping[int, Mapping[str, float]], usual_work: float
 ) -> list[int]:
-    """Returns the ranks that work longer than is usual by a certain fraction of their step.
+    """Returns the ranks that work clearly longer than is usual.
 
-    A step consists of working and of waiting for other ranks.
+    For example, a rank works 70 ms and waits 30 ms in each step, and 55 ms of work are usual. It
+    works longer by 15 % of its step, which is more than `STRAGGLER_MIN_EXCESS`, so it is slow.
 
     Args:
         work: the seconds of a step in which each rank works.
@@ -629,6 +641,7 @@ def _findings_on_gaps(start: Start) -> Iterator[Finding]:
     on_gpu = str(header.get("device", "")).startswith("cuda")
     communicates_within_passes = entry_of(strategy).communicates_within_passes
     if on_gpu:
+        # Of communication within passes, this note says enough: no phase of a GPU is known exactly.
         yield Finding(
             "note",
             "the times are those of the CPU, which runs ahead of the GPU: what the GPU takes, also "
@@ -651,12 +664,12 @@ def _findings_on_missing_ranks(start: Start) -> Iterator[Finding]:
     if not ranks_with_rows or len(ranks_with_rows) == start.num_ranks:
         return
 
+    # A loss is in a row, so a rank without rows has none. Values of world.log are in lines of their
+    # own, so they are all known if the file of each rank is here, also a file without rows.
     missing = format_ranks(set(range(start.num_ranks)) - ranks_with_rows)
-    # The loss is in the rows. What world.log was given is also known if each rank has a file
-    # without rows.
     ranks_with_file = [rank for rank, record in start.records.items() if record.header]
-    all_files_are_here = len(ranks_with_file) == start.num_ranks
-    if all_files_are_here:
+    logged_values_are_known = len(ranks_with_file) == start.num_ranks
+    if logged_values_are_known:
         text = f"no steps of {missing} are in the folder; without them the loss is not known"
     else:
         text = (

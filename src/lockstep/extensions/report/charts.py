@@ -299,8 +299,9 @@ def phases_over_time(start: Start) -> dict[str, Any] | None:
         return None
 
     # The n-th rows of all ranks cover the same steps, so the steps are taken from the first record.
-    # To fit the chart, neighbouring rows are averaged: their values, and the numbers of their steps
-    # too. A row over 4 steps weighs four times as much as a row over 1 step.
+    # To fit the chart, neighbouring rows become one point. For example, a row over 4 steps of 10 ms
+    # each, which ends with step 4, and a row over 1 step of 20 ms, step 5, become a point of
+    # (4 * 10 + 1 * 20) / 5 = 12 ms at step (4 * 4 + 1 * 5) / 5 = 4.2.
     num_rows = _num_common_rows(records)
     last_step_of_row = records[0].column("step")[:num_rows]
     num_steps_of_row = records[0].column("steps")[:num_rows]
@@ -325,10 +326,15 @@ def phases_over_time(start: Start) -> dict[str, Any] | None:
 
 
 def _work_per_step(records: Sequence[RankRecord]) -> tuple[Floats, Floats]:
-    """Returns step numbers, and how many seconds each rank works in a step: (ranks, columns).
+    """Returns the columns of the chart of slow ranks: their steps, and each rank's work in them.
 
-    Only the rows that all ranks have are used. To fit the chart, neighbouring rows are averaged,
-    each weighted by how many steps it covers.
+    Only the rows that all ranks have are used. To fit the chart, neighbouring rows become one
+    column: the mean of their work and the mean of their step numbers, in which each row weighs as
+    much as the number of steps that it covers.
+
+    Returns:
+        The step number of each column, shape (columns,), and how many seconds each rank works in a
+        step, shape (ranks, columns).
     """
     num_rows = _num_common_rows(records)
     last_step_of_row = records[0].column("step")[:num_rows]

@@ -34,9 +34,11 @@ def print_closing(
     if step.number == resumed_step:
         print_labelled_note("trained", f"nothing after step {step.number}, which was resumed")
 
+    # What this process has trained: 0 if it made no step after resuming, or without a prepared
+    # loader, which counts them.
     samples = step.samples
     seconds = step.seconds
-    if samples:  # 0 if the steps were made without a prepared loader
+    if samples:
         speed = f"{thousands(samples)} samples in {duration(seconds)}, {rate(samples, seconds)}"
         print_labelled_note("trained", speed)
 

@@ -83,17 +83,19 @@ def compare(records: Sequence[Record]) -> Comparison:
 def _sentences_on_difference(run: Record, other: Record, name: str, other_name: str) -> list[str]:
     """Returns sentences that compare the speed of two runs, and their loss at the same step."""
     sentences = []
-    speed = analysis.speed(run.starts[-1])
-    other_speed = analysis.speed(other.starts[-1])
+    last_start = run.starts[-1]
+    last_start_of_other = other.starts[-1]
+    speed = analysis.speed(last_start)
+    other_speed = analysis.speed(last_start_of_other)
     if speed is not None and other_speed is not None:
         main_phase = _main_phase_sentence(run, other, name)
         sentences.append(_compare_speeds(speed, other_speed, name, other_name, main_phase))
 
-    # The losses are compared in the last row of the record that both runs have.
-    common_row_and_other_loss = _losses_of_last_common_row(run, other)
-    if common_row_and_other_loss is not None:
-        row, other_loss = common_row_and_other_loss
-        sentences.append(_compare_losses(row, other_loss, name, other_name))
+    # The losses are compared in the last steps of which both runs have a row.
+    common_rows = _last_common_rows(run, other)
+    if common_rows is not None:
+        row, row_of_other = common_rows
+        sentences.append(_compare_losses(row, row_of_other.loss, name, other_name))
     return sentences
 
 
@@ -194,15 +196,11 @@ def _mean_phases(record: Record) -> dict[str, float]:
     return means
 
 
-def _losses_of_last_common_row(run: Record, other: Record) -> tuple[LossRow, float] | None:
-    """Returns the loss of both runs in the last row that covers the same steps in both.
+def _last_common_rows(run: Record, other: Record) -> tuple[LossRow, LossRow] | None:
+    """Returns a row of each run: the last ones that cover the same steps; None if there are none.
 
     A row may be the mean over several steps. So a row over steps 9 and 10 is not compared with a
     row over step 10.
-
-    Returns:
-        The row of the run, and the loss of the other run in the same steps; None if there is no
-        such row.
     """
     rows = _loss_rows_by_steps(run)
     other_rows = _loss_rows_by_steps(other)
@@ -213,7 +211,7 @@ def _losses_of_last_common_row(run: Record, other: Record) -> tuple[LossRow, flo
     # The keys are (last step of the row, number of its steps). So this is the row with the highest
     # last step, and of these the one that covers the most steps.
     last_common = max(common)
-    return rows[last_common], other_rows[last_common].loss
+    return rows[last_common], other_rows[last_common]
 
 
 def _loss_rows_by_steps(record: Record) -> dict[tuple[int, int], LossRow]:

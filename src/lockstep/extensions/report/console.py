@@ -38,17 +38,22 @@ def open_console() -> Console:
     if _bar_console is not None:
         return _bar_console
 
-    # The pipe to the launcher is no terminal to rich, although its text ends on one. With None,
-    # rich finds out itself whether stdout is a terminal.
+    # With None for the two settings below, rich decides by itself.
+    force_terminal: bool | None = None
+    force_jupyter: bool | None = None
+
+    # To rich, the pipe to the launcher is no terminal, although its text ends on one.
     columns_of_launcher = launcher_columns()
     prints_through_launcher = columns_of_launcher is not None
-    force_terminal = True if prints_through_launcher else None
+    if prints_through_launcher:
+        force_terminal = True
 
     # In a notebook, rich prints through the kernel, which replaces `sys.stdout`. In a rank that was
     # forked from the kernel, `sys.stdout` is the ordinary one again, and the notebook would ignore
-    # what rich prints through the kernel. With None, rich decides itself.
+    # what rich prints through the kernel.
     stdout_is_ordinary = sys.stdout is sys.__stdout__
-    force_jupyter = False if stdout_is_ordinary else None
+    if stdout_is_ordinary:
+        force_jupyter = False
 
     return Console(
         markup=False,
@@ -239,7 +244,10 @@ def _lay_out_columns(choices: Sequence[Choice], width: int | None) -> _Columns:
 
     rest_width = width - INDENT - name_width
     has_room_for_reasons = rest_width - value_width >= MIN_REASON_WIDTH
-    return _Columns(name_width, value_width if has_room_for_reasons else None, rest_width)
+    if not has_room_for_reasons:
+        # There is no column of reasons then: each reason follows its value directly.
+        return _Columns(name_width, value_width=None, rest_width=rest_width)
+    return _Columns(name_width, value_width, rest_width)
 
 
 def _rows_of_choice(choice: Choice, columns: _Columns) -> list[tuple[str, str, str]]:
@@ -249,6 +257,7 @@ def _rows_of_choice(choice: Choice, columns: _Columns) -> list[tuple[str, str, s
     line "ddp   2 ranks" of the choice "strategy" becomes ("  strategy  ", "ddp", "   2 ranks"),
     and a second line of the reason ("            ", "", "      on 2 machines").
     """
+    # The value and the reason are wrapped as one text. Its first line is then cut behind the value.
     value = choice.value
     value_width = columns.value_width
     if value_width is not None and width_of(value) + GAP <= value_width:

@@ -23,7 +23,7 @@ from lockstep.session.logged_passes import OpenPass, PassIdentity
 
 
 def log(run: Run, epoch: int, values: Mapping[str, float | Tensor]) -> None:
-    """Adds each value to the means of its pass, or records it if no loop is running.
+    """Adds each value to the means of its pass. A value outside of any loop is recorded as it is.
 
     Args:
         run: the run of this process.
@@ -135,7 +135,8 @@ def means_over_ranks(run: Run) -> dict[str, float]:
         UsageError: the ranks have logged in different passes.
     """
     # `just_ended` becomes None when a loop gets its next batch. `last_ended` stays, for calls while
-    # no loop is running.
+    # no loop is running. Which of the two kinds of means is wanted depends on all ranks, so each
+    # rank sends both, and `_values_to_average` chooses.
     passes = run.step.logged_passes
     running_or_last_pass = _present_pass(passes.open) or passes.last_ended
     logged_here = _LoggedByRank(

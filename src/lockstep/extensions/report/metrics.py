@@ -321,8 +321,8 @@ class RunningMeans:
         if len(names) > MAX_SHOWN_NAMES:
             self._warn_of_many_names(len(names))
 
-        # The packed tensor has the values of `shown_names`, and a hash of all names, by which is
-        # seen whether all ranks have logged the same.
+        # The packed tensor has the values of `shown_names`, and a hash of all names. If the hashes
+        # of two ranks differ, they have logged different names.
         shown_names = names[:MAX_SHOWN_NAMES]
         packed = self._pack(names, shown_names)
 
@@ -345,6 +345,8 @@ class RunningMeans:
 
         With fewer than 32 names, the rest of the weights and of the sums is 0.
         """
+        # The header and the weights are numbers of Python, so they are copied to the device, with
+        # zeros in the places of the weighted sums.
         numbers = self._header(names)
         numbers += self.sums.weights(shown_names)
         numbers += [0.0] * (PACKED_SIZE - len(numbers))
@@ -353,21 +355,26 @@ class RunningMeans:
 
         # The weighted sums are on the device already. Reading them here would wait for it.
         if shown_names:
-            start = HEADER_SIZE + MAX_SHOWN_NAMES
-            packed[start : start + len(shown_names)] = self.sums.totals(shown_names)
+            begin_of_sums = HEADER_SIZE + MAX_SHOWN_NAMES
+            end_of_sums = begin_of_sums + len(shown_names)
+            packed[begin_of_sums:end_of_sums] = self.sums.totals(shown_names)
         return packed
 
     def _header(self, names: list[str]) -> list[float]:
         """Returns [1, h, h ** 2, number of samples], where h is a hash of the names.
 
-        Ranks that log different names must not be averaged. If two ranks have the hashes 3 and 5,
-        the reduction sums up the first three values to 2, 8 and 34, which shows that the hashes
-        differ (`_all_hashes_are_equal`). With 3 and 3 it gives 2, 6 and 18.
+        Ranks that log different names must not be averaged. The first three values, summed up over
+        the ranks, show whether all hashes are equal: only then is the sum of the squares, times
+        the number of ranks, the square of the sum.
+
+        - Hashes 3 and 3 give 2, 6 and 18: they are equal, as 2 * 18 == 6 ** 2.
+        - Hashes 3 and 5 give 2, 8 and 34: they differ, as 2 * 34 != 8 ** 2.
         """
         # A rank that repeats another rank's work, as in a pipeline, does not count its samples.
         samples = self.samples if self._contributes else 0
 
-        # A rank without samples may have logged nothing. Its names are not compared with others.
+        # A rank that had no samples has nothing to log, which is no difference: it counts as no
+        # rank in the comparison of names.
         names_are_compared = bool(names) or self.samples > 0
         if not names_are_compared:
             return [0, 0, 0, samples]
@@ -466,7 +473,10 @@ class _ReducedNumbers(NamedTuple):
 
 
 def _unpack(packed: Tensor, num_names: int) -> _ReducedNumbers:
-    """Reads the sum over the ranks of what `RunningMeans._pack` returns.
+    """Takes apart the sum over the ranks of what `RunningMeans._pack` returns.
+
+    It has the number of ranks, the sum of their hashes, the sum of the squared hashes, the number
+    of samples; then `MAX_SHOWN_NAMES` weights; then as many weighted sums.
 
     Args:
         packed: the sum.

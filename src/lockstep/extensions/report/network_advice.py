@@ -109,8 +109,9 @@ class NetworkAdvice(Extension):
         if not topology.is_main:
             return
 
-        # For example {"machine 0 (a)": 0.02, "machine 1 (b)": 0.05}. The slowest rank of the run,
-        # here on machine 0, waits for no other rank, only for the network.
+        # For example {"machine 0 (a)": 0.02, "machine 1 (b)": 0.05}. The slowest rank of the run is
+        # the one that waits least, here on machine 0. It waits for no other rank, so its 0.02 s are
+        # what every rank waits for the network.
         waiting_of_machine = _shortest_waiting_by_machine(waiting_of_ranks)
         network_waiting_s = min(waiting_of_machine.values())
 

@@ -96,9 +96,9 @@ def measure_compression_costs(count: int, peers: int) -> dict[str, CompressionCo
     For example, for 1 000 000 gradients of which 100 000 values are tried:
 
     1. Copying, encoding and decoding 100 000 values once is timed: 1, 2 and 1 ms.
-    2. A step with 100 000 gradients does each of the three several times. With 2 peers it takes
-       3 * 1 + 1.5 * 2 + 2 * 1 = 8 ms (`_compression_seconds_of_step`).
-    3. With ten times as many gradients, a step takes ten times as long: 80 ms.
+    2. A step does each of the three several times (`_compression_seconds_of_step`). With 100 000
+       gradients and 2 peers, it takes 8 ms for them.
+    3. With ten times as many gradients, it takes ten times as long: 80 ms.
 
     Args:
         count: how many gradients the rank compresses in a step.
@@ -143,6 +143,8 @@ def _compression_seconds_of_step(times: _CompressionTimes, peers: int) -> float:
       each peer, so this is a further `1 / peers` of them.
     - Decoded: the chunks of the peers, and then the sums. Each of these has as many values as there
       are gradients.
+
+    For example, 1, 2 and 1 ms with 2 peers give 3 * 1 + 1.5 * 2 + 2 * 1 = 8 ms.
     """
     copying_s = 3 * times.copy_s
     encoding_s = (1 + 1 / peers) * times.encode_s
@@ -263,11 +265,11 @@ def forecast_methods(
 def describe_network(
     network: Network, link: Link, compressions: Mapping[str, CompressionCost]
 ) -> str:
-    """Says what the network takes of a step, and if that is over a fifth, what would help.
+    """Says how much of a step is waiting for the network; if over a fifth, also what would help.
 
     For example "a step computes for 80 ms and waits for other machines for 40 ms (33%); bf16: other
     numbers, about 1.3 times as fast". Here "other numbers" means that with bf16 the training would
-    have different results than now, and "same numbers" that it would have the same.
+    have different results than now; a method with "same numbers" changes no result.
     """
     text = (
         f"a step computes for {_format_seconds(network.compute_s)} and waits for other "
@@ -281,14 +283,13 @@ def describe_network(
         if forecast.speedup < MIN_NAMED_SPEEDUP:
             continue
 
+        # Two whole texts, since each is a message that is translated.
+        method = forecast.method
+        speedup = forecast.speedup
         if forecast.same_results:
-            parts.append(
-                f"{forecast.method}: same numbers, about {forecast.speedup:.1f} times as fast"
-            )
+            parts.append(f"{method}: same numbers, about {speedup:.1f} times as fast")
         else:
-            parts.append(
-                f"{forecast.method}: other numbers, about {forecast.speedup:.1f} times as fast"
-            )
+            parts.append(f"{method}: other numbers, about {speedup:.1f} times as fast")
     return "; ".join(parts)
 
 
@@ -309,8 +310,9 @@ def describe_slow_machine(step_s: float, waited_s: Mapping[str, float]) -> str:
     if difference_s <= NOTABLE_SHARE_OF_STEP * step_s:
         return ""
 
-    # What a machine does not wait in a step, it computes. All others wait at least as long as the
-    # next slowest one, so they compute at most as long.
+    # A machine computes while it does not wait. For example, in a step of 100 ms the slowest one
+    # waits 10 ms, the next slowest 60 ms, and the others longer than that. So the slowest computes
+    # for 90 ms, and all others for at most 40 ms.
     computing_there = _format_seconds(step_s - waited_s[slowest])
     computing_elsewhere = _format_seconds(step_s - waited_s[next_slowest])
     return (

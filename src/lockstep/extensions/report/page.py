@@ -265,17 +265,17 @@ def _badge(start: Start) -> Badge:
     if not start.reached_init:
         return Badge(translate(f"Not at lockstep.init {clock(silent_s)} after its start"), level="")
 
-    if silent_s < _longest_silence_of_running_s(start):
+    if silent_s < _max_silence_s(start):
         return Badge(translate("Running"), level="running")
     return Badge(translate(f"No sign of life for {clock(silent_s)}"), level="")
 
 
-def _longest_silence_of_running_s(start: Start) -> float:
-    """Returns for how many seconds after its last row a start counts as running.
+def _max_silence_s(start: Start) -> float:
+    """Returns after how many seconds without a new row a start no longer counts as running.
 
     A run writes a row when all steps of the row have ended. With 10 steps per row and at most 2 s
-    per step, it may write nothing for 20 s. So it counts as running for four rows and a minute
-    after its last row, here for 140 s.
+    per step, it may write nothing for 20 s. It is given the time of four such rows and a minute
+    (`MIN_SILENCE_S`), here 140 s.
     """
     longest_step_s = 0.0
     steps_per_row = 1.0
@@ -402,11 +402,15 @@ def _scaling_rows(records: Sequence[Record]) -> list[tuple[object, ...]]:
     Of other runs, only starts on other numbers of ranks are added. For example, if this run was
     started on 1 and on 4 ranks, a start of another run on 2 ranks is added, and one on 4 ranks is
     not added.
+
+    Args:
+        records: the record of this run, and then those of the runs that it is compared with.
     """
-    starts = list(records[0].starts)
+    this_run, *other_runs = records
+    starts = list(this_run.starts)
     own_numbers_of_ranks = {start.num_ranks for start in starts}
-    for record in records[1:]:
-        for start in record.starts:
+    for other_run in other_runs:
+        for start in other_run.starts:
             if start.num_ranks not in own_numbers_of_ranks:
                 starts.append(start)
 
@@ -428,12 +432,17 @@ def _scaling_rows(records: Sequence[Record]) -> list[tuple[object, ...]]:
 def _rows_of_facts(start: Start) -> list[tuple[str, str, str]]:
     """Returns names, values and reasons of what was run, in the language of the page.
 
-    The words of the script's own arguments are the user's, and stay as they are.
+    Lockstep's own words are translated; those of the user's command line stay as they are:
+
+        strategy, ddp, one process per GPU    all of it is translated
+        argument, data/                       the name is Lockstep's, so it alone is translated
+        --lr, 0.1                             nothing is translated
     """
     arguments = script_arguments(start.main.header.get("command") or [])
     rows = []
     for name, value, reason in run_facts(start):
-        if (name, value) not in arguments:
+        is_argument_of_script = (name, value) in arguments
+        if not is_argument_of_script:
             rows.append((translate(name), translate(value), translate(reason)))
         elif name == POSITIONAL_ARGUMENT:
             rows.append((translate(name), value, reason))
@@ -538,27 +547,28 @@ def ledger_text(record: Record) -> str:
             # The record is read on another machine; the ledger may have come with it.
             folder = record.folder
 
-        files_and_sizes: list[tuple[Path, int]] = []
+        sizes = []
         for path in sorted(folder.glob(f"*{LEDGER_SUFFIX}")):
-            files_and_sizes.append((path, path.stat().st_size))
-        return _judge_ledger(folder, tuple(files_and_sizes))
+            sizes.append((path, path.stat().st_size))
+        return _judge_ledger(folder, sizes_as_cache_key=tuple(sizes))
     except CheckpointError as error:  # also raised for files of a ledger that cannot be read
         return error.message
 
 
 @lru_cache(maxsize=1)
-def _judge_ledger(folder: Path, files_and_sizes: tuple[tuple[Path, int], ...]) -> str:
+def _judge_ledger(folder: Path, sizes_as_cache_key: tuple[tuple[Path, int], ...]) -> str:
     """Returns the lines of the report on a ledger, judged again only if a file has grown.
 
     Args:
         folder: the folder of the ledger.
-        files_and_sizes: its files. The sizes make this call a new one for the cache once a file has
-            grown.
+        sizes_as_cache_key: its files and their sizes. They are not used here: once a file has
+            grown, `lru_cache` takes the call for a new one.
     """
     from lockstep.extensions.ledger.judge import judge
 
-    # The report may quote text from foreign files. It is joined and split before it is cleaned, as
-    # an entry may itself have two lines, and cleaning would replace the line break.
-    text = "\n".join(judge(folder).lines(translate))
-    clean_lines = [replace_unprintable(line) for line in text.split("\n")]
+    # The report may quote text from foreign files, which is cleaned. An entry of the report may
+    # have two lines: it is split first, since cleaning would replace the line break.
+    clean_lines = []
+    for entry in judge(folder).lines(translate):
+        clean_lines += [replace_unprintable(line) for line in entry.split("\n")]
     return "\n".join(clean_lines)

@@ -101,8 +101,9 @@ def _state_words(state: PassState, done_without_total: str) -> list[str]:
 def bar_layout(state: PassState, width: int) -> BarLayout:
     """Lays out a line with a bar in at most `width` columns.
 
+    The text consists of parts, such as `50/100`, `loss 0.0412`, `5 432 samples/s` and `2:05 left`.
     On a narrow terminal the bar becomes shorter first; then the last parts of the text are left
-    out, except for the number of global batches.
+    out, except for the first one, the number of global batches.
     """
     # Columns for the bar and the text.
     available = width
@@ -113,9 +114,8 @@ def bar_layout(state: PassState, width: int) -> BarLayout:
     # with a total of 0 has none either.
     needed_for_bar = MIN_BAR_WIDTH + len(GAP) if state.total else 0
 
-    # Leave out parts of the text from its end until the shortest bar has room. The first part is
-    # the number of global batches.
-    parts = _state_words(state, done_without_total=str(state.done))
+    # Leave out parts of the text from its end until the shortest bar has room.
+    parts = _state_words(state, done_without_total=str(state.done))  # 50 instead of 50/100
     while len(parts) > 1 and needed_for_bar + width_of(GAP.join(parts)) > available:
         parts.pop()
     text = GAP.join(parts)

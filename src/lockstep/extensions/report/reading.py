@@ -153,9 +153,9 @@ def _kind_of_values(line: dict[str, Any], name: str) -> str:
     # The description of the pass in its progress bar: the name that the script gave the evaluation;
     # without a name, the number of the epoch, such as `epoch 3`, or nothing.
     description: str = line["pass"]
-    if description == "" or re.fullmatch(r"epoch \d+", description):
-        return "evaluation"
-    return description
+    is_number_of_epoch = re.fullmatch(r"epoch \d+", description) is not None
+    has_name_from_script = description != "" and not is_number_of_epoch
+    return description if has_name_from_script else "evaluation"
 
 
 @dataclass
@@ -332,21 +332,21 @@ class Start:
         records = self._contributing_records()
         means: list[LoggedMean] = []
         kinds = _NumberedKinds()
-        for line_of_rank in _lines_of_all_ranks(records):
-            lines = list(line_of_rank.values())
+        for line_by_rank in _lines_of_all_ranks(records):
+            lines = list(line_by_rank.values())
             step = min(line["step"] for line in lines)
 
             # A rank without such a line may still write it, unless it has already written about a
             # later step, or has ended (`is_past`).
             for record in records:
-                if record.rank not in line_of_rank and not record.is_past(step):
+                if record.rank not in line_by_rank and not record.is_past(step):
                     return means
 
             # All lines of a group are about the same loop, or were logged outside of any.
             loader = lines[0].get("loader")  # None outside of any loop
             for name, (mean, weight) in _average(lines).items():
                 kind = _kind_of_values(lines[0], name)
-                if loader is not None:
+                if loader is not None:  # "evaluation 2" for the second loader evaluated at a step
                     kind = kinds.number(name, kind, step, loader)
                 means.append(LoggedMean(int(step), name, kind, mean, weight))
         return means
@@ -375,10 +375,10 @@ class Start:
 
         # Rows of two ranks belong together if they cover the same steps.
         found: list[LossRow] = []
-        for covered_steps in losses_of_ranks[0]:
+        for last_step, num_steps in losses_of_ranks[0]:
+            covered_steps = (last_step, num_steps)
             all_ranks_have_row = all(covered_steps in losses for losses in losses_of_ranks)
             if all_ranks_have_row:
-                last_step, num_steps = covered_steps
                 mean = np.mean([losses[covered_steps] for losses in losses_of_ranks])
                 found.append(LossRow(int(last_step), int(num_steps), float(mean)))
         return found
@@ -439,8 +439,7 @@ class Record:
                 "make it readable, or copy the folder",
             ) from error
 
-        # `_read_file` has added to the starts with files of ranks, and to the lines of launchers.
-        # Some starts failed so early that only a launcher wrote of them.
+        # Starts that failed very early have no file of a rank: only a launcher wrote of them.
         starts = [*self._starts_of_ranks.values(), *self._starts_without_ranks()]
         self.starts = sorted(starts, key=lambda start: start.name)
         self._assign_launcher_lines()
@@ -469,9 +468,9 @@ class Record:
         for line in lines:
             num_lines += 1
 
-            # The first line of the file has its version under the key "record"; others have no such
-            # key.
-            if isinstance(line, dict) and line.get("record", FORMAT_VERSION) != FORMAT_VERSION:
+            # The first line of the file is an object with its version under the key "record".
+            has_version = isinstance(line, dict) and "record" in line
+            if has_version and line["record"] != FORMAT_VERSION:
                 raise CheckpointError(
                     f"the record of a run in {self.folder}",
                     f"{path.name} is of version {line['record']}, and {FORMAT_VERSION} is read",
@@ -556,8 +555,8 @@ class Record:
 
         For example, a launcher starts the ranks at 10:00 and writes at 10:05 that they failed. If
         no rank has begun a file between 10:00 and 10:05, no rank of this start reached
-        `lockstep.init`. If the launcher has not written of an end, which is infinite then, any file
-        after 10:00 shows that a rank reached it.
+        `lockstep.init`. If the launcher has written of no end, the end is taken to be infinite: any
+        file after 10:00 shows that a rank reached it.
         """
         times_of_rank_files = [start.time for start in self._starts_of_ranks.values()]
         for lines in self._launcher_lines.values():

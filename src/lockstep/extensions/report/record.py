@@ -178,8 +178,8 @@ class Recorder(Extension):
             self._end_row(last_step)
         self._finish_pending(wait=not failed)
 
-        # After a failure lines may still be pending, since nothing has waited for them. They are
-        # lost.
+        # After a failure nothing waits for the GPU. Lines whose loss or means have not arrived from
+        # it are still pending, and are lost.
         end: dict[str, Any] = {"end": "failed" if failed else "ok", "time": time.time()}
         if self._pending or self._has_lost_lines:
             end["lost"] = True
@@ -270,7 +270,8 @@ class Recorder(Extension):
             self._has_lost_lines = True  # `close` writes this down
             return
 
-        self._pending.append(_PendingLine(copy.arrived, partial(_line_of_means, line, copy)))
+        add_means = partial(_line_of_means, line, copy)  # called when the copy has arrived
+        self._pending.append(_PendingLine(arrival_event=copy.arrived, make_line=add_means))
         self._finish_pending(wait=False)
 
     def path_beside(self, suffix: str) -> Path | None:
@@ -450,7 +451,8 @@ class Recorder(Extension):
 def line_as_json(line: object) -> str:
     """Returns a line of the record as JSON; the floats of a row (a list) have seven digits."""
     # `%` is faster than `json.dumps`, but cannot write None, the value of a row without a loss or a
-    # learning rate, and writes NaN and infinity as "nan" and "inf", which is no JSON.
+    # learning rate. It writes NaN and infinity as "nan" and "inf", which `json.loads` of the reader
+    # refuses; `json.dumps` writes "NaN" and "Infinity", which it takes.
     if isinstance(line, list):
         try:
             text = _ROW_FORMAT % tuple(line)

@@ -205,13 +205,20 @@ def _is_known_object(value: dict[str, Any]) -> bool:
     if not present_keys:
         return False
 
-    # A missing field counts as None, which no check accepts.
+    # A missing field counts as None, which no check accepts. The values count too: for example, a
+    # line of the kind "start" must have more fields than other lines with the key "kind".
     fields = _required_fields(present_keys[0], value)
     return all(is_valid(value.get(name)) for name, is_valid in fields.items())
 
 
 def _required_fields(key: str, value: Mapping[str, Any]) -> Mapping[str, Callable[[Any], bool]]:
-    """Returns the checks of the fields that an object with this key must have, by name."""
+    """Returns the checks of the fields that an object must have, by their names.
+
+    Args:
+        key: the key that tells what the object is: "kind" for a line of a launcher.
+        value: the object, such as `{"kind": "start", "time": 1.5, ...}`. Its values count too: a
+            launcher's "start" must have more fields than its "failure".
+    """
     is_start_of_launcher = key == "kind" and value["kind"] == "start"
     was_logged_in_loop = key == "logged" and "loader" in value
     if is_start_of_launcher:

@@ -53,14 +53,15 @@ class StepTrace(Extension):
             self._start_if_step_begins(phase)
             return
 
+        # The step is over if the loop asks for the next batch, leaves, or, without a loader that
+        # would be asked, has made the next step too.
         num_steps_made = self._run.step.number
         optimizer_has_stepped = num_steps_made >= self._step_to_trace
-        next_step_has_begun = optimizer_has_stepped and (
-            phase == "data" or num_steps_made > self._step_to_trace
-        )
+        next_step_is_made = num_steps_made > self._step_to_trace
         leaves_the_loop = phase in ("evaluation", "checkpoint")
+        step_is_over = optimizer_has_stepped and (phase == "data" or leaves_the_loop)
 
-        if next_step_has_begun or (optimizer_has_stepped and leaves_the_loop):
+        if step_is_over or next_step_is_made:
             self._write_trace()
         elif leaves_the_loop:
             # The loop asked for a batch, but the loader was at its end. The step comes after the
@@ -71,7 +72,10 @@ class StepTrace(Extension):
             self._enter(phase)
 
     def _start_if_step_begins(self, phase: str) -> None:
-        """Starts the trace if the new phase begins the step that is to be traced."""
+        """Starts the trace if the new phase begins the step that is to be traced.
+
+        Steps are counted from 1: step 5 begins when 4 steps are made, and is over with 5.
+        """
         num_steps_made = self._run.step.number
         step_is_over = num_steps_made >= self._step_to_trace
         if step_is_over:  # the run was resumed from a checkpoint after it

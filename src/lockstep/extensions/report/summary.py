@@ -25,16 +25,17 @@ def summarize(record: Record, others: Sequence[Record] = ()) -> dict[str, Any]:
     last = record.starts[-1]
     speed = analysis.speed(last)
     totals = analysis.totals(last)
+    loss_steps, losses = last.loss()
     return {
         "folder": str(record.folder),
         "end": last.end,
         "ranks": last.num_ranks,
         "last_step": analysis.last_step(last),
         "findings": [finding._asdict() for finding in analysis.find(record)],
-        "speed": _speed(speed),
+        "speed": _speed_as_plain_values(speed),
         "working_fraction": analysis.working_fraction(last),
         "seconds_per_step": _seconds_per_step(last),
-        "loss": _last_value(*last.loss()),
+        "loss": _last_value(loss_steps, losses),
         "logged": _logged(last),
         "totals": None if totals is None else totals._asdict(),
         "starts": [_start(start) for start in record.starts],
@@ -43,7 +44,7 @@ def summarize(record: Record, others: Sequence[Record] = ()) -> dict[str, Any]:
     }
 
 
-def _speed(speed: analysis.Speed | None) -> dict[str, Any] | None:
+def _speed_as_plain_values(speed: analysis.Speed | None) -> dict[str, Any] | None:
     """Returns how fast the training ran.
 
     Only prepared loaders count samples. Without one, the record has 0 samples in each row, and the

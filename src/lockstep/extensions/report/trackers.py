@@ -192,9 +192,8 @@ class Exporter:
     def write(self) -> int:
         """Writes the values that were not written yet; returns how many these are."""
         # A curve may have several values at one step, for example if the script evaluates twice
-        # after it. Each call goes through the whole record, which only grows, so the values that
-        # were written are the first ones: if 2 were written, the third value of this curve at this
-        # step is new.
+        # after it. Each call goes through the whole record, to whose end values are added. So if
+        # earlier calls have written 2 values of a curve and step, the third is new.
         num_seen: Counter[tuple[str, str, int]] = Counter()
         total_before = self._num_written.total()
         for start in self._record.starts:
