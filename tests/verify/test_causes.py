@@ -132,7 +132,7 @@ def test_a_mean_of_means_over_what_is_not_counted() -> None:
 
 
 CLIP = ScriptCall(
-    name="clip", line="train.py:9: clip_grad_norm_(p, 1)", passes_before=1, has_clipped=True
+    name="clip", line="train.py:9: clip_grad_norm_(p, 1)", num_passes_before=1, has_clipped=True
 )
 
 
@@ -428,7 +428,7 @@ def test_without_the_ranks_own_gradients_nothing_is_guessed() -> None:
         ({"unknown_to_ddp": ("w",)}, "LS303"),
         ({"line_that_bypassed_wrapper": "train.py:5"}, "LS302"),
         ({"calls": (ScriptCall(name="all_reduce", line="", gradient_of="w"),)}, "LS406"),
-        ({"unwrapped": ("w",), "unwrapped_line": "train.py:6: model(x)"}, "LS311"),
+        ({"unwrapped_parameters": ("w",), "unwrapped_line": "train.py:6: model(x)"}, "LS311"),
         ({}, "LS301"),
     ],
 )
@@ -466,7 +466,7 @@ def test_ranks_whose_gradients_are_not_what_their_backward_passes_left() -> None
             factor * WHOLE,
             taken(n, n + 2),
             local_gradients=({"w": part},),
-            unwrapped=("w",),
+            unwrapped_parameters=("w",),
             calls=[reduced],
         )
         for n, (factor, part) in enumerate([(1.0, ONE), (1.2, OTHER)])
@@ -676,7 +676,7 @@ def test_steps_are_counted_from_one() -> None:
 
 def test_what_needs_no_reference_is_said_beside_other_samples() -> None:
     many = [
-        update(part, taken(n), unwrapped=("w",), local_gradients=[{"w": part}])
+        update(part, taken(n), unwrapped_parameters=("w",), local_gradients=[{"w": part}])
         for n, part in ((8, ONE), (9, OTHER))
     ]
     found = verdict([[ALONE]], [many])
@@ -872,7 +872,7 @@ def test_parameters_that_are_averaged_instead_of_gradients(share: float, code: s
             rank,
             gradients={"w": own},
             unclipped={"w": own},
-            unwrapped=("w",),
+            unwrapped_parameters=("w",),
             parameters={"w": own},
         )
         for rank, own in zip(two(WHOLE), (ONE, OTHER), strict=True)

@@ -42,7 +42,7 @@ def update(number: int, gradient: np.ndarray, **values: Any) -> RankUpdate:
         "gradients": {"Net/w": gradient},
         "unclipped": {"Net/w": gradient},
         "parameters": {"Net/w": WHOLE - 0.1 * gradient},
-        "unwrapped": ["Net/w"],
+        "unwrapped_parameters": ["Net/w"],
         **values,
     }
     return RankUpdate(**found)
@@ -120,8 +120,10 @@ def test_a_rank_that_others_step_for_has_no_say() -> None:
 
 
 def of_parts(parts: Sequence[np.ndarray], name: str, whole: np.ndarray = WHOLE) -> Any:
-    one = [Update([RankUpdate(initial={name: whole}, unwrapped=[name])])]
-    return join_parts(one, [Update(RankUpdate(initial={name: p}, unwrapped=[name]) for p in parts)])
+    one = [Update([RankUpdate(initial={name: whole}, unwrapped_parameters=[name])])]
+    return join_parts(
+        one, [Update(RankUpdate(initial={name: p}, unwrapped_parameters=[name]) for p in parts)]
+    )
 
 
 @pytest.mark.parametrize("axis", [0, 1])

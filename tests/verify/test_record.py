@@ -103,10 +103,10 @@ def test_a_rank_that_waited_for_one_that_was_stopped_has_not_failed(
             for number in range(steps[rank]):
                 writer.write(RankUpdate(step=number))
             if rank == 0:
-                writer.end(None, RankEnd(stopped_at=until, backward_passes=0))
+                writer.end(None, RankEnd(stopped_at=until, num_backward_passes=0))
             else:
                 lost = RuntimeError("Connection closed by peer")
-                writer.end(lost, RankEnd(backward_passes=passes))
+                writer.end(lost, RankEnd(num_backward_passes=passes))
         return ""
 
     run = record_run(TWO, tmp_path / "run", start)
@@ -122,7 +122,7 @@ def test_a_rank_that_is_left_as_it_was_is_found_though_nothing_failed(tmp_path: 
             for number in range(0 if rank else 3):
                 writer.write(RankUpdate(step=number))
             passes = 3 * rank
-            end = RankEnd(backward_passes=passes, backward_passes_without_step=passes)
+            end = RankEnd(num_backward_passes=passes, num_passes_without_step=passes)
             writer.end(None, end)
         return ""
 

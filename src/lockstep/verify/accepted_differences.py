@@ -104,8 +104,8 @@ def _accept_parameters_changed_after_steps(
         # are left out if an earlier step of this optimizer was accepted.
         if next_pair is None:
             if optimizer in accepted_optimizers:
-                new_reference[number] = _with_next_parameters(expected, next_update=None)
-                new_parallel[number] = _with_next_parameters(actual, next_update=None)
+                new_reference[number] = _with_next_parameters(expected, update_with_forward=None)
+                new_parallel[number] = _with_next_parameters(actual, update_with_forward=None)
             continue
 
         # Some rank has only a part of the parameters.
@@ -149,30 +149,35 @@ def _first_pair_with_forward_pass(
     return None
 
 
-def _with_next_parameters(update: Update, next_update: Update | None) -> Update:
+def _with_next_parameters(update: Update, update_with_forward: Update | None) -> Update:
     """Returns an update without gradients, and with the parameters of the next forward pass.
 
     For example, each update is a forward pass and a step, after which the script averages the
     parameters. Then update 1 gets the averages, with which the forward pass of update 2 begins.
 
+    If two optimizers step one after the other, and only then the script averages, the second update
+    begins with parameters that are not averaged yet. No forward pass uses them, so they are removed
+    as well.
+
     Args:
         update: the update, whose `parameters` are the values right after its optimizer step.
-        next_update: the next update that begins with a forward pass, or None if there is none. Then
-            the parameters of the next forward pass are not known, and are left out.
+        update_with_forward: the next update that begins with a forward pass, or None if there is
+            none. Then the parameters of the next forward pass are not known, and are left out.
     """
     records = []
     for rank, record in enumerate(update):
         next_parameters: dict[str, Array] = {}
-        if next_update is not None:
-            next_parameters = _parameters_at_next_forward(record, next_update[rank])
+        if update_with_forward is not None:
+            next_parameters = _parameters_at_next_forward(record, update_with_forward[rank])
 
         records.append(
             replace(
                 record,
                 gradients={},
                 unclipped={},  # the gradients before they were clipped
-                parameter_sums=_sums_if_began_with_forward(record),
                 parameters=next_parameters,
+                # The parameters before the step are only compared if a forward pass used them.
+                parameter_sums=record.parameter_sums if record.began_with_forward else {},
             )
         )
 
@@ -191,16 +196,6 @@ def _parameters_at_next_forward(record: RankUpdate, next_record: RankUpdate) -> 
     return {
         name: changed_after_step.get(name, array) for name, array in parameters_after_step.items()
     }
-
-
-def _sums_if_began_with_forward(record: RankUpdate) -> Mapping[str, Array]:
-    """Returns the sums over the parameters at the start of an update, if they can be compared.
-
-    Empty if the update did not begin with a forward pass. For example, two optimizers step one
-    after the other, and only then the script averages the parameters. The second update begins with
-    parameters that are not averaged yet.
-    """
-    return record.parameter_sums if record.began_with_forward else {}
 
 
 # Gradients and learning rates that cancel out
@@ -260,22 +255,24 @@ def _accept_gradients_averaged_in_steps(
     For example, an optimizer may average the gradients itself, inside its step. Then each rank
     begins the step with gradients that differ from those of one process, but the training is right.
     It is right, too, if each rank's optimizer updates a slice of the parameters and sends it to the
-    others. So three things must be true: the steps begin differently on the ranks, there is a
-    difference to accept, and the steps end with the parameters of one process. See
-    `accept_differences` for the arguments.
+    others. See `accept_differences` for the arguments.
 
     Returns:
-        Both runs without these gradients and parameters. None if one of the three is not true.
+        Both runs without these gradients and parameters. None if there is nothing to accept.
     """
-    ranks_begin_differently = _optimizers_get_different_values(parallel_run)
-    runs_differ = _runs_differ(reference_run, parallel_run, tolerance)
-    if not (ranks_begin_differently and runs_differ):
+    # Three things must be true. First, the steps begin differently on the ranks.
+    if not _steps_begin_differently_on_ranks(parallel_run):
         return None
 
-    end_as_on_one_process = updates_leave_same_parameters(
+    # Second, this makes a difference to one process.
+    if not _steps_differ_from_one_process(reference_run, parallel_run, tolerance):
+        return None
+
+    # Third, the steps end with the parameters of one process.
+    steps_end_as_on_one_process = updates_leave_same_parameters(
         reference_run, parallel_run, reference_final_sums, parallel_final_sums, tolerance
     )
-    if not end_as_on_one_process:
+    if not steps_end_as_on_one_process:
         return None
 
     return AcceptedDifference(
@@ -286,40 +283,44 @@ def _accept_gradients_averaged_in_steps(
     )
 
 
-def _optimizers_get_different_values(parallel_run: Sequence[Update]) -> bool:
-    """True if the optimizers of the ranks were given different values in some update.
+def _steps_begin_differently_on_ranks(parallel_run: Sequence[Update]) -> bool:
+    """True if some step begins with other gradients or parameters on one rank than on another.
 
     Then the recorded gradients or parameters are not those that the ranks train with in the end.
     This happens if gradients are averaged only inside `optimizer.step()`, if each rank's optimizer
     has a slice of the parameters, or if some ranks leave a step to others.
     """
     for update in parallel_run:
-        some_leave_step_to_others = not all(record.stepped for record in update)
+        some_ranks_leave_step_to_others = not all(record.stepped for record in update)
+        if some_ranks_leave_step_to_others:
+            return True
+        if _optimizers_have_different_tensors(update):
+            return True
         # `FLOAT64` is the tolerance for rounding in float64.
-        gradients_differ = bool(update.ranks_that_differ("gradients", tolerance=FLOAT64))
-        parameters_differ = bool(update.ranks_that_differ("parameters", tolerance=FLOAT64))
-
-        # Each rank's optimizer may have only some of the parameters, or, instead of the parameters
-        # of the models, a tensor that it has made itself from slices of them.
-        names_of_first_rank = update[0].gradients.keys()
-        names_differ = any(record.gradients.keys() != names_of_first_rank for record in update)
-        has_tensor_of_its_own = any(
-            belongs_only_to_optimizer(name) for record in update for name in record.gradients
-        )
-
-        if (
-            some_leave_step_to_others
-            or gradients_differ
-            or parameters_differ
-            or names_differ
-            or has_tensor_of_its_own
-        ):
+        if update.ranks_that_differ("gradients", tolerance=FLOAT64):
+            return True
+        if update.ranks_that_differ("parameters", tolerance=FLOAT64):
             return True
 
     return False
 
 
-def _runs_differ(
+def _optimizers_have_different_tensors(update: Update) -> bool:
+    """True if the optimizers of the ranks do not all train the whole parameters of the models.
+
+    A rank's optimizer may have only some of the parameters. Or it has a tensor that it has made
+    itself from slices of them, which has a name such as "/parameter 0 of optimizer 0".
+    """
+    names_of_first_rank = update[0].gradients.keys()
+    for record in update:
+        if record.gradients.keys() != names_of_first_rank:
+            return True
+        if any(belongs_only_to_optimizer(name) for name in record.gradients):
+            return True
+    return False
+
+
+def _steps_differ_from_one_process(
     reference_run: Sequence[Update], parallel_run: Sequence[Update], tolerance: Tolerance
 ) -> bool:
     """True if the gradients or parameters of some step differ from those on one process.
@@ -362,11 +363,11 @@ def updates_leave_same_parameters(
     if not parallel_run or len(reference_run) != len(parallel_run):
         return False
 
-    # The sums over the parameters of one process, one entry for each update.
-    expected_sums = [
-        _sums_of_first_replica(sums_of_replicas)
-        for sums_of_replicas in _sums_after_updates(reference_run, reference_final_sums)
-    ]
+    # The sums over the parameters of one process, one entry for each update. (With DiLoCo, one
+    # process may train several replicas of the model in turn, of which the first one is taken.)
+    expected_sums = []
+    for sums_of_replicas in _sums_after_updates(reference_run, reference_final_sums):
+        expected_sums.append(_sums_of_first_replica(sums_of_replicas))
 
     sums_of_ranks = _sums_after_updates(parallel_run, parallel_final_sums)
     if not _ranks_agree_after_updates(expected_sums, sums_of_ranks, tolerance):
@@ -391,8 +392,8 @@ def _sums_of_first_replica(sums_of_replicas: SumsOfRanks) -> Mapping[str, Array]
 
 
 def _ranks_agree_after_updates(
-    expected_sums_after_updates: Sequence[Mapping[str, Array]],
-    sums_of_ranks_after_updates: Sequence[SumsOfRanks],
+    expected_sums: Sequence[Mapping[str, Array]],
+    actual_sums: Sequence[SumsOfRanks],
     tolerance: Tolerance,
 ) -> bool:
     """True if the models of every rank have the parameters of one process after every update.
@@ -401,20 +402,19 @@ def _ranks_agree_after_updates(
     optimizer, are left out. False if nothing could be compared at all, since this proves nothing.
 
     Args:
-        expected_sums_after_updates: for each update, sums over the parameters of one process.
-        sums_of_ranks_after_updates: for each update, sums over the parameters of each rank.
+        expected_sums: for each update, sums over the parameters of one process.
+        actual_sums: for each update, sums over the parameters of each rank.
         tolerance: tolerance within which values are equal.
     """
     num_compared = 0
-    for expected_sums, sums_of_ranks in zip(
-        expected_sums_after_updates, sums_of_ranks_after_updates, strict=True
-    ):
-        expected_sums_of_models = _only_arrays_of_models(expected_sums)
+    for sums_of_one_process, sums_of_ranks in zip(expected_sums, actual_sums, strict=True):
+        expected = _only_arrays_of_models(sums_of_one_process)
         for sums_of_rank in sums_of_ranks:
-            sums_of_models = _only_arrays_of_models(sums_of_rank)
-            if not sums_of_models:  # nothing was recorded on a rank that had joined (`Join`)
+            actual = _only_arrays_of_models(sums_of_rank)
+            # Nothing is recorded on a rank that has run out of batches (torch's `Join`).
+            if not actual:
                 continue
-            if not _are_equal(expected_sums_of_models, sums_of_models, tolerance):
+            if not _are_equal(expected, actual, tolerance):
                 return False
             num_compared += 1
 
@@ -437,39 +437,61 @@ def _sums_after_updates(run: Sequence[Update], final_sums: SumsOfRanks) -> list[
 def _optimizer_states_agree(expected: Update, actual: Update, tolerance: Tolerance) -> bool:
     """True if the optimizers have the same state as on one process, as far as it can be compared.
 
-    Three numbers are recorded for each tensor of the state: a sum, the largest absolute value, and
-    the size. All three are compared if a rank has the whole tensor. If each rank has a slice of the
-    tensor, only the largest value can be compared.
+    For example, the state "Net/weight/exp_avg" is a tensor. An array of three numbers is recorded
+    for it: [sum, largest absolute value, size].
     """
-
-    def differ(expected_numbers: Array, actual_numbers: Array) -> bool:
-        # Without a scale, the tolerance depends only on the numbers themselves.
-        return tolerance.differ(expected_numbers, actual_numbers, scale=0.0)
-
     state_on_one_process = expected[0].optimizer_state
     for name, expected_state in state_on_one_process.items():
-        # The arrays [sum, largest, size] of all ranks that have this tensor, or a slice of it. The
-        # constants `LARGEST` and `SIZE` are indices into such an array.
-        states = []
+        # The arrays of all ranks that have this tensor, or a slice of it.
+        states_of_ranks = []
         for record in actual:
             if name in record.optimizer_state:
-                states.append(record.optimizer_state[name])
+                states_of_ranks.append(record.optimizer_state[name])
 
-        # Ranks with the whole tensor.
-        for state in states:
-            is_whole = state[SIZE] == expected_state[SIZE]
-            if is_whole and differ(expected_state, state):
-                return False
-
-        # Slices of the ranks, whose sizes add up to the size of the tensor. (A whole tensor of a
-        # single rank comes here too. It is equal, as it was compared above.)
-        sizes_add_up = sum(state[SIZE] for state in states) == expected_state[SIZE]
-        if sizes_add_up:
-            largest_of_slices = max(state[LARGEST] for state in states)
-            if differ(expected_state[LARGEST], largest_of_slices):
-                return False
+        if not _whole_tensors_agree(expected_state, states_of_ranks, tolerance):
+            return False
+        if not _slices_agree(expected_state, states_of_ranks, tolerance):
+            return False
 
     return True
+
+
+def _whole_tensors_agree(
+    expected_state: Array, states_of_ranks: Sequence[Array], tolerance: Tolerance
+) -> bool:
+    """True if the ranks with a whole tensor of the state have that of one process.
+
+    Args:
+        expected_state: [sum, largest absolute value, size] of the tensor on one process.
+        states_of_ranks: the same on each rank, of the whole tensor or of a slice of it.
+        tolerance: tolerance within which values are equal.
+    """
+    for state in states_of_ranks:
+        is_whole = state[SIZE] == expected_state[SIZE]
+        # Without a scale, the tolerance depends only on the numbers themselves.
+        if is_whole and tolerance.differ(expected_state, state, scale=0.0):
+            return False
+    return True
+
+
+def _slices_agree(
+    expected_state: Array, states_of_ranks: Sequence[Array], tolerance: Tolerance
+) -> bool:
+    """True if the slices of the ranks can be slices of the tensor of one process.
+
+    Their largest value must be that of the tensor. This is only known if their sizes add up to the
+    size of the tensor: not if several ranks have all of it, or slices overlap.
+
+    Args:
+        expected_state: [sum, largest absolute value, size] of the tensor on one process.
+        states_of_ranks: the same of the slice on each rank.
+        tolerance: tolerance within which values are equal.
+    """
+    sizes_add_up = sum(state[SIZE] for state in states_of_ranks) == expected_state[SIZE]
+    if not sizes_add_up:
+        return True
+    largest_of_slices = max(state[LARGEST] for state in states_of_ranks)
+    return not tolerance.differ(expected_state[LARGEST], largest_of_slices, scale=0.0)
 
 
 def _only_arrays_of_models(arrays: Mapping[str, Array]) -> dict[str, Array]:
@@ -519,6 +541,8 @@ def _without_values_of_step(update: Update) -> Update:
     """
     records = []
     for record in update:
+        initial_of_models = _only_arrays_of_models(record.initial)  # before the first step
+        sums_of_models = _only_arrays_of_models(record.parameter_sums)  # before this step
         records.append(
             replace(
                 record,
@@ -526,9 +550,8 @@ def _without_values_of_step(update: Update) -> Update:
                 unclipped={},  # the gradients before they were clipped
                 reduced_in_step={},  # the gradients after collectives inside of the step
                 parameters={},  # the parameters after the step
-                # Parameters before the first step, and sums over those before this step.
-                initial=_only_arrays_of_models(record.initial),
-                parameter_sums=_only_arrays_of_models(record.parameter_sums),
+                initial=initial_of_models,
+                parameter_sums=sums_of_models,
             )
         )
 

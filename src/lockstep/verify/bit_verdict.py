@@ -148,8 +148,8 @@ class BitVerdict:
         else:
             if self.first_difference is not None:
                 lines = self._lines_of_first_difference(head, self.first_difference)
-            else:
-                lines = [self._line_of_other_length(head)]
+            else:  # no bits differ, but one of the runs made more steps
+                lines = [self._line_of_numbers_of_steps(head)]
             lines.append(labelled("with", translate(self._virtual_ranks_text)))
             lines.append(labelled("do", translate(ADVICE)))
 
@@ -158,7 +158,7 @@ class BitVerdict:
 
         return lines
 
-    def _line_of_other_length(self, head: str) -> str:
+    def _line_of_numbers_of_steps(self, head: str) -> str:
         """Returns the first line of a verdict on runs that only differ in their number of steps.
 
         It is such as "DIFFERENT  2 processes, in the number of steps: 3 steps, 4 on one process".
@@ -263,7 +263,8 @@ def compare_bits(kind: str, expected: Update, actual: Update) -> BitDifference |
     """Compares the hashes of one kind in one update.
 
     Values of virtual ranks, such as a gradient of virtual rank 3, are spread over the ranks: each
-    of them must be on some rank. All other values must be on every rank.
+    of them must be on some rank. All other values must be on every rank, see
+    `_wrong_names_of_rank`.
 
     For example, virtual ranks 0 and 1 are on rank 0, and 2 and 3 on rank 1. If the loss of virtual
     rank 3 has different bits, rank 1 is reported. If no rank has this loss, all ranks are reported.
@@ -297,9 +298,9 @@ def compare_bits(kind: str, expected: Update, actual: Update) -> BitDifference |
     all_names = [*expected_hashes, *sorted(names_on_some_rank - expected_hashes.keys())]
     ordered_names = [name for name in all_names if name in names_that_differ]
 
-    if wrong_names_by_rank:
-        ranks = list(wrong_names_by_rank)
-    else:  # values of virtual ranks are missing, and any of the ranks should have had them
+    ranks = list(wrong_names_by_rank)
+    if not ranks:
+        # Values of virtual ranks are missing. Each of the ranks could have had them.
         ranks = list(range(len(actual)))
 
     return BitDifference(kind, ordered_names, len(all_names), ranks)
@@ -315,12 +316,12 @@ def _wrong_names_of_rank(
         expected_hashes: hashes of the reference, by name.
         hashes: hashes of the rank, by name.
     """
-    has_other_bits = {name for name, bits in hashes.items() if expected_hashes.get(name) != bits}
+    names_with_other_bits = {n for n, bits in hashes.items() if expected_hashes.get(n) != bits}
     if kind in KINDS_OF_PARTS:  # other ranks may have the values that this rank does not have
-        return has_other_bits
+        return names_with_other_bits
 
-    is_missing = expected_hashes.keys() - hashes.keys()
-    return has_other_bits | is_missing
+    missing_names = expected_hashes.keys() - hashes.keys()
+    return names_with_other_bits | missing_names
 
 
 def _describe_compared(reference: RunRecord) -> str:

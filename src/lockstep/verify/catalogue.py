@@ -201,15 +201,20 @@ def _find_by_words(words: list[str], *, similar_spellings: bool) -> list[Entry]:
     titles = {code: f"{e.title} {translate(e.title)}".lower() for code, e in ENTRIES.items()}
     texts = {code: f"{e.text} {_translated_text(e)}".lower() for code, e in ENTRIES.items()}
 
-    exact_spellings = [[word] for word in words]
-    entries = _entries_with(titles, exact_spellings) or _entries_with(texts, exact_spellings)
+    # The spellings of each word that are searched for: first, only that of the user.
+    spellings_of_words = [[word] for word in words]
+    entries = _entries_with(titles, spellings_of_words)
+    if not entries:
+        entries = _entries_with(texts, spellings_of_words)
     if entries or not similar_spellings:
         return entries
 
     # All words in the catalogue with at least four letters, such as "batchnorm" and "no_sync".
     catalogue_words = set(re.findall(r"[a-z_]{4,}", "\n".join(texts.values())))
-    spellings = [_similar(word, catalogue_words, MIN_SIMILARITY_OF_WORDS) for word in words]
-    return _entries_with(texts, spellings)
+    spellings_of_words = [
+        _similar(word, catalogue_words, MIN_SIMILARITY_OF_WORDS) for word in words
+    ]
+    return _entries_with(texts, spellings_of_words)
 
 
 def _entries_with(

@@ -94,6 +94,7 @@ class Comparison:
         """
         plan = self._plan
         if plan.same_samples:
+            # Only one way is compared: its batches are those that one process trains on.
             yield Result(self._compare_with_same_samples(plan.ways[0]))
             return
 
@@ -102,10 +103,10 @@ class Comparison:
 
         for way in plan.ways:
             bit_verdict = self._bit_verdict(way)
-            if bit_verdict is None:
-                yield self._result_within_tolerance(way)
-            else:
+            if bit_verdict is not None:
                 yield from self._results_after_bits(bit_verdict, way)
+            else:  # bits are not compared
+                yield self._result_within_tolerance(way)
 
     def _bit_verdict(self, way: RunConfig) -> BitVerdict | None:
         """Compares one way by bits; None if that is not possible, or not wanted.
@@ -119,14 +120,16 @@ class Comparison:
         return bit_verdict
 
     def _result_within_tolerance(self, way: RunConfig) -> Result:
-        """Compares one way within the tolerance, and adds a note if bits should be compared too.
+        """Compares one way within the tolerance, and says why bits were not compared.
 
-        The note tells the user of a script with Lockstep why bits were not compared: because of the
-        script, which the runs have shown, or because of the command's options.
+        This is a note for the user of a script with Lockstep. Other scripts are never compared by
+        bits, so they get no note.
         """
         verdict = self._compare_within_tolerance(way)
         notes = []
-        reason = self.reason_without_bits or self._plan.reason_without_bits
+        reason_of_script = self.reason_without_bits  # which the runs have shown
+        reason_of_options = self._plan.reason_without_bits  # such as `--precision fp32`
+        reason = reason_of_script or reason_of_options
         if reason and verdict.reference.uses_lockstep:
             notes.append(labelled("bits", translate(f"not compared: {reason}")))
 
@@ -150,10 +153,12 @@ class Comparison:
         return True
 
     def _record_bit_reference(self) -> None:
-        """Runs the script on one process with virtual ranks, if it supports them.
+        """Runs the script on one process with virtual ranks, and keeps the record.
 
         For example, `--nproc 4` asks for 4 virtual ranks, so that each process has one. If the
         script itself sets `virtual_ranks=2`, 4 processes are too many, and this is an error.
+
+        If the script does not support virtual ranks, only `reason_without_bits` is set.
 
         Raises:
             SettingError: The script has fewer virtual ranks than there are processes.
@@ -166,6 +171,7 @@ class Comparison:
 
         self._bit_reference = reference
 
+        # The number that the script itself sets, if it sets one.
         num_virtual_ranks = reference.virtual_ranks or wanted_virtual_ranks
         most_processes = max(way.nproc for way in self._plan.ways)
         if most_processes > num_virtual_ranks:
@@ -205,16 +211,12 @@ class Comparison:
         parallel_run = self._record(config)
         verdict = judge_bits(bit_reference, parallel_run)
 
-        # If the run ended with an error, but bits had differed before, report the difference.
+        # The run may have ended with an error, because it does not support virtual ranks. But a
+        # difference in bits before the error is reported in any case.
         some_bits_differ = verdict.first_difference is not None
-        if some_bits_differ:
-            return _BitComparison(verdict, reason_without_verdict="")
-
-        # The run may have ended with an error because it does not support virtual ranks.
-        reason = reason_bits_not_comparable(parallel_run)
+        reason = "" if some_bits_differ else reason_bits_not_comparable(parallel_run)
         if reason:
-            return _BitComparison(None, reason)
-
+            return _BitComparison(verdict=None, reason_without_verdict=reason)
         return _BitComparison(verdict, reason_without_verdict="")
 
     def _results_after_bits(self, verdict: BitVerdict, way: RunConfig) -> Iterator[Result]:
@@ -240,10 +242,8 @@ class Comparison:
 
         # The comparison within the tolerance needs another run on one process, usually in float64.
         # If the script cannot run like this, a line after the verdict by bits says why.
-        try:
-            self._tolerance_reference()
-        except UsageError as error:
-            reason = error.found.splitlines()[0]
+        reason = self._reason_without_tolerance_reference()
+        if reason:
             text = translate(f"not compared: {reason}")
             yield Result(bit_verdict, [labelled("float64", text)])
             return
@@ -296,6 +296,14 @@ class Comparison:
             self._reference = self._record(self._plan.reference)
         self._check_reference(self._reference)
         return self._reference
+
+    def _reason_without_tolerance_reference(self) -> str:
+        """Returns why `_tolerance_reference` fails, in one line; empty if it does not fail."""
+        try:
+            self._tolerance_reference()
+        except UsageError as error:
+            return error.found.splitlines()[0]
+        return ""
 
     def _compare_within_tolerance(self, way: RunConfig) -> Verdict:
         """Runs the script in one way, and compares the run within the tolerance."""

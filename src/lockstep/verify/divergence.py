@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -189,7 +190,7 @@ def find_divergences(
                 names=tuple(difference.names),
                 num_compared=difference.num_compared,
             )
-            # What follows from this difference, from here on in the same update.
+            # From here on, in this update and all later ones, what follows from it is left out.
             kinds_that_follow |= _KINDS_THAT_FOLLOW.get(kind, set())
 
         # If only the losses differ, the gradients are equal and the training continues in the same
@@ -222,9 +223,9 @@ def _differences(expected: Update, actual: Update, tolerance: Tolerance) -> Iter
     # be equal.
     names_that_differ_between_ranks = list(actual.replicas_that_differ())
     if names_that_differ_between_ranks:
-        # Sums over the parameters were compared, of which there is an entry for each parameter.
-        num_parameters = len(actual.merged("parameter_sums"))
-        yield Difference("replicas", names_that_differ_between_ranks, num_parameters)
+        sums_of_all_parameters = actual.merged("parameter_sums")  # by parameter name
+        num_compared = len(sums_of_all_parameters)
+        yield Difference("replicas", names_that_differ_between_ranks, num_compared)
 
     difference_of_samples = _compare_samples(expected, actual)
     if difference_of_samples is not None:
@@ -253,10 +254,11 @@ def _differences(expected: Update, actual: Update, tolerance: Tolerance) -> Iter
 def _differences_before_step(
     expected: Update, actual: Update, tolerance: Tolerance
 ) -> Iterator[Difference]:
-    """Yields a difference of the kind "kept", if parameters differ before the step.
+    """Yields a difference of the kind "kept" if parameters differ before the step.
 
-    The name is short for "should have been kept as the last step has left them". Parameters are
-    compared by their sums, which a rank has only for parameters that it holds as a whole.
+    They were not kept as the last step has left them: the script changed them between two steps.
+    Parameters are compared by their sums, which a rank has only for parameters that it holds as a
+    whole.
     """
     expected_sums = expected.merged("parameter_sums")
     actual_sums = actual.merged("parameter_sums")
@@ -274,26 +276,30 @@ def _differences_before_step(
 def _compare_samples(expected: Update, actual: Update) -> Difference | None:
     """Compares which samples an update was trained on, and their contents.
 
+    Indices and contents may be the same, differ, or not be known:
+
+    - The contents are the same: no difference, whatever the indices.
+    - The indices are the same: "contents" if some sample has other contents.
+    - Neither is known: no difference.
+    - Anything else: "samples".
+
     Returns:
         A difference of the kind "samples" or "contents"; None if there is none.
     """
     # Each is True, False, or None if it is not known.
     same_indices, same_contents = same_samples(expected, actual)
 
-    # With the same contents, the samples are the same, whatever their indices.
     if same_contents is True:
         return None
 
-    # The same samples of the dataset, some of which may have been augmented differently.
+    # These are the same samples of the dataset. Some may have been augmented differently.
     if same_indices is True:
         some_contents_differ = bool(indices_with_other_contents(expected, actual))
         return Difference("contents") if some_contents_differ else None
 
-    is_nothing_known = same_indices is None and same_contents is None
-    if is_nothing_known:
+    if same_indices is None and same_contents is None:
         return None
 
-    # The indices or the contents are known, and they are not the same.
     return Difference("samples", num_compared=expected.samples)
 
 
@@ -307,13 +313,12 @@ def tensor_differences(
         list.
     """
     expected_arrays = expected.merged(field_name)
-    actual_arrays = actual.merged(field_name)
+    actual_names = actual.merged(field_name).keys()  # the names on all ranks
     largest_expected_value = largest_of_all(expected_arrays)  # the tolerance depends on it
 
     # An array that only one of the runs has counts as different.
-    names_that_differ = expected_arrays.keys() ^ actual_arrays.keys()
+    names_that_differ = expected_arrays.keys() ^ actual_names
 
-    # `actual_arrays` has each array from one rank only, so the arrays are compared rank by rank.
     for record in actual:
         for name, array in getattr(record, field_name).items():
             if name not in expected_arrays:
@@ -325,7 +330,7 @@ def tensor_differences(
         return []
 
     # In the order of the reference, followed by names that only the parallel run has.
-    all_names = [*expected_arrays, *sorted(actual_arrays.keys() - expected_arrays.keys())]
+    all_names = [*expected_arrays, *sorted(actual_names - expected_arrays.keys())]
     ordered_names = [name for name in all_names if name in names_that_differ]
     return [Difference(field_name, ordered_names, len(all_names))]
 
@@ -398,25 +403,31 @@ def indices_with_other_contents(
 ) -> list[int]:
     """Returns the indices of samples whose contents differ from the reference under the same index.
 
-    Only samples of the same shape are compared.
+    Only samples of the same loader, epoch and shape are compared.
     """
-    expected_digests = _digests_by_index(expected)
+    expected_digests = _digests_of_samples(expected)
     indices = []
-    for key, digests in _digests_by_index(actual).items():
-        if key in expected_digests and digests != expected_digests[key]:
-            _loader, _epoch, _shape, index = key
-            indices.append(index)
+    for sample, digests in _digests_of_samples(actual).items():
+        if sample in expected_digests and digests != expected_digests[sample]:
+            indices.append(sample.index_in_dataset)
     return indices
 
 
-def _digests_by_index(
-    update: Sequence[RankUpdate],
-) -> Mapping[tuple[int, int, str, int], set[str]]:
-    """Returns the digests of all samples, by loader, epoch, shape and index.
+class _IndexedSample(NamedTuple):
+    """A sample in the dataset of a loader, with the shape in which it was read."""
+
+    loader: int
+    epoch: int
+    shape: str
+    index_in_dataset: int
+
+
+def _digests_of_samples(update: Sequence[RankUpdate]) -> Mapping[_IndexedSample, set[str]]:
+    """Returns the digests of the contents of all samples.
 
     A sample has several digests if it was read several times with different contents.
     """
-    digests: dict[tuple[int, int, str, int], set[str]] = defaultdict(set)
+    digests: dict[_IndexedSample, set[str]] = defaultdict(set)
     for record in update:
         for batch in record.batches:
             indices = batch.ids
@@ -425,6 +436,7 @@ def _digests_by_index(
                 continue  # it is not known which digest belongs to which index
 
             for index, digest in zip(indices, digests_of_batch, strict=True):
-                digests[batch.loader, batch.epoch, batch.shape, index].add(digest)
+                sample = _IndexedSample(batch.loader, batch.epoch, batch.shape, index)
+                digests[sample].add(digest)
 
     return digests

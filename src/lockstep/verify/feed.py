@@ -184,6 +184,13 @@ def _joined_ids(parts: Sequence[LoadedBatch]) -> list[int] | None:
 def join(parts: Sequence[Any], ids: Sequence[list[int] | None] | None = None) -> Any:
     """Joins the batches of several ranks into one batch: tensors and lists are concatenated.
 
+    For object detection, a batch may begin with a list that has one image for each sample, since
+    their sizes may differ. Such lists are concatenated too, and so are those of the targets. For
+    example, rank 0 has one image and rank 1 has two:
+
+        ([a], [targets of a]) and ([b, c], [targets of b, targets of c])
+        -> ([a, b, c], [targets of a, targets of b, targets of c])
+
     Args:
         parts: batches of the ranks, which may be nested, all in the same way.
         ids: for each batch, the indices of its samples, or None if they are not known.
@@ -191,15 +198,15 @@ def join(parts: Sequence[Any], ids: Sequence[list[int] | None] | None = None) ->
     Raises:
         UsageError: Tensors have different shapes.
     """
-    num_images_of_parts = []
+    num_images = []
     for part, ids_of_part in zip(parts, ids or [None] * len(parts), strict=True):
         num_samples = len(ids_of_part) if ids_of_part else None
-        num_images_of_parts.append(len(single_images(part, num_samples)))
+        num_images.append(len(single_images(part, num_samples)))
 
-    # Batches of all ranks are built alike: if those of one are no lists of images, none are.
-    if 0 in num_images_of_parts:
-        num_images_of_parts = [0] * len(parts)
-    return _join(parts, num_images_of_parts, is_whole_batch=True)
+    # Batches of all ranks are built alike: if one does not begin with images, none does.
+    if 0 in num_images:
+        num_images = []
+    return _join(parts, num_images, is_whole_batch=True)
 
 
 def _join(parts: Sequence[Any], num_images: Sequence[int], *, is_whole_batch: bool = False) -> Any:
@@ -207,8 +214,8 @@ def _join(parts: Sequence[Any], num_images: Sequence[int], *, is_whole_batch: bo
 
     Args:
         parts: the part in the batch of each rank.
-        num_images: for each rank, the number of images in its batch, if the batch begins with a
-            list of single images; otherwise 0.
+        num_images: for each rank, the number of images in its batch. Empty if the batches do not
+            begin with a list of single images, see `join`.
         is_whole_batch: whether the parts are the batches themselves.
     """
     first = parts[0]
@@ -227,31 +234,57 @@ def _join(parts: Sequence[Any], num_images: Sequence[int], *, is_whole_batch: bo
         return type(first)(joined)  # type: ignore[call-arg]
 
     if isinstance(first, list | tuple):
-        lengths = [len(part) for part in parts]
-        has_entry_for_each_image = num_images[0] > 0 and lengths == list(num_images)
-        if has_entry_for_each_image:
-            # A batch `(images, targets)` also has two entries for two images, but they are fields.
-            entries_are_fields = is_whole_batch and not isinstance(first[0], Mapping)
-            if not entries_are_fields:
-                return _concatenate(parts)
-
+        if _have_entry_for_each_image(parts, num_images, is_whole_batch=is_whole_batch):
+            return _concatenate(parts)
         return _join_sequences(parts, num_images)
 
     # Numbers and strings belong to the batch as a whole, so they should be the same on all ranks.
     return first
 
 
+def _have_entry_for_each_image(
+    parts: Sequence[Any], num_images: Sequence[int], *, is_whole_batch: bool
+) -> bool:
+    """True if a list or tuple has one entry for each image of the batch, on every rank.
+
+    With two images, these have:
+
+        [image, image]
+        [{"boxes": a}, {"boxes": b}]
+
+    A whole batch `(images, targets)` also has two entries, but they are not for one image each.
+
+    Args:
+        parts: the list or tuple of each rank.
+        num_images: for each rank, the number of images in its batch, or empty; see `_join`.
+        is_whole_batch: whether the parts are the batches themselves.
+    """
+    lengths = [len(part) for part in parts]
+    if lengths != list(num_images):
+        return False
+
+    first_entry = parts[0][0]
+    entries_are_fields = is_whole_batch and not isinstance(first_entry, Mapping)
+    return not entries_are_fields
+
+
 def _join_sequences(parts: Sequence[Any], num_images: Sequence[int]) -> Any:
     """Joins lists or tuples of several ranks.
 
-    Named tuples, and sequences with tensors such as `[inputs, labels]`, are joined field by field.
+    These are joined field by field: named tuples, tuples or lists with tensors such as
+    `[inputs, labels]`, and with lists for single images such as `([image, image], [boxes, boxes])`.
     Others, such as a list of strings, have one value for each sample and are concatenated.
+
+    Args:
+        parts: the list or tuple of each rank.
+        num_images: for each rank, the number of images in its batch, or empty; see `_join`.
     """
     first = parts[0]
     is_named_tuple = isinstance(first, tuple) and hasattr(first, "_replace")
     has_tensors = any(isinstance(value, Tensor) for value in first)
-    holds_lists_of_images = num_images[0] > 0 and bool(tensors(first))
-    if is_named_tuple or has_tensors or holds_lists_of_images:
+    batches_begin_with_images = bool(num_images)
+    has_lists_for_images = batches_begin_with_images and bool(tensors(first))
+    if is_named_tuple or has_tensors or has_lists_for_images:
         joined_fields = []
         for values_of_ranks in zip(*parts, strict=True):
             joined_fields.append(_join(values_of_ranks, num_images))

@@ -156,8 +156,9 @@ def _find_parts(
 
     Returns:
         How each split tensor can be joined, by name; and the names of tensors that differ between
-        the ranks by design but cannot be joined. Tensors that each rank has as a whole are in
-        neither.
+        the ranks by design but cannot be joined. In neither are tensors that each rank has as a
+        whole, even if the ranks' copies differ by mistake: the comparison with one process will
+        report that.
     """
     concatenations: dict[str, _Concatenation] = {}
     unjoinable_names: list[str] = []
@@ -178,15 +179,7 @@ def _find_parts(
         concatenation = _find_concatenation(parts, whole)
         if concatenation is not None:
             concatenations[name] = concatenation
-            continue
-
-        # Either the shapes show that the tensors are no copies of one tensor, or the way in which
-        # the ranks train them does. Otherwise, the tensors are copies that differ by mistake, which
-        # the comparison with one process will report.
-        are_no_copies = _cannot_be_copies(name, parts, whole) or _differ_by_design(
-            name, parallel_run
-        )
-        if are_no_copies:
+        elif _cannot_be_copies(name, parts, whole) or _differ_by_design(name, parallel_run):
             unjoinable_names.append(name)
 
     return concatenations, unjoinable_names
@@ -257,8 +250,7 @@ def _differ_by_design(name: str, parallel_run: Sequence[Update]) -> bool:
 
     # DDP or Lockstep has wrapped the model of this tensor, and averages its gradients.
     for record in parallel_run[0]:
-        parameters_without_wrapper = record.unwrapped
-        is_wrapped = name not in parameters_without_wrapper
+        is_wrapped = name not in record.unwrapped_parameters
         if is_wrapped:
             return False
 
@@ -285,7 +277,7 @@ def _ranks_exchange_outputs(update: Update) -> bool:
     for call in update.calls:
         # After the last backward pass of the update, the ranks exchange something else than
         # outputs, such as metrics.
-        is_after_last_pass = call.passes_before >= update.backward_passes
+        is_after_last_pass = call.num_passes_before >= update.num_backward_passes
         exchanges_gradients = bool(call.gradient_of)
         if is_after_last_pass or exchanges_gradients:
             continue
@@ -333,7 +325,8 @@ def _without_values_lost_by_joining(
     """Returns an update of the reference run without values that the parallel run has lost.
 
     For example, "Net/weight" was joined and "Net/bias" could not be. The parallel run then has no
-    sums over either tensor, and none of the values of "Net/bias":
+    values of "Net/bias". It also has no sums over either tensor, as sums over parts cannot be
+    joined:
 
         gradients={"Net/weight": w, "Net/bias": b}       ->  gradients={"Net/weight": w}
         parameter_sums={"Net/weight": s, "Net/bias": t}  ->  parameter_sums={}
@@ -344,8 +337,8 @@ def _without_values_lost_by_joining(
         joined_names: names of tensors that were joined in the parallel run.
         removed_names: names of tensors that could not be joined.
     """
-    # The tensors that stay, by field and name. All replicas get those of the first one, as all
-    # ranks of the parallel run have the same joined tensors.
+    # The tensors that stay, by field and name: those that were joined. All replicas get those of
+    # the first one, as all ranks of the parallel run have the same joined tensors.
     kept_tensors: dict[str, dict[str, Array]] = {}
     for field_name in _TENSOR_FIELDS:
         kept_tensors[field_name] = {}
@@ -354,6 +347,7 @@ def _without_values_lost_by_joining(
             if all(name in arrays for arrays in arrays_of_replicas):
                 kept_tensors[field_name][name] = arrays_of_replicas[0][name]
 
+    # The values of all these tensors are removed, and the kept ones are put back.
     split_names = {*joined_names, *removed_names}
     return Update(_replace_split_tensors(record, split_names, kept_tensors) for record in update)
 

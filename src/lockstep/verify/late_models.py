@@ -25,21 +25,28 @@ PlaceInOptimizer = tuple[int, int]
 
 
 def with_names_of_models(run: Sequence[Update], other_run: Sequence[Update] = ()) -> list[Update]:
-    """Returns a run in which parameters that are named by their places are named by their models.
+    """Returns a run in which every parameter has the name that it has once its model is met.
 
-    The names are those that the parameters get in a later update, once their model is met.
+    For example, the script calls `Net` only after the third update. Then the first three updates
+    have a parameter "/parameter 0 of optimizer 1", which the later ones call "Net/weight". The
+    result has this name in all updates.
 
     Args:
         run: updates of the run.
-        other_run: updates of another run, whose names are used for parameters that never get one.
+        other_run: updates of another run. It gives the names of parameters whose model this run
+            never meets.
     """
     if not run:
         return []
 
-    names_in_other_run = _names_by_place(other_run, rank=0) if other_run else {}
+    names_in_other_run: dict[PlaceInOptimizer, str] = {}
+    if other_run:
+        names_in_other_run = _names_by_place(other_run, rank=0)
+
     new_names_of_rank = []
     for rank in range(len(run[0])):
-        names_by_place = {**names_in_other_run, **_names_by_place(run, rank)}
+        names_in_this_run = _names_by_place(run, rank)
+        names_by_place = {**names_in_other_run, **names_in_this_run}  # those of this run win
         new_names_of_rank.append(_new_names(run, rank, names_by_place))
 
     updates = []
@@ -53,7 +60,11 @@ def with_names_of_models(run: Sequence[Update], other_run: Sequence[Update] = ()
 
 
 def _names_by_place(run: Sequence[Update], rank: int) -> dict[PlaceInOptimizer, str]:
-    """Returns the last name of each parameter of a rank's optimizers, if its model was met."""
+    """Returns the name of each parameter of a rank's optimizers, if its model was met.
+
+    It is the last name that the parameter had, such as "Net/weight" for (0, 1): parameter 1 of
+    optimizer 0.
+    """
     names = {}
     for update in run:
         record = update[rank]
@@ -66,7 +77,13 @@ def _names_by_place(run: Sequence[Update], rank: int) -> dict[PlaceInOptimizer, 
 def _new_names(
     run: Sequence[Update], rank: int, names_by_place: Mapping[PlaceInOptimizer, str]
 ) -> dict[str, str]:
-    """Returns the names of models for parameters of a rank that are named by their places."""
+    """Returns the parameters of a rank to rename: `{"/parameter 1 of optimizer 1": "Net/weight"}`.
+
+    Args:
+        run: updates of the run.
+        rank: number of the rank.
+        names_by_place: for a parameter of an optimizer, its name in its model.
+    """
     new_names: dict[str, str] = {}
     for update in run:
         record = update[rank]
@@ -87,20 +104,22 @@ def without_models_met_by_one_run(
 ) -> tuple[list[Update], list[Update]]:
     """Returns both runs without values of models that only one of them has met so far.
 
-    A model that is trained in the update is kept: then it is a difference that only one run has
-    met it. So are parameters that belong to no model.
+    The values of a model that is trained in the update are kept: then it is a difference that only
+    one run has met it. Values of parameters that belong to no model are kept as well.
     """
     updates_of_one = list(one_run)
     updates_of_other = list(other_run)
-    for index, (one, other) in enumerate(zip(one_run, other_run, strict=False)):
+    num_common_updates = min(len(one_run), len(other_run))
+    for index in range(num_common_updates):
         for field_name in FIELDS_OF_MET_MODELS:
-            models_of_one = _models_of(one.merged(field_name))
-            models_of_other = _models_of(other.merged(field_name))
-            one = _without(models_of_one - models_of_other, one, field_name)
-            other = _without(models_of_other - models_of_one, other, field_name)
-
-        updates_of_one[index] = one
-        updates_of_other[index] = other
+            models_of_one = _models_of(updates_of_one[index].merged(field_name))
+            models_of_other = _models_of(updates_of_other[index].merged(field_name))
+            updates_of_one[index] = _without_untrained_models(
+                updates_of_one[index], field_name, models=models_of_one - models_of_other
+            )
+            updates_of_other[index] = _without_untrained_models(
+                updates_of_other[index], field_name, models=models_of_other - models_of_one
+            )
 
     return updates_of_one, updates_of_other
 
@@ -110,17 +129,25 @@ def _models_of(names: Iterable[str]) -> set[str]:
     return {name.partition("/")[0] for name in names if not belongs_only_to_optimizer(name)}
 
 
-def _without(models: set[str], update: Update, field_name: str) -> Update:
-    """Returns an update in which a field lacks the models, except for those that it trains."""
-    removed = models - _models_of(update.merged("gradients"))
-    if not removed:
+def _without_untrained_models(update: Update, field_name: str, models: set[str]) -> Update:
+    """Returns an update in which a field has no tensors of some models.
+
+    Args:
+        update: the update.
+        field_name: name of a field of `RankUpdate` with arrays by name.
+        models: the models. Those with gradients in the update are trained, and keep their tensors.
+    """
+    trained_models = _models_of(update.merged("gradients"))
+    removed_models = models - trained_models
+    if not removed_models:
         return update
 
     records = []
     for record in update:
         arrays = {}
         for name, array in getattr(record, field_name).items():
-            if removed.isdisjoint(_models_of([name])):
+            is_removed = not removed_models.isdisjoint(_models_of([name]))
+            if not is_removed:
                 arrays[name] = array
         changed_field: dict[str, Any] = {field_name: arrays}
         records.append(replace(record, **changed_field))

@@ -36,7 +36,7 @@ MAPPINGS_FROM_NAMES = (
 )
 """Fields of `RankUpdate` that are mappings with names of tensors as keys."""
 LISTS_OF_NAMES = (
-    "unwrapped",
+    "unwrapped_parameters",
     "unknown_to_ddp",
     "frozen",
     "in_eval_mode",

@@ -65,10 +65,10 @@ class RankEnd:
     # Number of torch's DataLoaders that were iterated for training.
     num_loaders: int = 0
     # Number of backward passes since the last step. The default stands for a rank that has trained.
-    backward_passes: int = MIN_STEPS
+    num_backward_passes: int = MIN_STEPS
     # Number of backward passes since any parameter has changed, on a rank without an optimizer. It
     # is 0 on a rank with one.
-    backward_passes_without_step: int = 0
+    num_passes_without_step: int = 0
     # Outcomes of the script's tests since the last update, by place.
     branch_outcomes: Sequence[tuple[Place, int]] = ()
     # Sums over the parameters that the next forward pass would use.

@@ -119,7 +119,7 @@ def _peers_were_stopped(
 
     # If ranks train one by one, this rank may have waited for its turn to make its first step.
     has_not_stepped = not updates[rank]
-    return has_not_stepped and _may_still_make_first_step(ends[rank].backward_passes)
+    return has_not_stepped and _may_still_make_first_step(ends[rank].num_backward_passes)
 
 
 def _may_still_make_first_step(num_backward_passes: int) -> bool:
@@ -142,7 +142,7 @@ def _describe_rank_that_never_steps(
     Returns:
         A sentence, or an empty string if this is not the case for the rank.
     """
-    num_passes = ends[rank].backward_passes_without_step
+    num_passes = ends[rank].num_passes_without_step
     has_made_a_step = bool(updates[rank])
     if has_made_a_step or _may_still_make_first_step(num_passes):
         return ""
@@ -210,7 +210,7 @@ def find_idle_ranks(
         if updates[rank]:  # the rank has made a step
             continue
 
-        num_passes = ends[rank].backward_passes
+        num_passes = ends[rank].num_backward_passes
         has_not_begun = num_passes == 0
 
         # A rank is idle, too, if it was about to make its first step when other ranks were stopped

@@ -79,7 +79,7 @@ class ScriptCall:
     # Whether that gradient was changed after the backward passes.
     gradient_changed: bool = False
     # Number of backward passes of this update before the call.
-    passes_before: int = 0
+    num_passes_before: int = 0
     # Whether clipping changed a gradient.
     has_clipped: bool = False
     # Whether the call was made in the forward pass of an autograd function of the script.
@@ -274,7 +274,7 @@ class WrapperRecord:
     """How the models are wrapped with DDP or prepared by Lockstep."""
 
     # Trained parameters of models that are neither wrapped nor prepared.
-    unwrapped: Sequence[str] = ()
+    unwrapped_parameters: Sequence[str] = ()
     # The line of a training forward pass of such a model.
     unwrapped_line: str = ""
     # The line of a training forward pass that bypassed the model's DDP wrapper.
@@ -390,7 +390,7 @@ class Update(tuple[RankUpdate, ...]):
         return sum(sums_of_ranks) / len(sums_of_ranks)
 
     @property
-    def backward_passes(self) -> int:
+    def num_backward_passes(self) -> int:
         """Number of backward passes on the rank with the most."""
         return max((len(record.losses) for record in self), default=0)
 

@@ -17,7 +17,10 @@ from torch import Tensor
 
 from lockstep.verify.recording.loss_calls import IGNORE_INDEX
 from lockstep.verify.recording.marks import mark
-from lockstep.verify.recording.tensor_values import with_rows, without_those_of_single_samples
+from lockstep.verify.recording.tensor_values import (
+    tensors_with_any_rows,
+    without_tensors_of_single_samples,
+)
 from lockstep.verify.training_record import Batch
 
 
@@ -31,24 +34,26 @@ def describe_batch(batch: Any, num_samples: int | None = None, **fields: Any) ->
         **fields: further fields of the record, such as `epoch`.
     """
     # Without indices, a record has the field `ids` empty or None.
-    known_number = num_samples
-    if known_number is None and fields.get("ids"):
-        known_number = len(fields["ids"])
+    expected_number = num_samples
+    if expected_number is None and fields.get("ids"):
+        expected_number = len(fields["ids"])
 
-    candidates = with_rows(batch, known_number)
+    # The expected number tells whether a batch begins with a list of single images. It is not the
+    # number of samples, as a `collate_fn` may make several rows of each index.
+    all_tensors = tensors_with_any_rows(batch, expected_number)
     if num_samples is None:
-        num_samples = len(candidates[0]) if candidates else 0
+        num_samples = len(all_tensors[0]) if all_tensors else 0
 
     # Tensors with another number of rows say nothing about single samples, and are left out. So are
     # tensors of a single sample, such as the boxes in one image.
     sample_tensors = []
-    for tensor in without_those_of_single_samples(candidates, batch, num_samples):
+    for tensor in without_tensors_of_single_samples(all_tensors, batch, num_samples):
         if len(tensor) == num_samples:
             sample_tensors.append(tensor.detach().cpu())
 
     # The shape of one sample, such as "torch.float32 [3, 32, 32]; torch.int64 []". It is empty only
     # if no tensor has rows at all.
-    tensors_to_describe = sample_tensors or candidates
+    tensors_to_describe = sample_tensors or all_tensors
     shape = "; ".join(f"{t.dtype} {list(t.shape[1:])}" for t in tensors_to_describe)
 
     contents = _sample_digests(sample_tensors, num_samples)
@@ -201,7 +206,8 @@ class UnusedBatches:
 
         self._recognized_loaders.add(used_batch.loader)
 
-        # Batches are numbered in the order in which loaders hand them out.
+        # The used batch, and earlier ones of its loader. Batches are numbered in the order in which
+        # loaders hand them out.
         numbers_up_to_used_batch = [
             number
             for number, batch in self._not_seen_in_models.items()
@@ -209,8 +215,10 @@ class UnusedBatches:
         ]
         for number in numbers_up_to_used_batch:
             batch = self._not_seen_in_models.pop(number)
-            if batch.epoch < used_batch.epoch:
+            is_of_earlier_epoch = batch.epoch < used_batch.epoch
+            if is_of_earlier_epoch:
                 self._never_trained.append(batch)
+            # The others stay in the record of the current step.
 
     def end_update(self) -> tuple[list[Batch], list[Batch]]:
         """Forgets the batches of the step that ends, but not those that were fetched ahead.
@@ -219,9 +227,9 @@ class UnusedBatches:
             The batches that were fetched ahead for a later step, and the batches that were never
             trained on.
         """
-        # The inputs of a model cannot always be followed back to a batch. If this has worked once
-        # for a loader, then the batches that were not seen yet were fetched ahead. If it has never
-        # worked, all of the loader's batches are taken for batches of the step that ends.
+        # A batch was fetched ahead if no model was called with it. This is only known of loaders
+        # whose batches can be followed to the call of a model. Otherwise, all batches that a loader
+        # has handed out are taken for batches of the step that ends.
         fetched_ahead = {}
         for number, record in self._not_seen_in_models.items():
             if record.loader in self._recognized_loaders:

@@ -31,7 +31,7 @@ from lockstep.verify.recording.guard import guarded
 from lockstep.verify.recording.progress import Finished, RunProgress
 from lockstep.verify.recording.tensor_values import copy_arrays
 from lockstep.verify.run_config import MIN_STEPS, RunConfig
-from lockstep.verify.training_record import Batch
+from lockstep.verify.training_record import Batch, RankUpdate
 
 # The dtype in which the model computes, by the setting `precision`.
 DTYPE_OF_PRECISION = {
@@ -52,7 +52,7 @@ class BitRecorder(Extension):
 
     def __init__(self, writer: UpdateWriter, config: RunConfig) -> None:
         self.state = RunProgress(writer, config)
-        self._keeps_values = config.nproc == 1  # the values are only needed on one process
+        self._is_on_one_process = config.nproc == 1
         self._loaders: list[Any] = []
         self._samples: dict[str, str] = {}
         """Hash of the samples of each virtual rank of this process, in the current step."""
@@ -106,19 +106,16 @@ class BitRecorder(Extension):
             self._loaders.append(batch.loader)
         loader_number = self._loaders.index(batch.loader)
 
+        # The user reads this behind the number of the step: "step 3, global batch 3 of epoch 1".
         state.last_batch_text = f", global batch {batch.position + 1} of epoch {batch.epoch + 1}"
 
         ids = batch.samples.tolist()
         record = Batch(loader=loader_number, epoch=batch.epoch, ids=ids)
         state.add_pending_batch(record)
 
-        # Add a digest of the indices and contents of the samples to those of the virtual rank.
-        has_samples = not _is_padding(batch.micro_batch)
-        if has_samples:
-            hasher = hashlib.blake2b(repr(ids).encode(), digest_size=8)
-            for tensor in tensors(batch.batch):
-                hasher.update(hash_of(tensor).encode())
-            _add_to_virtual_rank(self._samples, batch.micro_batch, hasher.hexdigest())
+        if not _is_padding(batch.micro_batch):
+            hash_of_samples = _hash_of_samples(ids, batch.batch)
+            _add_to_virtual_rank(self._samples, batch.micro_batch, hash_of_samples)
 
     @guarded
     def backward_begins(self, weighted_loss: Tensor, micro_batch: MicroBatch) -> None:
@@ -175,25 +172,32 @@ class BitRecorder(Extension):
 
         # Hashes of the gradients of virtual ranks, by names such as "Net/weight of virtual rank 2".
         # Only those of this optimizer's parameters are taken; other optimizers will take the rest.
-        hashes_of_virtual_ranks: dict[str, str] = {}
+        gradients_of_virtual_ranks: dict[str, str] = {}
         for name in parameters:
-            hashes_of_virtual_ranks |= self._virtual_rank_hashes.pop(name, {})
+            gradients_of_virtual_ranks |= self._virtual_rank_hashes.pop(name, {})
 
+        # By the kinds that `lockstep.verify.bit_verdict.KINDS` describes.
         update.bits = {
             "before": _hashes(parameters.items()),
             "samples": self._samples,
             "loss": self._losses,
-            "parts": hashes_of_virtual_ranks,
+            "parts": gradients_of_virtual_ranks,
             "gradients": _hashes(gradients.items()),
             "rates": {f"parameter group {number}": rate.hex() for number, rate in enumerate(rates)},
         }
         self._samples = {}
         self._losses = {}
 
-        is_one_of_first_steps = update.step < MIN_STEPS
-        if self._keeps_values and is_one_of_first_steps:
+        if self._keeps_values(update):
             update.gradients = copy_arrays(gradients.items())
             update.parameters_before = copy_arrays(parameters.items())
+
+    def _keeps_values(self, update: RankUpdate) -> bool:
+        """True if the values of an update are recorded too, and not only hashes of them.
+
+        `find_rounding_noise` looks at them, in the first steps on one process.
+        """
+        return self._is_on_one_process and update.step < MIN_STEPS
 
     def _record_identity(self, optimizer: Optimizer) -> None:
         """Records which optimizer steps, and the number of its step."""
@@ -224,12 +228,11 @@ class BitRecorder(Extension):
             "buffers": _hashes(state.models.buffers()),
         }
 
-        records_values = bool(update.parameters_before)  # in the first steps, see `before_step`
-        if records_values:
+        if self._keeps_values(update):
             update.parameters = copy_arrays(parameters.items())
 
-        # No batch is left for the next update: all batches so far belong to this step.
         update.dtype = self._dtype()
+        # All batches so far belong to this step, and none to a later one.
         state.finish_update(update, later_batches=[])
         state.steps_of[optimizer] += 1
 
@@ -246,16 +249,16 @@ class BitRecorder(Extension):
         script_sets_virtual_ranks = False
         if self._settings is not None:
             virtual_ranks = self._settings.virtual_ranks
-            # `lockstep verify` chooses a number of virtual ranks to compare bits. This setting is
-            # None if the choice has no effect, because the script sets a number itself.
-            script_sets_virtual_ranks = self._settings.virtual_ranks_of_verify is None
+            # `lockstep verify` chooses a number of virtual ranks only if the script sets none.
+            number_chosen_by_verify = self._settings.virtual_ranks_of_verify
+            script_sets_virtual_ranks = number_chosen_by_verify is None
 
         return RankEnd(
             uses_lockstep=bool(self.state.models.prepared_ids),
             stopped_at=self.state.stopped_at,
             own_process_line=self.own_process_line,
             internal_error=self.state.internal_error,
-            backward_passes=len(self.state.update.losses),
+            num_backward_passes=len(self.state.update.losses),
             virtual_ranks=virtual_ranks,
             script_sets_virtual_ranks=script_sets_virtual_ranks,
         )
@@ -269,6 +272,14 @@ class BitRecorder(Extension):
         """Returns the dtype in which the model computes, such as "torch.bfloat16"."""
         precision = "fp32" if self._settings is None else self._settings.precision
         return DTYPE_OF_PRECISION[precision]
+
+
+def _hash_of_samples(indices: Sequence[int], batch: Any) -> str:
+    """Returns a hash of the indices of the samples in a batch, and of the batch's tensors."""
+    hasher = hashlib.blake2b(repr(indices).encode(), digest_size=8)
+    for tensor in tensors(batch):
+        hasher.update(hash_of(tensor).encode())
+    return hasher.hexdigest()
 
 
 def _is_padding(micro_batch: MicroBatch) -> bool:
@@ -308,8 +319,8 @@ def hash_of(tensor: Tensor) -> str:
     if whole.layout is not torch.strided:
         whole = whole.to_dense()
 
-    # FSDP cannot free memory that numpy refers to, so numpy gets a copy. `.cpu()` alone returns a
-    # tensor that is on the CPU as it is.
+    # FSDP cannot free memory that numpy refers to, so numpy gets a copy. (`.cpu()` does not copy a
+    # tensor that is already on the CPU.)
     values = whole.cpu().clone(memory_format=torch.contiguous_format)
     bytes_of_values = values.reshape(-1).view(torch.uint8).numpy()
 

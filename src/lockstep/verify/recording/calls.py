@@ -46,7 +46,7 @@ class CallRecorder:
         call = ScriptCall(
             name=name,
             line=user_line() or "",
-            passes_before=len(state.update.losses),  # one loss for each backward pass
+            num_passes_before=len(state.update.losses),  # one loss for each backward pass
             value=value,
             in_step=state.running_steps.count() > 0,
         )

@@ -166,7 +166,7 @@ class ForeignStepRecorder:
             dtype=str(state.mode.lowest_dtype),
             parameter_sums=state.notes.summaries_at_start,
             frozen=state.frozen_parameters(),
-            unwrapped=state.models.unwrapped_parameters(),
+            unwrapped_parameters=state.models.unwrapped_parameters(),
             local_gradients=self._gradients.local_gradients(),
             branch_outcomes=state.branches.pop_outcomes(),
         )

@@ -41,7 +41,7 @@ from lockstep.verify.recording.tensor_values import (
     single_images,
     summarize,
     summarize_rows,
-    tensors_with_rows,
+    tensors_with_row_per_sample,
 )
 from lockstep.verify.tolerance import Array
 from lockstep.verify.training_record import Forward
@@ -459,7 +459,7 @@ class ForwardRecorder:
         """
         if forward_pass.hidden_activation is not None:
             return
-        with_rows = tensors_with_rows(outputs, len(forward_pass.record.inputs))
+        with_rows = tensors_with_row_per_sample(outputs, len(forward_pass.record.inputs))
         if with_rows:
             forward_pass.hidden_activation = with_rows[0]
 
@@ -494,7 +494,7 @@ class ForwardRecorder:
 
         record = forward_pass.record
         num_samples = len(record.inputs)
-        outputs_with_row_per_sample = tensors_with_rows(outputs, num_samples)
+        outputs_with_row_per_sample = tensors_with_row_per_sample(outputs, num_samples)
 
         # The rows of the inputs are samples if some output has one row for each of them, or several
         # rows, such as one for each token of a text.
@@ -537,7 +537,7 @@ class ForwardRecorder:
         num_samples = len(record.inputs)
 
         # A gradient without one row for each sample is not recorded.
-        has_row_per_sample = bool(tensors_with_rows([gradient], num_samples))
+        has_row_per_sample = bool(tensors_with_row_per_sample([gradient], num_samples))
         if not has_row_per_sample:
             return
 

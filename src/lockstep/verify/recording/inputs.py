@@ -168,9 +168,8 @@ class InputRecorder:
         Returns:
             The batches that were fetched ahead for a later update.
         """
-        # `fetched_ahead` may be trained on in a later step. At the batches in `never_trained`, the
-        # script has only looked.
         update = self.state.update
+        # The first are for a later step. At the second, the script has only looked.
         fetched_ahead, never_trained = self._unused.end_update()
         ids_not_trained_now = {id(record) for record in (*fetched_ahead, *never_trained)}
         update.batches = [

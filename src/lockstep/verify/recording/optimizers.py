@@ -275,7 +275,7 @@ class OptimizerRecorder:
         models = self.state.models
         update = self.state.update
         update.unknown_to_ddp = models.parameters_unknown_to_ddp()
-        update.unwrapped = models.unwrapped_parameters()
+        update.unwrapped_parameters = models.unwrapped_parameters()
         update.ddp_ranks = models.ranks_of_last_incomplete_ddp_group
         update.comm_hook_line = models.comm_hook_line
 

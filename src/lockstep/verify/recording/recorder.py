@@ -116,7 +116,7 @@ class Recorder(Extension):
             final_parameters = self._final_parameters()
 
         state = self.state
-        backward_passes = len(state.update.losses)
+        num_backward_passes = len(state.update.losses)
         return RankEnd(
             uses_lockstep=bool(state.models.prepared_ids),
             stopped_at=state.stopped_at,
@@ -125,8 +125,8 @@ class Recorder(Extension):
             internal_error=state.internal_error,
             line_of_loader_without_batch_size=self.line_of_loader_without_batch_size,
             num_loaders=self.inputs.number_of_torch_loaders,
-            backward_passes=backward_passes,
-            backward_passes_without_step=0 if state.has_optimizer else backward_passes,
+            num_backward_passes=num_backward_passes,
+            num_passes_without_step=0 if state.has_optimizer else num_backward_passes,
             branch_outcomes=list(state.branches.pop_outcomes().items()),
             final_sums={name: array.tolist() for name, array in final_parameters.items()},
         )

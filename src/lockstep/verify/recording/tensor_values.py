@@ -74,35 +74,39 @@ def summarize_rows(values: Sequence[Tensor], count: int) -> Array:
 def sample_tensors(values: object) -> tuple[int, list[Tensor]]:
     """Finds the tensors with one row for each sample, in a nest of values.
 
+    For example, a batch of 2 samples may have images of shape (2, 3, 32, 32), labels of shape (2,),
+    and a list with the boxes of each image, of shapes (3, 4) and (2, 4). The result is 2 and the
+    images and labels: the rows of the last tensor are boxes, although there are 2 of them.
+
     Returns:
         The number of samples, which is the number of rows of the first tensor, and the tensors.
     """
-    candidates = with_rows(values)
-    if not candidates:
+    all_tensors = tensors_with_any_rows(values)
+    if not all_tensors:
         return 0, []
-    count = len(candidates[0])
-    # A list with the boxes of each image, for example, has no row for each sample.
-    of_all_samples = without_those_of_single_samples(candidates, values, count)
-    return count, tensors_with_rows(of_all_samples, count)
+    num_samples = len(all_tensors[0])
+    of_whole_batch = without_tensors_of_single_samples(all_tensors, values, num_samples)
+    return num_samples, tensors_with_row_per_sample(of_whole_batch, num_samples)
 
 
-def with_rows(values: object, num_samples: int | None = None) -> list[Tensor]:
+def tensors_with_any_rows(values: object, num_samples: int | None = None) -> list[Tensor]:
     """Returns the tensors of a nest that have rows, which sparse tensors and single numbers lack.
 
-    If the nest begins with a list of single images, they become the rows of one tensor.
+    If the nest begins with a list of single images, they become the rows of one tensor:
+    `([image, image], labels)` gives a tensor of shape (2, channels, height, width), and the labels.
 
     Args:
         values: nest of lists, tuples and dictionaries.
         num_samples: number of samples; None if it is not known.
     """
-    tensors_of_nest = [t for t in tensors(values) if t.layout == torch.strided and t.dim() > 0]
+    all_tensors = [t for t in tensors(values) if t.layout == torch.strided and t.dim() > 0]
     images = single_images(values, num_samples)
     if not images:
-        return tensors_of_nest
+        return all_tensors
 
     ids_of_images = {id(image) for image in images}
-    others = [tensor for tensor in tensors_of_nest if id(tensor) not in ids_of_images]
-    return [_stack_images(images), *others]
+    other_tensors = [tensor for tensor in all_tensors if id(tensor) not in ids_of_images]
+    return [_stack_images(images), *other_tensors]
 
 
 def single_images(values: object, num_samples: int | None = None) -> list[Tensor]:
@@ -125,70 +129,109 @@ def single_images(values: object, num_samples: int | None = None) -> list[Tensor
     Returns:
         The images; empty if the nest begins with anything else, or if it cannot be told.
     """
-    images = _possible_images(values)
-    if not images:
+    candidates = _possible_images(values)
+    if not candidates:
         return []
 
-    # Known numbers tell images from batches, unless there are as many samples as channels.
-    num_channels = len(images[0])
-    if num_samples is not None and num_samples != len(images):
-        return []
-    if num_samples is not None and num_samples != num_channels:
-        return images
+    if num_samples is not None:
+        has_image_for_each_sample = len(candidates) == num_samples
+        if not has_image_for_each_sample:
+            return []
+        # A batch has a row for each sample. The rows of an image are its channels.
+        may_be_batches = len(candidates[0]) == num_samples
+        if not may_be_batches:
+            return candidates
 
-    return images if _rest_belongs_to_images(values, images) else []
+    return candidates if _rest_shows_images(values, candidates) else []
 
 
 def _possible_images(values: object) -> list[Tensor]:
-    """Returns the tensors that a nest begins with if, by their shapes, each may be one image."""
-    # Go from the whole nest to its first entry, and to the first entry of that.
+    """Returns the tensors that a nest begins with if, by their shapes, each may be one image.
+
+    `([image, image], labels)` and `[{"image": image}, {"image": image}]` begin with two images.
+    `[inputs, labels]` does not: in a list that is the whole batch, tensors are kinds of values.
+    """
+    # Go from the whole nest to its first entry, to the first entry of that, and so on.
     nest = values
-    is_top = True
     while True:
         entries = [entry for entry in _entries(nest) if tensors(entry)]
         if not entries:  # the nest is a single tensor, or has none
             return []
 
-        # Entries of the whole batch are usually kinds of values, such as inputs and labels.
-        may_be_samples = not is_top or all(isinstance(entry, Mapping) for entry in entries)
-        first_tensors = [tensors(entry)[0] for entry in entries]
-        if may_be_samples and isinstance(nest, list | tuple) and _are_images(first_tensors):
-            return first_tensors
+        is_whole_batch = nest is values
+        are_dictionaries = all(isinstance(entry, Mapping) for entry in entries)
+        may_be_samples = are_dictionaries or not is_whole_batch
+        if may_be_samples and isinstance(nest, list | tuple):
+            first_tensors = [tensors(entry)[0] for entry in entries]
+            if _may_be_images(first_tensors):
+                return first_tensors
 
         nest = entries[0]
-        is_top = False
 
 
-def _rest_belongs_to_images(values: object, images: Sequence[Tensor]) -> bool:
-    """True if a nest has other tensors too, and these are not of a batch of `len(images[0])` rows.
+def _rest_shows_images(values: object, candidates: Sequence[Tensor]) -> bool:
+    """True if the other tensors of a nest show that its first tensors are images, and not batches.
 
     In `([a, b], labels)`, with 3 rows in all tensors, a and b are batches of 3 samples. In
     `([a, b], [{"boxes": c}, {"boxes": d}])` they are images, even if some image has 3 boxes.
-    """
-    ids_of_images = {id(image) for image in images}
-    num_channels = len(images[0])
 
-    others = [t for t in tensors(values) if id(t) not in ids_of_images and t.dim() > 0]
-    ids_of_targets = set()
-    for dictionaries in _lists_of_dictionaries(values, len(images)):
-        of_list = tensors(dictionaries)
-        targets = [t for t in of_list if id(t) not in ids_of_images and t.dim() > 0]
-        # Batches may stand in dictionaries too: `[{"x": a, "labels": c}, {"x": b, "labels": d}]`.
-        holds_images = any(id(t) in ids_of_images for t in of_list)
-        are_batches = holds_images and all(len(t) == num_channels for t in targets)
-        if not are_batches:
+    Args:
+        values: nest of lists, tuples and dictionaries.
+        candidates: the tensors that the nest begins with, all with the same number of rows.
+    """
+    ids_of_candidates = {id(tensor) for tensor in candidates}
+    others = [t for t in tensors(values) if id(t) not in ids_of_candidates and t.dim() > 0]
+    if not others:
+        return False
+
+    ids_of_targets = _ids_of_targets(values, candidates)
+    for tensor in others:
+        is_target_of_one_image = id(tensor) in ids_of_targets
+        has_rows_of_batch = len(tensor) == len(candidates[0])
+        if has_rows_of_batch and not is_target_of_one_image:
+            return False
+    return True
+
+
+def _ids_of_targets(values: object, candidates: Sequence[Tensor]) -> set[int]:
+    """Returns the ids of tensors that belong to one image each, such as its boxes.
+
+    They stand in a list with a dictionary for each image. For images a and b, the targets are c and
+    d in both of these:
+
+        ([a, b], [{"boxes": c}, {"boxes": d}])
+        [{"image": a, "boxes": c}, {"image": b, "boxes": d}]
+
+    If all tensors of the second list have 3 rows, it has no targets: then a and b may be batches of
+    3 samples, and c and d their labels.
+
+    Args:
+        values: nest of lists, tuples and dictionaries.
+        candidates: the tensors that the nest begins with, which may be images.
+    """
+    ids_of_candidates = {id(tensor) for tensor in candidates}
+    num_rows = len(candidates[0])
+    ids_of_targets: set[int] = set()
+    for dictionaries in _lists_of_dictionaries(values, len(candidates)):
+        tensors_of_list = tensors(dictionaries)
+        targets = [t for t in tensors_of_list if id(t) not in ids_of_candidates and t.dim() > 0]
+        holds_candidates = any(id(t) in ids_of_candidates for t in tensors_of_list)
+        may_be_batches = holds_candidates and all(len(t) == num_rows for t in targets)
+        if not may_be_batches:
             ids_of_targets |= {id(t) for t in targets}
 
-    of_whole_batch = [t for t in others if id(t) not in ids_of_targets]
-    return bool(others) and all(len(t) != num_channels for t in of_whole_batch)
+    return ids_of_targets
 
 
 def _lists_of_dictionaries(nest: object, length: int) -> list[object]:
-    """Returns the lists and tuples in a nest that have this many entries, all dictionaries."""
-    entries = _entries(nest)
-    are_dictionaries = all(isinstance(entry, Mapping) for entry in entries)
-    if isinstance(nest, list | tuple) and len(entries) == length and are_dictionaries:
-        return [nest]
+    """Returns the lists and tuples in a nest that have this many entries, all dictionaries.
+
+    For `(images, [{"boxes": a}, {"boxes": b}])` and a length of 2, it is the list of boxes.
+    """
+    entries = _entries(nest)  # empty for a tensor or a number
+    if isinstance(nest, list | tuple) and len(entries) == length:
+        if all(isinstance(entry, Mapping) for entry in entries):
+            return [nest]
 
     found = []
     for entry in entries:
@@ -203,18 +246,21 @@ def _entries(nest: object) -> list[object]:
     return list(nest) if isinstance(nest, list | tuple) else []
 
 
-def _are_images(candidates: Sequence[Tensor]) -> bool:
-    """True if each tensor may be one image: of few channels, and higher and wider than these."""
-    first = candidates[0]
-    num_channels = len(first) if first.dim() == 3 else 0
-    if num_channels not in NUMBERS_OF_CHANNELS:
-        return False
+def _may_be_images(candidates: Sequence[Tensor]) -> bool:
+    """True if each tensor may be an image of shape (channels, height, width).
 
+    It is grey or coloured, and higher and wider than its number of channels. All images have the
+    same number of channels.
+    """
+    first = candidates[0]
     for tensor in candidates:
-        is_like_first = (tensor.dtype, tensor.device) == (first.dtype, first.device)
-        if not is_like_first or tensor.layout != torch.strided or tensor.dim() != 3:
+        if tensor.layout != torch.strided or tensor.dim() != 3:
             return False
-        if len(tensor) != num_channels or min(tensor.shape[1:]) <= num_channels:
+        channels, height, width = tensor.shape
+        if channels not in NUMBERS_OF_CHANNELS or min(height, width) <= channels:
+            return False
+        is_like_first = (tensor.dtype, tensor.device) == (first.dtype, first.device)
+        if not is_like_first or channels != len(first):
             return False
 
     return True
@@ -233,51 +279,57 @@ def _stack_images(images: Sequence[Tensor]) -> Tensor:
     return torch.stack(padded)
 
 
-def without_those_of_single_samples(
-    candidates: Sequence[Tensor], values: object, num_samples: int
+def without_tensors_of_single_samples(
+    tensors_of_nest: Sequence[Tensor], nest: object, num_samples: int
 ) -> list[Tensor]:
     """Returns the tensors that are not in a list with one entry for each sample.
 
+    In such a list, each tensor belongs to one sample, such as the boxes in its image.
+
     Args:
-        candidates: tensors of the nest.
-        values: nest of lists, tuples and dictionaries.
+        tensors_of_nest: the tensors to choose from.
+        nest: nest of lists, tuples and dictionaries.
         num_samples: number of samples.
     """
-    ids_of_single_samples = {id(t) for t in _tensors_of_single_samples(values, num_samples)}
-    return [tensor for tensor in candidates if id(tensor) not in ids_of_single_samples]
+    ids_of_single_samples = {id(t) for t in _tensors_of_single_samples(nest, num_samples)}
+    return [tensor for tensor in tensors_of_nest if id(tensor) not in ids_of_single_samples]
 
 
 def _tensors_of_single_samples(
-    values: object, num_samples: int, *, is_top: bool = True
+    nest: object, num_samples: int, *, is_whole_batch: bool = True
 ) -> list[Tensor]:
     """Returns the tensors in lists that have one entry for each sample.
 
-    An example is a list with the boxes of each image, whose rows are boxes. With 2 images, a tensor
-    of 2 boxes has as many rows as there are samples, but only by chance.
+    With 2 samples, these are a and b in `(images, [{"boxes": a}, {"boxes": b}])`. Their rows are
+    boxes, and not samples.
 
     Args:
-        values: nest of lists, tuples and dictionaries.
+        nest: nest of lists, tuples and dictionaries.
         num_samples: number of samples.
-        is_top: whether the nest is the whole batch. A batch `[images]` has one entry, but that does
-            not mean that it has one sample.
+        is_whole_batch: whether the nest is the whole batch. A batch `[images]` has one entry, but
+            that does not mean that it has one sample.
     """
-    entries = _entries(values)
-    may_be_only_tensor = is_top and len(entries) == 1
-    if isinstance(values, list | tuple) and not may_be_only_tensor:
+    entries = _entries(nest)
+    has_only_one_kind_of_value = is_whole_batch and len(entries) == 1
+    if isinstance(nest, list | tuple) and not has_only_one_kind_of_value:
         if _has_entry_for_each_sample(entries, num_samples):
-            return tensors(values)
+            return tensors(nest)
 
     found = []
     for entry in entries:
-        found += _tensors_of_single_samples(entry, num_samples, is_top=False)
+        found += _tensors_of_single_samples(entry, num_samples, is_whole_batch=False)
     return found
 
 
 def _has_entry_for_each_sample(entries: Sequence[object], num_samples: int) -> bool:
     """True if a list has one entry for each sample, and not one tensor for each kind of value.
 
-    With 2 samples, `[{"boxes": a}, {"boxes": b}]` has an entry for each sample. `[images, labels]`
-    has not: both tensors have 2 rows.
+    With 2 samples, these have an entry for each sample:
+
+        [{"boxes": a}, {"boxes": b}]
+        [boxes of shape (3, 4), boxes of shape (5, 4)]
+
+    `[images, labels]` has not, if both tensors have 2 rows.
     """
     if len(entries) != num_samples:
         return False
@@ -285,28 +337,26 @@ def _has_entry_for_each_sample(entries: Sequence[object], num_samples: int) -> b
         return True
 
     tensors_of_list = [entry for entry in entries if isinstance(entry, Tensor)]
-    all_are_tensors = len(tensors_of_list) == len(entries)
-    if not all_are_tensors:
+    if len(tensors_of_list) < len(entries):  # some entry is a number, for example
         return False
 
-    # Tensors that all have a row for each sample are kinds of values, such as images and labels.
-    with_row_per_sample = tensors_with_rows(tensors_of_list, num_samples)
-    are_kinds_of_values = len(with_row_per_sample) == len(tensors_of_list)
-    return not are_kinds_of_values
+    # In `[images, labels]`, every tensor has a row for each sample.
+    with_row_per_sample = tensors_with_row_per_sample(tensors_of_list, num_samples)
+    return len(with_row_per_sample) < len(tensors_of_list)
 
 
-def tensors_with_rows(values: Sequence[Tensor], count: int) -> list[Tensor]:
-    """Returns the tensors that have `count` rows, without complex tensors.
+def tensors_with_row_per_sample(values: Sequence[Tensor], num_samples: int) -> list[Tensor]:
+    """Returns the tensors that have `num_samples` rows, without complex tensors.
 
     If a tensor has another number of rows, its first two dimensions are swapped first: the hidden
     state of a recurrent layer has the samples in its second dimension.
     """
     found = []
     for tensor in values:
-        samples_may_be_in_second_dimension = tensor.dim() > 1 and len(tensor) != count
+        samples_may_be_in_second_dimension = tensor.dim() > 1 and len(tensor) != num_samples
         if samples_may_be_in_second_dimension:
             tensor = tensor.transpose(0, 1)
-        if tensor.dim() > 0 and len(tensor) == count and not tensor.is_complex():
+        if tensor.dim() > 0 and len(tensor) == num_samples and not tensor.is_complex():
             found.append(tensor)
     return found
 

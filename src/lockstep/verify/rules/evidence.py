@@ -67,8 +67,8 @@ def loss_line(case: Divergence) -> list[str]:
 
 def format_backward_passes(case: Divergence) -> str:
     """Says how many backward passes the step had, on one process and on each rank."""
-    on_one_process = case.expected.backward_passes
-    on_each_rank = case.actual.backward_passes
+    on_one_process = case.expected.num_backward_passes
+    on_each_rank = case.actual.num_backward_passes
     return (
         f"backward passes for this step: {on_one_process} on one process, "
         f"{on_each_rank} on each rank"

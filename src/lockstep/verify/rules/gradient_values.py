@@ -134,8 +134,8 @@ def multiple_by_a_count(case: Divergence, expected: Gradients, actual: Gradients
     if ratio is None:
         return None
 
-    passes_of_one = case.expected.backward_passes
-    passes_of_rank = case.actual.backward_passes
+    passes_of_one = case.expected.num_backward_passes
+    passes_of_rank = case.actual.num_backward_passes
 
     # The ratio that each cause would lead to. If several causes lead to the same ratio, the first
     # one is reported: LS203 and LS204 come first, because other numbers of backward passes are a
@@ -247,7 +247,7 @@ def clipped_between_passes(
 ) -> Cause | None:
     """LS404: gradients were clipped before the last backward pass of the step.
 
-    Needs: `calls` that clip, with `passes_before`, and `losses`, one for each backward pass.
+    Needs: `calls` that clip, with `num_passes_before`, and `losses`, one for each backward pass.
     Applies: if such a call changed a gradient, in either run.
     False positives: something else may be wrong as well.
     Evidence: the backward pass before the call, its line, and the factors by which gradients are
@@ -259,13 +259,11 @@ def clipped_between_passes(
             if call.name != "clip" or not call.has_clipped:
                 continue
 
-            # `passes_before` is the number of backward passes before the call. If more passes
-            # follow, they add their gradients to the clipped ones.
-            more_passes_follow = call.passes_before < num_passes
+            # If more backward passes follow, they add their gradients to the clipped ones.
+            passes_before = call.num_passes_before
+            more_passes_follow = passes_before < num_passes
             if more_passes_follow:
-                text = (
-                    f"clipped after backward pass {call.passes_before} of {num_passes}: {call.line}"
-                )
+                text = f"clipped after backward pass {passes_before} of {num_passes}: {call.line}"
                 return Cause("LS404", (text, *gradient_patterns(case)))
 
     return None

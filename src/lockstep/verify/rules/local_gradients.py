@@ -96,7 +96,7 @@ class LocalGradients:
 
         If the gradients of earlier passes were averaged, it says how many passes are local.
         """
-        total = self.case.actual.backward_passes
+        total = self.case.actual.num_backward_passes
         earlier_passes_were_averaged = self.num_local_passes < total
         if earlier_passes_were_averaged:
             return (
@@ -119,7 +119,7 @@ class LocalGradients:
         """True if these gradients belong to models that neither DDP nor Lockstep has wrapped."""
         unwrapped: set[str] = set()
         for record in self.case.actual:
-            unwrapped |= set(record.unwrapped)
+            unwrapped |= set(record.unwrapped_parameters)
         return set(self.names) <= unwrapped
 
     @property
@@ -583,8 +583,8 @@ def _other_averaged_names(gradients: LocalGradients) -> list[str]:
     ignored, since DDP averages by itself.
     """
     case = gradients.case
-    # `unwrapped` lists the parameters of models without a DDP wrapper.
-    all_are_unwrapped = set(gradients.names) <= set(case.actual[0].unwrapped)
+    # `unwrapped_parameters` lists the parameters of models without a DDP wrapper.
+    all_are_unwrapped = set(gradients.names) <= set(case.actual[0].unwrapped_parameters)
     if not all_are_unwrapped:
         return []
 
@@ -615,7 +615,7 @@ def _names_averaged_by_script(record: RankUpdate, max_error: float) -> list[str]
         max_error: largest relative difference that counts as rounding.
     """
     # What the backward passes computed, for all parameters without a wrapper.
-    local_gradients = sum_of_passes(record.local_gradients, record.unwrapped)
+    local_gradients = sum_of_passes(record.local_gradients, record.unwrapped_parameters)
     # What the rank gave to its optimizer, for the parameters of this optimizer.
     used_gradients = record.unclipped  # before clipping
 
@@ -648,7 +648,7 @@ def _model_of(name: str) -> str:
 def model_that_nothing_wraps(gradients: LocalGradients) -> Cause | None:
     """LS311: the model is neither wrapped with DDP nor prepared by Lockstep.
 
-    Needs: `unwrapped` and `unwrapped_line`.
+    Needs: `unwrapped_parameters` and `unwrapped_line`.
     Applies: if all these gradients belong to such models.
     False positives: none known.
     Evidence: the line of a forward pass of the model.

@@ -64,7 +64,7 @@ def batchnorm_in_other_passes(case: Divergence) -> Cause | None:
     has_batchnorm = any(name.endswith("running_mean") for name in case.actual.merged("buffers"))
     if not has_batchnorm:
         return None
-    if case.expected.backward_passes == case.actual.backward_passes:
+    if case.expected.num_backward_passes == case.actual.num_backward_passes:
         return None
     return Cause("LS307", (format_backward_passes(case), *_patterns_of_gradients(case)))
 
@@ -157,11 +157,11 @@ def other_outputs(case: Divergence) -> Cause | None:
 
 def _ranks_exchanged_tensors(case: Divergence) -> bool:
     """True if the ranks exchanged anything but gradients before the last backward pass."""
-    num_passes = case.actual.backward_passes  # of the whole step
+    num_passes = case.actual.num_backward_passes  # of the whole step
     for call in case.actual.calls:
-        # `passes_before` is the number of backward passes of the step before the call. It is
+        # `num_passes_before` is the number of backward passes of the step before the call. It is
         # smaller than the number of all passes if the call was made before the last pass.
-        is_before_last_pass = call.passes_before < num_passes
+        is_before_last_pass = call.num_passes_before < num_passes
         input_is_gradient = bool(call.gradient_of)
         if is_before_last_pass and not input_is_gradient:
             return True
