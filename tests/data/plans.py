@@ -17,7 +17,7 @@ def request(*, micro_batch_size: bool = False) -> AutotuneRequest:
         result=AutotuneResult(),
         wants_shares=False,
         wants_micro_batch_size=micro_batch_size,
-        profile=lambda plan, samples: nullcontext(),
+        recording_context=lambda plan, samples: nullcontext(),
         must_keep_plan=lambda: True,
     )
 

@@ -32,7 +32,7 @@ class AutotuneRequest:
     result: AutotuneResult
     wants_shares: bool
     wants_micro_batch_size: bool
-    profile: Callable[[Any, int], AbstractContextManager[None]]
+    recording_context: Callable[[Any, int], AbstractContextManager[None]]
     """Returns a context in which a micro-batch is computed and measured. Its arguments are the
     loader's `MicroBatchPlan` and the number of samples of this rank."""
     must_keep_plan: Callable[[], bool]

@@ -520,7 +520,7 @@ class MicroBatchPlan:
         # measures that. When the loop asks for the next segment, `self.shares` and
         # `self.micro_batch_size` are the measured ones.
         samples_of_this_rank = measured[0].micro_batch.local_rows
-        with self.request.profile(self, samples_of_this_rank):
+        with self.request.recording_context(self, samples_of_this_rank):
             yield Segment(measured, rest_of_global_batch=provisional_rest)
 
         # The rest is planned again, now with the measured shares and micro-batch size.

@@ -95,7 +95,7 @@ def _add_report(
     if settings.trace_step is not None:
         from lockstep.extensions.report.step_trace import StepTrace
 
-        # Before the recorder, as extensions are closed in this order: the recorder writes down
-        # where the trace of the last step is.
+        # Extensions are closed in the order in which they were added. The trace comes first, so
+        # that it is written when the recorder notes where it is.
         run.extensions.add(StepTrace(run, recorder, settings.trace_step), Place.OBSERVER)
     run.extensions.add(recorder, Place.OBSERVER)

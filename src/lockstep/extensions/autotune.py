@@ -89,10 +89,30 @@ class Autotune(Extension):
             SettingError: if a value is `"auto"` and the strategy does not support that, or if the
                 loader has shares of its own and the strategy needs the same shares for all loaders.
         """
+        self._check_shares_of_loader(shares)
+
+        shares_in_effect = self.run.settings.shares if shares is None else shares
+        wants_shares = is_auto(shares_in_effect)
+        wants_size = is_auto(micro_batch_size)
+        if wants_shares or wants_size:
+            setting = "shares='auto'" if wants_shares else "micro_batch_size='auto'"
+            self._check_can_autotune(setting)
+
+        has_several_devices = self.plan.num_devices > 1  # otherwise one device gets all samples
+        return AutotuneRequest(
+            result=self.found,
+            wants_shares=wants_shares and has_several_devices,
+            wants_micro_batch_size=wants_size,
+            recording_context=self._recording_context,
+            must_keep_plan=self._must_keep_plan,
+        )
+
+    def _check_shares_of_loader(self, shares: Any) -> None:
+        """Refuses numbers as the shares of one loader if the model divides the batches."""
         # With several devices in a process, the model divides a batch over them, not the loader.
         model_divides_batches = len(self.plan.local_devices) > 1
-        loader_has_own_numbers = shares is not None and not is_auto(shares)
-        if loader_has_own_numbers and model_divides_batches:
+        are_numbers = shares is not None and not is_auto(shares)
+        if are_numbers and model_divides_batches:
             raise SettingError(
                 f"world.loader(shares={shares!r})",
                 f"strategy {self.strategy.name!r} divides a batch over the devices of this "
@@ -101,24 +121,14 @@ class Autotune(Extension):
                 "later",
             )
 
-        shares_in_effect = self.run.settings.shares if shares is None else shares
-        wants_shares = is_auto(shares_in_effect)
-        wants_size = is_auto(micro_batch_size)
-        if (wants_shares or wants_size) and not self.plan.can_autotune:
+    def _check_can_autotune(self, setting: str) -> None:
+        """Refuses a setting such as "shares='auto'" if the strategy does not support it."""
+        if not self.plan.can_autotune:
             raise SettingError(
-                "shares='auto'" if wants_shares else "micro_batch_size='auto'",
+                setting,
                 f"strategy {self.strategy.name!r} cannot try a part of the batch on its own",
                 "give numbers, or use strategy='ddp'",
             )
-
-        has_several_devices = self.plan.num_devices > 1  # otherwise one device gets all samples
-        return AutotuneRequest(
-            result=self.found,
-            wants_shares=wants_shares and has_several_devices,
-            wants_micro_batch_size=wants_size,
-            profile=self._record,
-            must_keep_plan=self._must_keep_plan,
-        )
 
     def after_backward(self, loss: Any, micro_batch: MicroBatch) -> None:
         """Measures what is `"auto"`, after the backward pass of the recorded micro-batch.
@@ -144,7 +154,8 @@ class Autotune(Extension):
         must_find_size = request.micro_batch_size_is_open
 
         # First the shares: the size depends on how many samples each process has. They are written
-        # to `self.found` last, because an error of the second search must still name both values.
+        # to `self.found` last: until then they count as open, and an error in the search for the
+        # size names shares='auto' too.
         shares_of_processes = plan_of_loader.shares
         if must_find_shares:
             shares_of_processes = self._find_and_apply_shares(search, shares_of_processes)
@@ -162,11 +173,14 @@ class Autotune(Extension):
     def _find_and_apply_shares(
         self, search: AutotuneSearch, shares_of_processes: tuple[int, ...]
     ) -> tuple[int, ...]:
-        """Finds shares of the devices, and returns the shares that processes have from now on.
+        """Finds the shares of the devices, and puts them where batches are divided.
 
-        If each process has one device, these are the shares that were found. If a process has
-        several devices, its modules divide its part of the batch over them. Then the modules get
-        the shares that were found, and the processes keep theirs (`shares_of_processes`).
+        Args:
+            search: the search for the shares.
+            shares_of_processes: the shares of the processes until now.
+
+        Returns:
+            The shares that the processes have from now on.
         """
         result = search.find_shares()
         process_has_one_device = len(self.plan.local_devices) == 1
@@ -175,8 +189,10 @@ class Autotune(Extension):
             _describe_shares(result.before, result.after, result.times, device_name)
         )
         if process_has_one_device:
-            return result.after
+            return result.after  # the shares of the devices are those of the processes
 
+        # The modules of a process divide its part of a batch over its devices. So they get the
+        # shares that were found, and the processes keep theirs.
         for module in self.modules:
             if isinstance(module, DataParallel):
                 module.set_shares(result.after)
@@ -188,12 +204,12 @@ class Autotune(Extension):
             print_note(translate(text))
 
     @contextmanager
-    def _record(self, division: MicroBatchPlan, num_samples: int) -> Iterator[None]:
+    def _recording_context(self, division: MicroBatchPlan, num_samples: int) -> Iterator[None]:
         """Records the forward calls of the first micro-batch, which runs inside this context.
 
         They are kept in `self._recorded_micro_batch`. Inside the context, the user's loop calls
-        `world.backward`, which calls `after_backward`. This uses the calls, and takes them out of
-        `self._recorded_micro_batch`.
+        `world.backward`, which calls `after_backward`. This ends the recording, takes the calls out
+        of `self._recorded_micro_batch` and uses them.
 
         Args:
             division: how the loader of the micro-batch divides global batches.
@@ -206,22 +222,26 @@ class Autotune(Extension):
         calls = self._recording_hooks.enter_context(record_calls(self.modules))
         recorded = _RecordedMicroBatch(division, num_samples, calls)
         self._recorded_micro_batch = recorded
+
+        def is_unused() -> bool:
+            """Returns True if `after_backward` was not called, which takes the recorded calls."""
+            return self._recorded_micro_batch is recorded
+
         try:
             yield
 
-            # If `after_backward` was not called, and yet an optimizer has stepped, the user's loop
-            # has called `loss.backward()`. If none has stepped, it was an evaluation, or the loop
-            # has skipped the batch.
-            was_not_used = self._recorded_micro_batch is recorded
+            # If the calls are unused, and yet an optimizer has stepped, the user's loop has called
+            # `loss.backward()`. If none has stepped, it was an evaluation, or the loop has skipped
+            # the batch.
             has_stepped = self.run.step.training_pass.stepped
-            if was_not_used and has_stepped:
+            if is_unused() and has_stepped:
                 raise UsageError(
                     "loss.backward() where shares or micro_batch_size are 'auto'",
                     "they are found in world.backward",
                     "call world.backward(loss)",
                 )
         finally:
-            if self._recorded_micro_batch is recorded:  # `after_backward` was not called
+            if is_unused():
                 self._stop_recording()
 
     def _stop_recording(self) -> None:

@@ -77,7 +77,7 @@ class AutotuneSearch:
     ) -> None:
         self._run = run
         self._division = division
-        self._num_samples = num_samples
+        self._num_recorded_samples = num_samples
         self._num_devices = plan.num_devices
         self._local_devices = plan.local_devices
         self._profiling = ProfilingRun(run, calls, num_samples, optimizers)
@@ -144,8 +144,8 @@ class AutotuneSearch:
             shares: shares of the processes.
 
         Returns:
-            The smallest number that fits on any process, which all of them use; None if every
-            process can compute its whole part of a global batch at once.
+            The smallest of the processes' limits, which all processes use; None if every process
+            can compute its whole part of a global batch at once.
         """
         # If a process has several devices, they are tried together, as in the training. Tried one
         # by one, they would not show the limit: one of them holds the parameters and the
@@ -193,11 +193,11 @@ class AutotuneSearch:
     def _find_limit(self, device: int | None, shares: tuple[int, ...]) -> int | None:
         """Finds how many samples fit in the memory of a device.
 
-        The result is remembered, so that calls with other shares try as little as possible. If 50
-        samples fit, three calls one after the other, whose shares give the device parts of 30, 60
-        and 40 samples, return:
+        The result is remembered, so that calls with other shares try as little as possible. If a
+        micro-batch of 20 samples was recorded, and 50 samples fit, three calls one after the other,
+        whose shares give the device parts of 30, 60 and 40 samples, return:
 
-            part of 30   None: the whole part fits
+            part of 30   None: the whole part fits; numbers from 20 to 30 were tried
             part of 60   50: numbers from 30 to 60 were tried
             part of 40   50: the limit is known already, so nothing is tried
 
@@ -211,13 +211,13 @@ class AutotuneSearch:
         if device in self._known_limits:
             return self._known_limits[device]
 
-        nothing_was_recorded = self._num_samples == 0
+        nothing_was_recorded = self._num_recorded_samples == 0
         if nothing_was_recorded:
             return None
 
-        # What was recorded in the training has fitted. Earlier calls may have tried more.
+        # The recorded micro-batch has fitted in the training. Earlier calls may have tried more.
         part = self._size_of_part(device, shares)
-        known_to_fit = self._known_to_fit.get(device, self._num_samples)
+        known_to_fit = self._known_to_fit.get(device, self._num_recorded_samples)
         if part <= known_to_fit:
             return None
 

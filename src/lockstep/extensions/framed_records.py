@@ -116,14 +116,16 @@ def find_contents(data: Data, damage: Damage) -> Iterator[tuple[int, int]]:
             begin = end
             continue
 
+        # The last bytes may be a record that was not written completely, which is no damage.
         next_begin = _find_complete_record(data, begin + 1)
-        if next_begin is None:
-            if _is_beginning_of_record(data[begin:]):
-                damage.is_cut_off = True
-            else:
-                damage.damaged_at.append(begin)
+        if next_begin is None and _is_beginning_of_record(data[begin:]):
+            damage.is_cut_off = True
             return
+
+        # The bytes up to the next complete record, or to the end of the file, are damaged.
         damage.damaged_at.append(begin)
+        if next_begin is None:
+            return
         begin = next_begin
 
 
@@ -158,8 +160,9 @@ def _find_complete_record(data: Data, begin: int) -> int | None:
 def _is_beginning_of_record(tail: bytes) -> bool:
     """Returns True if the last bytes of a file may be a record of which the end was not written.
 
-    After a loss of power, the disk may have the length of the file, and not yet all of its bytes,
-    which are then read as zeros. So the record may also reach exactly to the end of the file.
+    Usually the file ends within the record. After a loss of power, the disk may have the length of
+    the file, and not yet all of its bytes, which are then read as zeros. So the record may also
+    have its full length, up to the end of the file, with zeros in it.
 
     Args:
         tail: the bytes after the last complete record.
@@ -171,5 +174,5 @@ def _is_beginning_of_record(tail: bytes) -> bool:
         return MARK.startswith(tail[: len(MARK)])
 
     mark, length, _ = FRAME.unpack_from(tail)
-    has_bytes_after_record = FRAME.size + length < len(tail)
-    return bool(mark == MARK and not has_bytes_after_record)
+    reaches_end_of_file = FRAME.size + length >= len(tail)
+    return bool(mark == MARK and reaches_end_of_file)

@@ -57,24 +57,23 @@ def measure(
     run = preparer.run
     bytes_by_attribute_and_device = _bytes_of_model(model, run.device)
 
-    # The values that the rows of all devices of this process have, by the attribute of
-    # `DeviceMemory`.
-    common: dict[str, Any] = {"rank": run.topology.rank}
+    # What all rows of this process have, by the attribute of `DeviceMemory`.
+    values_of_all_rows: dict[str, Any] = {"rank": run.topology.rank}
     if loader is not None or loss is not None:
         steps = make_training_steps(preparer, model, optimizer, loader, loss)
         bytes_by_attribute_and_device |= steps.measure()
-        common["samples"] = steps.samples
-        common["step_s"] = steps.seconds
+        values_of_all_rows["samples"] = steps.samples
+        values_of_all_rows["step_s"] = steps.seconds
     elif optimizer is not None:
-        state = state_bytes(optimizer)
-        if state is None:
-            common["state"] = None  # not known
+        state_by_device = state_bytes(optimizer)
+        if state_by_device is None:  # it cannot be counted without a step
+            values_of_all_rows["state"] = None
         else:
-            bytes_by_attribute_and_device["state"] = state
+            bytes_by_attribute_and_device["state"] = state_by_device
 
-    rows = _make_rows(run.device, bytes_by_attribute_and_device, common)
+    rows = _make_rows(run.device, bytes_by_attribute_and_device, values_of_all_rows)
     if isinstance(model, DataParallel):
-        rows = _rows_of_replicas(rows, model, common.get("samples"))
+        rows = _rows_of_replicas(rows, model, values_of_all_rows.get("samples"))
 
     rows_of_ranks = run.collectives.exchange([asdict(row) for row in rows])
     all_rows: list[DeviceMemory] = []
@@ -114,7 +113,7 @@ def _bytes_of_model(
 def _make_rows(
     device_of_rank: torch.device,
     bytes_by_attribute_and_device: Mapping[str, Mapping[torch.device, int]],
-    common: Mapping[str, Any],
+    values_of_all_rows: Mapping[str, Any],
 ) -> list[DeviceMemory]:
     """Returns a row for each device that holds something, the device of this rank first.
 
@@ -122,7 +121,7 @@ def _make_rows(
         device_of_rank: the device of this rank, which has a row in any case.
         bytes_by_attribute_and_device: for attributes of `DeviceMemory`, the bytes on each device,
             such as `{"parameters": {cuda:0: 4096}}`.
-        common: values that all rows have, by the attribute of `DeviceMemory`.
+        values_of_all_rows: values that all rows have, by the attribute of `DeviceMemory`.
     """
     other_devices: set[torch.device] = set()
     for sizes in bytes_by_attribute_and_device.values():
@@ -133,7 +132,7 @@ def _make_rows(
     sorted_devices = sorted(other_devices, key=lambda device: (device.type, device.index or 0))
     rows: list[DeviceMemory] = []
     for device in [device_of_rank, *sorted_devices]:
-        values = dict(common)
+        values = dict(values_of_all_rows)
         for attribute, sizes in bytes_by_attribute_and_device.items():
             if device in sizes:
                 values[attribute] = sizes[device]
@@ -144,7 +143,10 @@ def _make_rows(
 def _rows_of_replicas(
     rows: list[DeviceMemory], model: DataParallel, samples: int | None
 ) -> list[DeviceMemory]:
-    """Returns a row for each replica of a process, with the gradients that it had in a step.
+    """Returns the rows of a process with replicas: with their samples and gradients in a step.
+
+    If each replica has a device of its own, these are the rows of the devices, completed. If
+    several share a device, they are a row for each replica.
 
     When a step has ended, only the first device still holds gradients. The other replicas computed
     with copies of the parameters, which are gone by then, and their gradients with them. These
@@ -170,15 +172,18 @@ def _rows_of_replicas(
 
     names_of_devices = [str(device) for device in model.devices]
     samples_of_device = dict(zip(names_of_devices, samples_of_replica, strict=True))
-    completed: list[DeviceMemory] = []
+    completed_rows: list[DeviceMemory] = []
     for row in rows:
         if row.device in samples_of_device:
-            device_samples = samples_of_device[row.device]
-            gradients = row_of_first_replica.gradients
-            completed.append(replace(row, samples=device_samples, gradients=gradients))
+            completed_row = replace(
+                row,
+                samples=samples_of_device[row.device],
+                gradients=row_of_first_replica.gradients,
+            )
         else:  # no replica computes on this device, but it holds something, such as the loss
-            completed.append(replace(row, samples=None))
-    return completed
+            completed_row = replace(row, samples=None)
+        completed_rows.append(completed_row)
+    return completed_rows
 
 
 def _rows_of_sharing_replicas(
@@ -188,7 +193,10 @@ def _rows_of_sharing_replicas(
 
     Each row says what one replica holds. The first one computes with the parameters themselves, and
     its row also has the optimizer's state, the loss and the measured peak of the device. Each other
-    replica has a copy of the parameters.
+    replica has a copy of the parameters. For example, two replicas of a model of 100 bytes:
+
+        replica 0   parameters=100, copies as in `shared`, state=200
+        replica 1   parameters=0, copies=100, state=0
 
     Args:
         shared: the row of the device, with the bytes of all replicas.
@@ -228,14 +236,14 @@ def _activations_of_replica(
     Args:
         shared: the row of the device. Its activations are None if the steps have kept none.
         samples: the samples of the replica; None if no steps were measured.
-        samples_of_replica: the samples of each replica.
+        samples_of_replica: the samples of each replica; all None if no steps were measured.
 
     Returns:
         The bytes; None if no steps were measured.
     """
     if samples is None:
         return None
-    total_samples = sum(number or 0 for number in samples_of_replica)
+    total_samples = sum(number for number in samples_of_replica if number is not None)
     activations_of_all = shared.activations or 0
     return activations_of_all * samples // max(1, total_samples)
 
@@ -281,8 +289,8 @@ def _bytes_while_gathered(
     Args:
         parameter: the parameter, of which this rank has a shard.
         dtype_when_gathered: its dtype while it is gathered; None: its own.
-        stays_gathered: True for those of the outermost unit, which are gathered for the whole step.
-            The table has them in the row "copies".
+        stays_gathered: True for a parameter of the outermost unit, which is gathered for the whole
+            step. What is gathered is then counted among the copies of parameters instead.
     """
     # `numel` and `nbytes` of a sharded parameter are those of the whole parameter.
     gathered_bytes = parameter.nbytes

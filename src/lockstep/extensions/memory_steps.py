@@ -69,7 +69,9 @@ def make_training_steps(
             why_no_batch,
             "call it before the loop, with data for one global batch at least",
         )
-    if preparer.virtual_ranks is not None:
+    # Only strategy "diloco" has virtual ranks: replicas of the model, which step on their own.
+    steps_change_replicas = preparer.virtual_ranks is not None
+    if steps_change_replicas:
         raise UsageError(
             "world.memory with training steps under strategy='diloco'",
             "they would be steps of the replicas, which are not put back",
@@ -133,12 +135,12 @@ class TrainingSteps:
         """
         with self._undo(), closing(self._endless_batches()) as batches:
             # This sets `self._sizes` to the sizes of copies, activations and loss.
-            self._step(batches, count_saved=True)
+            self._step(batches, is_first_measurement=True)
 
             # After the first step, the optimizer has a state.
             state = state_tensors(self._optimizer.inner)
             self._sizes["state"] = bytes_by_device(storages(state))
-            self._sizes["peak"] = self._measure_peak(batches)
+            self._sizes["peak"] = self._step_and_measure_peak(batches)
 
             seconds_of_steps = [self._step(batches) for _ in range(NUM_TIMED_STEPS)]
             self.seconds = statistics.median(seconds_of_steps)
@@ -154,7 +156,7 @@ class TrainingSteps:
         batches: Iterator[Any],
         context: AbstractContextManager[Any] | None = None,
         *,
-        count_saved: bool = False,
+        is_first_measurement: bool = False,
     ) -> float:
         """Takes one training step, which may consist of several micro-batches.
 
@@ -162,9 +164,8 @@ class TrainingSteps:
             batches: the batches of the loader.
             context: a context that is entered around the computation of each micro-batch, so it
                 must be one that can be entered again.
-            count_saved: True to count what the first micro-batch keeps for its backward pass (see
-                `_count_saved`), and to note the memory of the gradients for the measurement of the
-                peak.
+            is_first_measurement: True to count what the first micro-batch keeps for its backward
+                pass (see `_count_saved`), and to note the storages of the gradients.
 
         Returns:
             The seconds it took, without those of the loader.
@@ -177,12 +178,10 @@ class TrainingSteps:
             is_last = micro_batch.last
             begin = synchronized_time(self._gpus)
             with context or nullcontext():
-                loss = self._compute_loss(batch, count_saved=count_saved and micro_batch.first)
+                count_saved = is_first_measurement and micro_batch.first
+                loss = self._compute_loss(batch, count_saved=count_saved)
                 self._preparer.training_step.backward(loss)
-
-                # Gradients are views of larger buckets, which stay alive when the gradients are
-                # cleared. `_measure_peak_on_cpu` finds the buckets by the storages noted here.
-                if count_saved:
+                if is_first_measurement:
                     self._note_storages_of_gradients()
 
                 # As in a user's loop: a prepared optimizer does nothing before the last
@@ -194,7 +193,11 @@ class TrainingSteps:
         return seconds
 
     def _note_storages_of_gradients(self) -> None:
-        """Sets `_gradient_storages` to the storages of the present gradients."""
+        """Sets `_gradient_storages` to the storages of the present gradients.
+
+        DDP's gradients are views of larger buckets, which stay alive when the gradients are
+        cleared. `_count_existing` finds the buckets by these storages.
+        """
         gradients = [p.grad for p in self._model.parameters() if p.grad is not None]
         self._gradient_storages = [weakref.ref(storage) for storage in storages(gradients)]
 
@@ -218,7 +221,7 @@ class TrainingSteps:
         model_storages = storages([*self._model.parameters(), *self._model.buffers()])
         saved_by_calls: list[SavedTensors] = []  # one for each call of the model, or of a replica
         saved_outside = SavedTensors()
-        used_parameters: set[torch.UntypedStorage] = set()
+        storages_of_used_parameters: set[torch.UntypedStorage] = set()  # filled in the context
 
         def watch_call(arguments: Any) -> AbstractContextManager[Any]:
             """Returns a context for a call of the model, which collects what the call saves."""
@@ -229,13 +232,13 @@ class TrainingSteps:
         with (
             saved_outside.watch(),
             around_calls(self._model, watch_call),
-            self._collect_used_parameters(used_parameters),
+            self._collect_used_parameters(storages_of_used_parameters),
         ):
             yield
 
         # 1. A sharded model computes with gathered parameters, and each replica but the first with
         # parameters of its own. These copies are kept for the backward pass too.
-        copies_of_parameters = used_parameters - model_storages
+        copies_of_parameters = storages_of_used_parameters - model_storages
 
         # 2. What the calls of the model have saved beside that. `count_new` adds the storages that
         # it counts to the set, so that each counts once.
@@ -280,8 +283,8 @@ class TrainingSteps:
                     hooks.enter_context(handle)
             yield
 
-    def _measure_peak(self, batches: Iterator[Any]) -> dict[torch.device, int]:
-        """Returns the most memory that tensors take at one time in a step, by device."""
+    def _step_and_measure_peak(self, batches: Iterator[Any]) -> dict[torch.device, int]:
+        """Takes a step. Returns the most memory that tensors take at one time in it, by device."""
         if self._run.device.type == "cuda":
             # All devices that hold activations or a loss, and this rank's own.
             devices_with_activations = self._sizes["activations"].keys()
@@ -292,10 +295,10 @@ class TrainingSteps:
                 torch.cuda.reset_peak_memory_stats(device)
             self._step(batches)
             return {device: torch.cuda.max_memory_allocated(device) for device in devices}
-        return {torch.device("cpu"): self._measure_peak_on_cpu(batches)}
+        return {torch.device("cpu"): self._step_and_measure_peak_on_cpu(batches)}
 
-    def _measure_peak_on_cpu(self, batches: Iterator[Any]) -> int:
-        """Returns the most bytes that CPU tensors take at one time in a step.
+    def _step_and_measure_peak_on_cpu(self, batches: Iterator[Any]) -> int:
+        """Takes a step. Returns the most bytes that CPU tensors take at one time in it.
 
         Each tensor is counted while it is alive, in all threads that compute: the main thread takes
         the step, and replicas compute in threads of their own.
@@ -322,9 +325,9 @@ class TrainingSteps:
         live.count(storages([*self._model.parameters(), *self._model.buffers()]))
         live.count(storages(state_tensors(self._optimizer.inner)))
 
-        # The gradients were cleared, but their storages are those of the buckets, which are alive.
-        for reference in self._gradient_storages:
-            storage = reference()
+        # The gradients were cleared, but the buckets of DDP, whose storages they used, are alive.
+        for weak_reference in self._gradient_storages:
+            storage = weak_reference()
             if storage is not None:
                 live.count([storage])
 

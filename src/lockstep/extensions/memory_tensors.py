@@ -100,7 +100,9 @@ def state_bytes(optimizer: Optimizer) -> dict[torch.device, int] | None:
 
 
 def _copy_on_meta(optimizer: Optimizer) -> tuple[Any, dict[nn.Parameter, torch.device]]:
-    """Returns a copy of an optimizer that has not stepped, with parameters on the meta device.
+    """Returns a copy of an optimizer, without its state, with parameters on the meta device.
+
+    Parameters that are not trained are left out, as an optimizer keeps no state for them.
 
     Returns:
         The copy; and for each of its parameters the device of the parameter that it stands for.

@@ -122,8 +122,11 @@ class ProfilingRun:
             except Exception as error:
                 if not is_out_of_memory(error):
                     raise
+                has_enough_memory = False
             else:
-                return True
+                has_enough_memory = True
+        if has_enough_memory:
+            return True
 
         # The error is freed when the `except` block is left. Until then its traceback refers to the
         # frames that have asked for the memory, and these refer to their tensors.
@@ -157,7 +160,8 @@ class ProfilingRun:
 
         Args:
             samples: how many samples to compute.
-            device: the number of a device among those of this process. None for all of them.
+            device: the number of a device among those of this process; with 1, only the replica on
+                its second device computes. None for all of them.
 
         Raises:
             UsageError: there are no calls, or no output or input has a gradient.
@@ -342,11 +346,13 @@ class _OptimizerState(NamedTuple):
 
 
 def _states_by_parameter(optimizers: Iterable[Optimizer]) -> dict[int, _OptimizerState]:
-    """Returns what the optimizers keep for each parameter, by the id of the parameter."""
+    """Returns what optimizers keep for each parameter, and will keep, by the parameter's id."""
     states: dict[int, _OptimizerState] = {}
     for optimizer in optimizers:
         for group in optimizer.param_groups:
-            values_per_weight = STATE_VALUES_PER_WEIGHT  # those of Adam, as most optimizers keep
+            # Before the first step there is no state to count. Most optimizers will keep as many
+            # values as Adam.
+            values_per_weight = STATE_VALUES_PER_WEIGHT
             if type(optimizer) is torch.optim.SGD:
                 values_per_weight = 1 if group["momentum"] else 0
 
@@ -389,8 +395,8 @@ def restored(
     """
     # The copies are on the CPU, so that they do not add to the memory of a GPU that is measured.
     copies = [(tensor, to_local(tensor).to("cpu", copy=True)) for tensor in values]
-    restored_streams_of_gpus = torch.random.fork_rng(gpus, enabled=bool(gpus))
-    with preserve_rng_state(), restored_streams_of_gpus:
+    preserve_streams_of_gpus = torch.random.fork_rng(gpus, enabled=bool(gpus))
+    with preserve_rng_state(), preserve_streams_of_gpus:  # the first: those of the CPU
         try:
             yield
         finally:

@@ -117,8 +117,15 @@ def align_names(
     if not new_names:
         return run
 
+    # For example, "Net/weight" of the reference is "Wrapper/module.weight" in the other run, and
+    # both runs have "Wrapper/scale":
+    #
+    #     new_names         Wrapper/module.weight: Net/weight
+    #     new_modules       Wrapper/module: Net, Wrapper: Net
+    #     unchanged_names   Wrapper/scale: Wrapper/scale, although its module has a new name
+    new_modules = _new_modules(new_names)
     unchanged_names = {name: name for name in other_tensors if name in reference_tensors}
-    change = partial(_with_new_name, unchanged_names | new_names, _new_modules(new_names))
+    change = partial(_with_new_name, unchanged_names | new_names, new_modules)
     num_ranks = len(other[0])
     return run.renamed([change] * num_ranks)
 
@@ -180,9 +187,11 @@ def _with_new_name(
 def _new_modules(new_names: Mapping[str, str]) -> dict[Parts, Parts]:
     """Returns the new names of modules whose tensors have new names.
 
-    For example, "Wrapper/module.layer.weight" is renamed to "Net/layer.weight". Then the module
-    "Wrapper/module.layer" is now "Net/layer", and "Wrapper/module", which contains it, is "Net".
-    What else the wrapper has becomes a part of "Net" too, such as "Wrapper/scale".
+    For example, "Wrapper/module.layer.weight" is renamed to "Net/layer.weight". Then the result is:
+
+        ("Wrapper", "module", "layer"): ("Net", "layer")
+        ("Wrapper", "module"):          ("Net",)
+        ("Wrapper",):                   ("Net",), so that "Wrapper/scale" becomes "Net/scale"
     """
     new_modules: dict[Parts, Parts] = {}
     for old_name, new_name in new_names.items():
@@ -194,6 +203,7 @@ def _new_modules(new_names: Mapping[str, str]) -> dict[Parts, Parts]:
             new = new[:-1]
             new_modules[old] = new
 
+        # The model itself is a module too. The loop reaches it only if the paths are the same.
         old_root = old[:1]
         new_root = new[:1]
         if old_root != new_root:
@@ -249,8 +259,8 @@ def _end_alike(one: str, other: str) -> bool:
     For example, `Net/a.b` and `Wrapper/module.a.b` end alike.
     """
     # With a dot in front, so that `xb` does not end like `b`.
-    one_path = "." + one.partition("/")[2]
-    other_path = "." + other.partition("/")[2]
+    one_path = "." + _split_root(one)[1]
+    other_path = "." + _split_root(other)[1]
     return one_path.endswith(other_path) or other_path.endswith(one_path)
 
 
@@ -270,8 +280,8 @@ def rename_tensors(record: RankUpdate, change: Rename) -> RankUpdate:
     for field_name in MAPPINGS_FROM_NAMES:
         fields[field_name] = _with_new_keys(getattr(record, field_name), change)
 
-    # Every name keeps its index, even if it occurs twice: the index of a name in
-    # `optimizer_parameters` is that of the parameter in the optimizer.
+    # No duplicates are removed, as a name may stand for an index: `optimizer_parameters[i]` is the
+    # i-th parameter of the optimizer. Unlike the mappings above, these lists may have empty names.
     for field_name in LISTS_OF_NAMES:
         fields[field_name] = [new_name(name) for name in getattr(record, field_name)]
 
@@ -361,7 +371,10 @@ def _without_unchanged(new_roots: Mapping[str, str]) -> dict[str, str]:
 def _counterparts(
     candidates: Mapping[str, _ModelHistory], models: Mapping[str, _ModelHistory]
 ) -> dict[str, str]:
-    """Returns for models of one class in the other run the root of the same model in the reference.
+    """Matches the models of one class in two runs.
+
+    For example, the result is `{"Net#2": "Net"}` if `Net#2` of the other run is `Net` of the
+    reference.
 
     Models are told apart by the first values of their parameters. Some may have equal values, as a
     student and its teacher: these are told apart by which parameters are frozen, and by their
@@ -412,7 +425,7 @@ def _root_of_same_model(
 
 
 def _have_same_values(one: _ModelHistory, other: _ModelHistory) -> bool:
-    """True if two models have the same parameters when both runs have recorded them first."""
+    """True if two models have the same values, when both runs have first recorded some of them."""
     if one.initial and other.initial:
         return _are_equal(one.initial, other.initial)
 
@@ -444,10 +457,13 @@ def _with_unused_roots(
         if root not in counterparts.values():
             new_roots[root] = root
 
+    # The roots of the reference come first. One root is always free, as there are as many in
+    # `models` as models.
     for root in roots_without_counterpart:
         if root not in new_roots:
-            taken = new_roots.values()
-            new_roots[root] = next(each for each in (*candidates, *models) if each not in taken)
+            taken_roots = new_roots.values()
+            free_roots = [each for each in (*candidates, *models) if each not in taken_roots]
+            new_roots[root] = free_roots[0]
 
     return new_roots
 
@@ -457,26 +473,35 @@ def _class_of(root: str) -> str:
     return root.split("#")[0]
 
 
+def _split_root(name: str) -> tuple[str, str]:
+    """Splits a name into its root and its path: `Net#2` and `layer.weight`."""
+    root, _, path = name.partition("/")
+    return root, path
+
+
 def _with_root(new_roots: Mapping[str, str], name: str) -> str:
     """Returns the name of a tensor with the new root of its model, if there is one."""
-    root, _, path = name.partition("/")
+    root, path = _split_root(name)
     return f"{new_roots.get(root, root)}/{path}"
 
 
 def _models_by_class(updates: Sequence[Update]) -> dict[str, dict[str, _ModelHistory]]:
     """Returns the models of a run, by their class and then by root.
 
-    A rank may have only some of the parameters, so the values of all ranks are merged. Each rank
-    freezes and trains the same ones, so this is read from the first rank.
+    For example, what is recorded of the parameter `Net#2/layer.weight` is found in the model
+    `result["Net"]["Net#2"]`, by the path "layer.weight".
+
+    Values are merged from all ranks, as a rank may have only some of the parameters. Which of them
+    are frozen and trained is read from the first rank, as the others do the same.
     """
     models: dict[str, _ModelHistory] = defaultdict(_ModelHistory)
     for index, update in enumerate(updates):
         for name, array in update.merged("initial").items():
-            root, _, path = name.partition("/")
+            root, path = _split_root(name)
             models[root].initial[path] = array
 
         for name, sums in update.merged("parameter_sums").items():
-            root, _, path = name.partition("/")
+            root, path = _split_root(name)
             models[root].sums.setdefault(index, {})[path] = sums
 
     frozen_names: set[str] = set()
@@ -486,12 +511,12 @@ def _models_by_class(updates: Sequence[Update]) -> dict[str, dict[str, _ModelHis
     # A model without recorded values is left out, since nothing is known by which it could be
     # recognized.
     for name in frozen_names:
-        root, _, path = name.partition("/")
+        root, path = _split_root(name)
         if root in models:
             models[root].frozen.add(path)
 
     for name, place in _places_in_optimizers(updates).items():
-        root, _, path = name.partition("/")
+        root, path = _split_root(name)
         if root in models:
             models[root].places[path] = place
 

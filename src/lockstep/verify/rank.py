@@ -44,16 +44,14 @@ def main(folder: Path, program: Callable[[], object] | None = None) -> None:
     seed_everything(rank)
 
     determinism = Determinism(double=config.precision == "fp64")
-    kept_batches: BatchWriter | BatchReader | None = None
+    kept_batches = _kept_batches(config, rank)  # None without --same-samples
     recorder: Recorder | BitRecorder
-
     if config.compares_bits:
         recorder = BitRecorder(writer, config)
         install_for_bits(recorder, determinism, config, folder / "saved")
     else:
         mode = FunctionMode(determinism)
         recorder = Recorder(writer, config, mode)
-        kept_batches = _kept_batches(config, rank)
         install(recorder, mode, config, folder / "saved", kept_batches)
 
     error: BaseException | None = None
@@ -79,9 +77,9 @@ def _kept_batches(config: RunConfig, rank: int) -> BatchWriter | BatchReader | N
     """Returns the writer for the batches of this rank, or the reader for those of another run.
 
     They are used for `--same-samples`: the run on several processes writes its batches, and the run
-    on one process reads them. Without that option, the result is None.
+    on one process reads them. Without that option, or if bits are compared, the result is None.
     """
-    if config.batches_folder is None:
+    if config.batches_folder is None or config.compares_bits:
         return None
     if config.nproc == 1:
         return BatchReader(config.batches_folder)

@@ -38,8 +38,8 @@ class RankEnd:
     error: str = ""
     # The code of the catalogue in the error.
     code: str = ""
-    # Whether the script called `sys.exit` with an error.
-    exited: bool = False
+    # Whether the output of the script may tell why it ended, as after `sys.exit` with an error.
+    output_may_tell_why: bool = False
     # Whether a connection broke because another rank had ended.
     lost_peer: bool = False
     # The time of the end, in seconds since 1970.
@@ -139,20 +139,20 @@ class UpdateWriter:
             recorded: what the recorder knows at the end. Its fields about the error are replaced.
         """
         lost_peer = error is not None and re.search(LOST_PEER_PATTERN, str(error)) is not None
-        # The code of the catalogue, which only errors of Lockstep have.
+        # The code of the catalogue, such as LS103. Only errors of Lockstep have one.
         code = ""
         if isinstance(error, LockstepError) and error.code:
             code = error.code
 
-        end = replace(
+        rank_end = replace(
             recorded or RankEnd(),
             error="" if error is None else _describe(error),
             code=code,
-            exited=isinstance(error, SystemExit),
+            output_may_tell_why=isinstance(error, SystemExit),
             lost_peer=lost_peer,
             time=time.time(),
         )
-        (self.folder / _END_FILE).write_text(json.dumps(asdict(end)), encoding="utf-8")
+        (self.folder / _END_FILE).write_text(json.dumps(asdict(rank_end)), encoding="utf-8")
 
 
 def _describe(error: BaseException) -> str:

@@ -147,9 +147,10 @@ class FilesBefore:
         try:
             kind_and_copy = self._copied(path, copy_name)
         except FileNotFoundError:
-            kind_and_copy = (NOTHING, "")
+            kind_and_copy = (NOTHING, "")  # what the run creates here is removed after the run
 
-        # A device, or a file that the run has created: there is nothing to restore after the run.
+        # A device, or a file that the run has created before: without an entry in the index, it
+        # stays as the run leaves it.
         if kind_and_copy is None:
             return
 

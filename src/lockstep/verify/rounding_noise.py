@@ -120,8 +120,8 @@ def _noisy_parameters(update: Update, update_in_float64: Update) -> list[NoisyPa
     gradients = update.merged("gradients")
     gradients_in_float64 = update_in_float64.merged("gradients")
 
-    # In float64, a gradient of at most this size is zero in exact arithmetic.
-    max_in_float64 = MAX_FLOAT64_GRADIENT * largest_of_all(gradients_in_float64)
+    # A float64 gradient of at most this size is only rounding: its exact value is taken to be 0.
+    max_rounding_in_float64 = MAX_FLOAT64_GRADIENT * largest_of_all(gradients_in_float64)
 
     parameters = []
     for name, suspect in _find_suspects(update).items():
@@ -131,7 +131,7 @@ def _noisy_parameters(update: Update, update_in_float64: Update) -> list[NoisyPa
             continue
 
         is_noise = suspect.has_small_gradient & _shrinks_to_zero(
-            gradient, gradient_in_float64, max_in_float64
+            gradient, gradient_in_float64, max_rounding_in_float64
         )
         if not _is_enough_to_report(is_noise, suspect.relative_change):
             continue
@@ -149,17 +149,19 @@ def _noisy_parameters(update: Update, update_in_float64: Update) -> list[NoisyPa
     return parameters
 
 
-def _shrinks_to_zero(gradient: Array, gradient_in_float64: Array, max_in_float64: float) -> Array:
+def _shrinks_to_zero(
+    gradient: Array, gradient_in_float64: Array, max_rounding_in_float64: float
+) -> Array:
     """Returns a mask of the values of a gradient that are almost zero in float64.
 
     Args:
         gradient: a gradient in the script's own precision.
         gradient_in_float64: the same gradient in float64.
-        max_in_float64: largest value that counts as zero in float64.
+        max_rounding_in_float64: largest value that counts as zero in float64.
     """
     magnitude_in_float64 = np.abs(gradient_in_float64)
     shrinks = magnitude_in_float64 < MAX_FLOAT64_SHARE * np.abs(gradient)
-    is_tiny: Array = magnitude_in_float64 <= max_in_float64
+    is_tiny: Array = magnitude_in_float64 <= max_rounding_in_float64
     return shrinks & is_tiny
 
 
@@ -177,7 +179,7 @@ def _find_suspects(update: Update) -> Mapping[str, _Suspect]:
     """Returns the parameters with small gradients that the step has moved far nevertheless.
 
     Returns:
-        The parameters by name, without those that have too few such values to be reported.
+        The parameters by name. Parameters of which only a few values are suspicious are left out.
     """
     # How large noise can be in this precision, as a fraction of the largest gradient. There is no
     # entry for float64, since its gradients cannot be compared with a higher precision.
@@ -203,7 +205,7 @@ def _find_suspects(update: Update) -> Mapping[str, _Suspect]:
     suspects = {}
     for name, change in changes.items():
         magnitude = np.abs(gradients[name])
-        has_small_gradient = (magnitude > 0) & (magnitude <= max_noise)
+        has_small_gradient = (magnitude > 0) & (magnitude <= max_noise)  # so it may be noise
         relative_change = change / largest_change
         if _is_enough_to_report(has_small_gradient, relative_change):
             suspects[name] = _Suspect(has_small_gradient, relative_change)

@@ -106,7 +106,8 @@ class RunConfig:
         overrides = {**settings, **self.overrides}
         environment = {**os.environ, VERIFY_VARIABLE: json.dumps(overrides)}
 
-        # `setdefault` keeps what the user has set.
+        # `setdefault` keeps what the user has set. The runs get different hash seeds, so that a
+        # script whose results depend on the order of a set has other results in each of them.
         environment.setdefault("PYTHONHASHSEED", _hash_seed(self.nproc))
         environment.setdefault("OMP_WAIT_POLICY", OMP_WAIT_POLICY)
         return environment

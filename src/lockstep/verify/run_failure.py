@@ -48,7 +48,7 @@ def first_failure(
     if not first.lost_peer:
         return first
 
-    # The rank has only lost a connection. Three cases explain why the other rank had ended.
+    # The rank has only lost a connection. One of three cases may explain it better.
 
     # 1. The parameters of this rank have never changed while those of another rank have (LS304).
     # This is a failure even if the other rank was stopped after enough steps.
@@ -72,19 +72,18 @@ def first_failure(
 def _failure_of_rank_that_never_steps(
     ends: Mapping[int, RankEnd], updates: Sequence[list[RankUpdate]]
 ) -> RankEnd | None:
-    """Makes up the failure of a rank that trained without making any step, and ended well.
+    """Treats a rank as failed that trained without making any step, although it ended well.
 
     Its parameters differ from those of the ranks that made steps (LS304, "the ranks have different
     parameters").
 
     Returns:
-        How the first such rank would have ended with an error; None if there is no such rank.
+        A `RankEnd` with this error, for the first such rank; None if there is no such rank.
     """
     for rank in sorted(ends):
         text = _describe_rank_that_never_steps(rank, ends, updates)
         if text:
-            # `exited=True` shows the output of the script too, which may tell why.
-            return RankEnd(error=text, code="LS304", exited=True)
+            return RankEnd(error=text, code="LS304", output_may_tell_why=True)
     return None
 
 
@@ -106,7 +105,7 @@ def _peers_were_stopped(
     The recorder stops the script on each rank separately. Ranks that do not step together, as under
     `Join` or with one optimizer for all ranks, are not stopped at the same time.
     """
-    # A peer with an error may have lost its own peers in the same way, so it tells nothing.
+    # Peers with an error are left out: they may have lost their own peers in the same way.
     ends_of_peers = [end for peer, end in ends.items() if peer != rank and not end.error]
     peers_were_stopped = bool(ends_of_peers) and all(end.was_stopped for end in ends_of_peers)
     if not peers_were_stopped:
@@ -117,7 +116,8 @@ def _peers_were_stopped(
     if has_enough_steps:
         return True
 
-    # If ranks train one by one, this rank may have waited for its turn to make its first step.
+    # If ranks train one by one, this rank may have waited for its turn to make its first step. It
+    # has then made few backward passes, or none.
     has_not_stepped = not updates[rank]
     return has_not_stepped and _may_still_make_first_step(ends[rank].num_backward_passes)
 
@@ -137,14 +137,14 @@ def _describe_rank_that_never_steps(
     """Says that a rank made backward passes but no step, while another rank made steps.
 
     A rank that is sent the parameters of another one, instead of making steps, has updates too. So
-    only a rank without any updates never steps.
+    a rank without updates neither steps nor is sent parameters.
 
     Returns:
         A sentence, or an empty string if this is not the case for the rank.
     """
     num_passes = ends[rank].num_passes_without_step
-    has_made_a_step = bool(updates[rank])
-    if has_made_a_step or _may_still_make_first_step(num_passes):
+    has_updates = bool(updates[rank])
+    if has_updates or _may_still_make_first_step(num_passes):
         return ""
 
     for other_rank, other_updates in enumerate(updates):

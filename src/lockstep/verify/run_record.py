@@ -179,21 +179,20 @@ def _find_failure(
     a_rank_was_killed = len(ends) < config.nproc
     no_other_cause_is_known = failure is None or failure.only_lost_peer
     if a_rank_was_killed and no_other_cause_is_known:
-        # `exited` makes `record_run` keep the output of the script, which may tell why.
-        return RankEnd(error=LOST_PROCESS, exited=True)
+        return RankEnd(error=LOST_PROCESS, output_may_tell_why=True)
 
     return failure
 
 
 def _output_to_keep(output: str, failure: RankEnd | None) -> str:
-    """Returns the last lines of the script's output; empty if an exception says what went wrong.
+    """Returns the last lines of the script's output; empty if the error says what went wrong.
 
     Args:
         output: all that the processes have printed.
         failure: how the rank that failed first has ended; None if nothing went wrong.
     """
-    ended_with_exception = failure is not None and not failure.exited
-    if ended_with_exception:
+    error_says_enough = failure is not None and not failure.output_may_tell_why
+    if error_says_enough:
         return ""
 
     last_lines = output.splitlines()[-MAX_OUTPUT_LINES:]

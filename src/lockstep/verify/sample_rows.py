@@ -187,6 +187,7 @@ def _join(forwards: Sequence[Forward]) -> Forward:
         else:
             arrays[field_name] = NO_ROWS
 
+    # The shape of a sample is a text. Samples of two shapes have the shape "3x32x32 or 3x64x64".
     shapes = sorted({forward.shape for forward in forwards})
     return Forward(model=forwards[0].model, shape=" or ".join(shapes), **arrays)
 
@@ -209,6 +210,34 @@ def rows_among(rows: Array, known_rows: Array) -> Array:
     return np.array(is_known, dtype=bool)
 
 
+class _RowsByInputs:
+    """Finds the rows of an array that have some inputs, within rounding.
+
+    Args:
+        inputs: array of shape (rows, 2): two numbers stand for the sample of each row.
+        max_difference: largest difference between numbers that count as equal.
+    """
+
+    def __init__(self, inputs: Array, max_difference: float) -> None:
+        self._inputs = inputs
+        self._max_difference = max_difference
+
+        # The rows are sorted by the first of their two numbers, to be found by bisection.
+        self._sorted_rows = np.argsort(inputs[:, 0], kind="stable")
+        self._sorted_first_numbers = inputs[self._sorted_rows, 0]
+
+    def find(self, wanted: Array) -> list[int]:
+        """Returns the indices of all rows with the two wanted numbers."""
+        first_number, second_number = wanted
+        first_range = [first_number - self._max_difference, first_number + self._max_difference]
+        low, high = np.searchsorted(self._sorted_first_numbers, first_range)
+        rows = []
+        for row in self._sorted_rows[low:high]:  # the rows with the same first number
+            if abs(self._inputs[row, 1] - second_number) <= self._max_difference:
+                rows.append(row)
+        return rows
+
+
 def _match_rows(expected: Forward, actual: Forward) -> tuple[Array, Array]:
     """Finds the rows of `expected` and `actual` that have the same inputs, and so the same sample.
 
@@ -221,29 +250,16 @@ def _match_rows(expected: Forward, actual: Forward) -> tuple[Array, Array]:
     """
     max_difference = MAX_ERROR_OF_SAME_ROW * max(largest(expected.inputs), largest(actual.inputs))
 
-    # The rows of `actual` are sorted by the first of their two numbers, so that rows with the same
-    # inputs are found by bisection.
-    order = np.argsort(actual.inputs[:, 0], kind="stable")
-    sorted_first_numbers = actual.inputs[order, 0]
+    actual_rows = _RowsByInputs(actual.inputs, max_difference)
 
     # Rows with the same inputs are told apart by their outputs and other fields.
     expected_full_rows, actual_full_rows = _rows_of_all_fields(expected, actual)
 
-    is_free = np.ones(len(order), dtype=bool)  # False for rows of `actual` that are already matched
+    is_free = np.ones(len(actual.inputs), dtype=bool)  # False for rows that are already matched
     expected_indices = []
     actual_indices = []
-    for index, (first_number, second_number) in enumerate(expected.inputs):
-        first_range = [first_number - max_difference, first_number + max_difference]
-        low, high = np.searchsorted(sorted_first_numbers, first_range)
-        rows_with_same_first_number = order[low:high]  # indices of rows of `actual`
-
-        # Rows of `actual` with the same inputs.
-        candidates = []
-        for candidate in rows_with_same_first_number:
-            second_difference = abs(actual.inputs[candidate, 1] - second_number)
-            if second_difference <= max_difference and is_free[candidate]:
-                candidates.append(candidate)
-
+    for index, inputs in enumerate(expected.inputs):
+        candidates = [row for row in actual_rows.find(inputs) if is_free[row]]
         if not candidates:
             continue
 
@@ -291,10 +307,10 @@ def _rows_of_all_fields(expected: Forward, actual: Forward) -> tuple[Array, Arra
     return side_by_side(expected), side_by_side(actual)
 
 
-def without_rows_that_are_no_samples(
+def keep_models_with_sample_rows(
     updates: Sequence[Update], *other_runs: Sequence[Update]
 ) -> list[Update]:
-    """Returns a run without the forward passes of models whose rows are not samples.
+    """Returns a run with the forward passes of only those models whose rows are samples.
 
     For example, the rows of a batch of graphs are nodes. If the rows of a model are not samples in
     one of the runs, its forward passes are removed from all runs, so that the runs still have the
@@ -304,18 +320,17 @@ def without_rows_that_are_no_samples(
         updates: updates of the run.
         other_runs: updates of the runs that it is compared with.
     """
-    models_without_samples: set[str] = set()
+    models_to_remove: set[str] = set()
     for run in (updates, *other_runs):
-        models_without_samples |= _models_whose_rows_are_no_samples(run)
+        models_to_remove |= _models_whose_rows_are_no_samples(run)
 
-    if not models_without_samples:
+    if not models_to_remove:
         return list(updates)
 
     new_updates = []
     for update in updates:
-        new_updates.append(
-            Update(_without_models(record, models_without_samples) for record in update)
-        )
+        records = [_without_models(record, models_to_remove) for record in update]
+        new_updates.append(Update(records))
 
     return new_updates
 
@@ -337,11 +352,17 @@ def _models_whose_rows_are_no_samples(updates: Sequence[Update]) -> set[str]:
 
 
 def _without_models(record: RankUpdate, model_classes: Set[str]) -> RankUpdate:
-    """Returns the record of a rank without the forward passes of the given models.
+    """Returns the record of a rank without the forward passes of models whose rows are no samples.
 
-    The rows of these models are no samples. So the `contents` of what models are called with, one
-    digest for each row, are removed. Those of the batches are kept only if a batch has a dataset
-    index for each row.
+    The `contents` of batches, one digest for each row, are removed too, as these rows may be no
+    samples either:
+
+    - those of `model_inputs` in any case: it is not recorded which model was called with them.
+    - those of `batches` only if the batch has no dataset indices, which belong to samples.
+
+    Args:
+        record: record of the rank.
+        model_classes: classes of the models.
     """
     forwards = []
     for forward in record.forwards:
@@ -350,7 +371,7 @@ def _without_models(record: RankUpdate, model_classes: Set[str]) -> RankUpdate:
 
     model_inputs = [_without_contents(batch) for batch in record.model_inputs]
 
-    if record.batches_are_model_inputs:
+    if record.batches_are_model_inputs:  # the script uses no loader
         batches = model_inputs
     else:
         batches = [_without_doubtful_contents(batch) for batch in record.batches]

@@ -18,7 +18,7 @@ from lockstep.verify.divergence import Divergence
 from lockstep.verify.finding import Finding
 from lockstep.verify.rules.model_inputs import all_ranks_had_the_same
 from lockstep.verify.tolerance import Tolerance
-from lockstep.verify.training_record import Update
+from lockstep.verify.training_record import RankUpdate, Update
 
 # Fewer samples may have the same order twice by chance.
 MIN_SAMPLES_OF_REPEATED_ORDER = 6
@@ -52,8 +52,8 @@ def findings_without_reference(
     Args:
         updates: updates of the run.
         tolerance: tolerance within which values are equal.
-        was_stopped: whether the script was stopped after enough steps. If it has reached its end in
-            the first pass over the samples, there is no second pass that could repeat the order.
+        was_stopped: whether the script was stopped after enough steps, and so may have had more
+            passes over the samples. False if it has reached its end.
     """
     findings: list[Finding] = []
     for update_index, update in enumerate(updates):
@@ -139,15 +139,9 @@ def _find_same_inputs_on_all_ranks(update: Update) -> list[Finding]:
         A list with the finding LS101, or LS108 if the inputs come from an IterableDataset. Empty if
         the ranks had different inputs, or may rightly have had the same.
     """
-    # Ranks that hold parts of a model rightly get the same inputs. A rank has recorded gradients of
-    # all parameters that it trains, but sums only over those that it holds as a whole. So a name
-    # with a gradient and without a sum is that of a part.
-    for record in update:
-        names_of_whole_parameters = record.parameter_sums.keys()
-        names_of_trained_parameters = record.gradients.keys()
-        names_of_parts = names_of_trained_parameters - names_of_whole_parameters
-        if names_of_parts:
-            return []
+    # Ranks that hold parts of a model rightly get the same inputs.
+    if any(_has_parts_of_parameters(record) for record in update):
+        return []
 
     # Samples with known indices are compared with those of one process instead.
     indices_are_known = any(batch.ids for batch in update.batches)
@@ -171,6 +165,17 @@ def _find_same_inputs_on_all_ranks(update: Update) -> list[Finding]:
     text = f"in step {update[0].step + 1} every rank computed the same inputs"
 
     return [Finding(Cause(code, (text,)))]
+
+
+def _has_parts_of_parameters(record: RankUpdate) -> bool:
+    """True if a rank holds only a part of some parameter, such as a shard.
+
+    A gradient is recorded of each parameter that the rank trains, but a sum only of each parameter
+    that it holds as a whole.
+    """
+    names_of_trained_parameters = record.gradients.keys()
+    names_of_whole_parameters = record.parameter_sums.keys()
+    return bool(names_of_trained_parameters - names_of_whole_parameters)
 
 
 def _describe_repeated_order(updates: Sequence[Update]) -> str:

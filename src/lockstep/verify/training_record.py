@@ -433,10 +433,10 @@ class Update(tuple[RankUpdate, ...]):
             if batch.random_draws:
                 return None
 
-            # There must be one digest for each sample. Indices, if they are known, tell how many
-            # samples there are.
-            has_other_number = batch.ids is not None and len(batch.ids) != len(batch.contents)
-            if has_other_number:
+            # There must be one digest for each sample. The number of samples is that of their
+            # indices (`ids`), if these are known.
+            has_digest_per_sample = batch.ids is None or len(batch.ids) == len(batch.contents)
+            if not has_digest_per_sample:
                 return None
 
             for digest in batch.contents:

@@ -63,15 +63,13 @@ def forbid_larger_groups(nproc: int) -> None:
     """
 
     def check_group_size(group: Any) -> None:
-        """Raises an error if a new process group has ranks that `lockstep verify` did not start.
-
-        It has started `nproc` ranks (see `forbid_larger_groups`).
-        """
-        if group.size() <= nproc:
+        """Raises an error if a new process group has ranks that `lockstep verify` did not start."""
+        num_ranks_of_verify = nproc  # the argument of `forbid_larger_groups`
+        if group.size() <= num_ranks_of_verify:
             return
 
         # The script has started the other ranks itself, as child processes. At exit, Python would
-        # wait for the child processes, and these for this rank. So they are killed.
+        # wait for these processes, which would wait for this rank. So they are killed.
         for child in active_children():
             child.kill()
         raise_own_ranks_error()

@@ -32,7 +32,7 @@ from lockstep.verify.line_findings import splitting_branches
 from lockstep.verify.names import align_names
 from lockstep.verify.rules.evidence import gradient_patterns
 from lockstep.verify.run_record import RunRecord
-from lockstep.verify.sample_rows import without_rows_that_are_no_samples
+from lockstep.verify.sample_rows import keep_models_with_sample_rows
 from lockstep.verify.self_checks import find_cause, findings_without_reference
 from lockstep.verify.tolerance import FLOAT64, Tolerance
 from lockstep.verify.training_record import Update
@@ -184,6 +184,14 @@ class Verdict:
 
     def _lines_of_equal_runs(self, head: str) -> list[str]:
         """Returns the lines for runs without a difference: what was compared, and what was not.
+
+        For example, of a script that sends gradients as bf16:
+
+            DIFFERENT by choice: gradients are sent as bf16; all else is compared without
+            EQUAL      2 processes: the first 3 optimizer steps, 8 samples each, losses, ...
+              equal   within ...
+              until   step 3, batch 3 of 23 of epoch 1; what comes later is not compared
+              also    LS103: ...
 
         Args:
             head: beginning of the line with the verdict, such as "EQUAL      2 processes".
@@ -380,7 +388,7 @@ def _judge(reference: RunRecord, parallel: RunRecord) -> Verdict:
         more_findings += findings_without_reference(
             parallel.updates, tolerance, was_stopped=bool(parallel.stopped_at)
         )
-    more_findings += _gather_without_gradient_in_reference(reference)
+    more_findings += _find_gather_without_gradient(reference)
     findings += _new_findings(more_findings, findings, cases)
 
     # 4. If nothing was found, report ranks that did not take part.
@@ -433,8 +441,8 @@ def _joined_updates(reference_run: Sequence[Update], parallel_run: Sequence[Upda
     not samples are removed.
     """
     return join_parts(
-        without_rows_that_are_no_samples(reference_run, parallel_run),
-        without_rows_that_are_no_samples(parallel_run, reference_run),
+        keep_models_with_sample_rows(reference_run, parallel_run),
+        keep_models_with_sample_rows(parallel_run, reference_run),
     )
 
 
@@ -540,13 +548,14 @@ def _finding_of_failure(parallel: RunRecord) -> Finding:
     return Finding(Cause(parallel.code, (text, *branches)))
 
 
-def _gather_without_gradient_in_reference(reference: RunRecord) -> list[Finding]:
+def _find_gather_without_gradient(reference: RunRecord) -> list[Finding]:
     """Returns LS207 in a list if an all-gather of the reference passes no gradient on.
 
     The gradient is then missing on one process too, so no comparison can show it.
     """
     for update in reference.updates:
-        # Recorded only for gathers that the loss depends on and that pass no gradient on.
+        # The line of the first rank that has one. It is recorded only for a gather that the loss
+        # depends on and that passes no gradient on.
         line = update.first("gather_line")
         if line:
             text = "on one process, too, the loss is computed from the gathered tensor"
@@ -571,10 +580,12 @@ def _new_findings(
         if candidate.cause.code in known_codes:
             continue
 
-        # A difference that is known without the reference is one between the ranks.
-        difference = candidate.case
-        if difference is not None and not _is_new_difference(difference, cases):
-            continue
+        # What differs between the ranks often differs from the reference too. Then it has been
+        # reported, perhaps under another code.
+        difference_between_ranks = candidate.case
+        if difference_between_ranks is not None:
+            if not _is_new_difference(difference_between_ranks, cases):
+                continue
 
         new_findings.append(candidate)
         known_codes.add(candidate.cause.code)
@@ -585,11 +596,15 @@ def _new_findings(
 def _is_new_difference(
     difference_between_ranks: Divergence, differences_from_reference: Sequence[Divergence]
 ) -> bool:
-    """True if a difference between the ranks says more than the differences from the reference."""
+    """True if no difference from the reference is of the same kind and in the same update."""
     # If every rank agrees with the reference within the tolerance, the ranks differ from each other
-    # only by rounding.
+    # only by rounding, which is no difference.
     if not differences_from_reference:
         return False
 
-    known = {(case.kind, case.update_index) for case in differences_from_reference}
-    return (difference_between_ranks.kind, difference_between_ranks.update_index) not in known
+    for difference in differences_from_reference:
+        is_of_same_kind = difference.kind == difference_between_ranks.kind
+        is_in_same_update = difference.update_index == difference_between_ranks.update_index
+        if is_of_same_kind and is_in_same_update:
+            return False
+    return True
