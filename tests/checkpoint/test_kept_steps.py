@@ -86,7 +86,7 @@ def header_of(rank: int, size: int, sections: str = "[]") -> bytes:
         "machine_has_whole_state": False,
         "strategy": "ddp",
         "epoch": 0,
-        "announced": keeping_plan.NOT_ANNOUNCED,
+        "announcement_checksum": keeping_plan.NOT_ANNOUNCED,
     }
     return f'{{"facts": {json.dumps(facts)}, "sections": {sections}}}'.encode()
 
@@ -164,7 +164,7 @@ def report(
         "num_bytes": 4096,
         "holder_rank": rank,
         "holder_machine": 0,
-        "announced": keeping_plan.NOT_ANNOUNCED,
+        "announcement_checksum": keeping_plan.NOT_ANNOUNCED,
     }
     where = (path, attempt, serial, 10 * serial, rank, size, ["folder", "its other path"])
     return PartReport(*where, **{**usual, **more})

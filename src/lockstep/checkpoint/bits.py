@@ -55,6 +55,7 @@ def check_virtual_ranks(path: Path | str, manifest: Mapping[str, Any], settings:
     If both have virtual ranks, the numbers must be equal, and BatchNorm must take its statistics
     from the same samples. If only the checkpoint has them, the run may resume it, but a warning is
     given: a checkpoint can be resumed under every strategy, also under one without virtual ranks.
+    If the checkpoint has none, nothing is checked.
 
     Args:
         path: the folder of the checkpoint, or a description such as "step 12 in memory".
@@ -69,25 +70,24 @@ def check_virtual_ranks(path: Path | str, manifest: Mapping[str, Any], settings:
     if saved is None:
         return
 
-    if num_virtual_ranks == saved:
-        _check_batchnorm(path, manifest, settings)
+    if num_virtual_ranks is None:
+        warn(
+            f"resuming from {path} without virtual_ranks",
+            f"it was saved with virtual_ranks={saved}; from here on bits depend on the number of "
+            "processes",
+            f"to keep them, continue with virtual_ranks={saved} "
+            f"(lockstep run --virtual-ranks {saved})",
+        )
         return
 
-    run_has_other_number = num_virtual_ranks is not None
-    if run_has_other_number:
+    if num_virtual_ranks != saved:
         raise CheckpointError(
             f"resuming from {path} with virtual_ranks={num_virtual_ranks}",
             f"it was saved with virtual_ranks={saved}: parts of global batches and random numbers "
             "would be others from here on",
             f"continue with virtual_ranks={saved}, on any number of processes",
         )
-
-    warn(
-        f"resuming from {path} without virtual_ranks",
-        f"it was saved with virtual_ranks={saved}; from here on bits depend on the number of "
-        "processes",
-        f"to keep them, continue with virtual_ranks={saved} (lockstep run --virtual-ranks {saved})",
-    )
+    _check_batchnorm(path, manifest, settings)
 
 
 def _check_batchnorm(path: Path | str, manifest: Mapping[str, Any], settings: Settings) -> None:
@@ -117,7 +117,8 @@ def _check_batchnorm(path: Path | str, manifest: Mapping[str, Any], settings: Se
             "leave sync_batchnorm out",
         )
 
-    num_processes_needed = settings.virtual_ranks  # one for each virtual rank
+    # BatchNorm can synchronise processes only, so each of them must have one virtual rank.
+    num_processes_needed = settings.virtual_ranks
     raise CheckpointError(
         f"resuming from {path} without sync_batchnorm=True",
         "it was saved with it: BatchNorm would take its statistics from other samples from here on",
@@ -151,9 +152,11 @@ def restore_threads_and_note_differences(
 
 
 def _restore_threads(manifest: Mapping[str, Any]) -> str:
-    """Sets the number of threads to that of a checkpoint, and returns a note if it has changed.
+    """Sets the number of threads to that of a checkpoint, and returns a note about it.
 
-    The note begins with a semicolon; it is "" if the number is the same, or not known.
+    Examples of the note: "; 4 threads as saved, not 8", and "" if the number is the same, or not
+    known. In a copy of a process the number cannot be set; the note then says that bits are not
+    promised.
     """
     num_threads = manifest.get("threads")
     threads_before = torch.get_num_threads()

@@ -267,6 +267,7 @@ class Checkpoint:
             take_state=self._take_state,
             steady_ids=self._state.ids_changed_only_by_optimizer,
             say=self._say,
+            # Otherwise it chooses itself how often to keep a step.
             every_step=asked_for is True or topology.keeps_every_step,
             timeout=run.settings.collective_timeout,
             bandwidth=None if run.link is None else run.link.bandwidth,
@@ -334,7 +335,7 @@ class Checkpoint:
         if is_skipped:
             return None
 
-        other_writers: list[int] = []
+        other_writers: list[int] = []  # the ranks that write files, besides rank 0
         for rank, summary in enumerate(summaries):
             if rank > 0 and summary.has_own_tensors:
                 other_writers.append(rank)
@@ -342,16 +343,17 @@ class Checkpoint:
         # The memory of the copies of the previous save is used again.
         self._copies.begin(states.values())
         try:
-            # Step 2: `prepared` is what this rank writes. Rank 0 sends the name of the hidden
-            # folder that it has created, the others send None.
-            prepared, folder_name_of_rank = exchange_on_all_ranks(
+            # Step 2: `prepared` is what this rank writes; it stays here. Each rank sends the name
+            # of the hidden folder: rank 0, which has created it, its name, and the others None.
+            prepared, sent_folder_names = exchange_on_all_ranks(
                 self._collectives,
                 self._action,
                 lambda: self._prepare_save(states, summaries, other_writers),
             )
+            folder_name = sent_folder_names[0]
 
             # Step 3
-            self._start_writing(prepared, folder_name_of_rank[0], other_writers)
+            self._start_writing(prepared, folder_name, other_writers)
         except BaseException:  # also Ctrl-C
             self._writer.cancel()  # removes the hidden folder if it was made
             raise
@@ -371,7 +373,7 @@ class Checkpoint:
         """Collects the states of this rank, and exchanges short summaries of them with all ranks.
 
         Every rank first waits for the previous save. If it has failed on any rank, all ranks raise
-        the error.
+        the error. With `busy="skip"`, a rank proposes to skip this save instead of waiting.
 
         Returns:
             The states of this rank by name, and the summary of each rank.
@@ -379,25 +381,26 @@ class Checkpoint:
         Raises:
             RanksDifferError: the metric or the common random stream differs between ranks.
         """
-        states, summary_of_rank = exchange_on_all_ranks(
-            self._collectives, self._action, lambda: self._summarize_rank(metric)
+        # The states stay here; the fields of the summary are sent to all ranks.
+        states, sent_summaries = exchange_on_all_ranks(
+            self._collectives, self._action, lambda: self._wait_and_collect(metric)
         )
-        summaries = [RankSummary(**fields) for fields in summary_of_rank]
+        summaries = [RankSummary(**fields) for fields in sent_summaries]
 
         self._random_states.check_common([summary.rng_state for summary in summaries])
         check_same_metric("checkpoint.save(metric=...)", [summary.metric for summary in summaries])
 
-        # Rank 0 decides for all whether this save is skipped. If not, every rank has waited for the
-        # previous save, and an error in that would have been raised above, on all ranks.
+        # Rank 0 decides for all whether this save is skipped. If not, the ranks have waited for the
+        # previous save in `_wait_and_collect`, and it has succeeded on each of them.
         is_skipped = summaries[0].skip
         if not is_skipped:
             self._writer.has_unconfirmed_save = False
         return states, summaries
 
-    def _summarize_rank(self, metric: float | None) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Collects the states of this rank for a save, and summarizes them for the other ranks.
+    def _wait_and_collect(self, metric: float | None) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Waits for the previous save, and collects the states of this rank with their summary.
 
-        First waits for the previous save, or, with `busy="skip"`, proposes to skip this one.
+        With `busy="skip"`, it proposes to skip this save instead of waiting for the previous one.
 
         Returns:
             The states by name, and the fields of their `RankSummary`, which can be sent as JSON.
@@ -435,8 +438,8 @@ class Checkpoint:
         Returns:
             What this rank writes, and on rank 0 the name of the hidden folder (None on the others).
         """
-        # Wait for the previous save. Most ranks have done so already. But with `busy="skip"`, this
-        # rank may have proposed to skip this save instead, and rank 0 has not agreed.
+        # Wait for the previous save, in case this rank proposed to skip this one (busy="skip") and
+        # rank 0 did not. All other ranks have waited already.
         self._writer.finish()
 
         rank = self._collectives.topology.rank
@@ -487,7 +490,11 @@ class Checkpoint:
         reports = RankReports(self._joined, folder_name, other_writers)
 
         if rank == 0:
-            write = partial(
+            # Called in the thread when rank 0 has written its part.
+            wait_for_others = partial(
+                reports.wait, run_has_failed=writer.run_has_failed, check=writer.raise_if_given_up
+            )
+            write_all = partial(
                 write_checkpoint,
                 temporary,
                 prepared.part,
@@ -495,17 +502,19 @@ class Checkpoint:
                 keep=self._policy.keep,
                 best=self._policy.best,
                 damaged_names=self._damaged_names,
-                # Called in the thread when rank 0 has written its part.
-                wait_for_others=partial(
-                    reports.wait, writer.run_has_failed, writer.raise_if_given_up
-                ),
+                wait_for_others=wait_for_others,
                 check=writer.raise_if_given_up,  # called often while the thread writes
             )
-            writer.start(write)
+            writer.start(write_all)
         elif rank in other_writers:
             writer.protect_folder(temporary)
             write_part = partial(
-                _write_and_report, temporary, prepared.part, reports, rank, writer.raise_if_given_up
+                _write_and_report,
+                temporary,
+                prepared.part,
+                reports,
+                rank,
+                check=writer.raise_if_given_up,
             )
             writer.start(write_part)
 
@@ -533,7 +542,7 @@ class Checkpoint:
             return None
         self._last_step_called = number
 
-        self._keep_in_memory_outside_training_loop()
+        self._keep_in_memory_unless_loader_does()
 
         decision = self._schedule.decide(number)
         if decision is None:
@@ -543,13 +552,14 @@ class Checkpoint:
             self._stop_after_sigterm(path)
         return path
 
-    def _keep_in_memory_outside_training_loop(self) -> None:
-        """Keeps the present step in memory, unless a training loop over a prepared loader does so.
+    def _keep_in_memory_unless_loader_does(self) -> None:
+        """Keeps the present step in memory, unless a loop over a prepared loader will do so.
 
         A step is kept once its global batch is done. A prepared loader reports that. In any other
         loop, the batch is done when the script calls `step`.
         """
-        if self._kept is not None and not self._progress.in_training_loop:
+        loader_reports_it = self._progress.in_training_loop
+        if self._kept is not None and not loader_reports_it:
             self._kept.batch_is_done()
 
     def _stop_after_sigterm(self, path: Path | None) -> None:
@@ -582,12 +592,14 @@ class Checkpoint:
                 of them is sound.
         """
         self.wait()
-        self._unresumed_warning.is_due = False  # the script calls `resume`
+        # There is no need to warn that the script does not resume.
+        self._unresumed_warning.is_due = False
 
-        if self._resume_from_memory_or_disk():
+        has_resumed = self._resume_from_memory_or_disk()
+        if has_resumed:
+            # From now on a save may replace a checkpoint of the same step in the folder.
             self._continues_folder = True
-            return True
-        return False
+        return has_resumed
 
     def _resume_from_memory_or_disk(self) -> bool:
         """Does what `resume` promises."""
@@ -628,8 +640,11 @@ class Checkpoint:
         resumed_step: KeptStep | None = None
         if chosen is not None:
             step, epoch = answers[0]["latest_on_disk"]  # as rank 0 sees the folder
-            why_not_from_memory, views = self._resume_newer_of(chosen, (step, epoch))
-            resumed_step = None if why_not_from_memory else chosen
+            reason, views = self._resume_unless_disk_is_newer(chosen, (step, epoch))
+            if reason is None:
+                resumed_step = chosen
+            else:
+                why_not_from_memory = reason
         found = resumed_step is not None or self._resume_from_disk(why_not_from_memory, views)
 
         # Begin to keep the steps of this attempt in memory. All ranks use the id of rank 0.
@@ -643,7 +658,7 @@ class Checkpoint:
         return found
 
     def _view_folder(self) -> list[FolderView]:
-        """Returns what each rank sees in the folder.
+        """Returns what each rank sees in the folder. Notes the damaged checkpoints for later saves.
 
         Rank 0 reads all files, to find the latest checkpoint whose checksums are right. The other
         ranks only look for one with all files.
@@ -655,7 +670,7 @@ class Checkpoint:
             lambda: find(self.folder).as_json(),
         )
         views = [FolderView(**answer) for answer in answers]
-        self._damaged_names = tuple(views[0].passed_over.keys())
+        self._damaged_names = tuple(views[0].passed_over.keys())  # only rank 0 knows them
         return views
 
     def _resume_from_disk(
@@ -735,8 +750,9 @@ class Checkpoint:
             has_resumed_before: True if the run has resumed before. Memory is ignored then.
 
         Returns:
-            The step, or None. If there is none, also the end of a sentence that gives the reason;
-            it is empty if no step could be expected in memory.
+            The step, or None. If there is none, also the reason, as the end of a message: "; step
+            12 in memory is incomplete: what rank 1 kept is missing". The reason is "" if no step
+            could be expected in memory.
         """
         reports = []
         for answer in answers:
@@ -751,9 +767,9 @@ class Checkpoint:
             return None, ""
         return None, f"; {describe_incomplete(reports, folders)}"
 
-    def _resume_newer_of(
+    def _resume_unless_disk_is_newer(
         self, chosen: KeptStep, latest_on_disk: tuple[int, int]
-    ) -> tuple[str, list[FolderView] | None]:
+    ) -> tuple[str | None, list[FolderView] | None]:
         """Resumes a step from memory, unless there is a sound checkpoint on disk that is newer.
 
         Args:
@@ -762,8 +778,9 @@ class Checkpoint:
                 if there is none.
 
         Returns:
-            "" if the step was resumed, otherwise the end of a sentence that gives the reason. And
-            what each rank sees in the folder, if that was looked up.
+            None if the step was resumed, otherwise the reason why not, as the end of a message: ";
+            it is newer than step 7 in memory". And what each rank sees in the folder; None if that
+            was not looked up.
         """
         # Steps are compared as (step, epoch), because there may be two states of one step: before
         # and after what a loop does at the end of an epoch.
@@ -777,17 +794,20 @@ class Checkpoint:
                 return f"; it is newer than step {chosen.step} in memory", views
 
         note_about_disk = _note_about_disk(latest_on_disk[0], views)
-        return self._resume_kept_step(chosen, note_about_disk), views
+        reason_not_resumed = self._resume_kept_step(chosen, note_about_disk)
+        return reason_not_resumed, views
 
-    def _resume_kept_step(self, chosen: KeptStep, note_about_disk: str) -> str:
-        """Resumes a step from memory.
+    def _resume_kept_step(self, chosen: KeptStep, note_about_disk: str) -> str | None:
+        """Resumes a step from memory, and announces that.
 
         Args:
             chosen: the step.
-            note_about_disk: what the folder holds, as the end of a sentence.
+            note_about_disk: what the folder holds, as the end of the announcement: "; there is no
+                checkpoint on disk".
 
         Returns:
-            "" if the step was resumed. Otherwise the end of a sentence that gives the reason.
+            None if the step was resumed. Otherwise the reason, as the end of a message: "; step 7
+            in memory cannot be read: its checksums are wrong".
         """
         where = f"step {chosen.step} in memory"
         with ExitStack() as received:  # closes the memory that was received from other machines
@@ -803,7 +823,7 @@ class Checkpoint:
             )
 
         self._announce_resumed(note + note_about_disk)
-        return ""
+        return None
 
     def _report_memory(self, kept: KeptSteps, *, has_resumed_before: bool) -> dict[str, Any]:
         """Collects what the other ranks must know to choose a step in memory.
@@ -822,8 +842,8 @@ class Checkpoint:
         latest = layout.latest(self.folder)
         kept.open()  # opens the memory of all ranks of this machine
 
-        # After the first resume, the steps in memory are those of the present training itself: a
-        # user who resumes again wants to go back to a checkpoint on disk.
+        # At a second resume, memory holds what this training itself has just kept. The user wants
+        # to go back to a checkpoint on disk then.
         parts = [] if has_resumed_before else kept.report()
         return {
             "parts": parts,
@@ -873,8 +893,10 @@ class Checkpoint:
             modules = {name: read_stored(path, manifest, name) for name in manifest["modules"]}
             other_states = read_stored(path, manifest, layout.TRAINING)
         except CheckpointError as error:
-            has_found_it = self._collectives.topology.is_main  # rank 0 has just read all files
-            if has_found_it and not path.exists():
+            # Rank 0 has just read all files of the folder, so if it is gone, it was removed since.
+            # Another rank may never have seen it.
+            has_seen_it = self._collectives.topology.is_main
+            if has_seen_it and not path.exists():
                 raise removed_meanwhile_error(path) from error
             raise
 
@@ -948,7 +970,7 @@ def _write_and_report(
     part: RankPart,
     reports: RankReports,
     rank: int,
-    raise_if_given_up: Callable[[], object],
+    check: Callable[[], object],
 ) -> None:
     """Writes the part of a rank other than 0, and tells rank 0 whether it succeeded.
 
@@ -957,11 +979,11 @@ def _write_and_report(
         part: what the rank stores.
         reports: sends the report to rank 0.
         rank: the rank that writes.
-        raise_if_given_up: called often during writing; it raises an error to interrupt it.
+        check: called often during writing; it raises an error to interrupt it.
     """
     report = None
     try:
         with plain_errors("saving the checkpoint", temporary):
-            report = part.write(temporary, raise_if_given_up)
+            report = part.write(temporary, check)
     finally:
         reports.send(rank, report)  # None if the part could not be written

@@ -137,8 +137,9 @@ def _compare_chunk(
     b_is_nan = wide_b.isnan()
     differences.count_nans(in_a=int(a_is_nan.sum()), in_b=int(b_is_nan.sum()))
 
-    are_integers = a.dtype == b.dtype and not _has_fractions(a)
-    if are_integers:  # which float64 cannot all hold beyond 2**53
+    # Integers beyond 2**53 may differ and be equal in float64. So they are compared as integers.
+    both_are_integers = a.dtype == b.dtype and not _has_fractions(a)
+    if both_are_integers:
         is_different = _comparable_integers(a) != _comparable_integers(b)
     else:
         is_different = (wide_a != wide_b) & ~(a_is_nan & b_is_nan)
@@ -160,8 +161,8 @@ def _measure_differences(
     """
     difference = (a - b).abs()
     if atol or rtol:
-        # An infinite difference is never allowed, although for an infinite b it is not larger than
-        # the infinite tolerance. Nor is NaN: every comparison with it is False.
+        # If b is infinite, so is the tolerance, and `inf <= inf` would allow any difference. A NaN
+        # difference is not allowed either: every comparison with NaN is False.
         is_within_tolerance = difference <= atol + rtol * b.abs()
         is_allowed = is_within_tolerance & ~difference.isinf()
         differences.count += int((~is_allowed).sum())
@@ -225,8 +226,8 @@ def rename_to_match(
     """Gives tensors the names that they have on the reference side, if only wrappers changed them.
 
     If the reference has "fc.weight" and the other side "module.fc.weight", that becomes
-    "fc.weight". A tensor without a counterpart keeps its name; if a renamed tensor has the same
-    name now, it is left out.
+    "fc.weight". A tensor without a counterpart keeps its name. But it is left out if a renamed
+    tensor has taken its name.
 
     Returns:
         The tensors of the other side by their new names, and a text that says what was done, "" if
@@ -239,9 +240,11 @@ def rename_to_match(
     if not match.changes:
         return dict(other), ""
 
-    renamed = {new_name: other[name] for name, new_name in match.name_pairs.items()}
+    renamed = {}
+    for name, reference_name in match.name_pairs.items():
+        renamed[reference_name] = other[name]
     for name, tensor in other.items():
         has_counterpart = name in match.name_pairs
-        if not has_counterpart:
-            renamed.setdefault(name, tensor)
+        if not has_counterpart and name not in renamed:
+            renamed[name] = tensor
     return renamed, "; ".join(match.changes)

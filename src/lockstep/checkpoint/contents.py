@@ -122,7 +122,10 @@ def _split_state(
             _check_tensor(path, name, value)
 
             tie = tie_key(value)  # equal for tied tensors; None for a tensor without memory
-            tensors[name] = tensor_of_tie.get(tie) or TensorInMemory(value)
+            if tie in tensor_of_tie:
+                tensors[name] = tensor_of_tie[tie]
+                continue
+            tensors[name] = TensorInMemory(value)
             if tie is not None:
                 tensor_of_tie[tie] = tensors[name]
         elif isinstance(value, LazyTensor):

@@ -160,10 +160,12 @@ def _new_names(
         changed = {name: _without_prefix(new, prefix) for name, new in new_names.items()}
         no_name_has_the_prefix = changed == new_names
         if no_name_has_the_prefix:
-            first_name = names[0] if names else "not there"  # "the first is not there"
+            found = "there are no names"
+            if names:
+                found = f"no name begins with it; the first is {names[0]}"
             raise SettingError(
                 f"the prefix {prefix!r} to be removed",
-                f"no name begins with it; the first is {first_name}",
+                found,
                 "see the names with lockstep checkpoint inspect",
             )
         new_names = changed

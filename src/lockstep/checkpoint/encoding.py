@@ -24,7 +24,7 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from lockstep.checkpoint.lazy_tensor import LazyTensor, Shape, as_shape, dtype_name
+from lockstep.checkpoint.lazy_tensor import LazyTensor, Shape, dtype_name, non_negative_integers
 from lockstep.checkpoint.sharding import is_replicated_copy, tie_key
 from lockstep.checkpoint.shards import Box, TensorInShards
 from lockstep.distributed.tensor_bytes import from_bytes, to_bytes
@@ -119,8 +119,8 @@ def encode(
             tensors, numpy arrays and numbers, `torch.dtype`, `torch.device`, `torch.Size`.
         name: the name of the state in error messages.
         to_host: copies a tensor to contiguous CPU memory. The default is `on_cpu`.
-        is_rank_0: True on rank 0, which stores each tensor that it has completely, as `$tensor`.
-            What any other rank is given is stored as `$sharded`: its shards of DTensors, or the
+        is_rank_0: True on rank 0, which stores every tensor that is not sharded, as `$tensor`. Any
+            other rank stores only its own parts, as `$sharded`: its shards of DTensors, or the
             tensors of its own layers under a pipeline.
 
     Raises:
@@ -217,7 +217,7 @@ def with_own_storage(tensor: Tensor, storages_in_use: set[int]) -> Tensor:
     Args:
         tensor: a contiguous tensor.
         storages_in_use: the addresses of the storages of other tensors. The address of the result
-            is added to this set.
+            is added to this set, for the next call.
     """
     storage = tensor.untyped_storage()
     is_part_of_storage = storage.nbytes() != tensor.nbytes
@@ -225,8 +225,8 @@ def with_own_storage(tensor: Tensor, storages_in_use: set[int]) -> Tensor:
     if is_part_of_storage or is_shared:
         tensor = tensor.clone()
 
-    is_empty = tensor.numel() == 0  # the storage of an empty tensor has no address
-    if not is_empty:
+    # An empty tensor has no memory, so it has no address that another tensor could share.
+    if tensor.numel() > 0:
         storages_in_use.add(tensor.untyped_storage().data_ptr())
     return tensor
 
@@ -363,13 +363,15 @@ class Encoder:
         if tie in self._tree_of_tie:
             return self._tree_of_tie[tie]
 
-        box = self._box_to_store(value)  # None if this rank stores nothing
+        # The region of the tensor that this rank stores: a shard, the whole tensor, or nothing
+        # (None) of a shard that another rank has, too.
+        box = self._box_to_store(value)
         stores_all = box is not None and box.sizes == value.shape
         if stores_all and self._is_main:  # rank 0, in a checkpoint on disk
             tree = self._add_tensor(self._to_host(local), path)
         else:
-            # A region, from which the tensor is put together when it is loaded. Another rank than
-            # rank 0 has a shard of it or, as under a pipeline, all of it.
+            # When it is loaded, the tensor is put together from the regions of all ranks. Under a
+            # pipeline there is only one region, the whole tensor, of a rank other than 0.
             tree = self._add_shard(value, local, box, path)
 
         if tie is not None:
@@ -388,7 +390,7 @@ class Encoder:
         # The tree names the tensor even if this rank stores no elements of it.
         name = self._unused_name(path)
         if box is not None and 0 not in box.sizes:
-            self._store(name, self._to_host(local))
+            self._record(name, self._to_host(local))
             self.boxes[name] = box
 
         return {
@@ -427,7 +429,7 @@ class Encoder:
     def _add_tensor(self, tensor: Tensor, path: KeyPath) -> Tree:
         """Stores a whole CPU tensor under a name made from its path, and returns its tree."""
         name = self._unused_name(path)
-        self._store(name, tensor)
+        self._record(name, tensor)
         if tensor.dtype not in DTYPES_STORED_AS_BYTES:
             return {"$tensor": name}
 
@@ -452,8 +454,8 @@ class Encoder:
             name = f"{joined_path}#{number}"
         return name
 
-    def _store(self, name: str, tensor: Tensor) -> None:
-        """Adds a CPU tensor to `tensors`, as a copy if it shares its memory with another one.
+    def _record(self, name: str, tensor: Tensor) -> None:
+        """Adds a CPU tensor to those to be stored, as a copy if it shares memory with another one.
 
         A tensor is added as bytes if some releases of safetensors cannot store its dtype.
         """
@@ -549,7 +551,7 @@ class _Decoder:
             case "$device":
                 return torch.device(content)
             case "$size":
-                return torch.Size(as_shape(content))
+                return torch.Size(non_negative_integers(content))
             case "$tuple":
                 return tuple(self.decode(content))
             case "$dict":
@@ -586,7 +588,7 @@ class _Decoder:
         # A tied tensor occurs several times in the tree, but is converted only once, so that it
         # becomes a single object.
         dtype = STORABLE_DTYPE_OF_NAME[tree["dtype"]]
-        shape = as_shape(tree["shape"])
+        shape = non_negative_integers(tree["shape"])
         if name not in self._tensors_from_bytes:
             if isinstance(stored, LazyTensor):
                 self._tensors_from_bytes[name] = stored.view_as(dtype, shape)
@@ -607,7 +609,7 @@ class _Decoder:
         name = tree["$sharded"]
         if name not in self._sharded_tensors:
             dtype = STORABLE_DTYPE_OF_NAME[tree["dtype"]]
-            shape = as_shape(tree["shape"])
+            shape = non_negative_integers(tree["shape"])
             self._sharded_tensors[name] = self._find_shards(name, dtype, shape)
         return self._sharded_tensors[name]
 

@@ -108,7 +108,7 @@ def step_and_epoch(path: Path) -> tuple[int, int]:
 
 
 def check_views(folder: Path, views: Sequence[FolderView]) -> None:
-    """Checks that the ranks see the same folder, and that it is empty or has a sound checkpoint.
+    """Checks that rank 0 has found a sound checkpoint, or that no rank sees any checkpoint.
 
     Args:
         folder: the folder of the run.
@@ -120,7 +120,7 @@ def check_views(folder: Path, views: Sequence[FolderView]) -> None:
     """
     view_of_rank_0 = views[0]
     if view_of_rank_0.name is not None:
-        return  # whether the others see the same checkpoint, `read_manifest_of` checks on each rank
+        return  # `read_manifest_of` checks later that every other rank sees this checkpoint, too
 
     # Rank 0 has found checkpoints, but all of them are damaged.
     if view_of_rank_0.passed_over:

@@ -192,8 +192,8 @@ def _problem_of_shards(
         manifest: the manifest of the checkpoint.
         file_names: the files that the checkpoint should have.
     """
-    # `read_stored` reads only files that the manifest lists. The list may be wrong, which another
-    # check reports, so it is replaced by the files that should be there.
+    # `read_stored` reads only files that the manifest lists. Another check reports if that list is
+    # wrong. Here it must not hide what is wrong with the shards, so it is corrected.
     corrected_manifest = {**manifest, "files": file_names}
     for state_name, tree in layout.trees_of_files(manifest).items():
         sharded = [encoded for encoded in find_encoded_tensors(tree) if "$sharded" in encoded]

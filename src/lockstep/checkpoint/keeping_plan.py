@@ -66,7 +66,7 @@ class KeepingPlan:
     """Tells the user that every step is kept, and how much memory that takes."""
 
     @property
-    def checksum(self) -> str:
+    def announcement_checksum(self) -> str:
         """A checksum of the announcement. A later attempt announces only what has changed."""
         return f"{zlib.crc32(self.announcement.encode()):08x}"
 
@@ -100,28 +100,26 @@ def plan_keeping(needs: Sequence[RankNeeds]) -> KeepingPlan:
     if needs_partners:
         partners = find_partners([(need.machine, need.local_rank) for need in needs])
 
-    # What the areas of each rank will take, by rank.
-    bytes_of_rank = [_bytes_of_used_areas(rank, needs, partners) for rank in range(len(needs))]
     for ranks in ranks_of_machine.values():
-        new_bytes = 0
-        for rank in ranks:
-            bytes_before = _bytes_of_used_areas_before(rank, needs, partners)
-            new_bytes += max(0, bytes_of_rank[rank] - bytes_before)
-        _check_memory(new_bytes, needs[ranks[0]].available)
+        _check_memory_of_machine(ranks, needs, partners)
 
-    bytes_of_machine: dict[int, int] = {}
-    area_bytes_of_machines: list[int] = []
+    step_bytes_of_machine: dict[int, int] = {}
     for machine, ranks in ranks_of_machine.items():
-        bytes_of_machine[machine] = sum(needs[rank].bytes_of_step for rank in ranks)
-        area_bytes_of_machines.append(sum(bytes_of_rank[rank] for rank in ranks))
+        step_bytes_of_machine[machine] = sum(needs[rank].bytes_of_step for rank in ranks)
 
+    # What the areas take, for the user.
+    area_bytes_of_rank = [_bytes_of_used_areas(rank, needs, partners) for rank in range(len(needs))]
+    area_bytes_of_machines = []
+    for ranks in ranks_of_machine.values():
+        area_bytes_of_machines.append(sum(area_bytes_of_rank[rank] for rank in ranks))
+    could_not_find_partners = needs_partners and partners is None
     announcement = _announcement(
-        max(bytes_of_rank),
+        max(area_bytes_of_rank),
         max(area_bytes_of_machines),
         has_partners=partners is not None,
-        lacks_partners=needs_partners and partners is None,
+        lacks_partners=could_not_find_partners,
     )
-    return KeepingPlan(each_machine_has_all, partners, bytes_of_machine, announcement)
+    return KeepingPlan(each_machine_has_all, partners, step_bytes_of_machine, announcement)
 
 
 def _senders_to(rank: int, partners: Sequence[Partners] | None) -> list[int]:
@@ -151,16 +149,25 @@ def _bytes_of_used_areas_before(
     return sum(needs[rank].bytes_of_areas[:num_areas])
 
 
-def _check_memory(new_bytes: int, available: int | None) -> None:
-    """Checks that a machine has enough free memory.
+def _check_memory_of_machine(
+    ranks: Sequence[int], needs: Sequence[RankNeeds], partners: Sequence[Partners] | None
+) -> None:
+    """Checks that a machine has enough free memory for the areas of its ranks.
 
     Args:
-        new_bytes: how much memory the areas of its ranks will take in addition.
-        available: how much is free on the machine; None if that is unknown.
+        ranks: the ranks on the machine.
+        needs: what each rank needs, by rank.
+        partners: the partners of each rank; None if there are no copies on other machines.
 
     Raises:
         StepsCannotBeKept: it has too little.
     """
+    new_bytes = 0  # what the areas take in addition to what they take already
+    for rank in ranks:
+        bytes_before = _bytes_of_used_areas_before(rank, needs, partners)
+        new_bytes += max(0, _bytes_of_used_areas(rank, needs, partners) - bytes_before)
+
+    available = needs[ranks[0]].available  # on the machine, so all its ranks say the same
     if available is not None and new_bytes > MAX_SHARE_OF_FREE_MEMORY * available:
         raise StepsCannotBeKept(
             f"it takes {format_bytes(new_bytes)} of memory on a machine, and "

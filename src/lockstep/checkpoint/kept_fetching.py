@@ -77,21 +77,25 @@ def fetch_step(
     machine = collectives.topology.node_rank
     machine_of_rank: list[int] = collectives.exchange(machine)
 
+    # 1. Every rank needs the plans of all machines, to know which parts it has to send.
     plan_of_machine: dict[int, _ReadingPlan] = {}
     for each_machine in sorted(set(machine_of_rank)):
         plan_of_machine[each_machine] = _plan_reading(kept, machine_of_rank, each_machine)
     plan = plan_of_machine[machine]
     run_on_all_ranks(collectives, RESUMING_FROM_MEMORY, lambda: _check_memory(plan, machine))
 
+    # 2.
     random_states = _gather_random_states(collectives, kept)
 
+    # 3.
     transfers = _plan_transfers(plan_of_machine, machine_of_rank)
     path_of_received_part = _transfer_parts(collectives, transfers, machine_of_rank, received)
 
-    paths_here = [
-        part.path if part.holder_machine == machine else path_of_received_part[part.writer_rank]
-        for part in plan.parts
-    ]
+    # 4.
+    paths_here = []
+    for part in plan.parts:
+        is_here = part.holder_machine == machine
+        paths_here.append(part.path if is_here else path_of_received_part[part.writer_rank])
     return run_on_all_ranks(
         collectives,
         RESUMING_FROM_MEMORY,
@@ -149,12 +153,13 @@ def _every_rank_finds_its_shard(kept: KeptStep, machine_of_rank: Sequence[int]) 
     if kept.strategy != "fsdp" or kept.world_size != len(machine_of_rank):
         return False
 
-    # A machine also holds parts that its partner machine has written and sent. A rank that only
-    # finds such a part was on the partner machine before.
     for rank, machine in enumerate(machine_of_rank):
         part = _find_copy_preferably_on(machine, kept, rank)
-        was_kept_there = part.holder_machine == part.writer_machine == machine
-        if not was_kept_there:
+        # It is not enough that the machine holds the part. It may be a copy that another machine
+        # has sent; then the rank was on that machine before.
+        is_held_here = part.holder_machine == machine
+        was_written_here = part.writer_machine == machine
+        if not (is_held_here and was_written_here):
             return False
     return True
 
@@ -251,7 +256,9 @@ def _transfer_parts(
     """Sends and receives the parts that machines lack. All ranks call this with the same transfers.
 
     The holder of a part and the receiver are ranks of this run. The writer was a rank of an earlier
-    attempt, perhaps with other machines.
+    attempt, perhaps with other machines. Example: the part that rank 3 has written then is held by
+    rank 0 now, and rank 4 receives it for its machine. All ranks of that machine return `{3:
+    "/proc/1234/fd/5"}`.
 
     Args:
         collectives: the collectives of the run.

@@ -304,7 +304,8 @@ class KeptLayout:
         if not (has_same_skeleton and has_same_kinds):
             return None
 
-        # Leaves that share memory are tied: they are stored once, under one name in the tree.
+        # Leaves that share memory are tied: they are stored once, under one name in the tree. (The
+        # memory of a DTensor is that of its local leaf, this rank's shard.)
         addresses = _addresses(present.local_leaves)
         has_same_ties = _find_ties(addresses) == encoded.ties
         if not has_same_ties:
@@ -396,15 +397,11 @@ class KeptLayout:
                     rows_of_leaf.append(None)
                     continue
 
-                # Where the range of this rank begins and ends, counted from the first byte of the
-                # leaf: below 0 if that is before the leaf.
-                begin_in_leaf = range_begin - leaf_begin
-                end_in_leaf = range_end - leaf_begin
-
-                # Both are rounded down to a whole row. Where the range of one rank ends, that of
-                # the next one begins, so each row is copied by exactly one rank.
-                rows = (_clamped_row_at(leaf, begin_in_leaf), _clamped_row_at(leaf, end_in_leaf))
-                rows_of_leaf.append(rows)
+                # Where one rank's range ends, that of the next one begins. Both are rounded down to
+                # a whole row, so each row is copied by exactly one rank.
+                first_row = _clamped_row_at(leaf, range_begin - leaf_begin)
+                end_row = _clamped_row_at(leaf, range_end - leaf_begin)
+                rows_of_leaf.append((first_row, end_row))
                 leaf_begin += leaf.nbytes
 
             rows_of_section[present.section.key] = rows_of_leaf
@@ -539,24 +536,28 @@ class _LayoutEncoder(Encoder):
         return super()._encode_numpy(value, path)
 
     def _box_to_store(self, value: Any) -> Box | None:
-        """Returns the region of a tensor that this rank stores, and notes it for `_store`."""
+        """Returns the region of a tensor that this rank stores, and notes it for `_record`."""
         self._leaf.box = self._find_box(value, self._leaf.rows)
         return self._leaf.box
 
     def _find_box(self, value: Any, rows: Rows | None) -> Box | None:
         """Returns the region of a tensor that this rank stores, or None if it stores nothing.
 
+        A DTensor: this rank's shard. A tensor that the ranks of the machine divide between them:
+        some rows. Any other tensor: all of it on the first rank of the machine, and nothing on the
+        other ranks, unless these have other entries of the section.
+
         Args:
             value: the tensor.
             rows: the rows that this rank stores; None if the tensor is not divided into rows.
         """
-        if rows is not None and not is_sharded(value):
-            # The tensor is equal on all ranks of the machine, and divided between them.
+        if is_sharded(value):
+            return super()._box_to_store(value)  # the shard
+        if rows is not None:
             return _box_of_rows(rows, value.shape)
-
-        if is_sharded(value) or self._keeps_undivided_leaves:
-            return super()._box_to_store(value)  # this rank's shard, or the whole tensor
-        return None  # the first rank of the machine stores the whole tensor
+        if self._keeps_undivided_leaves:
+            return super()._box_to_store(value)  # the whole tensor
+        return None
 
     def _unused_name(self, path: KeyPath) -> str:
         """Returns a name for a tensor that no other tensor has: its path, and a number if needed.
@@ -573,17 +574,19 @@ class _LayoutEncoder(Encoder):
         self._names.add(name)
         return name
 
-    def _store(self, name: str, tensor: Tensor) -> None:
+    def _record(self, name: str, tensor: Tensor) -> None:
         """Adds a placement: it says which region of the present leaf this rank copies in each step.
 
-        Nothing is stored here, in contrast to the method of `Encoder` that this one overrides.
+        The method of `Encoder` that this one overrides keeps the tensor itself.
 
         Args:
-            name: name of the stored tensor.
+            name: name of the tensor in the area.
             tensor: the leaf as a tensor. Only its dtype is used.
         """
         leaf = self._leaf
-        if leaf.box is None:  # a numpy value, which the first rank of the machine copies
+        # The region is None for a numpy value, unless this is the first rank of the machine, which
+        # copies it (`_encode_numpy`). For a tensor without a region, this method is not called.
+        if leaf.box is None:
             return
 
         dtype, shape = _dtype_and_shape_in_area(tensor.dtype, leaf.box)
@@ -620,9 +623,9 @@ def _skeleton(value: Any, leaves: list[Any]) -> Any:
     Example: `{"lr": 0.1, "w": tensor} -> (dict, ["lr", "w"], [(float, 0.1), _LEAF])`.
 
     Two skeletons are equal if the values differ only in their leaves. Dictionaries must also have
-    the same order, since the leaves are in that order. Values stand beside their types: otherwise
-    True and 1 would be equal. Only the most frequent ones, int, str and None, stand alone: none of
-    them equals a pair of a type and a value.
+    the same order, since the leaves are in that order. Values stand beside their types, because
+    True and 1 would be equal: True becomes `(bool, True)`, and 1.0 `(float, 1.0)`. Only the most
+    frequent ones stand alone: 1, "text" and None stay as they are.
     """
     kind = type(value)
     if value is None or kind is str or kind is int:
@@ -688,10 +691,10 @@ def _find_ties(addresses: Sequence[int]) -> list[int]:
 
 
 def _clamped_row_at(tensor: Tensor, position: int) -> int:
-    """Returns the row that holds the byte at a position, which may lie outside the tensor.
+    """Returns the row that holds the byte at a position, counted from the tensor's first byte.
 
-    4 rows of 10 bytes: 25 -> 2. A position before the tensor gives 0, one after its end gives 4,
-    the number of rows.
+    The position may lie outside the tensor. 4 rows of 10 bytes: 25 -> 2; -100, which is before the
+    tensor, -> 0; 100, which is after its end, -> 4, the number of rows.
     """
     num_rows = tensor.shape[0]
     if tensor.nbytes == 0 or position >= tensor.nbytes:
@@ -728,7 +731,10 @@ def _text_of(section: Section, encoded: _EncodedSection) -> str:
         "tensors": tensors,
     }
     text = json.dumps(description)
-    return text if encoded.tree is None else _with_json_entry(text, "tree", encoded.tree)
+    if encoded.tree is None:
+        return text
+    # The tree is JSON text already, and may be long, so it is inserted as text.
+    return _with_json_entry(text, "tree", encoded.tree)
 
 
 def _with_json_entry(object_text: str, key: str, value_text: str) -> str:
@@ -757,6 +763,14 @@ def sections_of(
         entry "state" of another object      partial                             (no such section)
         any other entry, or a whole object   neither                             neither
 
+    Example: a model and an SGD optimizer, with no `partial_names`. The file of all objects other
+    than modules is "training" (`layout.TRAINING`).
+
+        file         path                           kind
+        "model"      ()                             divided
+        "training"   ("optimizer", "state")         divided
+        "training"   ("optimizer", "param_groups")  neither
+
     Args:
         states: by name; in the state of a module, tensors that other ranks have are None.
         module_names: which of them are states of modules.
@@ -771,19 +785,24 @@ def sections_of(
 
         # A module has a file of its own, and is one section.
         if name in module_names:
-            sections.append(Section(name, (), state, is_partial, is_divided=not is_partial))
+            section = Section(
+                file=name, path=(), value=state, is_partial=is_partial, is_divided=not is_partial
+            )
+            sections.append(section)
             continue
 
         # An optimizer, and any object of which this rank has only some entries, has a section for
-        # each entry.
+        # each entry. (The state of a user's own optimizer may be anything. If it has no entries, it
+        # is one section.)
         is_optimizer = name in optimizer_names
-        has_section_for_each_entry = (is_optimizer or is_partial) and _can_be_cut(state)
-        if has_section_for_each_entry:
+        if (is_optimizer or is_partial) and _can_be_split_by_entry(state):
             sections += _sections_of_entries(name, state, is_partial=is_partial)
             continue
 
         # Any other object is one section, of which the first rank of each machine keeps all.
-        section = Section(layout.TRAINING, (name,), state, is_partial=False, is_divided=False)
+        section = Section(
+            file=layout.TRAINING, path=(name,), value=state, is_partial=False, is_divided=False
+        )
         sections.append(section)
     return sections
 
@@ -793,8 +812,9 @@ def _sections_of_entries(
 ) -> Iterator[Section]:
     """Yields a section for each entry of a state, such as "state" and "param_groups".
 
-    Only the entry "state" has tensors. The others are small, and equal on all ranks, so they are
-    neither partial nor divided.
+    Only the entry "state" has tensors: it is partial, or else divided, so that each rank of a
+    machine copies a share of it. The other entries are small, and equal on all ranks, so the first
+    rank of each machine copies them.
 
     Args:
         name: the name of the object, for example of an optimizer.
@@ -804,15 +824,15 @@ def _sections_of_entries(
     for key, value in state.items():
         has_tensors = key == "state"
         yield Section(
-            layout.TRAINING,
-            (name, key),
-            value,
+            file=layout.TRAINING,
+            path=(name, key),
+            value=value,
             is_partial=has_tensors and is_partial,
             is_divided=has_tensors and not is_partial,
         )
 
 
-def _can_be_cut(state: Any) -> bool:
+def _can_be_split_by_entry(state: Any) -> bool:
     """Returns True if each entry of a state can be a section of its own.
 
     It must be a dictionary with an entry `state`, and be encoded as a plain JSON object.

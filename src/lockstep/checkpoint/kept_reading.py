@@ -32,7 +32,7 @@ from lockstep.checkpoint.merging import merge_entries
 from lockstep.checkpoint.sharding import copy_to_memory
 from lockstep.checkpoint.shards import Shard, TensorInShards, join_shards
 from lockstep.errors import CheckpointError
-from lockstep.wording import format_ranks
+from lockstep.wording import format_ranks, group_by_key
 
 RANDOM = "random"
 """The name of the section with the random state of a rank."""
@@ -67,8 +67,9 @@ class PartReport:
     """The rank that reports the part, and has access to the area."""
     holder_machine: int
     """The number of the machine on which the area is now."""
-    announced: str
-    """A checksum of what the user was told about the memory that kept steps take."""
+    announcement_checksum: str
+    """A checksum of what the user was told about the memory that kept steps take. A later attempt
+    tells the user only what is new."""
 
 
 @dataclass(frozen=True)
@@ -95,9 +96,9 @@ class KeptStep:
         return self.parts[0].world_size
 
     @property
-    def announced(self) -> str:
+    def announcement_checksum(self) -> str:
         """See `PartReport`."""
-        return self.parts[0].announced
+        return self.parts[0].announcement_checksum
 
     def paths_on(self, machine: int) -> set[str]:
         """Returns the paths of the areas on a machine that hold a part of this step."""
@@ -154,7 +155,7 @@ def report_parts(
             num_bytes=seal.end,
             holder_rank=holder_rank,
             holder_machine=holder_machine,
-            announced=facts["announced"],
+            announcement_checksum=facts["announcement_checksum"],
         )
         reports.append(asdict(report))
     return reports
@@ -182,7 +183,8 @@ def choose_step(reports: Sequence[PartReport], folders: Collection[str]) -> Kept
         kept = KeptStep(attempt, serial, step, epoch, tuple(parts), complete_sets)
 
         # The same step may have been kept twice: before and after the code at the end of an epoch.
-        # Kept steps are numbered by `serial`, so the higher serial number is the later one.
+        # Then the one with the higher serial number is the later one. (An attempt that resumes a
+        # kept step goes on with its serial numbers.)
         if newest is None or (kept.step, kept.serial) > (newest.step, newest.serial):
             newest = kept
     return newest
@@ -228,8 +230,9 @@ def _parts_of_steps(
     """
     parts_of_step: dict[tuple[int, int], list[PartReport]] = {}
     for report in reports:
-        is_of_other_checkpoint = set(report.folders).isdisjoint(folders)
-        if not is_of_other_checkpoint:
+        # The folder may have another path on each machine. One path in common is enough.
+        is_of_this_checkpoint = not set(report.folders).isdisjoint(folders)
+        if is_of_this_checkpoint:
             parts_of_step.setdefault((report.attempt, report.serial), []).append(report)
     return parts_of_step
 
@@ -251,17 +254,12 @@ def _complete_sets(parts: Sequence[PartReport]) -> tuple[tuple[int, ...], ...]:
         present_ranks = {part.writer_rank for part in parts}
         return (tuple(all_ranks),) if present_ranks == set(all_ranks) else ()
 
-    # Of a machine, the parts of all ranks that it had are needed.
-    present_ranks_of_machine: dict[int, set[int]] = {}
-    num_ranks_of_machine: dict[int, int] = {}
-    for part in parts:
-        present_ranks_of_machine.setdefault(part.writer_machine, set()).add(part.writer_rank)
-        num_ranks_of_machine[part.writer_machine] = part.num_ranks_on_writer_machine
-
+    # A machine's state is complete if the parts of all ranks that it had are there.
+    parts_of_machine = group_by_key((part.writer_machine, part) for part in parts)
     sets = []
-    for machine, ranks in sorted(present_ranks_of_machine.items()):
-        is_complete = len(ranks) == num_ranks_of_machine[machine]
-        if is_complete:
+    for _, parts_there in sorted(parts_of_machine.items()):
+        ranks = {part.writer_rank for part in parts_there}
+        if len(ranks) == parts_there[0].num_ranks_on_writer_machine:
             sets.append(tuple(sorted(ranks)))
     return tuple(sets)
 
@@ -299,15 +297,16 @@ def read_step(
             machine needs them, so this is no error.
 
     Returns:
-        The states by name, with the manifest as `manifest` and the random states as `random`.
+        The states by name, with the manifest as `manifest` and the random states as `random`:
+        `{"model": {...}, "optimizer": {...}, "world": {...}, "random": [...], "manifest": {...}}`.
 
     Raises:
         CheckpointError: the parts do not fit together.
     """
     parts = [_Part(path) for path in paths]
 
-    # Each section of a part belongs to the state of a module, to the random state, or to the states
-    # of all other objects (`layout.TRAINING`). In a checkpoint on disk, these would be files.
+    # Each section says to which file it would belong in a checkpoint on disk: "model", the name of
+    # a module; "training", with the states of all objects that are no modules; or "random".
     file_names: set[str] = set()
     for part in parts:
         file_names.update(section["file"] for section in part.sections)
@@ -317,7 +316,7 @@ def read_step(
     for name in names_of_kept_modules:
         saved[name] = _assemble_states(parts, name, lacks_shards=lacks_shards)
 
-    # This is a dictionary with the states of all other objects, by name.
+    # {"optimizer": {...}, "world": {...}}
     other_states = _assemble_states(parts, layout.TRAINING, lacks_shards=lacks_shards)
     saved.update(other_states)
 
@@ -433,8 +432,8 @@ def _collect_tensors(
 ) -> tuple[dict[str, Tensor], _Pieces]:
     """Collects the tensors that the ranks have kept: as whole tensors, and as pieces of tensors.
 
-    Each tensor is in both results, because only the tree says whether it is a whole one or a piece.
-    For the arguments, see `_assemble_states`.
+    Each tensor is in both results. The tree, which is decoded later, says whether it is a whole one
+    or a piece. For the arguments, see `_assemble_states`.
     """
     whole_tensors: dict[str, Tensor] = {}
     pieces = _Pieces(lacks_shards=lacks_shards)
@@ -458,14 +457,19 @@ def _merge_trees(parts: Sequence[_Part], file: str) -> Any:
     """Returns the tree of a module, or of the other states, from the trees of its sections.
 
     A section that is equal on all ranks has a tree on the first rank of each machine. Of a partial
-    section, each rank has a tree with some of the entries, and these are merged.
+    section, each rank has a tree with some of the entries, and these are merged. Example: the trees
+    `{"0": ...}` and `{"1": ...}` of two ranks for the partial section at the path ["optimizer",
+    "state"] become `{"optimizer": {"state": {"0": ..., "1": ...}}}`.
+
+    Args:
+        parts: the parts of a complete set of ranks.
+        file: the name of a module, `layout.TRAINING` or `RANDOM`.
     """
     tree: Any = {}
     for part in parts:
         for section in part.sections_of(file):
             if "tree" in section:
-                is_partial = section["partial"]
-                tree = _put(tree, section["path"], section["tree"], is_partial)
+                tree = _put(tree, section["path"], section["tree"], merges=section["partial"])
     return tree
 
 
@@ -506,32 +510,32 @@ class _Pieces:
         for (offsets, sizes), values in self._pieces_of_name.get(name, {}).items():
             shards.append(Shard(offsets, values.view_as(dtype, sizes)))
 
-        # Shards may be on other machines only. Then each rank can read no more than its own shard.
+        # If some shards are on other machines only, the tensor cannot be put together here. Each
+        # rank can only read its own shard of it.
         num_elements_here = sum(shard.values.num_elements for shard in shards)
         if self._lacks_shards and num_elements_here < math.prod(shape):
             return _ShardsOfThisMachine(name, dtype, shape, tuple(shards))
         return join_shards(name, dtype, shape, shards)  # raises an error if one is missing
 
 
-def _put(tree: Any, path: Sequence[Any], branch: Any, is_partial: bool) -> Any:
+def _put(tree: Any, path: Sequence[Any], branch: Any, *, merges: bool) -> Any:
     """Returns a copy of a tree of nested dictionaries with a branch inserted at a path.
 
-    Example: `_put({"a": 1}, ["b", "c"], 2, False) -> {"a": 1, "b": {"c": 2}}`.
+    Example: `_put({"a": 1}, ["b", "c"], 2, merges=False) -> {"a": 1, "b": {"c": 2}}`.
 
     Args:
         tree: the tree of the file so far.
         path: the keys that lead to the branch. If it is empty, the branch is the whole tree.
         branch: the tree of one section.
-        is_partial: True if each rank has kept only some entries of the section. The branch is then
-            merged with what other ranks have put at the same path. Otherwise, the branch replaces
-            what is there.
+        merges: True to merge the branch with what is at that path already, because each rank has
+            kept only some entries of the section. False to replace what is there.
     """
     if not path:
-        is_first_at_this_path = not tree
-        if is_partial and not is_first_at_this_path:
+        something_is_there = bool(tree)
+        if merges and something_is_there:
             return merge_entries(first=tree, second=branch)
         return branch
 
     first_key, *other_keys = path
     subtree = tree.get(first_key) or {}
-    return {**tree, first_key: _put(subtree, other_keys, branch, is_partial)}
+    return {**tree, first_key: _put(subtree, other_keys, branch, merges=merges)}

@@ -159,8 +159,8 @@ class KeptSteps(Extension):
         self._attempt = None
         self._keeper = None
         self._areas = None
-        # These two functions refer to the training. They are not called any more.
-        self._training = self._training._replace(take_state=_nothing_to_take, steady_ids=set)
+        # The functions that it has refer to the training. They are not called any more.
+        self._training = self._training._replace(take_state=_nothing_to_take, steady_ids=_no_ids)
         if keeper is None:
             return
 
@@ -182,11 +182,12 @@ class KeptSteps(Extension):
         It passes the step over if it is not one of those to be kept: every step, or every k-th.
         """
         number = self._step.number
-        if self._attempt is None or number == self._last_step_number:
+        attempt = self._attempt  # None while no steps are kept
+        if attempt is None or number == self._last_step_number:
             return
 
-        # The previous copy must have ended. The time that the training has waited for it belongs to
-        # that copy, and not to the present step.
+        # The previous copy must have ended. The time for which the training waits for its end is a
+        # cost of that copy, so it does not count as time of the present step.
         keeper = self._keeper  # None before the first step of this attempt is kept
         waited_s = 0.0 if keeper is None else keeper.finish_last_copy()
         step_time_s = time.perf_counter() - self._last_time_s - waited_s
@@ -197,7 +198,7 @@ class KeptSteps(Extension):
             phase_before = self._step.enter_phase("checkpoint")
             try:
                 if keeper is None:
-                    self._keep_first(self._attempt, number, step_time_s)
+                    self._keep_first(attempt, number, step_time_s)
                 else:
                     keeper.keep(number, step_time_s)
             finally:
@@ -238,8 +239,8 @@ class KeptSteps(Extension):
             return
         self._attempt = attempt
 
-        # The attempt that kept the resumed step may have announced the same.
-        if plan.checksum != attempt.announced:
+        # The user is not told again what an earlier attempt has announced.
+        if plan.announcement_checksum != attempt.announcement_checksum:
             self._training.say(plan.announcement)
 
         self.forget_other_steps()  # those of earlier attempts
@@ -248,15 +249,15 @@ class KeptSteps(Extension):
 
     def _bytes_of_step(self, attempt: Attempt, layout: KeptLayout, facts: dict[str, Any]) -> int:
         """Returns how much memory one copy of this rank's state takes, with its header."""
-        # The ranks have not agreed on the last two values yet. Whatever they are, the header will
-        # have almost this length.
+        # The ranks have not agreed on the last two values yet. Other values change the length of
+        # the header by a byte ("true" or "false"), and `size_of_area` rounds up to a page.
         header = header_of(
             facts,
             layout,
             attempt,
             self._topology,
             machine_has_whole_state=False,
-            announced=NOT_ANNOUNCED,
+            announcement_checksum=NOT_ANNOUNCED,
         )
         return size_of_area(len(header), layout.num_bytes)
 
@@ -297,7 +298,8 @@ class KeptSteps(Extension):
         except StepsCannotBeKept as error:
             reason = error  # the same on all ranks
 
-        # Reported here, and not in the `except` block: an error would name the other as its cause.
+        # Reported outside the `except` block. Inside it, the traceback of the error that the user
+        # gets would also show the `StepsCannotBeKept` of this function.
         self._report_that_no_step_is_kept(reason, problem)
         return None
 
@@ -327,3 +329,8 @@ class KeptSteps(Extension):
 def _nothing_to_take() -> TakenState:
     """Replaces the function that collects the training state once the run is over."""
     return TakenState({}, [])
+
+
+def _no_ids() -> set[int]:
+    """Replaces the function that returns the ids of steady tensors once the run is over."""
+    return set()

@@ -23,11 +23,12 @@ MAX_EXTENT = 2**62
 multiplying them takes long."""
 
 
-def as_shape(value: Any) -> Shape:
-    """Returns a list of numbers from a file (a shape or offsets) as a tuple, after checking it.
+def non_negative_integers(value: Any) -> Shape:
+    """Returns a list of numbers from a file, such as a shape or offsets, as a tuple.
 
     Raises:
-        ValueError: `value` is not a list of numbers that a tensor could have.
+        ValueError: `value` is not a short list of whole numbers of at least 0, or has a number that
+            is too large for any tensor.
     """
     is_short_list = isinstance(value, list | tuple) and len(value) <= MAX_DIMENSIONS
     if not is_short_list or not all(_is_extent(item) for item in value):

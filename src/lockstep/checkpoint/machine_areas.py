@@ -116,6 +116,7 @@ class MachineAreas:
         num_used = OWN_AREAS_PER_RANK * (1 + num_senders)
         unused = self.of_this_rank[num_used:]
         if self._local_rank == 0:
+            # An earlier attempt may have had more ranks on this machine. Their areas are the last.
             for areas_of_absent_rank in self._areas_of_ranks[self._local_size :]:
                 unused += areas_of_absent_rank
         for area in unused:
@@ -158,8 +159,8 @@ class OwnArea:
         return self._views
 
 
-def area_without(paths: Collection[str], areas: Sequence[Area]) -> int:
-    """Returns the index of the first area whose path is none of some paths.
+def first_area_not_in(paths: Collection[str], areas: Sequence[Area]) -> int:
+    """Returns the index of the first area whose path is not in `paths`.
 
     Args:
         paths: the paths of the areas that hold the step that the run resumed from. Until a later

@@ -152,8 +152,10 @@ class PartnerCopies:
             with a seal      the content, of which the seal says how large it is
             without a seal   nothing: the sender has no part of this step
         """
-        # Without an area, or if the copy to it was of no use, the page has no seal.
+        # Without an area, or if the copy to it has failed or was dropped, the page has no seal.
         page = _page_without_seal() if area is None else self._wait_for_sealed_page(area, serial)
+        seal = read_seal(page.numpy().data)
+        lacks_part = seal is None
 
         # 1. Exchange the first pages.
         sends = [self._send(page)]
@@ -164,7 +166,6 @@ class PartnerCopies:
         begun_at_s = time.perf_counter()
 
         # 2. Exchange the contents.
-        seal = read_seal(page.numpy().data)
         if area is not None and seal is not None:
             sends.append(self._send(area.content(seal)))
         for inbox, received_page in zip(self._inboxes, received_pages, strict=True):
@@ -175,7 +176,7 @@ class PartnerCopies:
         self.last_duration_s = time.perf_counter() - begun_at_s
 
         # 3. All ranks meet, so that each of them knows whether the whole step is on two machines.
-        num_missing_parts = torch.tensor(1 if seal is None else 0)
+        num_missing_parts = torch.tensor(1 if lacks_part else 0)
         dist.all_reduce(num_missing_parts, group=self._group)
         self.last_step_is_complete = num_missing_parts.item() == 0
 
@@ -192,7 +193,12 @@ class PartnerCopies:
         return page
 
     def _receive_content(self, inbox: Inbox, page: Tensor) -> None:
-        """Receives the content of another rank's area, if its first page has a seal."""
+        """Receives the content of another rank's area, if its first page has a seal.
+
+        Args:
+            inbox: the areas for the copies of that rank.
+            page: the first page of its area, which was received before.
+        """
         seal = read_seal(page.numpy().data)
         if seal is None:  # the sender has no part of this step, so nothing follows
             return
@@ -200,7 +206,7 @@ class PartnerCopies:
         copy = inbox.areas[inbox.next_area]
         memory_for_content = copy.begin_copy(seal)
         self._receive(memory_for_content, inbox.sender)
-        copy.finish_copy(page)  # writes the seal
+        copy.finish_copy(page)  # writes the page, with the seal in it
 
     def _wait_for_sealed_page(self, area: Area, serial: int) -> Tensor:
         """Waits until an area is sealed with the serial number, and returns its first page.

@@ -55,7 +55,7 @@ class StateCopier:
         destinations: Sequence[Tensor],
         layout: KeptLayout,
         steady_ids: Callable[[], set[int]],
-        seal: Callable[[], None],
+        seal_area: Callable[[], None],
     ) -> None:
         """Copies the tensors of a layout, or starts to copy them.
 
@@ -66,18 +66,19 @@ class StateCopier:
             destinations: the tensors to copy to, one for each source of the layout.
             layout: which tensors are copied.
             steady_ids: returns the ids of the steady tensors.
-            seal: the function that seals the area; it is called when everything is copied.
+            seal_area: seals the area. It is called when everything is copied.
         """
         if self._background is None:
             copy_to_each(list(destinations), layout.sources)
-            seal()
+            seal_area()
             return
 
         ids = steady_ids()
         copied_now = _Copies()
         copied_in_thread = _Copies()
 
-        # Each source is a tensor of the training state, its leaf, or some rows of it.
+        # Each source is a leaf (a tensor of the training state), or some rows of one. Whether it is
+        # steady is known of the leaf.
         leaves = layout.leaves()
         for destination, source, leaf in zip(destinations, layout.sources, leaves, strict=True):
             if source.device.type not in BACKGROUND_DEVICES:
@@ -89,7 +90,7 @@ class StateCopier:
             copied_in_thread.add(destination, source.clone() if needs_clone else source)
 
         copy_to_each(copied_now.destinations, copied_now.sources)
-        self._background.start(copied_in_thread.destinations, copied_in_thread.sources, seal)
+        self._background.start(copied_in_thread.destinations, copied_in_thread.sources, seal_area)
 
     def wait(self) -> bool:
         """Waits until the last copy has ended.
@@ -107,7 +108,7 @@ class StateCopier:
         if self._background is None:
             return True
 
-        no_source_has_changed = self._background.wait()
-        if not no_source_has_changed:
+        was_sealed = self._background.wait()
+        if not was_sealed:
             self.clones_every_source = True
-        return no_source_has_changed
+        return was_sealed

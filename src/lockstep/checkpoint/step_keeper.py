@@ -22,7 +22,7 @@ from lockstep.checkpoint.copy_interval import CopyInterval
 from lockstep.checkpoint.keeping_plan import NOT_ANNOUNCED, KeepingPlan
 from lockstep.checkpoint.kept_layout import KeptLayout, Section
 from lockstep.checkpoint.kept_reading import KeptStep
-from lockstep.checkpoint.machine_areas import MachineAreas, OwnArea, area_without
+from lockstep.checkpoint.machine_areas import MachineAreas, OwnArea, first_area_not_in
 from lockstep.checkpoint.memory_area import Area
 from lockstep.checkpoint.partner_copies import Inbox, PartnerCopies, Partners
 from lockstep.checkpoint.state_copier import StateCopier
@@ -82,9 +82,9 @@ class Attempt(NamedTuple):
         return 0 if self.resumed is None else self.resumed.serial
 
     @property
-    def announced(self) -> str:
+    def announcement_checksum(self) -> str:
         """The checksum of what the user was told in the attempt that kept the resumed step."""
-        return NOT_ANNOUNCED if self.resumed is None else self.resumed.announced
+        return NOT_ANNOUNCED if self.resumed is None else self.resumed.announcement_checksum
 
     def areas_of_resumed_step(self, machine: int) -> set[str]:
         """Returns the paths of the areas on a machine that hold the resumed step.
@@ -119,7 +119,7 @@ def header_of(
     topology: Topology,
     *,
     machine_has_whole_state: bool,
-    announced: str,
+    announcement_checksum: str,
 ) -> bytes:
     """Returns the header of an area: what is copied to it, and which rank has copied it.
 
@@ -129,8 +129,8 @@ def header_of(
         attempt: the present attempt.
         topology: the place of this rank in the run.
         machine_has_whole_state: True if the ranks of each machine together have the whole state.
-        announced: a checksum of what the user was told about the memory that steps take. After a
-            restart the user is told only what is new.
+        announcement_checksum: a checksum of what the user was told about the memory that steps
+            take. After a restart the user is told only what is new.
     """
     all_facts = {
         **facts,
@@ -140,7 +140,7 @@ def header_of(
         "machine": topology.node_rank,
         "ranks_on_machine": topology.local_size,
         "machine_has_whole_state": machine_has_whole_state,
-        "announced": announced,
+        "announcement_checksum": announcement_checksum,
     }
     # The sections are JSON already: encoding them again would take too long.
     facts_json = json.dumps(all_facts)
@@ -181,12 +181,11 @@ class StepKeeper:
         self._copier = copier
         self._interval = CopyInterval(training.collectives, training.say)
         """Chooses whether every step is kept, or every k-th."""
-        self._serial = attempt.first_serial
-        """Numbers the kept steps, see `memory_area.Seal`."""
+        self._num_steps = 0
+        """How many steps of this attempt were kept, the present one included. A rank that has given
+        up counts them, too, so that all ranks have the same number."""
         self._last_area = 0
         """The index in `_own_areas` of the area that was sealed last."""
-        self._num_copies = 0
-        """How many steps of this attempt were kept."""
         self._areas_of_resumed_step = attempt.areas_of_resumed_step(topology.node_rank)
         """The paths of the areas that hold the step that the run resumed from, until a later step
         is complete."""
@@ -215,10 +214,11 @@ class StepKeeper:
         """
         inboxes = []
         for sender_index, sender in enumerate(partners.senders):
-            # One of the areas may hold a copy of the resumed step, which must not be overwritten.
-            pair = self._areas.inbox(sender_index)
-            next_area = area_without(self._areas_of_resumed_step, pair)
-            inboxes.append(Inbox(sender, pair, next_area))
+            # The copies of a sender are written to two areas in turn. One of them may hold a copy
+            # of the resumed step, which must not be overwritten, so the other one is the first.
+            two_areas = self._areas.inbox(sender_index)
+            first_to_overwrite = first_area_not_in(self._areas_of_resumed_step, two_areas)
+            inboxes.append(Inbox(sender, two_areas, next_area=first_to_overwrite))
 
         return PartnerCopies(
             partners.receiver,
@@ -226,6 +226,11 @@ class StepKeeper:
             has_given_up=self._given_up.is_set,
             timeout=self._training.timeout,
         )
+
+    @property
+    def _serial(self) -> int:
+        """The serial number of the present step, see `memory_area.Seal`."""
+        return self._attempt.first_serial + self._num_steps
 
     @property
     def every(self) -> int:
@@ -255,13 +260,14 @@ class StepKeeper:
     def wait_for_copy(self) -> None:
         """Waits until the last copy has ended. If it has failed, this rank gives up.
 
-        A copy that is not sealed, because the script has changed a tensor meanwhile, is missing in
-        its step alone. The thread that would send it to the partner must not wait for its seal.
+        If the script has changed a tensor during the copy, only this step is dropped, and later
+        ones are kept. Its area is never sealed.
         """
         begun_at_s = time.perf_counter()
         try:
             is_sealed = self._copier.wait()
             if not is_sealed and self._partner is not None:
+                # The thread that sends areas to the partner would wait for the seal for ever.
                 self._partner.drop_copy()
         except Exception as error:
             self._give_up(error)
@@ -278,20 +284,22 @@ class StepKeeper:
             facts: the result of `collect_state` if the present state is in the layout already, as
                 that of the first step is; None to collect it.
         """
-        # The step that was kept before must be on two machines before its predecessor is lost.
+        # This copy overwrites the step before the last one. So the last one must be on two machines
+        # first.
         self._wait_for_partner()
 
-        # 1. Copy. A rank that has given up copies nothing and has no area to send. But it counts
-        # the steps, and takes part in 2 and 3, where all ranks communicate.
-        self._serial += 1
+        # 1. Copy. A rank that has given up copies nothing and has no area to send. But it takes
+        # part in 2 and 3, where all ranks communicate.
+        self._num_steps += 1
+        area: Area | None = None
         has_given_up = self._given_up.is_set()
-        area = None if has_given_up else self._copy_or_give_up(step_number, facts)
-        self._num_copies += 1
+        if not has_given_up:
+            area = self._copy_or_give_up(step_number, facts)
 
         # 2. Choose how often a step is kept, unless the user asked for every step.
         self._interval.note_step_time(step_time_s)
         if not self._training.every_step:
-            self._interval.choose(self._num_copies, self._expected_link_s())
+            self._interval.choose(self._num_steps, self._expected_link_s())
 
         # 3. Send the area, and receive those of other machines.
         if self._partner is not None:
@@ -342,14 +350,15 @@ class StepKeeper:
             self._attempt,
             self._topology,
             machine_has_whole_state=self._plan.each_machine_has_all,
-            announced=self._plan.checksum,
+            announcement_checksum=self._plan.announcement_checksum,
         )
         destinations = own_area.begin_writing(len(header), self._layout)  # breaks the seal
 
-        # Copy, and then set the seal, which says that the area is complete.
+        # The copier calls `seal_area` when everything is copied: the seal says that the area is
+        # complete. Steady tensors need no clone (`StateCopier.copy`).
         area = own_area.area
-        seal = partial(area.set_seal, self._attempt.number, self._serial, step_number, header)
-        self._copier.copy(destinations, self._layout, self._training.steady_ids, seal)
+        seal_area = partial(area.set_seal, self._attempt.number, self._serial, step_number, header)
+        self._copier.copy(destinations, self._layout, self._training.steady_ids, seal_area)
 
     def _give_up(self, problem: Exception) -> None:
         """Stops keeping steps on this rank, because its state can no longer be kept.
@@ -388,14 +397,15 @@ class StepKeeper:
         stays incomplete, because another rank has given up, step 8 is written to area 0, and step 6
         remains.
         """
-        is_first_copy = self._num_copies == 0
-        if is_first_copy:  # any area but that of the resumed step
-            self._last_area = area_without(self._areas_of_resumed_step, self._areas.own)
+        is_first_step = self._num_steps == 1
+        if is_first_step:
+            self._last_area = first_area_not_in(self._areas_of_resumed_step, self._areas.own)
         elif self._previous_step_is_complete():
             # The previous step is complete, so the one before it (or the resumed one) may go.
             self._areas_of_resumed_step = set()
             self._free_unused_areas_once()
             self._last_area = 1 - self._last_area
+        # Otherwise the previous step is incomplete, and its own area is overwritten.
         return self._own_areas[self._last_area]
 
     def _previous_step_is_complete(self) -> bool:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import io
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
@@ -32,7 +32,7 @@ from lockstep.checkpoint.formats.dcp_metadata import (
 )
 from lockstep.checkpoint.formats.text import short
 from lockstep.checkpoint.formats.torch_save import check_archive, load_error
-from lockstep.checkpoint.lazy_tensor import LazyTensor, Shape, as_shape
+from lockstep.checkpoint.lazy_tensor import LazyTensor, Shape, non_negative_integers
 from lockstep.checkpoint.shards import Shard, TensorInShards, join_shards
 
 METADATA = ".metadata"
@@ -270,8 +270,8 @@ def _read_entries(
     Raises:
         ValueError, KeyError: the metadata is not sound.
     """
-    # The keys are ("fc.weight", offsets of the shard) for a shard of a tensor, and ("step",
-    # NO_OFFSETS) for an object that is not a tensor.
+    # The keys of `archives` are ("fc.weight", offsets of the shard) for a shard of a tensor, and
+    # ("step", NO_OFFSETS) for an object that is not a tensor.
     archives = _find_archives(folder, metadata["storage_data"])
     cache = CacheOfOneShard()  # shared by all tensors
     entries: dict[str, TensorInShards | StoredObject] = {}
@@ -305,8 +305,7 @@ def _find_archives(folder: Path, storage_data: Mapping[Any, Any]) -> dict[PlaceO
         place = state_of_record(value, "_StorageInfo")
         file_name = place["relative_path"]
 
-        # This checks that both are whole numbers of at least 0, as the extents of a shape are.
-        offset_in_file, length = as_shape((place["offset"], place["length"]))
+        offset_in_file, length = non_negative_integers((place["offset"], place["length"]))
         if place.get("transform_descriptors"):  # for example compression
             raise ValueError(f"{file_name} was transformed while it was written")
 
@@ -407,18 +406,29 @@ def _nest(entries: Mapping[str, Any], keys_of_entries: Any) -> dict[str, Any]:
                 f"the keys of {name} are no tuple of 1 to {MAX_DEPTH} texts or numbers"
             )
 
-        # Go down to the dictionary that holds the entry.
         *outer_keys, last_key = keys
-        inner = tree
-        for key in outer_keys:
-            if key not in inner:
-                inner[key] = {}
-            inner = inner[key]
-            another_entry_is_there = type(inner) is not dict
-            if another_entry_is_there:
-                raise ValueError(f"{name} is to be below another entry")
-
+        inner = _make_inner(tree, outer_keys, name)
         if last_key in inner:
             raise ValueError(f"{name} is to be where another entry is")
         inner[last_key] = entry
     return tree
+
+
+def _make_inner(tree: dict[Any, Any], outer_keys: Sequence[str | int], name: str) -> dict[Any, Any]:
+    """Returns the inner dictionary of a tree to which some keys lead, and creates what is missing.
+
+    Args:
+        tree: the outermost dictionary.
+        outer_keys: the keys: `["model", "fc"]` lead to `tree["model"]["fc"]`.
+        name: the name of the entry that belongs there, for errors.
+
+    Raises:
+        ValueError: an entry stands on the way.
+    """
+    inner = tree
+    for key in outer_keys:
+        inner = inner.setdefault(key, {})
+        is_an_entry = type(inner) is not dict
+        if is_an_entry:
+            raise ValueError(f"{name} is to be below another entry")
+    return inner

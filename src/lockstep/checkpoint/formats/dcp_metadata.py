@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from lockstep.checkpoint.encoding import STORABLE_DTYPES
-from lockstep.checkpoint.lazy_tensor import Shape, as_shape
+from lockstep.checkpoint.lazy_tensor import Shape, non_negative_integers
 
 MAX_OPERATIONS = 20_000_000
 """How many operations a pickle may have. Each takes some 100 bytes of memory at most."""
@@ -128,16 +128,16 @@ def _check_operations(content: bytes) -> None:
     """
     stack = _StackOfSizes()
     for number, (operation, argument, _) in enumerate(pickletools.genops(content)):
-        writes_memo = operation.name in PUT_OPERATIONS
-        reads_memo = operation.name in GET_OPERATIONS
-        memo_index = int(argument or 0) if reads_memo or writes_memo else None
+        memo_index = 0
+        if operation.name in GET_OPERATIONS or operation.name in PUT_OPERATIONS:
+            memo_index = int(argument or 0)
 
         # Whoever writes a pickle numbers the memo from 0 on, so that no index exceeds the number of
         # operations so far.
-        is_too_large_index = writes_memo and memo_index is not None and memo_index > number
+        is_too_large_index = operation.name in PUT_OPERATIONS and memo_index > number
         if number > MAX_OPERATIONS or is_too_large_index:
             raise ValueError("it would take more memory than any metadata does")
-        stack.follow(operation, memo_index)
+        stack.follow(operation, memo_index)  # raises an error if a key may be too large to hash
 
 
 class _StackOfSizes:
@@ -155,52 +155,73 @@ class _StackOfSizes:
         self._memo: dict[int, int] = {}
         """The sizes of the values in the memo, by index."""
 
-    def follow(self, operation: pickletools.OpcodeInfo, memo_index: int | None) -> None:
+    def follow(self, operation: pickletools.OpcodeInfo, memo_index: int) -> None:
         """Changes the stack of sizes as an operation of the pickle changes the stack of values.
+
+        Example: a pickle of `((1, 2), 3)` first puts 1 and 2 on the stack, whose sizes are [1, 1].
+        TUPLE2 makes a tuple of them: [3], as a tuple counts as itself and what it holds. With 3 the
+        sizes are [3, 1], and a second TUPLE2 makes them [5].
 
         Args:
             operation: the operation.
-            memo_index: the index in the memo that it reads or writes; None if it does not.
+            memo_index: the index in the memo, if it is one of `GET_OPERATIONS` or `PUT_OPERATIONS`.
 
         Raises:
             ValueError: it makes a tuple that is larger than any of metadata.
         """
-        size_of_operands = self._take_operands(operation)
-        if operation.name == "MARK":
+        name = operation.name
+        # These have no operands.
+        if name == "MARK":
             self._marks.append(len(self._sizes))
-        elif operation.name in GET_OPERATIONS and memo_index is not None:
+            return
+        if name in GET_OPERATIONS:
             self._sizes.append(self._memo[memo_index])
-        elif operation.name in PUT_OPERATIONS and memo_index is not None:
+            return
+        if name in PUT_OPERATIONS:
             self._memo[memo_index] = self._sizes[-1]  # the value itself stays on the stack
-        elif operation.name == "MEMOIZE":  # puts its operand into the memo, and back on the stack
+            return
+
+        size_of_operands = self._pop_operands(operation)
+        if name == "MEMOIZE":  # puts its operand into the memo, and back on the stack
             self._memo[len(self._memo)] = size_of_operands
             self._sizes.append(size_of_operands)
-        elif operation.name == "DUP":  # puts its operand back twice
+            return
+        if name == "DUP":  # puts its operand back twice
             self._sizes += [size_of_operands, size_of_operands]
-        else:
-            new_size = 1
-            if operation.name.startswith("TUPLE"):  # counts as itself and everything that it holds
-                new_size += size_of_operands
-            if new_size > MAX_TUPLE_VALUES:
-                raise ValueError("it has a tuple that is larger than any of metadata")
-            self._sizes += [new_size] * len(operation.stack_after)  # one value, or none
+            return
 
-    def _take_operands(self, operation: pickletools.OpcodeInfo) -> int:
-        """Takes the operands of an operation from the stack, and returns the sum of their sizes.
+        size_of_result = 1
+        if name.startswith("TUPLE"):
+            size_of_result += size_of_operands
+        if size_of_result > MAX_TUPLE_VALUES:
+            raise ValueError("it has a tuple that is larger than any of metadata")
+        has_result = len(operation.stack_after) > 0  # POP, for example, has none
+        if has_result:
+            self._sizes.append(size_of_result)
 
-        `stack_before` lists them. ADD, for example, has two values. SETITEMS has `[pydict,
-        markobject, stackslice]`: one value below the last mark, the dictionary, and everything
-        above it. The sizes of values below the mark do not count.
+    def _pop_operands(self, operation: pickletools.OpcodeInfo) -> int:
+        """Removes the operands of an operation from the stack, and returns the sum of their sizes.
+
+        `operation.stack_before` lists them. For TUPLE2 it is `[anyobject, anyobject]`: the two
+        values on top.
+
+        For SETITEMS it is `[pydict, markobject, stackslice]`: a dictionary, the last mark, and all
+        values above the mark, which become items of the dictionary. Only their sizes are returned.
+        Example: with the sizes [1, 3, 1, 1] and a mark at the height 1, all four values are
+        removed; the dictionary is the first. The result is 3 + 1 + 1 = 5.
         """
         operands = operation.stack_before
-        if pickletools.markobject in operands:
-            counted_from = self._marks.pop()  # the height of the stack at the last mark
-            num_below_mark = operands.index(pickletools.markobject)
-        else:
-            counted_from = len(self._sizes) - len(operands)
-            num_below_mark = 0
-        size = sum(self._sizes[counted_from:])
-        del self._sizes[counted_from - num_below_mark :]
+        if pickletools.markobject not in operands:
+            first_operand = len(self._sizes) - len(operands)
+            size = sum(self._sizes[first_operand:])
+            del self._sizes[first_operand:]
+            return size
+
+        # A mark is only a height: it has no entry in the stack itself.
+        height_of_mark = self._marks.pop()
+        size = sum(self._sizes[height_of_mark:])
+        num_operands_below_mark = operands.index(pickletools.markobject)
+        del self._sizes[height_of_mark - num_operands_below_mark :]
         return size
 
 
@@ -229,7 +250,7 @@ def shape_of_record(record: Any) -> Shape:
     is_size = isinstance(record, Record) and record.class_name == "Size"
     if not is_size or len(record.args) != 1:
         raise ValueError("something else where a size is needed")
-    shape = as_shape(record.args[0])
+    shape = non_negative_integers(record.args[0])
 
     # A dimension of size 0 is counted as 1. Otherwise it would hide that the others are too large.
     if math.prod(max(extent, 1) for extent in shape) >= MAX_ELEMENTS:

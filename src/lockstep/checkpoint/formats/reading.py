@@ -35,7 +35,7 @@ from lockstep.checkpoint.formats.safetensors_files import (
 )
 from lockstep.checkpoint.formats.text import short
 from lockstep.checkpoint.formats.torch_save import read_torch, read_torch_index
-from lockstep.checkpoint.lazy_tensor import LazyTensor, Shape, as_shape
+from lockstep.checkpoint.lazy_tensor import LazyTensor, Shape, non_negative_integers
 from lockstep.checkpoint.modules import plain_state_dict
 from lockstep.checkpoint.shards import Shard, TensorInShards, join_shards
 from lockstep.errors import CheckpointError, SettingError
@@ -189,7 +189,7 @@ def _read_dcp_folder(path: Path, name: str | None) -> Source:
         kind="a folder of torch.distributed.checkpoint",
         states=states,
         files=sorted(files),
-        # These are all tensors, those of the model too, which whoever lists them leaves out.
+        # These are all tensors, including those of the model. The caller leaves the latter out.
         find_training_tensors=lambda: tensors_in(tree),
     )
 
@@ -275,10 +275,11 @@ def _locate_in_folder(folder: Path) -> tuple[Path, Kind]:
     if len(indexes) == 1:
         return indexes[0], "index"
 
-    # With several indexes, nothing says which is meant. In a damaged checkpoint, the file would not
-    # be everything that was saved.
+    # The only file of a damaged checkpoint may not be everything that was saved.
     may_be_damaged_checkpoint = folder.name.startswith(("step-", ".step-"))
-    if file is not None and not indexes and not may_be_damaged_checkpoint:
+    has_several_indexes = len(indexes) > 1  # nothing says which is meant
+    file_is_complete = not may_be_damaged_checkpoint and not has_several_indexes
+    if file is not None and file_is_complete:
         return file, "safetensors" if file.suffix == ".safetensors" else "torch"
 
     raise unreadable(
@@ -370,17 +371,16 @@ def _state_in(content: Mapping[Any, Any]) -> dict[str, Any] | None:
     A state has tensors and extra states: what `get_extra_state` of a module returns, which may be
     any value.
     """
-    tensors = {}
     state = {}
+    has_tensors = False
     for name, value in content.items():
         if not isinstance(name, str):
             continue
-        if isinstance(value, Tensor | TensorInShards):
-            tensors[name] = value
+        is_tensor = isinstance(value, Tensor | TensorInShards)
+        has_tensors = has_tensors or is_tensor
+        if is_tensor or name.endswith("_extra_state"):
             state[name] = value
-        elif name.endswith("_extra_state"):
-            state[name] = value
-    return state if tensors else None
+    return state if has_tensors else None
 
 
 def _no_weights_error(path: Path, content: Any) -> CheckpointError:
@@ -429,13 +429,12 @@ def _short_values(content: Any) -> dict[str, Any]:
 def _read_checkpoint(path: Path, name: str | None, *, all_if_unnamed: bool, lazy: bool) -> Source:
     """Reads one module of a checkpoint, or all of them.
 
-    If no module is named, and not all are to be read, it is the only one or the one that is called
-    "model".
-
     Args:
         path: the folder of the checkpoint.
-        name: the name of the module, or None.
-        all_if_unnamed: whether to read all modules if none is named.
+        name: the name of the module. None: all modules if `all_if_unnamed`, otherwise the one that
+            is called "model" or the only one.
+        all_if_unnamed: whether to read all modules if none is named. Their values get the names
+            "MODULE.NAME" in one state.
         lazy: whether all tensors are `LazyTensor`s, not views of the mapped files.
     """
     manifest = layout.read_manifest(path)
@@ -492,7 +491,17 @@ def _find_training_tensors(
 def _read_encoded_tensors(
     path: Path, manifest: Mapping[str, Any], encoded_tensors: list[Mapping[str, Any]]
 ) -> list[LazyTensor]:
-    """Returns the lazy tensors that some tensors in the training state of a manifest stand for."""
+    """Decodes some tensors of a manifest's training state.
+
+    Args:
+        path: the folder of the checkpoint.
+        manifest: the manifest of the checkpoint.
+        encoded_tensors: the tensors as they stand in the manifest: `[{"$tensor": "0.exp_avg"},
+            {"$sharded": "1.exp_avg", "dtype": "float32", "shape": [6, 4]}]`.
+
+    Returns:
+        For each of them the tensor in the files of the checkpoint. No values are read.
+    """
     # `read_stored` decodes any tree of JSON values, and a list is one.
     tensors: list[LazyTensor] = read_stored(
         path, manifest, layout.TRAINING, tree=encoded_tensors, lazy=True
@@ -537,7 +546,8 @@ def read_stored(
     if tree is None:
         tree = layout.trees_of_files(manifest)[name]
 
-    # Whole tensors are in rank 0's file. Its header has them as lazy tensors.
+    # All tensors that are not sharded are in rank 0's file. Reading its header gives a lazy tensor
+    # for each.
     lazy_tensors = _read_header_of(path, manifest, name, rank=0)
     whole_tensors = lazy_tensors if lazy else _memory_mapped(lazy_tensors)
 
@@ -575,8 +585,8 @@ class _StoredShards:
         for rank, offsets, sizes in self._shards_of_tensor.get(tensor_name, ()):
             stored = self._tensors_in_file_of(rank)[tensor_name]
             # A shard of a dtype that is stored as bytes is converted back.
-            values = stored.view_as(dtype, as_shape(sizes))
-            shards.append(Shard(as_shape(offsets), values))
+            values = stored.view_as(dtype, non_negative_integers(sizes))
+            shards.append(Shard(non_negative_integers(offsets), values))
         return join_shards(tensor_name, dtype, shape, shards)
 
     def _tensors_in_file_of(self, rank: int) -> dict[str, TensorInFile]:

@@ -28,7 +28,7 @@ from lockstep.checkpoint.checksums import format_crc
 from lockstep.checkpoint.encoding import DTYPE_OF_CODE
 from lockstep.checkpoint.file_errors import opened, unreadable
 from lockstep.checkpoint.formats.text import short
-from lockstep.checkpoint.lazy_tensor import LazyTensor, Shape, as_shape
+from lockstep.checkpoint.lazy_tensor import LazyTensor, Shape, non_negative_integers
 from lockstep.distributed.tensor_bytes import to_bytes
 from lockstep.errors import CheckpointError
 
@@ -142,15 +142,14 @@ def _parse_tensor(path: Path, name: str, description: Any, values_begin: int) ->
     if not isinstance(code, str) or code not in DTYPE_OF_CODE:
         raise ValueError(f"{short(name)} has the dtype {short(code)}, which is not known here")
 
-    # The offsets are those of the begin and the end. Like the extents of a shape, they must be
-    # whole numbers of at least 0.
     try:
-        begin, end = as_shape(offsets)
-        tensor = TensorInFile(path, DTYPE_OF_CODE[code], as_shape(shape), values_begin + begin)
-    except ValueError:  # there are not two offsets, or something is no such number
+        begin, end = non_negative_integers(offsets)
+        checked_shape = non_negative_integers(shape)
+    except ValueError:  # also raised if there are not two offsets
         message = f"{short(name)} has the shape {short(shape)} at {short(offsets)}"
         raise ValueError(message) from None
 
+    tensor = TensorInFile(path, DTYPE_OF_CODE[code], checked_shape, values_begin + begin)
     if end - begin != tensor.nbytes:
         raise ValueError(f"{short(name)} takes {tensor.nbytes} bytes and has {end - begin}")
     return tensor

@@ -244,8 +244,9 @@ def _write_files_and_index(
                 weight_map[name] = file.name
 
         content = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
+        text = json.dumps(content, indent=2) + "\n"
         with storage.replacing(index) as temporary, storage.new_file(temporary) as descriptor:
-            storage.write(descriptor, json.dumps(content, indent=2).encode() + b"\n")
+            storage.write(descriptor, text.encode())
 
 
 def _write_file(

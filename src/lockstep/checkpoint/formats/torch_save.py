@@ -97,13 +97,18 @@ def read_torch(path: Path, trust: bool) -> Any:
 
 
 def _load_weights_only(path: Path, *, mapped: bool) -> Any:
-    """Loads a file with `weights_only=True`; maps it even if it is larger than memory."""
+    """Loads a file with `weights_only=True`.
+
+    Args:
+        path: the path of the file.
+        mapped: whether the file is mapped into memory, which works even if it is larger.
+    """
     try:
         return torch.load(path, map_location="cpu", mmap=mapped, weights_only=True)
     except RuntimeError as error:
         # "unable to mmap 9000000000 bytes from file <net.pt>: Cannot allocate memory (12)"
-        is_out_of_memory = os.strerror(errno.ENOMEM) in str(error)
-        if not mapped or not is_out_of_memory:
+        file_exceeds_memory = mapped and os.strerror(errno.ENOMEM) in str(error)
+        if not file_exceeds_memory:
             raise
     # A private mapping, torch's default, may not be larger than memory. A shared one may, but it
     # needs permission to write to the file. Nothing here writes to it.
