@@ -49,7 +49,7 @@ def test_every_rank_still_computes_its_own(
         with_samples = [piece for piece in pieces if not piece.is_padding]
         assert [piece for piece in kept if not piece.is_padding] == with_samples
         # The optimizer steps after the last one, and what it needs is known before the comparison.
-        assert checked.compare_before < len(checked.pieces_of_ranks[rank])
+        assert checked.index_of_comparison < len(checked.pieces_of_ranks[rank])
 
 
 @given(global_batches(), st.integers(0, 100))
@@ -72,7 +72,7 @@ def test_a_rank_is_checked_by_one_other(
             assert owner != rank
             # All of it is computed, by both, before they compare.
             whole = pieces_of_virtual_rank(pieces_of_ranks, repeated)
-            before = checked.compare_before
+            before = checked.index_of_comparison
             assert [piece for piece in pieces[:before] if piece in whole] == whole
             computed = [piece.piece for piece in checked.pieces_of_ranks[owner][:before]]
             assert {piece.piece for piece in whole} <= set(computed)
@@ -86,7 +86,7 @@ def test_no_virtual_rank_is_interrupted(
     for pieces in checked.pieces_of_ranks:
         next_piece = 0
         for index, piece in enumerate(pieces):
-            if index == checked.compare_before:
+            if index == checked.index_of_comparison:
                 assert next_piece == 0
             assert piece.piece.piece_number == next_piece
             next_piece += 1
@@ -121,4 +121,4 @@ def test_one_virtual_rank_for_each_process() -> None:
     assert numbers == [0, 1, 0]  # its own, that of rank 1, and something for the optimizer's step
     assert [piece.is_repeat for piece in checked.pieces_of_ranks[0]] == [False, True, True]
     assert [piece.is_compared for piece in checked.pieces_of_ranks[0]] == [True, True, False]
-    assert checked.compare_before == 2
+    assert checked.index_of_comparison == 2

@@ -533,9 +533,12 @@ def test_what_cannot_be_reduced(value):
 @pytest.mark.parametrize("name", ["sum", "mean", "max", "min", "gather"])
 def test_in_an_evaluation_loop(name):
     collectives = Collectives(Topology(), torch.device("cpu"))
-    with collectives.blocked("some ranks have no batch"):
+    with collectives.blocked_because("some ranks have no batch"):
         # In an evaluation inside, which all ranks run equally often.
-        with collectives.blocked(None), pytest.raises(UsageError, match="some ranks have no batch"):
+        with (
+            collectives.blocked_because(None),
+            pytest.raises(UsageError, match="some ranks have no batch"),
+        ):
             getattr(collectives, name)(1)
         collectives.unblock()
         getattr(collectives, name)(1)

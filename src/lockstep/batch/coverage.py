@@ -100,7 +100,7 @@ class _OpenPass:
 
         Args:
             position: position of its global batch in the epoch.
-            samples: the indices of this rank's samples in it, shape `(n,)`.
+            samples: the indices of this rank's samples in the micro-batch, shape `(n,)`.
             micro_batch: the micro-batch.
             global_batch: the indices of all samples of its global batch. They are added to the
                 planned samples with the last micro-batch.
@@ -112,9 +112,10 @@ class _OpenPass:
         if not is_last_of_global_batch:
             return
 
-        # After a global batch that came twice or was skipped, the planned samples are not added any
-        # more, so the comparison of the ranks detects it. For example, the positions 0 and 2 come:
-        # then the planned samples are those of 0, and the delivered ones those of 0 and 2.
+        # If a global batch comes twice or is skipped, no planned samples are added from then on. So
+        # they no longer match the delivered ones, and the comparison of the ranks detects it. For
+        # example, the positions 0 and 2 come: the planned samples are those of 0, and the delivered
+        # ones those of 0 and 2.
         is_out_of_order = position != self.next_position
         if is_out_of_order:
             return
@@ -216,7 +217,7 @@ class Coverage:
         Args:
             epoch: number of the epoch.
             position: position of its global batch in the epoch.
-            samples: the indices of this rank's samples in it, shape `(n,)`.
+            samples: the indices of this rank's samples in the micro-batch, shape `(n,)`.
             micro_batch: the micro-batch.
             global_batch: the indices of all samples of its global batch; None for a stream.
         """
@@ -224,7 +225,8 @@ class Coverage:
             return
 
         open_pass = self._pass_of_epoch(epoch)
-        if open_pass is None:  # another pass has begun within the one that the micro-batch is from
+        # A pass is no longer checked when another one has begun inside of it.
+        if open_pass is None:
             return
 
         open_pass.add(position, samples, micro_batch, global_batch)
@@ -255,10 +257,11 @@ class Coverage:
 
         self._add_order(ended_pass.crc_of_order)
         self._num_passes += 1
+        # A pass of a resumed epoch has fewer steps than the epoch.
         self._steps_since_comparison += len(ended_pass.plan) - ended_pass.start
-        is_first_pass = self._num_passes <= NUM_FIRST_PASSES_COMPARED
+        is_among_first_passes = self._num_passes <= NUM_FIRST_PASSES_COMPARED
         has_many_steps = self._steps_since_comparison >= STEPS_BETWEEN_COMPARISONS
-        self._comparison_is_due = is_first_pass or has_many_steps
+        self._comparison_is_due = is_among_first_passes or has_many_steps
 
     def _add_order(self, crc_of_order: int) -> None:
         """Adds the order of a pass to the checksum of all passes since the last comparison."""

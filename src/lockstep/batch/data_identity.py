@@ -178,17 +178,18 @@ def bring_sampler_to_epoch(source: Source, seed: int, epoch: int, crc_before: in
         return
 
     # The usual case: the order depends on what is seeded for each epoch, and not on earlier epochs.
-    # Of a sampler with a state, an equal order would be no proof: it may alternate between two.
+    # `plan_if_stateless` returns None for a sampler whose order depends on earlier epochs. Such a
+    # sampler, for example one that alternates between two orders, might give this order by chance.
     plan_of_epoch = source.plan_if_stateless(seed, epoch)
     if plan_of_epoch is not None and plan_of_epoch.crc_of_order == crc_before:
         return
 
-    # Ask the sampler for each epoch up to this one, as the run did before the interruption.
-    crc = None
-    for earlier_epoch in range(epoch + 1):
-        plan = source.plan(seed, earlier_epoch)
-        crc = plan.crc_of_order if isinstance(plan, CustomPlan) else None
-    if crc == crc_before:
+    # Ask the sampler for each epoch up to this one, as the run did before the interruption. Only
+    # the order of the last one is compared; the earlier calls bring the sampler there.
+    for earlier_epoch in range(epoch):
+        source.plan(seed, earlier_epoch)
+    plan = source.plan(seed, epoch)
+    if isinstance(plan, CustomPlan) and plan.crc_of_order == crc_before:
         return
 
     # Not `or`: a sampler may be an array of indices, which is neither true nor false.

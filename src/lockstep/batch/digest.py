@@ -68,7 +68,7 @@ def digest(value: Any, max_numbers: int = MAX_NUMBERS, *, file_names: bool = Fal
 
     if isinstance(value, str):
         file_name = _file_name(value)
-        is_path = file_name != value  # it has a slash
+        is_path = file_name != value  # folders come before the file name
         if is_path and not file_names:
             return "path"  # the same for all paths
         return zlib.crc32(file_name.encode())

@@ -131,15 +131,12 @@ def parts_of(digest: Any, name: str = "sample") -> dict[str, Any]:
     Returns:
         The digest of each part, by name.
     """
-    is_container = isinstance(digest, list) and not _is_array(digest)
-    if not is_container or _is_long_list_of_values(digest):  # it is one part
+    if not _has_parts(digest):
         return {name: digest}
 
     parts: dict[str, Any] = {}
     for place, item in enumerate(digest):
-        # `["label", 3]` is a key and its value: the digests of texts are numbers, so only a key can
-        # be a text.
-        if _is_key_and_value(item):
+        if _is_key_and_value(item):  # as in the digest of a mapping: `["label", 3]`
             key, value = item
             parts |= parts_of(value, f"{name}[{key!r}]")
         else:
@@ -148,11 +145,22 @@ def parts_of(digest: Any, name: str = "sample") -> dict[str, Any]:
     return parts
 
 
+def _has_parts(digest: Any) -> bool:
+    """Returns True for the digest of a container, False for one of a single value or array.
+
+    A long list of values, such as the tokens of a text, counts as a single value.
+    """
+    if not isinstance(digest, list):
+        return False
+    return not _is_array(digest) and not _is_long_list_of_values(digest)
+
+
 def _is_key_and_value(digest: Any) -> bool:
     """Returns True for `[key, value]`, an item in the digest of a mapping.
 
-    It is recognised by its first item, a text. The digest of an array begins with a text, too:
-    `["float32", [3, 4]]`, its dtype and its shape.
+    It is recognised by its first item, a text: the digest of a text is a number, so only a key can
+    be a text. The digest of an array begins with a text, too: `["float32", [3, 4]]`, its dtype and
+    its shape.
     """
     if not isinstance(digest, list) or len(digest) != 2:
         return False

@@ -66,13 +66,13 @@ class Epochs:
         It also notes which loaders were trained on in the previous epoch. The new epoch is done
         only after each of them has been trained on again.
         """
-        # Until `begin_epoch` below, the loaders describe the epoch that has just ended. A loader
-        # that was prepared in the middle of that epoch is not waited for in the new one.
-        self._loaders_of_previous_epoch = [
-            loader
-            for loader in self._loaders
-            if loader.training_passes.saw_epoch_begin and loader.training_passes.any_ended_in_epoch
-        ]
+        # Until `begin_epoch` below, the training passes are those of the epoch that has just ended.
+        # A loader that was prepared in the middle of it is not waited for in the new one.
+        self._loaders_of_previous_epoch = []
+        for loader in self._loaders:
+            passes = loader.training_passes
+            if passes.saw_epoch_begin and passes.any_ended_in_epoch:
+                self._loaders_of_previous_epoch.append(loader)
 
         self._is_running = True
         for loader in self._loaders:
@@ -98,7 +98,7 @@ class Epochs:
 
         # If no loader was trained on so far in the whole run, the training uses no prepared loader.
         # Then a single optimizer step is enough.
-        if not any(loader.training_passes.ended for loader in self._loaders):
+        if not any(loader.training_passes.num_ended_in_run for loader in self._loaders):
             return self._step.number > self._step_at_begin
 
         trained_in_epoch = [

@@ -95,14 +95,12 @@ def compare(before: Fingerprint, now: Fingerprint) -> Difference | None:
     if match is Match.SAME:
         return None
 
-    # Equal fingerprints of Hugging Face mean equal data. If samples differ all the same, they are
-    # only read differently: a difference, but no other samples.
-    hugging_face_says_same = (
-        before.hugging_face is not None and before.hugging_face == now.hugging_face
-    )
-    other_samples = match is Match.OTHER and not hugging_face_says_same
+    # Equal fingerprints of Hugging Face mean that the data are the same. What was read of them then
+    # differs only because it is read in another way, for example with another transform.
+    data_are_the_same = before.hugging_face is not None and before.hugging_face == now.hugging_face
+    are_other_samples = match is Match.OTHER and not data_are_the_same
     found = _describe_differing(compared, samples_before, samples_now)
-    return Difference(found, other_samples=other_samples)
+    return Difference(found, other_samples=are_other_samples)
 
 
 def _describe_differing(

@@ -271,7 +271,9 @@ class Loader:
     def choice(self, number: int) -> Choice:
         """Describes for the startup summary how a global batch is divided.
 
-        For example: "samples in a global batch, 32 on each of 4 ranks, in 2 micro-batches".
+        For example, the summary has this line (a name, a value and a reason):
+
+            loader 0    128 of 60 000    samples in a global batch, 32 on each of 4 ranks
 
         Args:
             number: the number of this loader, counted from 0.
@@ -290,10 +292,10 @@ class Loader:
         if self.source.sharding is not None and num_ranks > 1:
             how += f"; {SHARDING[self.source.sharding]}"
 
-        # Thousands are separated by a space: `128 of 60 000`.
         size = "a stream" if self.steps is None else f"{self.source.length:,}"
-        value = f"{self.batch_size:,} of {size}".replace(",", " ")
-        return Choice(f"loader {number}", value, f"samples in a global batch, {how}")
+        value = f"{self.batch_size:,} of {size}"
+        value_with_spaces = value.replace(",", " ")  # "128 of 60 000"
+        return Choice(f"loader {number}", value_with_spaces, f"samples in a global batch, {how}")
 
     def _describe_division(self, samples_of_rank: list[int]) -> str:
         """Returns how many samples of a global batch each rank has: "4 + 2 on ranks 0 to 1".
@@ -410,8 +412,8 @@ class Loader:
         have evaluated more often than others; saving a checkpoint reports that.
 
         In the middle of an epoch, the state also contains the order of that epoch if the user's own
-        sampler has given it, because the sampler may return another order the next time. A checksum
-        of the latest order shows when resuming whether it does.
+        sampler has given it, because the sampler may return another order the next time. The
+        checksum of the latest order lets a resumed run notice that.
         """
         epoch, step = self._position_to_resume()
         state: dict[str, Any] = {
@@ -431,7 +433,14 @@ class Loader:
         return state
 
     def _position_to_resume(self) -> tuple[int, int]:
-        """Returns the epoch and the global batch with which a run that resumes now begins."""
+        """Returns the epoch and the global batch with which a run that resumes now begins.
+
+        Of an epoch 3 with 100 global batches, the result is:
+
+        - within the epoch: (3, 17);
+        - after it: (4, 0);
+        - after it, while the script trains on another loader in the same epoch: (3, 100).
+        """
         training_pass = self._training_pass
         latest_epoch = self._next_epoch - 1
 
@@ -440,7 +449,7 @@ class Loader:
         if self._is_done_but_epoch_goes_on():
             return latest_epoch, self._num_steps_of_last_epoch()
 
-        # Between two epochs, the position is the beginning of the next one.
+        # Between two epochs, the position is the beginning of the next one, or what was resumed.
         if training_pass is None or not self._is_training:
             return self._next_epoch, self.start
 
@@ -498,15 +507,25 @@ class Loader:
         self._is_resumed = True
         self._training_pass = None
 
-        # The order of the epoch, if the user's own sampler has given it; see `state_dict`.
+        self._restore_custom_order(state)
+
+    def _restore_custom_order(self, state: dict[str, Any]) -> None:
+        """Restores what a checkpoint contains of the order that the user's own sampler has given.
+
+        Args:
+            state: what `state_dict` has returned. It has the order itself if it was saved in the
+                middle of an epoch, and the checksum of the latest order if there was any.
+        """
         self._custom_plan = None
         if "order" in state:
             self._custom_plan = CustomPlan(state["order"].numpy(), state["bounds"].numpy())
 
         self._latest_order = None
         if "crc_of_order" in state and self.source.custom_order:
-            self._latest_order = (state["latest_epoch"], state["crc_of_order"])
-            bring_sampler_to_epoch(self.source, self.seed, *self._latest_order)
+            latest_epoch = state["latest_epoch"]
+            crc_of_order = state["crc_of_order"]
+            self._latest_order = (latest_epoch, crc_of_order)
+            bring_sampler_to_epoch(self.source, self.seed, latest_epoch, crc_of_order)
 
     def _identity(self) -> dict[str, int]:
         """Returns the values on which the meaning of a position depends.
@@ -543,18 +562,10 @@ class Loader:
             epoch: number of the epoch.
             start: number of the first global batch, which is above 0 in a resumed epoch.
         """
-        epoch_plan: Plan  # the global batches of this epoch
-        resumes_mid_epoch = start > 0
-        if resumes_mid_epoch and self._custom_plan is not None:
-            # The checkpoint contains the order of this epoch. If the user's sampler were asked
-            # again, it might return another order.
-            epoch_plan = self._custom_plan
-        else:
-            epoch_plan = self.source.plan(self.seed, epoch)
-        self._custom_plan = None
-        if isinstance(epoch_plan, CustomPlan):
-            self._custom_plan = epoch_plan
-            self._latest_order = (epoch, epoch_plan.crc_of_order)
+        epoch_plan = self._plan_of_epoch(epoch, start)
+        self._custom_plan = epoch_plan if isinstance(epoch_plan, CustomPlan) else None
+        if self._custom_plan is not None:
+            self._latest_order = (epoch, self._custom_plan.crc_of_order)
         self.coverage.begin(epoch, start, epoch_plan)
 
         # A rank needs an empty batch for each micro-batch in which it has no samples. Under DiLoCo
@@ -568,9 +579,23 @@ class Loader:
         segments = self._plan.plan_training(epoch_plan, start, self._step.number)
         on_device = self._read_segments(epoch, segments)
         checks_devices = self._plan.check_devices is not None
-        if checks_devices:  # all ranks repeat what two devices have computed differently
+        if checks_devices:
             on_device = self._insert_repeats(epoch, on_device)
         return self._run_pass(epoch, start, on_device, training=True)
+
+    def _plan_of_epoch(self, epoch: int, start: int) -> Plan:
+        """Returns the global batches of an epoch, in the order in which they are trained on.
+
+        Args:
+            epoch: number of the epoch.
+            start: number of the first global batch, which is above 0 in a resumed epoch.
+        """
+        # The checkpoint contains the order of a resumed epoch if the user's sampler has given it.
+        # If the sampler were asked again, it might return another order.
+        resumes_mid_epoch = start > 0
+        if resumes_mid_epoch and self._custom_plan is not None:
+            return self._custom_plan
+        return self.source.plan(self.seed, epoch)
 
     def _evaluate(self, epoch: int) -> Iterator[Any]:
         """Returns an iterator over the batches of a pass without gradients.
@@ -583,17 +608,20 @@ class Loader:
 
         # A rank that has no samples in a micro-batch skips it, unless the model needs all ranks in
         # each forward pass, as under FSDP. Then the rank gets an empty batch.
-        ranks_skip = not self._evaluates_together
-        if ranks_skip:
-            planned = (item for item in planned if item.micro_batch.local_rows > 0)
-
         some_ranks_lack_samples = not self._plan.every_rank_has_samples(plan)
-        some_ranks_skip = some_ranks_lack_samples and ranks_skip
-        self._needs_empty_batches = some_ranks_lack_samples and not ranks_skip
+        if self._evaluates_together:
+            some_ranks_skip = False
+            self._needs_empty_batches = some_ranks_lack_samples
+        else:
+            some_ranks_skip = some_ranks_lack_samples
+            self._needs_empty_batches = False
+            planned = (item for item in planned if item.micro_batch.local_rows > 0)
 
         read = self._count_rows(epoch, self._read_planned(epoch, planned))
         on_device = to_device(read, self._collectives.device)
-        return self._run_pass(epoch, 0, on_device, training=False, some_ranks_skip=some_ranks_skip)
+        return self._run_pass(
+            epoch, start=0, on_device=on_device, training=False, some_ranks_skip=some_ranks_skip
+        )
 
     def _run_pass(
         self,
@@ -625,7 +653,8 @@ class Loader:
         working_phase = "forward" if training else "evaluation"
 
         micro_batch_before = step.micro_batch_in_use
-        why_blocked = SOME_RANKS_SKIP if some_ranks_skip and not training else None
+        collectives_hang = some_ranks_skip and not training
+        reason_to_block = SOME_RANKS_SKIP if collectives_hang else None
         phase_before = step.enter_phase(reading_phase)
 
         exhausted = False
@@ -638,7 +667,7 @@ class Loader:
             opened = step.logged_passes.opened(
                 self, training_pass if training else None, num_trained=step.number
             )
-            with self._collectives.blocked(why_blocked), opened as open_pass:
+            with self._collectives.blocked_because(reason_to_block), opened as open_pass:
                 for planned, batch in on_device:
                     self._set_current(planned.micro_batch)
                     step.logged_passes.hands_out(open_pass, planned.micro_batch)
@@ -666,7 +695,7 @@ class Loader:
             if self._training_pass is training_pass:
                 self._training_pass = None
             if training_pass.ever_stepped or is_empty_rest:
-                self.training_passes.ended += 1
+                self.training_passes.num_ended_in_run += 1
             step.end_pass(training_pass, exhausted=exhausted)
             step.micro_batch_in_use = micro_batch_before
             step.enter_phase(phase_before)
@@ -711,13 +740,14 @@ class Loader:
         )
 
         # The step calls `on_begin` when training on the batch begins. That is usually at once, in
-        # `hand_out`. If an earlier batch is not finished, it is later, and the batch is not kept
-        # for that long.
+        # `hand_out` below, but later if an earlier batch is not finished.
         awaiting = _BatchAwaitingTraining(epoch, training_pass, planned, batch)
         on_begin = partial(self._begin_training_on, awaiting)
         references = storage_references(batch)
         delivery = Delivery(training_pass, planned.micro_batch, references, on_begin)
         self._step.hand_out(delivery)
+
+        # If training on the batch has not begun by now, only `references` remain, which are weak.
         awaiting.forget_batch()
 
     def _begin_training_on(self, awaiting: _BatchAwaitingTraining, micro_batch: MicroBatch) -> None:
@@ -731,7 +761,8 @@ class Loader:
         self._set_current(micro_batch)
 
         # A batch counts as trained on once: not again on the later stages of a pipeline, which get
-        # the same batch, nor in a repeat that checks a device.
+        # the same batch but do not contribute to sums over ranks, nor in a repeat, which checks a
+        # device.
         is_first_stage = self._collectives.contributes
         counts_as_trained = is_first_stage and not micro_batch.is_repeat
         extensions = self._step.extensions
@@ -776,7 +807,7 @@ class Loader:
         """Yields the micro-batches of a pass, and inserts repeats where devices disagree.
 
         In a checked global batch (`repeats`), some virtual ranks are computed by two ranks. Before
-        the micro-batch marked `compare_before` the ranks compare the results. If two ranks
+        the micro-batch marked `compare_devices_before` they compare the results. If two ranks
         disagree, all ranks compute that virtual rank again, and the majority shows which device is
         wrong.
 
@@ -786,12 +817,15 @@ class Loader:
         """
         with closing(on_device):  # also if the user's loop is left early
             for planned, batch in on_device:
-                if planned.compare_before:
-                    yield from self._compare_and_repeat(epoch, planned)
+                if planned.compare_devices_before:
+                    assert planned.global_batch is not None  # only that of a stream is None
+                    yield from self._compare_and_repeat(
+                        epoch, planned.position, planned.global_batch
+                    )
                 yield planned, batch
 
     def _compare_and_repeat(
-        self, epoch: int, planned: PlannedMicroBatch
+        self, epoch: int, position: int, global_batch: Indices
     ) -> Iterator[ReadMicroBatch]:
         """Checks devices: compares gradients that two ranks have computed of the same samples.
 
@@ -801,7 +835,8 @@ class Loader:
 
         Args:
             epoch: number of the epoch.
-            planned: the micro-batch before which the gradients are compared.
+            position: number of the global batch within the epoch.
+            global_batch: the indices of its samples.
         """
         # Some gradients are missing if the loop fetches batches ahead, before it calls backward for
         # the earlier ones. Then this global batch is not checked.
@@ -811,8 +846,7 @@ class Loader:
         # The virtual rank whose two gradients differ; None if all agree.
         dispute = self._step.find_dispute()
         if dispute is not None:
-            assert planned.global_batch is not None
-            yield from self._read_repeat(epoch, planned.position, planned.global_batch, dispute)
+            yield from self._read_repeat(epoch, position, global_batch, dispute)
 
     @property
     def _has_untrained_batches(self) -> bool:
@@ -834,15 +868,14 @@ class Loader:
         repeats = self._plan.plan_repeat(position, global_batch, dispute.virtual_rank)
         weighing = self._weighing(epoch)
         for repeat, scale in zip(repeats, dispute.scales, strict=True):
-            # Read the samples again, and correct the planned rows by those that the collate
-            # function has made.
+            # Read the samples again. The collate function may make another number of rows than
+            # planned; `counted.planned` has the number that it has made.
             collated_batch = self._fetch[epoch, repeat.indices]
             counted = weighing.count_rows(repeat, collated_batch)
 
             # The loss gets the factor that it had when the two ranks computed it.
-            micro_batch = replace(counted.planned.micro_batch, scale=scale)
-            planned = counted.planned._replace(micro_batch=micro_batch)
-            yield from to_device([(planned, counted.batch)], self._collectives.device)
+            scaled = counted.planned.with_scale(scale)
+            yield from to_device([(scaled, counted.batch)], self._collectives.device)
 
     # Reading the data
 
@@ -904,7 +937,7 @@ class Loader:
         """Yields planned micro-batches, each with its batch on the CPU.
 
         A micro-batch in which this rank has no samples comes with a batch of one sample; see
-        `_make_empty_batch`. One sample of the first batch is kept for that purpose.
+        `_make_one_sample_batch`. One sample of the first batch is kept for that purpose.
         """
         # The plan is iterated twice: by the loader workers, which prefetch batches and so are
         # ahead, and by the loop below. The workers return batches in the order of the plan, without
@@ -925,7 +958,7 @@ class Loader:
                 batch = next(batches)
                 self._keep_as_template(batch, num_samples)
             else:
-                batch = self._make_empty_batch(epoch)
+                batch = self._make_one_sample_batch(epoch)
             yield item, batch
 
     def _weighing(self, epoch: int) -> Weighing:
@@ -933,7 +966,7 @@ class Loader:
         return Weighing(
             weight=self.weight,
             row_counter=self._row_counter,
-            make_empty_batch=lambda: self._make_empty_batch(epoch),
+            make_one_sample_batch=lambda: self._make_one_sample_batch(epoch),
         )
 
     def _count_rows(self, epoch: int, read: Iterator[ReadMicroBatch]) -> Iterator[ReadMicroBatch]:
@@ -951,10 +984,12 @@ class Loader:
         for planned, collated in read:
             counted = row_counting.count_rows(planned, collated)
 
-            # If the collate function has dropped all samples of this rank, `counted.batch` is an
-            # empty batch, and `collated` what the function returned (often None). A model that
-            # needs all ranks in each forward pass gets the empty batch.
-            batch = counted.batch if self._evaluates_together else collated
+            batch = collated
+            if self._evaluates_together:
+                # If the collate function has dropped all samples of this rank, it has often
+                # returned None. A model that needs all ranks in each forward pass gets an empty
+                # batch instead.
+                batch = counted.batch
             yield counted.planned, batch
 
     def _keep_as_template(self, batch: Any, num_samples: int) -> None:
@@ -990,7 +1025,7 @@ class Loader:
                 error.do,
             ) from error
 
-    def _make_empty_batch(self, epoch: int) -> Any:
+    def _make_one_sample_batch(self, epoch: int) -> Any:
         """Returns a batch of one sample, for a micro-batch in which this rank has no samples.
 
         When the batch is handed to the user's loop, `_without_samples` cuts it to zero rows.

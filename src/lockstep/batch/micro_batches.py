@@ -33,7 +33,7 @@ from lockstep.batch.plan import (
     split_over_virtual_ranks,
     split_sizes,
 )
-from lockstep.batch.repeats import CheckedPiece, add_repeats, pieces_of_virtual_rank
+from lockstep.batch.repeats import RankPiece, add_repeats, pieces_of_virtual_rank
 from lockstep.batch.shares import first_micro_batch
 from lockstep.errors import DataError, SettingError
 from lockstep.machine.topology import DataParallelRank
@@ -52,9 +52,13 @@ class PlannedMicroBatch(NamedTuple):
     """True if every rank has samples in this micro-batch."""
     global_batch: Indices | None = None
     """The indices of all samples of the global batch; None for a stream."""
-    compare_before: bool = False
+    compare_devices_before: bool = False
     """True if the ranks compare the results of their devices before this micro-batch starts. By
     then each repeated virtual rank has been computed by both of its ranks."""
+
+    def with_scale(self, scale: float) -> PlannedMicroBatch:
+        """Returns the same micro-batch with another factor of its loss."""
+        return self._replace(micro_batch=replace(self.micro_batch, scale=scale))
 
 
 ReadMicroBatch = tuple[PlannedMicroBatch, Any]
@@ -83,7 +87,7 @@ class _MicroBatchTemplate(NamedTuple):
     """The positions of its samples within the global batch."""
     all_ranks_have_samples: bool
     """True if every rank has samples in this micro-batch."""
-    compare_before: bool = False
+    compare_devices_before: bool = False
     """True if the ranks compare the results of their devices before this micro-batch starts."""
 
 
@@ -173,8 +177,9 @@ class MicroBatchPlan:
         if self.sizes_vary:
             return self._num_micro_batches(count)
 
-        # Otherwise all global batches are full except the last one, which may be short. The
-        # micro-batches of a short one are to be about as large as those of a full one.
+        # Otherwise all global batches are full except the last one, which may be short. It has
+        # fewer micro-batches, of about the same size. With virtual ranks, it has smaller ones: each
+        # virtual rank's part is divided into as many as in a full global batch.
         num_of_full_batch = self._num_micro_batches(self.batch_size)
         is_short = count < self.batch_size
         if is_short and self.virtual_ranks is None:
@@ -191,11 +196,12 @@ class MicroBatchPlan:
             return self._num_micro_batches_of_ranks(count)
 
         # The part of a virtual rank is divided over the ranks that process it together, usually a
-        # single one. For example, 4 virtual ranks that train copies get 3, 3, 2 and 2 of 10
-        # samples. On 8 ranks, each of them is processed by two ranks. With `micro_batch_size=1`,
-        # two ranks with 3 samples need 2 micro-batches.
-        largest_part = ceil_div(count, self.virtual_ranks.count)
-        equal_shares = (1,) * self.virtual_ranks.ranks_of_each(len(self.shares))
+        # single one. In this example, 4 virtual ranks divide 10 samples on 8 ranks, with
+        # `micro_batch_size=1`.
+        largest_part = ceil_div(count, self.virtual_ranks.count)  # 3, of 3, 3, 2 and 2
+        num_ranks = self.virtual_ranks.ranks_per_virtual_rank(len(self.shares))  # 2
+        equal_shares = (1,) * num_ranks
+        # Two ranks need 2 micro-batches for 3 samples.
         needed = micro_batches_needed(largest_part, equal_shares, self.micro_batch_size)
 
         # This may be more than the virtual rank has samples, e.g. 4 micro-batches for 3 samples.
@@ -280,10 +286,11 @@ class MicroBatchPlan:
         if self.virtual_ranks is None:
             return self._templates_of_split(count, self.split(count))
 
-        unchecked_pieces_of_ranks = []
+        # No devices are checked here, so no rank repeats pieces of another one.
+        pieces_without_repeats = []
         for pieces in self._pieces_of_ranks(count):
-            unchecked_pieces_of_ranks.append([CheckedPiece.unchecked(piece) for piece in pieces])
-        return self._templates_of_pieces(count, unchecked_pieces_of_ranks)
+            pieces_without_repeats.append([RankPiece.computed_once(piece) for piece in pieces])
+        return self._templates_of_pieces(count, pieces_without_repeats)
 
     def plan_training(
         self, plan: Plan, start: int, steps_before: int = 0
@@ -325,8 +332,8 @@ class MicroBatchPlan:
             start: number of the first global batch to plan.
             steps_before: number of optimizer steps that the run has made before this pass.
         """
-        # A template is a micro-batch of any global batch with a certain number of samples.
-        # `_planned` adds which samples they are in one global batch.
+        # How a global batch is divided depends only on its number of samples. So each size is
+        # divided once, into templates of micro-batches, and `_planned` fills in the samples.
         templates_by_size = self._templates_by_size(plan, start)
 
         for position, global_batch in enumerate(plan.batches(start), start):
@@ -361,12 +368,18 @@ class MicroBatchPlan:
             return None
         return step // self.check_devices - 1
 
+    def checks_devices_after(self, steps_before: int) -> bool:
+        """Returns True if devices are checked in the global batch after this number of steps."""
+        return self.number_of_check(steps_before) is not None
+
     def _templates_with_repeats(self, count: int, check_number: int) -> list[_MicroBatchTemplate]:
         """Returns this rank's micro-batches of a global batch in which devices are checked.
 
         To find a broken device, each rank repeats a virtual rank of another rank: it computes the
-        same samples. When all repeats are done, before the micro-batch with the index
-        `checked.compare_before`, the ranks compare the two results of each repeated virtual rank.
+        same samples. When all repeats are done, the ranks compare the two results of each repeated
+        virtual rank. For example, this rank has the micro-batches `[own, repeat, own]`: then the
+        last one is marked, and the ranks compare before it. All three say that their global batch
+        is checked (`checks_devices`).
 
         Args:
             count: number of samples in the global batch.
@@ -377,40 +390,37 @@ class MicroBatchPlan:
         templates = []
         for index, template in enumerate(self._templates_of_pieces(count, checked.pieces_of_ranks)):
             micro_batch = replace(template.micro_batch, checks_devices=True)
-            is_compared_before = index == checked.compare_before
+            compare_before = index == checked.index_of_comparison
             templates.append(
-                template._replace(micro_batch=micro_batch, compare_before=is_compared_before)
+                template._replace(micro_batch=micro_batch, compare_devices_before=compare_before)
             )
         return templates
 
     def _templates_of_pieces(
-        self, count: int, pieces_of_ranks: Sequence[Sequence[CheckedPiece]]
+        self, count: int, pieces_of_ranks: Sequence[Sequence[RankPiece]]
     ) -> list[_MicroBatchTemplate]:
         """Returns this rank's micro-batches of a global batch that virtual ranks divide.
 
         Args:
             count: number of samples in the global batch.
-            pieces_of_ranks: for each rank, its pieces: some consecutive samples of a virtual rank
-                each, with marks that say whether they are repeated and compared. All ranks have the
-                same number of pieces.
+            pieces_of_ranks: for each rank, its pieces in order. Each consists of some consecutive
+                samples of a virtual rank, and says whether these are repeated and compared. All
+                ranks have the same number of pieces.
         """
+        # Padding is at the end of a rank's list, so without it the other pieces keep their indices.
         own_pieces = self._without_unused_padding(pieces_of_ranks[self.data_parallel.rank])
         micro_batches = self._micro_batches_of_pieces(own_pieces, count)
 
         templates = []
         for index, micro_batch in enumerate(micro_batches):
-            all_ranks_have_samples = True
-            for pieces in pieces_of_ranks:
-                piece_of_rank = pieces[index].piece
-                if piece_of_rank.begin == piece_of_rank.end:
-                    all_ranks_have_samples = False
-
             own_piece = own_pieces[index].piece
             samples = slice(own_piece.begin, own_piece.end)
+            pieces_at_index = [pieces[index].piece for pieces in pieces_of_ranks]
+            all_ranks_have_samples = all(piece.begin < piece.end for piece in pieces_at_index)
             templates.append(_MicroBatchTemplate(micro_batch, samples, all_ranks_have_samples))
         return templates
 
-    def _without_unused_padding(self, pieces: Sequence[CheckedPiece]) -> list[CheckedPiece]:
+    def _without_unused_padding(self, pieces: Sequence[RankPiece]) -> list[RankPiece]:
         """Returns the pieces of a rank for which it gets a micro-batch.
 
         A rank that trains fewer copies of the model than others has fewer micro-batches. Only if
@@ -433,15 +443,14 @@ class MicroBatchPlan:
             global_batch: the indices of all samples of the global batch.
             virtual_rank: number of the virtual rank.
         """
-        # A `CheckedPiece` consists of a piece (some consecutive samples of a virtual rank) and of
-        # marks that say whether it is repeated and compared.
+        # The pieces of the virtual rank: each consists of some consecutive samples.
         count = len(global_batch)
-        checked_pieces = pieces_of_virtual_rank(self._pieces_of_ranks(count), virtual_rank)
-        micro_batches = self._micro_batches_of_pieces(checked_pieces, count)
+        repeated_pieces = pieces_of_virtual_rank(self._pieces_of_ranks(count), virtual_rank)
+        micro_batches = self._micro_batches_of_pieces(repeated_pieces, count)
 
         planned = []
-        for checked_piece, micro_batch in zip(checked_pieces, micro_batches, strict=True):
-            piece = checked_piece.piece
+        for repeated_piece, micro_batch in zip(repeated_pieces, micro_batches, strict=True):
+            piece = repeated_piece.piece
             # Repeats are inserted in the middle of the global batch, so they are neither the first
             # nor the last micro-batch of an optimizer step.
             repeat = replace(micro_batch, first=False, last=False, checks_devices=True)
@@ -450,7 +459,7 @@ class MicroBatchPlan:
                     position=position,
                     micro_batch=repeat,
                     indices=global_batch[piece.begin : piece.end],
-                    all_ranks_have_samples=True,
+                    all_ranks_have_samples=True,  # all compute these same samples
                     global_batch=global_batch,
                 )
             )
@@ -470,9 +479,7 @@ class MicroBatchPlan:
             count, self.shares, self.micro_batches_of(count), self.virtual_ranks
         )
 
-    def _micro_batches_of_pieces(
-        self, pieces: Sequence[CheckedPiece], count: int
-    ) -> list[MicroBatch]:
+    def _micro_batches_of_pieces(self, pieces: Sequence[RankPiece], count: int) -> list[MicroBatch]:
         """Makes a micro-batch of each piece that this rank processes of a global batch.
 
         Args:
@@ -601,8 +608,9 @@ class MicroBatchPlan:
 
         Args:
             count: number of samples in the whole global batch, which no virtual ranks divide.
-            split: where each part begins and ends, shape `(micro-batches, ranks, 2)`. It may have
-                no micro-batches at all.
+            split: where each part begins and ends, shape `(micro-batches, ranks, 2)`. It covers
+                only a part of the global batch during autotuning: for example the first 4 of 64
+                samples, or the other 60. It may have no micro-batches at all.
         """
         if len(split) == 0:
             return []
@@ -621,12 +629,10 @@ class MicroBatchPlan:
             has_last=end_of_split == count,
         )
 
-        bounds_of_rank = split[:, rank].tolist()  # where each micro-batch begins and ends
         templates = []
-        for micro_batch, (begin, end), sizes_on_ranks in zip(
-            micro_batches, bounds_of_rank, sizes, strict=True
-        ):
-            all_ranks_have_samples = bool((sizes_on_ranks > 0).all())
+        for index, micro_batch in enumerate(micro_batches):
+            begin, end = split[index, rank].tolist()
+            all_ranks_have_samples = bool((sizes[index] > 0).all())
             template = _MicroBatchTemplate(micro_batch, slice(begin, end), all_ranks_have_samples)
             templates.append(template)
         return templates
@@ -645,7 +651,7 @@ class MicroBatchPlan:
         if self.virtual_ranks is None:
             return _micro_batches_of_sizes(sizes, rank, count)
 
-        pieces = [CheckedPiece.unchecked(piece) for piece in self._pieces_of_ranks(count)[rank]]
+        pieces = [RankPiece.computed_once(piece) for piece in self._pieces_of_ranks(count)[rank]]
         return self._micro_batches_of_pieces(self._without_unused_padding(pieces), count)
 
 
@@ -669,8 +675,7 @@ def _planned(
 ) -> PlannedMicroBatch:
     """Applies a template to a global batch: adds the position and the indices of its samples.
 
-    What the template says of the micro-batch (whether all ranks have samples in it, and whether the
-    ranks compare the results of their devices before it) is true in each global batch of this size.
+    Everything else is the same in each global batch of this size, and taken from the template.
 
     Args:
         position: number of the global batch in the epoch.
@@ -683,7 +688,7 @@ def _planned(
         indices=global_batch[template.samples],
         all_ranks_have_samples=template.all_ranks_have_samples,
         global_batch=global_batch,
-        compare_before=template.compare_before,
+        compare_devices_before=template.compare_devices_before,
     )
 
 
@@ -733,7 +738,7 @@ def _micro_batches_of_sizes(
 
 
 def _micro_batches_of_virtual_ranks(
-    pieces: Sequence[CheckedPiece], count: int, virtual_ranks: VirtualRanks, *, num_ranks: int
+    pieces: Sequence[RankPiece], count: int, virtual_ranks: VirtualRanks, *, num_ranks: int
 ) -> list[MicroBatch]:
     """Makes a micro-batch of each piece of a rank.
 
@@ -745,9 +750,9 @@ def _micro_batches_of_virtual_ranks(
         num_ranks: number of ranks that process them.
     """
     virtual_ranks_of_this_rank = set()
-    for checked_piece in pieces:
-        if not checked_piece.piece.is_padding and not checked_piece.is_repeat:
-            virtual_ranks_of_this_rank.add(checked_piece.piece.virtual_rank)
+    for rank_piece in pieces:
+        if not rank_piece.piece.is_padding and not rank_piece.is_repeat:
+            virtual_ranks_of_this_rank.add(rank_piece.piece.virtual_rank)
 
     # A loss that a rank reports is divided by this number: the sum over the virtual ranks becomes a
     # mean over them when the ranks take their mean.
@@ -762,8 +767,8 @@ def _micro_batches_of_virtual_ranks(
         samples_of_copies = part_sizes(count, (1,) * virtual_ranks.count)
 
     micro_batches = []
-    for index, checked_piece in enumerate(pieces):
-        piece = checked_piece.piece
+    for index, rank_piece in enumerate(pieces):
+        piece = rank_piece.piece
         virtual_rank = VirtualRank(
             number=piece.virtual_rank,
             begins=piece.piece_number == 0,
@@ -773,8 +778,8 @@ def _micro_batches_of_virtual_ranks(
             virtual_ranks_per_process=virtual_ranks_per_rank,
             has_own_step=virtual_ranks.train_copies,
             is_padding=piece.is_padding,
-            is_repeat=checked_piece.is_repeat,
-            is_compared=checked_piece.is_compared,
+            is_repeat=rank_piece.is_repeat,
+            is_compared=rank_piece.is_compared,
         )
         local_rows = piece.end - piece.begin
         num_samples = count

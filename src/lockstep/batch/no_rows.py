@@ -97,19 +97,20 @@ def call_with_placeholder(
     if not any(has_no_rows(tensor) for tensor in tensors((args, kwargs))):
         raise refusal
 
-    # Give one row to each tensor without rows. No real samples are at hand here.
-    placeholder = Placeholder(samples=())
-    args_with_row, kwargs_with_row = placeholder.add_to((args, kwargs))
-
-    # A function that writes into a tensor of the user's, such as `states[rows] = values`, writes
-    # into a copy: the placeholder is no sample, so there is nothing to write.
+    # A function may write into its first argument, as `states[rows] = values` does.
     writes_into_first = _writes_into_first(func)
     first_is_tensor = bool(args) and isinstance(args[0], Tensor)
     if writes_into_first and not first_is_tensor:
         raise refusal  # it is not known which of the user's tensors would be written into
 
-    writes_into_rows = writes_into_first and not has_no_rows(args[0])
-    if writes_into_rows:
+    # Give one row to each tensor without rows. No real samples are at hand here.
+    placeholder = Placeholder(samples=())
+    args_with_row, kwargs_with_row = placeholder.add_to((args, kwargs))
+
+    # If `values` has no rows, but `states` has some, `states` must stay as it is: the function
+    # writes the placeholder into a copy, which only shows whether it fails again.
+    first_must_stay = writes_into_first and not has_no_rows(args[0])
+    if first_must_stay:
         args_with_row = (args[0].clone(), *args_with_row[1:])
 
     # The function may draw random numbers for the placeholder. Ranks with samples do not make this
@@ -120,9 +121,10 @@ def call_with_placeholder(
         except Exception:
             raise refusal from None
 
-    if writes_into_rows:
+    if first_must_stay:
         return args[0]
-    return map_tensors(result, lambda tensor: _nan_unless_empty(placeholder.cut_off(tensor)))
+    without_placeholder = map_tensors(result, placeholder.cut_off)
+    return map_tensors(without_placeholder, _nan_unless_empty)
 
 
 def _writes_into_first(func: Callable[..., Any]) -> bool:
@@ -148,8 +150,9 @@ def _call_with_one_row(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
 def _nan_unless_empty(tensor: Tensor) -> Tensor:
     """Fills a result that still has values after the placeholder's rows were removed with NaN.
 
-    Such a result has no rows. It is a mean over them, for example, and the mean of no rows is NaN.
-    Integers keep their values. The tensor is changed in place, and returned.
+    For example, it is a mean over the rows, and the mean of no rows is NaN. A result of one row for
+    each sample, of which none is left, is empty and stays as it is, and so do integers. The tensor
+    is changed in place, and returned.
     """
     if tensor.numel() and (tensor.is_floating_point() or tensor.is_complex()):
         with torch.no_grad():
@@ -175,14 +178,16 @@ class Placeholder:
 
     def __init__(self, samples: Iterable[Tensor]) -> None:
         self._samples = list(samples)
-        self._lengths_of_rows: set[int] = {1}
-        """The lengths that one placeholder may have in the first dimension of a result. A function
-        may flatten the first dimensions, so a row of shape (1, 3, 4) may have length 1, 3 or 12."""
-        self._lengths_of_other_rows: set[int] = set()
-        """The same of placeholders whose rows are in another dimension than the first. The state of
-        two layers, of shape (2, 1, 16), may have length 2 or 32, but only if it is flattened."""
         self._empty_dimensions: set[int] = set()
         """The dimensions in which some argument has size 0, and so a placeholder size 1."""
+        self._first_dimensions: set[int] = {1}
+        """Sizes of the first dimension by which a result shows that it begins with a placeholder's
+        row. An argument of shape (0, 3, 4) becomes the placeholder (1, 3, 4). A function may
+        flatten it to (3, 4) or (12,), so the sizes are 1, 3 and 12."""
+        self._first_dimensions_if_flattened: set[int] = set()
+        """The same for arguments that are empty in another dimension than the first. The state of
+        two layers, of shape (2, 0, 16), becomes (2, 1, 16), and if flattened (2, 16) or (32,): the
+        sizes are 2 and 32."""
 
     def add_to(self, arguments: Any) -> Any:
         """Replaces each tensor without rows in a pytree by a tensor with one row.
@@ -194,8 +199,8 @@ class Placeholder:
     def _add_row(self, tensor: Tensor) -> Tensor:
         """Replaces a tensor without rows by one row, and returns any other tensor unchanged.
 
-        It notes in which dimension the row was added, and which lengths the row may have in a
-        result, so that `cut_off` finds it there.
+        It notes in which dimension the row was added, and how long this dimension may become by
+        flattening, so that `cut_off` finds the row in a result.
         """
         if not has_no_rows(tensor):
             return tensor
@@ -203,11 +208,11 @@ class Placeholder:
         empty_dimension = tensor.shape.index(0)
         self._empty_dimensions.add(empty_dimension)
         row = placeholder_of(tensor, self._samples)
-        lengths = _lengths_after_flattening(row, empty_dimension)
+        sizes = _first_dimensions_after_flattening(row, empty_dimension)
         if empty_dimension == 0:
-            self._lengths_of_rows.update(lengths)
+            self._first_dimensions.update(sizes)
         else:
-            self._lengths_of_other_rows.update(lengths)
+            self._first_dimensions_if_flattened.update(sizes)
 
         # The row is a new tensor, which autograd does not connect with `tensor`. If `tensor` needs
         # a gradient, `_AddRow` connects them, so that the backward pass reaches `tensor`.
@@ -239,42 +244,45 @@ class Placeholder:
     def _dimension_of_rows(self, shape: Sequence[int]) -> int | None:
         """Returns the dimension in which a result has the placeholder's rows, or None.
 
-        - An argument of shape (0, 3, 4) became the placeholder (1, 3, 4), and `_lengths_of_rows`
-          are 1, 3 and 12. A result of shape (1, 10), (3, 4) or (12,) has the placeholder's rows in
-          dimension 0. A result of shape (7,) has none.
-        - An argument of shape (2, 0, 5) became the placeholder (2, 1, 5). A result of shape
-          (2, 1, 7) has it in dimension 1. Beside the other argument, (2, 7) has it in dimension 0.
+        A result has only a shape, so this is a guess; the likelier cases come first.
 
         Args:
             shape: the shape of the result.
         """
+        # An argument of shape (0, 3, 4) became the placeholder (1, 3, 4). A result of shape (1, 10)
+        # begins with its row, and so does one of shape (3, 4) or (12,), where it was flattened. A
+        # result of shape (7,) does not.
         may_begin_with_rows = 0 in self._empty_dimensions and len(shape) > 0
-        if may_begin_with_rows and shape[0] in self._lengths_of_rows:
+        if may_begin_with_rows and shape[0] in self._first_dimensions:
             return 0
 
+        # An argument of shape (2, 0, 5) became the placeholder (2, 1, 5). A result of shape
+        # (2, 1, 7) has the row in dimension 1.
         for dimension in sorted(self._empty_dimensions):
-            has_placeholder = dimension < len(shape) and shape[dimension] == 1
-            if has_placeholder:
+            if dimension < len(shape) and shape[dimension] == 1:
                 return dimension
 
-        if may_begin_with_rows and shape[0] in self._lengths_of_other_rows:
+        # A result of shape (2, 7) begins with rows of this placeholder, if it was flattened. That
+        # is only assumed if another argument is empty in dimension 0.
+        if may_begin_with_rows and shape[0] in self._first_dimensions_if_flattened:
             return 0
         return None
 
 
-def _lengths_after_flattening(row: Tensor, dimension: int) -> set[int]:
-    """Returns how many rows a row may become if dimensions are flattened up to its own or beyond.
+def _first_dimensions_after_flattening(row: Tensor, dimension: int) -> set[int]:
+    """Returns the sizes of the first dimension if dimensions are flattened up to a certain one.
 
-    The row (1, 3, 4) stays 1 row, or becomes 3 rows (`flatten(0, 1)`) or 12 (`flatten()`).
+    The row (1, 3, 4) may stay as it is (1), or be flattened to (3, 4) by `flatten(0, 1)` (3), or to
+    (12,) by `flatten()` (12).
 
     Args:
         row: the row.
-        dimension: the dimension in which it is one row, here 0.
+        dimension: the dimension in which it is one row, here 0. This one is flattened too.
     """
-    lengths = set()
+    sizes = set()
     for num_flattened in range(dimension + 1, row.dim() + 1):
-        lengths.add(row.shape[:num_flattened].numel())
-    return lengths
+        sizes.add(row.shape[:num_flattened].numel())
+    return sizes
 
 
 def placeholder_of(tensor: Tensor, samples: Iterable[Tensor]) -> Tensor:
@@ -300,12 +308,11 @@ def placeholder_of(tensor: Tensor, samples: Iterable[Tensor]) -> Tensor:
         if sample.dim() and len(sample) and list(sample.shape[1:]) == shape[1:]:
             return sample[:1].detach().to(tensor.device, tensor.dtype, copy=True)
 
-    # Otherwise the row is made up. In a padding mask, for example, False hides nothing; a length of
-    # 0 may be refused.
+    # Otherwise the row is made up.
     if tensor.dtype == torch.bool:
-        return tensor.new_zeros(shape)
+        return tensor.new_zeros(shape)  # in a padding mask, for example, False hides nothing
     if not tensor.is_floating_point():
-        return tensor.new_ones(shape)
+        return tensor.new_ones(shape)  # a length, for example, may be refused if it is 0
 
     # The numbers differ, because the standard deviation of equal numbers is 0, and its derivative
     # infinite.
@@ -389,7 +396,8 @@ class _CutRows(torch.autograd.Function):
         """Returns the tensor with size 0 in the dimension that holds the placeholder's rows.
 
         If the tensor has no such dimension (None), like a mean over the rows, this returns a copy.
-        Autograd would turn the tensor itself into a view, and forbid to change it in place.
+        (If the function returned its input, autograd would make that a view, which the user may not
+        change in place.)
         """
         ctx.shape = tensor.shape
         if dimension is None:

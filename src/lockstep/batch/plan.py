@@ -221,17 +221,22 @@ def split_batch(
 
 
 def _split_over_ranks(count: int, shares: tuple[int, ...], micro_batches: int) -> Indices:
-    """Divides a global batch into micro-batches and over the ranks; see `split_batch`."""
+    """Divides a global batch into micro-batches and over the ranks; see `split_batch`.
+
+    For 6 samples, the shares (2, 1) and 2 micro-batches:
+
+        rank_of_sample    [0, 1, 0, 0, 1, 0]
+        bounds            [0, 3, 6]
+        split             [[[0, 2], [2, 3]], [[3, 5], [5, 6]]]
+    """
     num_ranks = len(shares)
     num_micro_batches = max(1, min(micro_batches, count))
 
-    # Example: 6 samples, the shares (2, 1) and 2 micro-batches. The samples are dealt out to the
-    # ranks, evenly mixed: [0, 1, 0, 0, 1, 0]. This only decides how many samples a rank gets in
-    # each micro-batch: rank 0 gets 2, and rank 1 gets 1.
+    # Deal out the samples to the ranks, evenly mixed. This only decides how many samples of each
+    # micro-batch a rank gets, not which ones.
     rank_of_sample = _deal_out_samples(part_sizes(count, shares))
 
-    # Micro-batch i has the samples bounds[i] to bounds[i + 1] - 1 of the global batch. In the
-    # example the bounds are [0, 3, 6].
+    # Micro-batch i has the samples bounds[i] to bounds[i + 1] - 1 of the global batch.
     bounds = ceil_div(count * np.arange(num_micro_batches + 1), num_micro_batches)
     split = np.empty((num_micro_batches, num_ranks, 2), dtype=np.int64)
     for index in range(num_micro_batches):
@@ -239,8 +244,7 @@ def _split_over_ranks(count: int, shares: tuple[int, ...], micro_batches: int) -
         end = bounds[index + 1]
         sizes_of_parts = np.bincount(rank_of_sample[begin:end], minlength=num_ranks)
 
-        # Within the micro-batch, the parts of the ranks follow each other. In the example, `split`
-        # becomes [[[0, 2], [2, 3]], [[3, 5], [5, 6]]].
+        # Within the micro-batch, the parts of the ranks follow each other.
         ends_of_parts = begin + np.cumsum(sizes_of_parts)
         split[index, :, 0] = ends_of_parts - sizes_of_parts
         split[index, :, 1] = ends_of_parts
@@ -351,7 +355,7 @@ def split_over_virtual_ranks(
     if virtual_ranks.train_copies:
         micro_batches = min(micro_batches, max(1, min(sizes)))
 
-    ranks_of_each = virtual_ranks.ranks_of_each(len(shares))
+    ranks_per_virtual_rank = virtual_ranks.ranks_per_virtual_rank(len(shares))
     virtual_ranks_of_rank = virtual_ranks_of_ranks(shares, virtual_ranks)
     pieces_of_ranks: list[list[VirtualRankPiece]] = []
     for rank, own_virtual_ranks in enumerate(virtual_ranks_of_rank):
@@ -362,8 +366,8 @@ def split_over_virtual_ranks(
 
             # The part of a virtual rank is divided over its ranks as a whole global batch is over
             # all ranks. `split` has the shape (pieces, ranks of this virtual rank, 2).
-            split = split_batch(sizes[number], (1,) * ranks_of_each, micro_batches)
-            parts_of_rank = begins[number] + split[:, rank % ranks_of_each]
+            split = split_batch(sizes[number], (1,) * ranks_per_virtual_rank, micro_batches)
+            parts_of_rank = begins[number] + split[:, rank % ranks_per_virtual_rank]
             for piece_number, (begin, end) in enumerate(parts_of_rank.tolist()):
                 pieces.append(VirtualRankPiece(number, piece_number, len(split), begin, end))
 
@@ -428,9 +432,9 @@ def virtual_ranks_of_ranks(shares: tuple[int, ...], virtual_ranks: VirtualRanks)
             multiple of that of the virtual ranks.
     """
     num_ranks = len(shares)
-    ranks_of_each = virtual_ranks.ranks_of_each(num_ranks)
-    if ranks_of_each > 1:
-        virtual_rank_of_rank = [rank // ranks_of_each for rank in range(num_ranks)]
+    ranks_per_virtual_rank = virtual_ranks.ranks_per_virtual_rank(num_ranks)
+    if ranks_per_virtual_rank > 1:
+        virtual_rank_of_rank = [rank // ranks_per_virtual_rank for rank in range(num_ranks)]
         return [range(number, number + 1) for number in virtual_rank_of_rank]
 
     bounds = virtual_rank_bounds(shares, virtual_ranks.count)
@@ -492,7 +496,7 @@ def micro_batches_needed(batch_size: int, shares: tuple[int, ...], largest: int 
         if int(sizes.max()) <= largest:
             return number
 
-    return max(1, batch_size)  # one sample in each micro-batch
+    return 1  # only an empty global batch gets here: with one sample each, no part is too large
 
 
 def check_batch_size(batch_size: object) -> int:

@@ -98,13 +98,13 @@ def map_tensors_and_attributes(
             as it is.
         change_distribution: function that is called with each probability distribution, which
             stores the shape of its tensors besides them; by default distributions stay as they are.
-        object_depth: how many objects the value is inside of.
+        object_depth: in how many objects the value is nested.
     """
 
     def change_attributes(instance: Any) -> Any:
         """Returns an object, or a copy of it in which the tensors in its attributes are changed.
 
-        The search for tensors ends with objects that are inside of `_MAX_OBJECT_DEPTH` others.
+        Attributes of objects that are nested in `_MAX_OBJECT_DEPTH` other objects stay as they are.
         """
         if isinstance(instance, Distribution):
             return instance if change_distribution is None else change_distribution(instance)
@@ -123,6 +123,7 @@ def map_tensors_and_attributes(
 
         return _with_attributes(instance, changed) if changed else instance
 
+    # Every leaf that is no tensor is an object with attributes, whether it is opaque or not.
     return map_tensors(
         value, change, change_opaque=change_attributes, change_other=change_attributes
     )
@@ -296,10 +297,9 @@ def cut_to_rows(
 
     # First case: a list or tuple with one item for each sample, such as a list of file names. The
     # first items are kept.
-    items_are_samples = is_list_of_plain_data(batch)
-    if isinstance(batch, list | tuple) and has_item_per_sample(batch, num_samples):
-        items_are_samples = True
-    if items_are_samples:
+    is_sequence = isinstance(batch, list | tuple)
+    items_are_samples = is_sequence and has_item_per_sample(batch, num_samples)
+    if items_are_samples or is_list_of_plain_data(batch):
         first_items = dict(list(children.items())[:keep])  # the items by position
         return _rebuild(batch, first_items)
 
@@ -459,12 +459,14 @@ def has_item_per_sample(sequence: Sequence[Any], count: int | None) -> bool:
     if len(kinds) > 1:
         return False
 
-    # Rule 3.
+    # Rule 3. An item such as `[image, image]` has all samples, so it is a field.
     for item in sequence:
-        if isinstance(item, list | tuple) and has_item_per_sample(item, count):
+        is_sequence = isinstance(item, list | tuple)
+        if is_sequence and has_item_per_sample(item, count):
             return False
 
-    # Rule 4.
+    # Rule 4. `(images, masks)` has fields: each tensor of shape (2, 3, 8, 8) has 2 rows. In
+    # `[image, image]`, the tensors of shape (3, 8, 8) are samples.
     all_have_row_per_sample = all(
         tensor.dim() > 0 and len(tensor) == count for tensor in tensors(sequence)
     )
@@ -585,6 +587,6 @@ def _copy_may_share_items(batch: Any) -> bool:
     if not isinstance(batch, dict | UserDict):
         return True
 
-    # A class may set `self.__dict__ = self`, so that `batch.image` is `batch["image"]`. Then the
-    # original is the `__dict__` of a copy, too.
+    # A class may set `self.__dict__ = self`, so that `batch.image` is `batch["image"]`. `copy.copy`
+    # gives the copy the same `__dict__`, so setting an attribute of the copy changes the original.
     return getattr(batch, "__dict__", None) is batch

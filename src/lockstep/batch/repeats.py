@@ -24,8 +24,8 @@ from typing import NamedTuple
 from lockstep.batch.plan import VirtualRankPiece
 
 
-class CheckedPiece(NamedTuple):
-    """A micro-batch of a rank in a checked global batch."""
+class RankPiece(NamedTuple):
+    """A micro-batch of a rank: a piece of a virtual rank, and what the rank computes it for."""
 
     piece: VirtualRankPiece
     is_repeat: bool = False
@@ -34,17 +34,17 @@ class CheckedPiece(NamedTuple):
     """True if two ranks compute its virtual rank and compare their results."""
 
     @classmethod
-    def unchecked(cls, piece: VirtualRankPiece) -> CheckedPiece:
+    def computed_once(cls, piece: VirtualRankPiece) -> RankPiece:
         """Returns a micro-batch for the optimizer step, which no other rank computes."""
         return cls(piece)
 
     @classmethod
-    def repeated(cls, piece: VirtualRankPiece) -> CheckedPiece:
+    def repeated(cls, piece: VirtualRankPiece) -> RankPiece:
         """Returns a micro-batch that is computed again, to compare the result."""
         return cls(piece, is_repeat=True, is_compared=True)
 
     @classmethod
-    def ignored(cls, piece: VirtualRankPiece) -> CheckedPiece:
+    def ignored(cls, piece: VirtualRankPiece) -> RankPiece:
         """Returns a micro-batch that is computed, but neither compared nor used for the step."""
         return cls(piece, is_repeat=True)
 
@@ -52,9 +52,9 @@ class CheckedPiece(NamedTuple):
 class CheckedGlobalBatch(NamedTuple):
     """The micro-batches of a checked global batch."""
 
-    pieces_of_ranks: list[list[CheckedPiece]]
+    pieces_of_ranks: list[list[RankPiece]]
     """For each rank, its micro-batches in order. All ranks have the same number of them."""
-    compare_before: int
+    index_of_comparison: int
     """The index of the micro-batch before which the ranks compare their results."""
 
 
@@ -69,8 +69,8 @@ def add_repeats(
         rank 0: 0, repeat of 2, 1
         rank 1: 2, repeat of 0, 3
 
-    The ranks compare their results of 0 and of 2 before the third micro-batch (`compare_before` is
-    2).
+    The ranks compare their results of 0 and of 2 before the third micro-batch
+    (`index_of_comparison` is 2).
 
     Args:
         pieces_of_ranks: the micro-batches of each rank, see `plan.split_over_virtual_ranks`. There
@@ -89,7 +89,7 @@ def add_repeats(
     round_number = check_number // (num_ranks - 1)
 
     # In each round, each rank has another one of its virtual ranks checked: one of those that it
-    # will have completed when the repeats begin.
+    # will have completed when the repeats begin, or none (None) if it completes none before.
     checked_virtual_ranks = []
     for pieces in pieces_of_ranks:
         completed = completed_virtual_ranks(pieces, num_pieces_before)
@@ -112,16 +112,17 @@ def add_repeats(
         own_after = own[num_pieces_before:]
 
         repeats = repeats_of_ranks[rank]
-        unused = _unused_piece(pieces)
-        filling = [unused] * (num_repeats - len(repeats))
+        filler = _filler_piece(pieces)
+        fillers = [filler] * (num_repeats - len(repeats))
 
-        # The ranks compare just before a micro-batch. If none of their own is left, an unused one
-        # is added, so that they can compare before it.
+        # The ranks compare just before a micro-batch. If none of their own is left, a filler is
+        # added, so that they can compare before it.
         if not own_after:
-            own_after = [unused]
-        pieces_with_repeats.append([*own_before, *repeats, *filling, *own_after])
+            own_after = [filler]
+        pieces_with_repeats.append([*own_before, *repeats, *fillers, *own_after])
 
-    return CheckedGlobalBatch(pieces_with_repeats, compare_before=num_pieces_before + num_repeats)
+    index_of_comparison = num_pieces_before + num_repeats
+    return CheckedGlobalBatch(pieces_with_repeats, index_of_comparison)
 
 
 def _choose_in_turn(virtual_ranks: Sequence[int], round_number: int) -> int | None:
@@ -133,15 +134,15 @@ def _choose_in_turn(virtual_ranks: Sequence[int], round_number: int) -> int | No
 
 def _repeats_of(
     pieces_of_owner: Sequence[VirtualRankPiece], virtual_rank: int | None
-) -> list[CheckedPiece]:
+) -> list[RankPiece]:
     """Returns the micro-batches of a virtual rank, to be computed again by another rank.
 
     Padding is left out, since it has no samples.
 
     Args:
         pieces_of_owner: all micro-batches of the rank that owns the virtual rank.
-        virtual_rank: number of the virtual rank. None if the owner will have completed no virtual
-            rank when the repeats begin: then nothing is repeated.
+        virtual_rank: number of the virtual rank. None if the owner finishes no virtual rank before
+            the repeats: then nothing is repeated.
     """
     if virtual_rank is None:
         return []
@@ -149,13 +150,13 @@ def _repeats_of(
     repeats = []
     for piece in pieces_of_owner:
         if piece.virtual_rank == virtual_rank and not piece.is_padding:
-            repeats.append(CheckedPiece.repeated(piece))
+            repeats.append(RankPiece.repeated(piece))
     return repeats
 
 
 def _mark_compared(
     pieces: Sequence[VirtualRankPiece], repeated_virtual_rank: int | None
-) -> list[CheckedPiece]:
+) -> list[RankPiece]:
     """Returns a rank's own micro-batches; those that another rank repeats are marked as compared.
 
     Args:
@@ -165,7 +166,7 @@ def _mark_compared(
     own_pieces = []
     for piece in pieces:
         is_compared = piece.virtual_rank == repeated_virtual_rank and not piece.is_padding
-        own_pieces.append(CheckedPiece(piece, is_compared=is_compared))
+        own_pieces.append(RankPiece(piece, is_compared=is_compared))
     return own_pieces
 
 
@@ -197,24 +198,23 @@ def completed_virtual_ranks(pieces: Sequence[VirtualRankPiece], num_pieces: int)
     return completed
 
 
-def _unused_piece(pieces: Sequence[VirtualRankPiece]) -> CheckedPiece:
-    """Returns a micro-batch whose result is not used, for a rank that has fewer than others.
+def _filler_piece(pieces: Sequence[VirtualRankPiece]) -> RankPiece:
+    """Returns a micro-batch for a rank that has fewer than others; it does not change the step.
 
-    If possible it has samples, because the mean loss of an empty batch would be NaN, and the user's
-    loop might print that or stop.
+    It is one of the rank's own micro-batches, computed a second time, and its gradient is ignored.
+    Only a rank without samples gets an empty one, whose gradient is zero: the mean loss of an empty
+    batch is NaN, and the user's loop might print that or stop.
 
     Args:
         pieces: the micro-batches of the rank.
     """
     with_samples = [piece for piece in pieces if not piece.is_padding]
     if not with_samples:
-        # All pieces of this rank are padding. Padding has no samples, so its gradient is zero, and
-        # need not be ignored.
         padding = pieces[-1]
-        return CheckedPiece.unchecked(padding)
+        return RankPiece.computed_once(padding)  # its gradient of zero need not be ignored
 
     # The rank also computes this piece at its usual place, where its gradient is used.
-    return CheckedPiece.ignored(_as_only_piece(with_samples[-1]))
+    return RankPiece.ignored(_as_only_piece(with_samples[-1]))
 
 
 def _as_only_piece(piece: VirtualRankPiece) -> VirtualRankPiece:
@@ -227,7 +227,7 @@ def _as_only_piece(piece: VirtualRankPiece) -> VirtualRankPiece:
 
 def pieces_of_virtual_rank(
     pieces_of_ranks: Sequence[Sequence[VirtualRankPiece]], number: int
-) -> list[CheckedPiece]:
+) -> list[RankPiece]:
     """Returns the micro-batches of a virtual rank, to be computed again by every rank.
 
     This is done if two ranks disagree about the virtual rank: the majority of all ranks then shows
@@ -242,5 +242,5 @@ def pieces_of_virtual_rank(
     for pieces in pieces_of_ranks:
         for piece in pieces:
             if piece.virtual_rank == number and not piece.is_padding:
-                repeats.append(CheckedPiece.repeated(piece))  # every rank computes and compares it
+                repeats.append(RankPiece.repeated(piece))  # every rank computes and compares it
     return repeats

@@ -142,9 +142,13 @@ class RowCounter:
 def shapes_in(batch: Any, planned: int) -> Iterator[Shape]:
     """Yields the shapes of everything in a batch that may have one row for each sample.
 
-    These are tensors, arrays, lists of plain data (texts, numbers) and sequences with one item for
-    each sample; lists and sequences are treated as vectors. `UNKNOWN_SHAPE` is yielded for a
-    sequence of tensors that may be samples or fields.
+    For 8 samples these are, for example:
+
+        a tensor or array of shape (8, 3, 32)    Shape(8, 3)
+        a list of 8 texts or numbers             Shape(8, None)
+        a list with one tensor for each sample   Shape(8, None), see `_shape_of_items`
+        a list of tensors that may be samples    UNKNOWN_SHAPE, see `_shape_of_items`
+        or fields
 
     Args:
         batch: the batch, or a part of it.
@@ -171,7 +175,7 @@ def shapes_in(batch: Any, planned: int) -> Iterator[Shape]:
             yield _shape_of_items(batch)
             return
 
-    # The children are the fields of the batch.
+    # The children are the fields of the batch, e.g. images and labels.
     for child in children.values():
         yield from shapes_in(child, planned)
 

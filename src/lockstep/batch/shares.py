@@ -72,6 +72,9 @@ def first_micro_batch(
 ) -> Indices | None:
     """Returns the micro-batch of a global batch on which measurements are made.
 
+    If none is planned, each rank with a share gets two samples: with the shares (1, 2, 0), the
+    ranks get 2, 2 and 0, so the result is `[[[0, 2], [2, 4], [4, 4]]]`.
+
     Args:
         count: number of samples in the global batch.
         shares: share of each rank.
@@ -96,7 +99,7 @@ def first_micro_batch(
         num_samples = min(count, samples_of_rank * sum(equal_shares))
         split = split_batch(num_samples, equal_shares)
 
-    (sizes_of_ranks,) = split_sizes(split)  # of the only micro-batch
+    sizes_of_ranks = split_sizes(split)[0]  # `split` has a single micro-batch
     for size, share in zip(sizes_of_ranks, shares, strict=True):
         if share > 0 and size == 0:
             return None
@@ -229,9 +232,10 @@ def confirm_shares(
             they do not fit into memory.
         last: the shares that were chosen after the last measurement. They may be untried.
     """
-    # After each measurement the search chooses the shares to try next. If it chooses shares that
-    # were tried before (they are in `seconds`), it has converged. Otherwise it was given up, and
-    # the fastest of the shares that were tried are taken.
+    # After each measurement the search chooses the shares to try next. It has converged when it
+    # chooses shares that were tried before. For example, (1, 1) took 4 seconds and (2, 1) took 3:
+    # if the search then chooses (2, 1), it has converged. If it chooses (3, 1), which was not tried
+    # any more, it was given up, and the fastest of the shares that were tried are taken.
     has_converged = last in seconds
     if has_converged:
         best = last

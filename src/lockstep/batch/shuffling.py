@@ -75,8 +75,11 @@ def is_shuffled_in_slices(length: int) -> bool:
 def permuted_indices(begin: int, end: int, length: int, keys: Words) -> Indices:
     """Returns the indices at the places `begin` to `end - 1` of the permuted order.
 
-    A place is a cell of a table that has at least `length` cells. The cells are permuted, and the
-    number of the cell to which a place is moved is the index that stands there.
+    The places and the indices are the cells of a table. Moving the cells gives the order: the cell
+    to which place p is moved is the index at place p. The table may have more cells than there are
+    indices; a place that is moved to such a cell is moved again. For example, with 5 indices in a
+    table of 6 cells, place 2 is moved to cell 5, which is no index, and from there to cell 3: place
+    2 of the order has index 3.
 
     Args:
         begin: first place, at least 0.
@@ -90,8 +93,7 @@ def permuted_indices(begin: int, end: int, length: int, keys: Words) -> Indices:
     places = np.arange(begin, end, dtype=np.uint64)
     indices = _move_cells(places, length, keys)
 
-    # The table may have some more cells than there are indices. A place that was moved to one of
-    # these is moved again, until it arrives at an index ("cycle walking").
+    # Move places again until they arrive at an index ("cycle walking").
     while True:
         outside = np.flatnonzero(indices >= np.uint64(length))
         if len(outside) == 0:

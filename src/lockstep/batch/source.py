@@ -177,18 +177,20 @@ class Source:
         """Asks a copy of the user's sampler for an epoch; returns None if it may keep a state.
 
         A sampler with a state, such as a count of the epochs, has an attribute that differs after
-        it was asked. If an attribute cannot be compared, for example a running generator, which a
-        copy would share with the sampler, no copy is asked.
+        it was asked.
         """
         source = self._with_copied_samplers()
         samplers = _with_inner_samplers(source.batch_sampler, source.sampler)
         originals = _with_inner_samplers(self.batch_sampler, self.sampler)
         for sampler in samplers:
-            is_no_copy = any(sampler is original for original in originals)
-            if is_no_copy and _attributes(sampler):  # asking it would change the user's own
+            # A sampler that cannot be copied is still the user's own, which asking would change.
+            is_users_own = any(sampler is original for original in originals)
+            if is_users_own and _attributes(sampler):
                 return None
-        if not all(_can_be_compared(sampler, self.dataset, samplers) for sampler in samplers):
-            return None
+            # An attribute that cannot be compared may be one that the copy shares with the user's
+            # sampler, for example a running generator.
+            if not _can_be_compared(sampler, self.dataset, samplers):
+                return None
 
         before = [_copy_attributes(sampler, self.dataset) for sampler in samplers]
         plan = source._custom_plan(seed, epoch)
@@ -212,10 +214,8 @@ class Source:
         same order on every rank and after a resume.
         """
         with preserve_rng_state():
-            # The sampler may use global generators (of torch, numpy or Python) or its own. The
-            # global ones are seeded by `seed_sample`, whose last argument is usually the index of a
-            # sample. The constant `_SAMPLER` gives a seed that no sample has.
-            seed_sample(seed, epoch, _SAMPLER)
+            # The sampler may use global generators (of torch, numpy or Python) or its own.
+            _seed_global_generators(seed, epoch)
             generators = _find_generators(self.batch_sampler, self.sampler)
             for number, generator in enumerate(generators):
                 _seed_generator(generator, mix_seed(seed, epoch, _SAMPLER, number))
@@ -224,7 +224,8 @@ class Source:
                 return _plan_of_batches(self.batch_sampler, epoch)
 
             # A sampler only orders the samples.
-            order = _as_indices(cast("torch_data.Sampler[int]", self.sampler), self.sampler)
+            sampler = cast("torch_data.Sampler[int]", self.sampler)
+            order = _as_indices(sampler, asked=sampler)
             return cut_into_batches(order, self.batch_size, drop_last=self.drop_last)
 
 
@@ -238,7 +239,7 @@ def _plan_of_batches(batch_sampler: Iterable[Iterable[int]], epoch: int) -> Cust
     Raises:
         DataError: a batch has no samples, or not their indices.
     """
-    batches = [_as_indices(batch, batch_sampler) for batch in batch_sampler]
+    batches = [_as_indices(batch, asked=batch_sampler) for batch in batch_sampler]
     sizes = [len(batch) for batch in batches]
     if 0 in sizes:
         raise DataError(
@@ -254,12 +255,12 @@ def _plan_of_batches(batch_sampler: Iterable[Iterable[int]], epoch: int) -> Cust
     return CustomPlan(order, bounds)
 
 
-def _as_indices(items: Iterable[int], sampler: object) -> Indices:
+def _as_indices(items: Iterable[int], *, asked: object) -> Indices:
     """Returns what a user's sampler yields as an array.
 
     Args:
         items: the sampler, or a batch of a batch sampler.
-        sampler: the sampler or batch sampler, for the error.
+        asked: the sampler or batch sampler, which the error names.
 
     Raises:
         DataError: these are not the indices of samples.
@@ -267,14 +268,15 @@ def _as_indices(items: Iterable[int], sampler: object) -> Indices:
     if isinstance(items, torch.Tensor | np.ndarray):
         items = items.tolist()  # to iterate over it is faster
 
-    # The items are read outside of a `try`: an error in the user's own code stays what it is.
-    is_iterable = hasattr(items, "__iter__") or hasattr(items, "__getitem__")
+    # Errors in the user's own code stay what they are: an error of the sampler's own `__iter__`
+    # here, and errors of the iteration below, which is outside of the `try`.
     try:
         iterator = iter(items)
     except TypeError as error:
-        if is_iterable:  # the error comes from its own `__iter__`
+        has_own_code = hasattr(items, "__iter__") or hasattr(items, "__getitem__")
+        if has_own_code:
             raise
-        raise _no_indices(sampler, error) from error
+        raise _no_indices(asked, error) from error
 
     parts = [np.empty(0, np.int64)]  # np.concatenate needs at least one array
     while part := list(itertools.islice(iterator, _ITEMS_CONVERTED_AT_ONCE)):
@@ -282,7 +284,7 @@ def _as_indices(items: Iterable[int], sampler: object) -> Indices:
             # `np.fromiter` alone would cut 1.5 to 1, and take "7" for 7.
             parts.append(np.fromiter(map(operator.index, part), dtype=np.int64))
         except (TypeError, ValueError, OverflowError) as error:
-            raise _no_indices(sampler, error) from error
+            raise _no_indices(asked, error) from error
     return np.concatenate(parts)
 
 
@@ -353,6 +355,8 @@ def _copy_sampler(sampler: Any, dataset: object) -> Any:
         duplicate = copy.copy(sampler)
     except Exception:  # its class decides how it is copied, so any error is possible
         return sampler
+    # `_copy_attributes` copies containers and vectors. Samplers inside of this one are copied here,
+    # except itself: a sampler may refer to itself, and copying it again would never end.
     for name, value in _copy_attributes(duplicate, dataset).items():
         if _is_sampler(name, value) and value is not sampler:
             value = _copy_sampler(value, dataset)
@@ -399,7 +403,9 @@ def _clone(vector: Any) -> Any:
 
 
 def _can_be_compared(sampler: object, dataset: object, samplers: list[object]) -> bool:
-    """Tells whether all attributes of a sampler show what a pass over it has changed.
+    """Returns True if the attributes of a sampler show whether a pass over it has changed it.
+
+    An iterator as an attribute, for example, does not show how far it was read.
 
     Args:
         sampler: the sampler.
@@ -408,37 +414,53 @@ def _can_be_compared(sampler: object, dataset: object, samplers: list[object]) -
     """
     if not hasattr(sampler, "__dict__"):
         return sampler is None or type(sampler) in (list, tuple, range)
+
     for value in _attributes(sampler).values():
-        if value is dataset or isinstance(value, torch_data.Dataset | _Generator):
-            continue  # generators are seeded for each epoch
-        if any(value is each for each in samplers) or _is_vector(value):
+        is_dataset = value is dataset or isinstance(value, torch_data.Dataset)
+        is_seeded_for_each_epoch = isinstance(value, _Generator)
+        is_compared_by_itself = any(value is each for each in samplers)
+        if is_dataset or is_seeded_for_each_epoch or is_compared_by_itself:
             continue
-        parts = value if type(value) in (*_CONTAINERS, tuple) else [value]
-        if type(parts) is dict:
-            parts = [*parts.keys(), *parts.values()]
-        types_of_parts = set(map(type, parts))
-        if not all(issubclass(each, _PLAIN_VALUES) for each in types_of_parts):
+        if not _is_comparable(value):
             return False
     return True
+
+
+def _is_comparable(value: Any) -> bool:
+    """Returns True for a plain value, a container of plain values, or a vector of numbers."""
+    if _is_vector(value):
+        return True
+
+    parts = [value]
+    if type(value) is dict:
+        parts = [*value.keys(), *value.values()]
+    elif type(value) in (*_CONTAINERS, tuple):
+        parts = value
+    types_of_parts = set(map(type, parts))  # a list of a million indices has one type
+    return all(issubclass(each, _PLAIN_VALUES) for each in types_of_parts)
 
 
 def _are_same_attributes(before: dict[str, Any], now: dict[str, Any]) -> bool:
-    """Tells whether a pass over a sampler has left its attributes as they were."""
+    """Returns True if a pass over a sampler has left its attributes as they were."""
     if before.keys() != now.keys():
         return False
-    for name, value in before.items():
-        other = now[name]
-        if value is other:
-            continue
-        if type(value) is not type(other):
-            return False
-        if _is_vector(value):
-            are_equal = torch.equal if isinstance(value, torch.Tensor) else np.array_equal
-            if not are_equal(value, other):
-                return False
-        elif not isinstance(value, (*_CONTAINERS, tuple, *_PLAIN_VALUES)) or value != other:
-            return False
-    return True
+    return all(_are_equal(value, now[name]) for name, value in before.items())
+
+
+def _are_equal(value: Any, other: Any) -> bool:
+    """Returns True if an attribute of a sampler still has the same value."""
+    if value is other:
+        return True
+    if type(value) is not type(other):
+        return False
+    if isinstance(value, torch.Tensor) and _is_vector(value):
+        return torch.equal(value, other)
+    if _is_vector(value):
+        return np.array_equal(value, other)
+
+    # An object of another class cannot be compared, and counts as changed.
+    is_plain_or_container = isinstance(value, (*_CONTAINERS, tuple, *_PLAIN_VALUES))
+    return is_plain_or_container and bool(value == other)
 
 
 def _is_sampler(name: str, value: object) -> bool:
@@ -485,6 +507,12 @@ def _with_inner_samplers(*samplers: object) -> list[object]:
     return found
 
 
+def _seed_global_generators(seed: int, epoch: int) -> None:
+    """Seeds the global generators of torch, NumPy and Python for the order of an epoch."""
+    # In place of the index of a sample, `_SAMPLER` gives a seed that no sample has.
+    seed_sample(seed, epoch, _SAMPLER)
+
+
 def _seed_generator(generator: _Generator, value: int) -> None:
     """Seeds a random number generator if it supports that; `random.SystemRandom` does not."""
     if isinstance(generator, torch.Generator):
@@ -528,8 +556,8 @@ def index_bytes(indices: Any) -> bytes:
     except ValueError:  # NumPy cannot convert, for example, tuples of different lengths
         return length_as_bytes
 
-    # An empty list becomes an array of floats. It gives the same bytes as an empty array of
-    # integers: none.
+    # An empty array of integers gives no bytes, so an empty list must give none either, although
+    # NumPy makes an array of floats of it.
     if array.size == 0:
         return b""
     is_integer = array.dtype.kind in "iu"  # "i" means signed and "u" unsigned

@@ -64,11 +64,11 @@ class IterableLoader(Loader):
         self._iterable = IterableFetch(
             source, self.seed, sample_rng, self._collectives.data_parallel
         )
-        self._autotuning_samples: list[Any] = []
+        self._kept_samples: list[Any] = []
         """All samples of the global batch on which autotuning measures the devices, while its
         micro-batches are handed out."""
-        self._position_of_autotuning_samples = 0
-        """The position of the first of these samples in the stream."""
+        self._number_of_first_kept = 0
+        """The number of the first of these samples in the stream, counted from 0."""
         self._had_samples = False
         """True if an earlier pass over the stream had samples."""
         self._steps_before_pass = 0
@@ -177,12 +177,13 @@ class IterableLoader(Loader):
         if not digests_read and self._first_samples_in_checkpoint is not None:
             return self._first_samples_in_checkpoint
 
-        # Which samples rank 0 reads depends on `shard`:
-        # - None: all samples.
-        # - False: the dataset splits itself. Only as many ranks as before can resume (`_identity`),
-        #   so rank 0 reads the same samples again.
-        # - a function: of n ranks, rank 0 reads the samples 0, n, 2 n, ... With another number of
-        #   ranks only sample 0 is the same, so only sample 0 can be compared.
+        # Which samples rank 0 reads depends on `shard`, and so does which of them it reads again
+        # when the run is resumed on another number of ranks:
+        #
+        #     shard         rank 0 of n reads       of these it reads again
+        #     None          all samples             all
+        #     False         what it is given        all: the number must be the same (`_identity`)
+        #     a function    0, n, 2 n, ...          only sample 0
         ranks_read_every_nth = callable(self.source.shard)
         num_compared = 1 if ranks_read_every_nth else SAMPLES_COMPARED
         return digests_read[:num_compared]
@@ -254,6 +255,7 @@ class IterableLoader(Loader):
         position = start
         try:
             if training:
+                # This yields the micro-batches that autotuning needs; usually there are none.
                 position_after_autotuning = yield from self._autotune(epoch, start)
                 if position_after_autotuning is None:  # the pass has ended already
                     return
@@ -267,8 +269,8 @@ class IterableLoader(Loader):
                 micro_batches = self._count_rows(epoch, micro_batches)
 
             # In training, each micro-batch needs a factor for its loss. The plan has computed it
-            # from the numbers of samples (`is_planned`), unless the user weighs batches by their
-            # contents.
+            # from the numbers of samples (`is_planned`), unless the contents of batches decide: by
+            # the user's function, or by the rows that a collate function has made.
             weighing = self._weighing(epoch)
             if training and not weighing.is_planned:
                 micro_batches = scale_by_weight(
@@ -284,13 +286,13 @@ class IterableLoader(Loader):
             self._iterable.close()
 
     def _autotune(self, epoch: int, start: int) -> Generator[ReadMicroBatch, None, int | None]:
-        """Yields global batches on which devices are measured, while an "auto" setting is open.
+        """Yields the micro-batches on which devices are measured, while an "auto" setting is open.
 
         These settings are shares="auto" and micro_batch_size="auto". Usually there are none.
 
         Returns:
-            The value of `yield from`: the position of the next global batch; None if the pass has
-            ended.
+            The position of the global batch with which the pass goes on; None if the pass has
+            ended. (It is the value of `yield from self._autotune(...)`.)
         """
         position = start
         while self._plan.request.is_open:
@@ -315,55 +317,55 @@ class IterableLoader(Loader):
             position: position of the global batch in the epoch.
             samples: all samples of the global batch.
         """
-        # A planned micro-batch only says which positions in the stream its samples have.
-        # `_read_segments` calls `_read_planned`, which takes these from the kept samples.
-        self._autotuning_samples = samples
-        self._position_of_autotuning_samples = position * self.batch_size
-        positions = self._position_of_autotuning_samples + np.arange(len(samples), dtype=np.int64)
+        # A planned micro-batch only says which numbers its samples have in the stream. So the
+        # samples are kept, and `_read_segments` gets them by calling `_read_planned` below.
+        self._kept_samples = samples
+        self._number_of_first_kept = position * self.batch_size
+        sample_numbers = self._number_of_first_kept + np.arange(len(samples), dtype=np.int64)
 
-        segments = self._plan.plan_autotuning(position, positions)
+        segments = self._plan.plan_autotuning(position, sample_numbers)
         yield from self._read_segments(epoch, segments)
-        self._autotuning_samples = []  # the loop has processed the global batch
+        self._kept_samples = []  # the loop has processed the global batch
 
     def _read_planned(
         self, epoch: int, planned: Iterable[PlannedMicroBatch]
     ) -> Iterator[ReadMicroBatch]:
-        """Yields planned micro-batches of the global batch on which autotuning measures.
+        """Yields planned micro-batches, each with its batch on the CPU.
+
+        The method of `Loader` reads samples by index. A stream is only planned in this way for
+        autotuning, and then its samples have already been read and kept (`_read_for_autotuning`).
 
         Args:
             epoch: number of the epoch.
-            planned: this rank's micro-batches. Their `indices` are positions in the stream.
+            planned: this rank's micro-batches. Their `indices` are the numbers of the samples in
+                the stream.
         """
-        position_of_first_kept = self._position_of_autotuning_samples
-
         for item in planned:
             samples = []
-            for position in item.indices.tolist():
-                samples.append(self._autotuning_samples[position - position_of_first_kept])
+            for number in item.indices.tolist():
+                samples.append(self._kept_samples[number - self._number_of_first_kept])
 
             if samples:
                 batch = self._iterable.collate(epoch, samples, item.indices)
             else:
-                batch = self._make_empty_autotuning_batch(epoch)
+                batch = self._make_one_sample_batch_for_autotuning(epoch)
             yield item, batch
 
-    def _make_empty_autotuning_batch(self, epoch: int) -> Any:
+    def _make_one_sample_batch_for_autotuning(self, epoch: int) -> Any:
         """Makes a batch without samples, for a rank that has no part of a micro-batch.
 
         An empty batch has the structure of a real one, its template. The template is collated from
         the first sample of the global batch, although another rank processes that sample.
         """
-        position_of_first_sample = np.array([self._position_of_autotuning_samples])
+        number_of_first_sample = np.array([self._number_of_first_kept])
 
         # The collate function may draw random numbers. This extra call must not change those that
         # the training draws.
         with preserve_rng_state():
-            template = self._iterable.collate(
-                epoch, self._autotuning_samples[:1], position_of_first_sample
-            )
+            template = self._iterable.collate(epoch, self._kept_samples[:1], number_of_first_sample)
 
         self._keep_as_template(template, num_samples=1)
-        return self._make_empty_batch(epoch)
+        return self._make_one_sample_batch(epoch)
 
     def _read_from(self, epoch: int, start: int, training: bool) -> Iterator[ReadMicroBatch]:
         """Yields this rank's micro-batches from a global batch to the end of the stream.
@@ -398,7 +400,7 @@ class IterableLoader(Loader):
             # With `check_devices`, the states of the devices are compared after some of the steps.
             # Micro-batches of these steps are marked.
             steps_before = self._steps_before_pass + rank_batch.position
-            step_is_checked = self._plan.number_of_check(steps_before) is not None
+            step_is_checked = self._plan.checks_devices_after(steps_before)
             for planned, batch in micro_batches:
                 yield (_marked_as_checked(planned) if step_is_checked else planned), batch
 
@@ -422,7 +424,8 @@ class IterableLoader(Loader):
                 continue
 
             no_rank_skips = knows_counts_of_all and planned.all_ranks_have_samples
-            with self._collectives.blocked(None if no_rank_skips else SOME_RANKS_SKIP):
+            reason_to_block = None if no_rank_skips else SOME_RANKS_SKIP
+            with self._collectives.blocked_because(reason_to_block):
                 yield planned, batch
 
     def _divide(self, epoch: int, rank_batch: RankBatch) -> Iterator[ReadMicroBatch]:
@@ -441,8 +444,9 @@ class IterableLoader(Loader):
         global_samples = int(rank_batch.samples_of_ranks.sum())
         micro_batches = self._plan.make_micro_batches(sizes[numbers_of_filled], global_samples)
 
-        # Under DiLoCo, a rank may train fewer copies than others, and then has fewer micro-batches.
-        # For example, 3 copies on 2 ranks have the sizes [[2, 2], [2, 0]]: rank 1 has number 0.
+        # Under DiLoCo, a rank may train fewer copies than others, and then lacks the last
+        # micro-batches. For example, 3 copies on 2 ranks have the sizes [[2, 2], [2, 0]]: rank 0
+        # has the micro-batches 0 and 1, and rank 1 has micro-batch 0 only.
         numbers_of_this_rank = numbers_of_filled[: len(micro_batches)]
         for number, micro_batch in zip(numbers_of_this_rank, micro_batches, strict=True):
             planned = PlannedMicroBatch(
@@ -455,10 +459,10 @@ class IterableLoader(Loader):
                 batch = rank_batch.batches[number]
                 self._keep_as_template(batch, micro_batch.local_rows)
             else:
-                batch = self._make_empty_batch_for(rank_batch, epoch)
+                batch = self._make_one_sample_batch_for(rank_batch, epoch)
             yield planned, batch
 
-    def _make_empty_batch_for(self, rank_batch: RankBatch, epoch: int) -> Any:
+    def _make_one_sample_batch_for(self, rank_batch: RankBatch, epoch: int) -> Any:
         """Makes a batch without samples for a micro-batch of which this rank has no part.
 
         Args:
@@ -468,7 +472,7 @@ class IterableLoader(Loader):
         """
         if rank_batch.one_sample_batch is not None:
             self._keep_as_template(rank_batch.one_sample_batch, num_samples=1)
-        return self._make_empty_batch(epoch)
+        return self._make_one_sample_batch(epoch)
 
     def _read_counted(self, epoch: int, start: int, training: bool) -> Iterator[RankBatch]:
         """Yields this rank's part of each global batch until the stream ends on all ranks.
@@ -597,7 +601,8 @@ class IterableLoader(Loader):
         work: dist.Work = dist.all_gather(rows, count, async_op=True)
 
         # In a pipeline all stages read the same data, so only the processes of the first stage are
-        # counted; these have the lowest numbers. The array shares the memory of the tensor.
+        # counted; these have the lowest numbers. The array is a view of the tensor, so the
+        # all-gather fills it, too.
         num_data_parallel_ranks = len(rank_batch.samples_of_ranks)
         counts_of_ranks = counts_of_all.view(-1).numpy()[:num_data_parallel_ranks]
         return work, counts_of_ranks
@@ -611,13 +616,14 @@ class IterableLoader(Loader):
         Raises:
             DataError: loader workers of this rank read different samples.
         """
-        # Without workers, this process goes on with its own iterator of the stream, from which it
-        # may already have read global batches for autotuning. Each loader worker reads the stream
-        # from the beginning with an iterator of its own.
-        stream = self._iterable
         has_workers = self.source.options["num_workers"] > 0
         if has_workers:
+            # Each loader worker reads the stream from the beginning, with an iterator of its own.
             stream = self._iterable.fresh()
+        else:
+            # This process goes on with its own iterator, from which it may already have read global
+            # batches for autotuning.
+            stream = self._iterable
 
         # The workers, or without them this process, get a request for each global batch and return
         # their parts in the same order.

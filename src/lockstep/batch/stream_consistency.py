@@ -63,14 +63,15 @@ def check_global_batch(
     sent_by_rank = collectives.exchange(digests)
     every_rank_reads_whole = source.shard is None
     if every_rank_reads_whole:
-        _check_ends(epoch, sent_by_rank)  # if it does not raise, every item is a list of digests
+        # A rank whose stream has ended has sent a number in place of a list of digests.
+        _check_same_end(epoch, sent_by_rank)
         _check_same_samples(source, epoch, first, sent_by_rank)
         return
 
     # The later stages of a pipeline have the same samples as the first stage, so only the ranks of
     # the first stage, which have the lowest numbers, are compared.
     digests_of_parts = sent_by_rank[: collectives.num_contributing_ranks]
-    _check_other_samples(source, epoch, first, digests_of_parts)
+    _check_samples_are_distinct(source, epoch, first, digests_of_parts)
 
 
 def _check_same_samples(
@@ -115,7 +116,7 @@ def _check_same_samples(
     )
 
 
-def _check_other_samples(
+def _check_samples_are_distinct(
     source: IterableSource, epoch: int, first: int, digests_by_rank: list[list[Any]]
 ) -> None:
     """Raises RanksDifferError if two ranks have the same samples of a stream that is split.
@@ -164,10 +165,10 @@ def check_length(collectives: Collectives, epoch: int, num_samples: int) -> None
     Raises:
         RanksDifferError: the numbers differ; raised on every rank.
     """
-    _check_ends(epoch, collectives.exchange(num_samples))
+    _check_same_end(epoch, collectives.exchange(num_samples))
 
 
-def _check_ends(epoch: int, count_or_digests_by_rank: Sequence[int | list[Any]]) -> None:
+def _check_same_end(epoch: int, count_or_digests_by_rank: Sequence[int | list[Any]]) -> None:
     """Raises RanksDifferError if the stream has not ended at the same sample on all ranks.
 
     Args:

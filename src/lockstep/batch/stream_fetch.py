@@ -213,6 +213,7 @@ class IterableFetch(Dataset[Any]):
         if dataset_splits_itself:
             return self._read_own_part(request, planned_sizes)
 
+        # `shard` is a function, which gives each of n ranks every n-th sample.
         return self._read_every_nth(request, planned_sizes)
 
     def _read_all_and_select(self, request: GlobalBatchRequest) -> _ReadPart:
@@ -267,8 +268,9 @@ class IterableFetch(Dataset[Any]):
 
         return self._divide_part(
             samples,
-            # The k-th sample of rank r gets the number k * ranks + r. With 2 ranks, rank 0 has the
-            # numbers 0, 2, 4, ... and rank 1 has 1, 3, 5, ..., so no two samples share a number.
+            # Samples are numbered as if the ranks took turns, so that no two have the same number:
+            # with 2 ranks, rank 0 has the numbers 0, 2, 4, ... and rank 1 has 1, 3, 5, ... The
+            # k-th sample of rank r has the number k * ranks + r.
             first_number=first_on_rank * num_ranks + rank,
             planned_sizes=planned_sizes,
             # A part that is shorter than planned is trained on, too; the next request then finds no
@@ -312,8 +314,8 @@ class IterableFetch(Dataset[Any]):
 
         Args:
             samples: the samples of this rank.
-            first_number: number of the first sample. If it is 1, on 2 ranks, the samples have the
-                numbers 1, 3, 5, ...; the other rank has 0, 2, 4, ...
+            first_number: number of the first sample, over all ranks and from the beginning of the
+                epoch. It does not matter for the division.
             planned_sizes: planned number of samples of each rank in each micro-batch, shape
                 `(micro-batches, ranks)`.
             ended: True if the dataset has no more samples for this rank.
@@ -334,6 +336,7 @@ class IterableFetch(Dataset[Any]):
 
         return _ReadPart(
             samples=samples,
+            # On 2 ranks, if the first number is 1, the samples have the numbers 1, 3, 5, ...
             first_number=first_number,
             stride=self._data_parallel.size,
             planned_sizes=planned_sizes,
@@ -379,21 +382,9 @@ class IterableFetch(Dataset[Any]):
         begin_of_batch = request.position * batch_size
         bounds = begin_of_batch + ceil_div(batch_size * edges, request.num_micro_batches)
 
-        # Then count the samples of each rank before each bound. In the example:
-        #
-        #     bound    rank 0 has before it    rank 1 has before it
-        #     0        0: none                 0: none
-        #     3        2: samples 0, 2         1: sample 1
-        #     5        3: samples 0, 2, 4      2: samples 1, 3
-        #
-        # Of the samples r, r + n, ... there are ceil((bound - r) / n) before a bound. If the bound
-        # is below r, this is 0.
-        bound_column = bounds[:, None]
-        rank_row = np.arange(num_ranks)
-        num_before_bound = ceil_div(bound_column - rank_row, num_ranks)
-
-        # The differences of successive rows are the sizes.
-        return np.diff(num_before_bound, axis=0)
+        # The sizes are the differences of successive rows: in the example, of [0, 0], [2, 1] and
+        # [3, 2].
+        return np.diff(_num_before_bounds(bounds, num_ranks), axis=0)
 
     def read_whole(self, epoch: int, position: int, pass_begin: int = 0) -> list[Any]:
         """Reads all samples of a global batch. At the end of the dataset there are fewer or none.
@@ -403,8 +394,9 @@ class IterableFetch(Dataset[Any]):
             position: position of the global batch in the epoch.
             pass_begin: position of the first global batch of the pass, which is above 0 in a
                 resumed epoch. Digests of the samples near it are kept, to compare them with those
-                of other readers (`is_compared`), even if this reader has to drop these samples on
-                its way to `position`.
+                of other readers (`is_compared`). For example, a pass begins at position 5, and this
+                worker reads position 7 first: it drops the samples of 5 and 6, but keeps their
+                digests.
         """
         batch_size = self._source.batch_size
         return self._read(
@@ -423,13 +415,14 @@ class IterableFetch(Dataset[Any]):
         samples = copy_at_beginning._read(epoch, first=0, stride=1, count=count)
 
         # Some datasets return the same iterator each time: `iter(dataset) is dataset`. Then the
-        # copy has taken samples from the iterator of the pass in progress.
+        # copy has moved the iterator of the pass in progress. Without a reader, the pass opens the
+        # dataset again, and reads forward to its place.
         if self._shares_iterator_with(copy_at_beginning):
-            self._reader = None  # the pass opens the dataset again, and reads forward to its place
+            self._reader = None
 
         if not samples:
             return None
-        return self.collate(epoch, samples, numbers=np.arange(len(samples)))
+        return self.collate(epoch, samples, sample_numbers=np.arange(len(samples)))
 
     def _shares_iterator_with(self, copy: IterableFetch) -> bool:
         """Returns True if this object and a copy of it read from the same iterator."""
@@ -437,7 +430,7 @@ class IterableFetch(Dataset[Any]):
             return False
         return self._reader.samples is copy._reader.samples
 
-    def collate(self, epoch: int, samples: list[Any], numbers: Indices) -> Any:
+    def collate(self, epoch: int, samples: list[Any], sample_numbers: Indices) -> Any:
         """Transforms samples and makes a batch of them.
 
         Random numbers are seeded for each sample by its number, so that a sample is transformed in
@@ -446,7 +439,7 @@ class IterableFetch(Dataset[Any]):
         Args:
             epoch: number of the epoch.
             samples: the samples as the dataset yielded them.
-            numbers: the numbers of the samples, shape `(n,)`.
+            sample_numbers: the numbers of the samples in the epoch, shape `(n,)`.
         """
         # Seeds are needed only if the user's own functions are called, since those may draw random
         # numbers. With `sample_rng=False` the user says that they draw none.
@@ -458,20 +451,24 @@ class IterableFetch(Dataset[Any]):
             return call_collate(self._source.collate, samples)
 
         with preserve_rng_state():
-            # Without a transform, the collate function gets the random numbers of the first sample.
-            # Otherwise it goes on with those of the last sample.
             if transform is None:
-                seed_sample(self._seed, epoch, int(numbers[0]))
+                # The collate function draws the random numbers of the first sample.
+                seed_sample(self._seed, epoch, int(sample_numbers[0]))
             else:
-                samples = self._transform_each(transform, samples, epoch, numbers)
+                # The collate function goes on with the random numbers of the last sample.
+                samples = self._transform_each(transform, samples, epoch, sample_numbers)
             return call_collate(self._source.collate, samples)
 
     def _transform_each(
-        self, transform: Callable[[Any], Any], samples: list[Any], epoch: int, numbers: Indices
+        self,
+        transform: Callable[[Any], Any],
+        samples: list[Any],
+        epoch: int,
+        sample_numbers: Indices,
     ) -> list[Any]:
-        """Transforms samples, each with random numbers of its own."""
+        """Transforms samples, each with the random numbers that follow from its number."""
         transformed = []
-        for sample, number in zip(samples, numbers.tolist(), strict=True):
+        for sample, number in zip(samples, sample_numbers.tolist(), strict=True):
             seed_sample(self._seed, epoch, number)
             transformed.append(transform(sample))
         return transformed
@@ -504,7 +501,8 @@ class IterableFetch(Dataset[Any]):
         # Many datasets split themselves over the loader workers. Hidden from them, each worker
         # reads everything.
         with without_worker_info():
-            reader = self._reader_before(epoch, first, stride)
+            # Usually it is the reader of the previous call, which goes on.
+            reader = self._reader_that_reaches(epoch, first, stride)
             if reader.ended:
                 return []
 
@@ -512,10 +510,11 @@ class IterableFetch(Dataset[Any]):
                 self._read_up_to(reader, first, batches)
                 return reader.take(count)
 
-    def _reader_before(self, epoch: int, first: int, stride: int) -> StreamReader:
-        """Returns the reader of this pass, which has not read the sample `first` yet.
+    def _reader_that_reaches(self, epoch: int, first: int, stride: int) -> StreamReader:
+        """Returns a reader that has not read the sample `first` of this epoch yet.
 
-        If the reader of an earlier read cannot get there, the dataset is opened anew.
+        If the reader of the previous call is past that sample, for example, the dataset is opened
+        anew.
         """
         reader = self._reader
         if reader is None or self._must_reopen(reader, epoch, first):
@@ -584,10 +583,8 @@ class IterableFetch(Dataset[Any]):
         Args:
             request: the global batch to read, which is usually in the middle of the epoch.
         """
-        # A dataset that cannot skip samples is read from its beginning anyway, and `_read_up_to`
-        # keeps the digests.
         if not self._can_skip:
-            return
+            return  # `_read_up_to` reads the beginning anyway, and keeps its digests
 
         # A copy with an iterator of its own reads them, so that this object keeps its place.
         copy_at_beginning = self.fresh()
@@ -635,9 +632,9 @@ class IterableFetch(Dataset[Any]):
 
         Args:
             epoch: number of the epoch.
-            first: number of the first sample that is needed: the first argument of the user's
-                function `shard(start, step)`.
-            stride: difference between the numbers of neighbouring samples: its second argument.
+            first: number of the first sample that is needed.
+            stride: difference between the numbers of neighbouring samples. It is 1 unless the user
+                has given a function, which is called as `shard(first, stride)`.
 
         Returns:
             The reader of the pass, which is also kept in `_reader`.
@@ -674,6 +671,28 @@ class IterableFetch(Dataset[Any]):
             enter_random_state=enter_random_state,
         )
         return self._reader
+
+
+def _num_before_bounds(bounds: Indices, num_ranks: int) -> Indices:
+    """Returns how many of the samples r, r + n, r + 2 n, ... of each rank r are before each bound.
+
+    For the bounds [0, 3, 5] and 2 ranks the result is [[0, 0], [2, 1], [3, 2]]:
+
+        bound    rank 0 has before it    rank 1 has before it
+        0        0: none                 0: none
+        3        2: samples 0, 2         1: sample 1
+        5        3: samples 0, 2, 4      2: samples 1, 3
+
+    Args:
+        bounds: numbers of samples, shape `(bounds,)`.
+        num_ranks: number of ranks, n.
+
+    Returns:
+        An array of shape `(bounds, ranks)`.
+    """
+    bound_column = bounds[:, None]
+    rank_row = np.arange(num_ranks)
+    return ceil_div(bound_column - rank_row, num_ranks)  # 0 if the bound is below the rank
 
 
 def _next_number_of_rank(begin: int, rank: int, num_ranks: int) -> int:

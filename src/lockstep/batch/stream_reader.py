@@ -26,7 +26,7 @@ class _RandomStates(NamedTuple):
     """The states of torch's, numpy's and Python's random streams on the CPU."""
 
     torch_state: Tensor
-    # numpy's generator is exchanged as a whole, which is much quicker than to copy its state.
+    # numpy's generator is swapped as a whole, which is much quicker than to copy its state.
     numpy_generator: np.random.BitGenerator
     python_state: Any
 
@@ -50,18 +50,17 @@ class PassRandomState:
     @contextmanager
     def entered(self) -> Iterator[None]:
         """Code inside draws from the streams of the pass, which continue where they were left."""
-        self._exchange_with_global_streams()
+        self._swap_with_global_streams()
         try:
             yield
         finally:
-            self._exchange_with_global_streams()
+            self._swap_with_global_streams()
 
-    def _exchange_with_global_streams(self) -> None:
-        """Makes the streams of the pass the global ones, and keeps the global ones instead.
+    def _swap_with_global_streams(self) -> None:
+        """Swaps the random states of the pass with the global ones. A second call swaps them back.
 
-        A second call puts both back.
+        For NumPy the generator itself is swapped, for torch and Python the states are.
         """
-        # For NumPy the generator itself is exchanged, for the others the states are.
         global_states = _RandomStates(
             torch.get_rng_state(),
             np.random.get_bit_generator(),  # type: ignore[attr-defined]

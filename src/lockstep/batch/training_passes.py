@@ -10,15 +10,15 @@ class TrainingPasses:
     """
 
     def __init__(self) -> None:
-        self.ended = 0
+        self.num_ended_in_run = 0
         """The number of passes that have ended in the whole run."""
         self._ended_before_epoch: int | None = None
-        """The value of `ended` when the current epoch of `World.epochs` began; None while no such
-        loop runs, and for a loader that was prepared during the epoch."""
+        """The value of `num_ended_in_run` when the current epoch of `World.epochs` began; None if
+        no such loop runs, and for a loader that was prepared during the epoch."""
 
     def begin_epoch(self) -> None:
         """Notes that an epoch of `World.epochs` begins."""
-        self._ended_before_epoch = self.ended
+        self._ended_before_epoch = self.num_ended_in_run
 
     def end_epochs(self) -> None:
         """Notes that no loop over `World.epochs` runs any more."""
@@ -36,4 +36,4 @@ class TrainingPasses:
         A loader that was prepared during the epoch had no passes before it.
         """
         ended_before = 0 if self._ended_before_epoch is None else self._ended_before_epoch
-        return self.ended > ended_before
+        return self.num_ended_in_run > ended_before

@@ -76,7 +76,7 @@ class UnpreparedLoaders:
 
         # Add the batch to what the pass has read before.
         read_before = self._open_passes.get(iterator, ReadPass(samples=0, checksum=0))
-        read_now = checksum(batch)
+        read_now = count_and_checksum(batch)
         self._open_passes[iterator] = ReadPass(
             samples=read_before.samples + read_now.samples,
             checksum=(read_before.checksum + read_now.checksum) & CHECKSUM_MASK,
@@ -93,7 +93,7 @@ class UnpreparedLoaders:
         self.dataset_in_use = dataset if reads_whole_dataset else None
 
 
-def checksum(batch: Any) -> ReadPass:
+def count_and_checksum(batch: Any) -> ReadPass:
     """Counts the samples of a batch, and sums the bits of some of their numbers.
 
     Only dense tensors on the CPU are used. The number of samples is the length of the first one, or

@@ -60,8 +60,8 @@ class Weighing:
     """The user's function; None to weigh batches by their rows."""
     row_counter: RowCounter | None
     """Counts the rows of batches. None if every sample makes one row."""
-    make_empty_batch: Callable[[], Any]
-    """Makes a batch for a micro-batch without rows; see `Loader._make_empty_batch`."""
+    make_one_sample_batch: Callable[[], Any]
+    """Makes the batch of a micro-batch without rows; see `Loader._make_one_sample_batch`."""
 
     @property
     def is_planned(self) -> bool:
@@ -88,9 +88,10 @@ class Weighing:
             DataError: the user's function did not return a number that is at least 0.
         """
         num_samples = planned.micro_batch.local_rows
-        num_rows = self._num_rows(batch, num_samples)
-        rows_are_unknown = num_rows is None
+        num_rows = self._num_rows_if_known(batch, num_samples)
+        rows_are_unknown = False
         if num_rows is None:
+            rows_are_unknown = True
             num_rows = num_samples  # assume one row for each sample
 
         has_other_rows = num_rows != num_samples
@@ -107,9 +108,10 @@ class Weighing:
             weight = _weigh_batch(self.weight, batch)
 
         # If the collate function dropped all samples of this rank, its result (often None) cannot
-        # be trained on. An empty batch takes its place.
+        # be trained on. An empty batch takes its place. (The result is kept too, as `collated`: the
+        # loop gets it if this happens on all ranks.)
         all_samples_were_dropped = num_samples > 0 and num_rows == 0
-        batch_to_train_on = self.make_empty_batch() if all_samples_were_dropped else batch
+        batch_to_train_on = self.make_one_sample_batch() if all_samples_were_dropped else batch
         return CountedBatch(
             planned=planned,
             batch=batch_to_train_on,
@@ -119,7 +121,7 @@ class Weighing:
             rows_are_unknown=rows_are_unknown,
         )
 
-    def _num_rows(self, batch: Any, num_samples: int) -> int | None:
+    def _num_rows_if_known(self, batch: Any, num_samples: int) -> int | None:
         """Returns the number of rows that were made of some samples, or None if it is unknown."""
         # Without a counter every sample makes one row. The batch of a rank without samples has no
         # rows, whatever it contains.
@@ -186,14 +188,15 @@ def scale_by_weight(
     """
     pending: _PendingGlobalBatch | None = None  # its all-reduce is in progress
     for global_batch in _group_by_global_batch(read):
-        # Wait for the previous all-reduce before the next one is started. It raises an error if a
-        # rank has left its loop; the next one would then meet another collective of that rank.
-        previous = [] if pending is None else pending.wait_for_scaled()
+        # The all-reduce of the previous global batch must be done before this one's is started: if
+        # a rank has left its loop, the previous one raises an error, while this one would be taken
+        # for another collective of that rank.
+        previous_scaled = [] if pending is None else pending.wait_for_scaled()
         pending = _PendingGlobalBatch(
             global_batch, weighing, collectives, epoch, weight_before, virtual_ranks
         )
         weight_before = 0.0  # only the first global batch may have begun before `read`
-        yield from previous
+        yield from previous_scaled
 
         # A single process needs no all-reduce, so it does not read ahead.
         if collectives.single_process:
@@ -293,11 +296,12 @@ class _PendingGlobalBatch:
         sums = self._wait_for_sums()
         self._check_same_global_batch(sums.epochs, sums.positions)
 
+        # First case: the weights are those of the user's function.
         row_counter = self._weighing.row_counter_for_weights
         if row_counter is None:
             return self._scaled(sums.weights)
 
-        # Each batch was weighed by its rows, as counted.
+        # Second case: each batch weighs its counted rows.
         first_planned, _ = self._global_batch[0]
         global_samples = first_planned.micro_batch.global_samples
         if sums.ranks_with_unknown_rows > 0:
@@ -357,7 +361,8 @@ class _PendingGlobalBatch:
 
         scaled = []
         for counted in self._counted:
-            micro_batch = self._with_scale(counted, self._total_weight(counted, weights))
+            total_weight = self._total_weight(counted, weights)
+            micro_batch = self._with_scale(counted, total_weight)
             planned = counted.planned._replace(micro_batch=micro_batch)
             batch = counted.batch if some_rank_has_rows else counted.collated
             scaled.append((planned, batch))

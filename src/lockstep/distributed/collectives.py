@@ -114,7 +114,7 @@ class Collectives:
         """Which part of each global batch this rank computes; the strategy may replace it."""
         self.blocked_reason: str | None = None
         """Why a collective would hang at this point of the program, or None if it would not. See
-        `blocked`."""
+        `blocked_because`."""
         self.why_ranks_are_apart: str | None = None
         """Why other ranks may be at another micro-batch of the training loop than this one, or None
         if all ranks have equally many. The strategy sets it."""
@@ -124,7 +124,7 @@ class Collectives:
         """Records that each collective compares between the ranks, besides the call itself."""
 
     @contextmanager
-    def blocked(self, reason: str | None) -> Iterator[None]:
+    def blocked_because(self, reason: str | None) -> Iterator[None]:
         """Refuses collectives of the script inside this context.
 
         Args:

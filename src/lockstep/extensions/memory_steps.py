@@ -364,7 +364,7 @@ class TrainingSteps:
         # The loader and the loss scaler load the state that they have now.
         scaler_state = precision.state_dict()
         loader_state = self._loader.state_dict()
-        num_passes_ended = self._loader.training_passes.ended
+        num_passes_ended = self._loader.training_passes.num_ended_in_run
 
         # `restored` also restores random streams, and `preserved` the counters of steps.
         with (
@@ -375,7 +375,7 @@ class TrainingSteps:
                 yield
             finally:
                 self._loader.load_state_dict(loader_state)
-                self._loader.training_passes.ended = num_passes_ended
+                self._loader.training_passes.num_ended_in_run = num_passes_ended
                 self._optimizer.zero_grad()
                 precision.load_state_dict(scaler_state)
 

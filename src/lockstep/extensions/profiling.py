@@ -326,7 +326,7 @@ class ProfilingRun:
         with (
             restored(contents, buffers, self._gpus),
             torch.enable_grad(),
-            collectives.blocked(_WHY_NO_COLLECTIVES),
+            collectives.blocked_because(_WHY_NO_COLLECTIVES),
         ):
             for layer in synchronised:
                 # An attribute of the layer hides the method of its class. It is bound to the

@@ -23,7 +23,7 @@ class VirtualRanks:
     train_copies: bool
     """True if each trains a copy of the model; False if all train one model."""
 
-    def ranks_of_each(self, num_ranks: int) -> int:
+    def ranks_per_virtual_rank(self, num_ranks: int) -> int:
         """Returns how many ranks compute a virtual rank together.
 
         There are several only if there are more ranks than virtual ranks: 2 virtual ranks on 8
@@ -45,7 +45,7 @@ class VirtualRanks:
         If all virtual ranks train one model, there is one gradient of each. If they train copies,
         there is one of each rank that computes the copy.
         """
-        return self.ranks_of_each(num_ranks) if self.train_copies else self.count
+        return self.ranks_per_virtual_rank(num_ranks) if self.train_copies else self.count
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -95,7 +95,7 @@ class ScheduleLengths(Extension):
     def pass_ended(self) -> None:
         """Checks the schedules against the loaders over which a pass has ended."""
         for loader in self._loaders:
-            was_trained_on = loader.training_passes.ended > 0
+            was_trained_on = loader.training_passes.num_ended_in_run > 0
             all_are_compared = all((each, loader) in self._compared for each in self._schedulers)
             if was_trained_on and not all_are_compared:
                 # If the script uses `World.epochs`, the length of the training is known already.
@@ -109,7 +109,7 @@ class ScheduleLengths(Extension):
         They show how often the schedulers step, and the length of the training if it is not known.
         """
         latest_end = self._latest_ends.get(loader)
-        num_passes = loader.training_passes.ended
+        num_passes = loader.training_passes.num_ended_in_run
         no_pass_has_ended_since = latest_end is not None and latest_end.num_passes == num_passes
         if no_pass_has_ended_since:  # the pass that has ended now was over another loader
             return

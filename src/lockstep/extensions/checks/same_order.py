@@ -35,7 +35,7 @@ class SameOrderCheck(Check):
     def optimizer_prepared(self, optimizer: Any, modules: Sequence[nn.Module]) -> None:
         """Leaves the loaders of earlier trainings out, as another training begins."""
         self._loaders_of_earlier_trainings = {
-            loader for loader in self.run.loaders if loader.training_passes.ended > 0
+            loader for loader in self.run.loaders if loader.training_passes.num_ended_in_run > 0
         }
 
     def pass_ended(self) -> None:
@@ -67,7 +67,7 @@ class SameOrderCheck(Check):
             for loader in self.run.loaders
             if loader not in self._loaders_of_earlier_trainings
             and loader.source.shuffle
-            and loader.training_passes.ended == 1
+            and loader.training_passes.num_ended_in_run == 1
             and loader.epoch == 1  # the next one; it is another after `loader.set_epoch`
         ]
 

@@ -113,7 +113,7 @@ class DiLoCo(DiLoCoOptions, Strategy):
         # The ranks of a row compute the same virtual ranks. For 4 processes and 2 virtual ranks:
         # [[0, 1], [2, 3]]; for 2 processes and 4 virtual ranks: [[0], [1]].
         num_ranks = run.topology.size
-        ranks_per_group = self.virtual_ranks.ranks_of_each(num_ranks)
+        ranks_per_group = self.virtual_ranks.ranks_per_virtual_rank(num_ranks)
         ranks = torch.arange(num_ranks).view(-1, ranks_per_group)
         open_group(run, SAME_VIRTUAL_RANKS, ranks)  # one group for each row
         if self.compress:
@@ -186,7 +186,7 @@ class DiLoCo(DiLoCoOptions, Strategy):
         # Where the virtual ranks (replicas) are computed.
         if self.replicas <= num_ranks:
             # `plan` has checked that the number of processes is a multiple.
-            processes_per_replica = self.virtual_ranks.ranks_of_each(num_ranks)
+            processes_per_replica = self.virtual_ranks.ranks_per_virtual_rank(num_ranks)
             where = f"each on {count_noun(processes_per_replica, 'process')}"
         else:
             fewest = self.replicas // num_ranks

@@ -63,7 +63,7 @@ class DiLoCoTraining(Extension):
         self._group: dist.ProcessGroup | None = None
         """The ranks that compute the same virtual rank as this one, if there are several."""
         self._moving_buffers: MovingBuffers | None = None
-        if virtual_ranks.ranks_of_each(num_ranks) > 1:
+        if virtual_ranks.ranks_per_virtual_rank(num_ranks) > 1:
             self._group = run.groups.get(SAME_VIRTUAL_RANKS)
 
         if self._group is not None:
