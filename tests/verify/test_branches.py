@@ -153,7 +153,7 @@ def test_a_write_by_no_line_of_the_script_leaves_the_last_one_that_is_known(
 ) -> None:
     weight, bias = torch.ones(2), torch.ones(2)
     log = writes.WriteLog()
-    log.watched = frozenset({storage_address(weight), storage_address(bias)})
+    log.watched_addresses = frozenset({storage_address(weight), storage_address(bias)})
     monkeypatch.setattr(writes, "user_stack", lambda: (("train.py", 3),))
     log.note_write(weight)
     monkeypatch.setattr(writes, "user_stack", lambda: ())

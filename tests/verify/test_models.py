@@ -12,7 +12,7 @@ from lockstep.verify.recording.batches import describe_batch
 from lockstep.verify.recording.determinism import Determinism
 from lockstep.verify.recording.function_mode import FunctionMode
 from lockstep.verify.recording.loss_calls import terms_of
-from lockstep.verify.recording.marks import STATISTIC, mark, marks_of, unmark
+from lockstep.verify.recording.marks import STATISTIC, mark, marks_of, remove_local_marks
 from lockstep.verify.recording.models import Models
 from lockstep.verify.recording.optimizers import ParameterGroup
 from lockstep.verify.recording.sample_coupling import compares_samples
@@ -203,7 +203,7 @@ def test_a_statistic_over_samples_is_known_until_it_is_exchanged() -> None:
         made[-1][1:] = (x[:, 0] - mean[0])[1:]
         rows = [x.mean(1), x.max(dim=1).values, x.norm(dim=1), x.topk(2)[0], F.normalize(x)]
         rows += [x[:1].sum(0), torch.maximum(x, -x), outputs.mean()]
-        unmark(mean)
+        remove_local_marks(mean)
     kinds = [[*marks_of(each)] for each in made]
     assert all(len(own) == 1 and own[0].startswith(STATISTIC) for own in kinds), kinds
     assert [marks_of(each) for each in (mean, *rows)] == [{}] * (len(rows) + 1)

@@ -57,13 +57,12 @@ def new_branches(case: Divergence, cause: Cause) -> list[str]:
         *name_ranks(range(len(case.actual))),
     ]
 
+    # The text is, for example: "in this step, and in none before, the test took another branch at
+    # train.py:7: if x > 0: true on one process, false on rank 0". There is none before the first.
     is_first_step = case.update_index == 0
     before = "" if is_first_step else ", and in none before,"
     descriptions = []
-    for place in _places_of_new_branches(case, cause)[:MAX_SHOWN_TESTS]:
-        # The test `if` in line 7 took another branch than on one process: "in this step, and in
-        # none before, the test took another branch at train.py:7: true on one process, false on
-        # rank 0".
+    for place in _places_of_first_different_tests(case, cause)[:MAX_SHOWN_TESTS]:
         test = _describe_test(place, outcomes_of_processes, names_of_processes)
         descriptions.append(f"in this step{before} the test took another branch at {test}")
 
@@ -80,17 +79,17 @@ def _can_compare_branches(case: Divergence, cause: Cause) -> bool:
     if case.update_index >= min(len(case.reference_run), len(case.parallel_run)):
         return False
 
-    # In the first step, every difference in outcomes is new. This is weak evidence, so it is only
-    # given if the cause is not known.
+    # In the first step, no earlier step shows that the outcomes used to be equal, so a difference
+    # proves little. It is only reported if the cause is not known.
     is_first_step = case.update_index == 0
     return not is_first_step or cause.code == NOT_KNOWN_CODE
 
 
-def _places_of_new_branches(case: Divergence, cause: Cause) -> list[Place]:
+def _places_of_first_different_tests(case: Divergence, cause: Cause) -> list[Place]:
     """Returns the places of tests whose outcome differs from one process for the first time.
 
-    A test that only the ranks reached is left out: an earlier test, which led the ranks there, has
-    another outcome too. Tests on lines that the cause mentions are also left out.
+    A test that only the ranks reached is left out, since the earlier test that led them there is
+    reported instead. Tests on lines that the cause mentions are also left out.
     """
     places = []
     for place in case.expected[0].branch_outcomes:  # the tests that one process reached
@@ -195,19 +194,30 @@ def describe_writes(case: Divergence, names: Sequence[str]) -> list[str]:
 
     # Some ranks wrote and others did not.
     text_of_others = f"of {format_ranks(ranks_without_write)} no write was seen"
-    descriptions = ["; ".join([*texts_of_writes, text_of_others])]
+    text_of_all = "; ".join([*texts_of_writes, text_of_others])
 
-    # A test around the line whose outcome differs between the ranks, such as `if rank == 0`, may be
-    # the reason.
+    # The ranks that wrote have usually done so by the same line, so one of them is enough.
+    stack_of_first_writer = next(iter(stack_of_rank.values()))
+    return [text_of_all, *_describe_test_around(case, stack_of_first_writer)]
+
+
+def _describe_test_around(case: Divergence, stack: Sequence[Location]) -> list[str]:
+    """Describes a test around a line that only some ranks reached, such as `if rank == 0`.
+
+    Args:
+        case: the difference between the runs.
+        stack: frames of the script at the line, the innermost first.
+
+    Returns:
+        The text in a list; empty if no test around the line has different outcomes on the ranks.
+    """
     outcomes_of_ranks = [record.branch_outcomes for record in case.actual]
-    first_stack = next(iter(stack_of_rank.values()))
-    place = _differing_test_around(first_stack, outcomes_of_ranks)
-    if place is not None:
-        names_of_ranks = name_ranks(range(len(outcomes_of_ranks)))
-        test = _describe_test(place, outcomes_of_ranks, names_of_ranks)
-        descriptions.append(f"that is under {test}")
-
-    return descriptions
+    place = _differing_test_around(stack, outcomes_of_ranks)
+    if place is None:
+        return []
+    names_of_ranks = name_ranks(range(len(outcomes_of_ranks)))
+    test = _describe_test(place, outcomes_of_ranks, names_of_ranks)
+    return [f"that is under {test}"]
 
 
 def _stacks_of_writes(case: Divergence, names: Sequence[str]) -> dict[int, tuple[Location, ...]]:

@@ -106,8 +106,7 @@ def _line_up_at_shared_steps(
     for number in range(1, num_sections):
         sections = [sections_of_rank[number] for sections_of_rank in sections_of_ranks]
 
-        # Each section begins with a step that all ranks have made together. It may show that the
-        # update before it belongs to the same backward pass, and then changes that update.
+        # Each section begins with a step that all ranks have made together.
         shared_steps = [section[0] for section in sections]
         _append_shared_update(updates, _join_steps(shared_steps))
 
@@ -123,8 +122,10 @@ def _append_shared_update(updates: list[Update], shared_update: Update) -> None:
     """Appends an update that all ranks have made, and corrects the update before it if necessary.
 
     Some ranks may have made both updates after one backward pass, while the others have only made
-    the shared one. The others have then recorded their inputs with the shared update, although the
-    inputs belong to the first of the two.
+    the shared one. For example, rank 0 calls `loss.backward()`, `own_optimizer.step()` and
+    `optimizer.step()`, and rank 1 calls `loss.backward()` and `optimizer.step()`. Rank 0 has then
+    recorded its batch with `own_optimizer.step()`, and rank 1 with `optimizer.step()`: its batch is
+    moved to the update before.
     """
     if updates and _share_a_backward_pass(updates[-1], shared_update):
         updates[-1] = _with_inputs_of_missing_ranks(updates[-1], shared_update)
@@ -215,10 +216,12 @@ def _match_optimizers(
     common, optimizers are the same if they have the same number and class. All other optimizers get
     new numbers.
 
-    For example, rank 0 has numbered its optimizers 0 (Adam for "Net") and 1 (SGD for "Probe"), and
-    rank 1 has optimizer 0 (SGD for "Head"). It has no parameters in common with either of them, and
-    another class than optimizer 0, so the result is `{0: 2}`. Had it been an Adam, as with pipeline
-    stages, the result would be `{0: 0}`.
+    For example, rank 0 has numbered its optimizers 0 (Adam for "Net") and 1 (SGD for "Probe"). The
+    result for rank 1 depends on its only optimizer, which it has numbered 0:
+
+        SGD for "Probe"   ->  {0: 1}, as both have the parameters of "Probe"
+        Adam for "Head"   ->  {0: 0}, as optimizer 0 of rank 0 is an Adam too
+        SGD for "Head"    ->  {0: 2}, a new number
 
     Args:
         first_updates: first record of each optimizer of the rank, by the rank's own number.
@@ -234,7 +237,7 @@ def _match_optimizers(
         is_taken = own_number in shared_numbers.values()  # by another optimizer of this rank
         if not is_taken and _is_known(own_number, update, known_optimizers):
             shared_numbers[own_number] = own_number
-        else:  # no earlier rank has this optimizer
+        else:
             shared_numbers[own_number] = next_new_number
             next_new_number += 1
 
@@ -252,7 +255,8 @@ def _match_by_parameters(
 ) -> dict[int, int]:
     """Finds the shared numbers of optimizers that have parameters in common with known ones.
 
-    If several known optimizers have parameters in common, the most similar one is chosen.
+    If several known optimizers have parameters in common, the most similar one is chosen: first of
+    all, the one with the most common parameters (see `_Similarity`).
 
     Args:
         first_updates: first record of each optimizer of the rank, by the rank's own number.
@@ -261,15 +265,15 @@ def _match_by_parameters(
     Returns:
         The shared numbers, by the rank's own numbers.
     """
-    pairs = []  # (similarity, shared number, own number)
+    pairs: list[_SimilarPair] = []
     for shared_number, known_update in sorted(known_optimizers.items()):
         for own_number, update in sorted(first_updates.items()):
             similarity = _similarity(update, known_update)
             if similarity.num_common_parameters:
-                pairs.append((similarity, shared_number, own_number))
+                pairs.append(_SimilarPair(similarity, shared_number, own_number))
 
     # The most similar pairs come first; equally similar ones stay in the order of their numbers.
-    pairs.sort(key=lambda pair: pair[0], reverse=True)
+    pairs.sort(key=lambda pair: pair.similarity, reverse=True)
 
     # Each optimizer is matched only once, in its most similar pair.
     shared_numbers: dict[int, int] = {}
@@ -278,6 +282,14 @@ def _match_by_parameters(
             shared_numbers[own_number] = shared_number
 
     return shared_numbers
+
+
+class _SimilarPair(NamedTuple):
+    """A known optimizer, and an optimizer of the rank that has parameters in common with it."""
+
+    similarity: _Similarity
+    shared_number: int
+    own_number: int
 
 
 class _Similarity(NamedTuple):
@@ -366,8 +378,9 @@ def _updates_missed_by_some_ranks(ranks: Sequence[list[Step]]) -> list[Update]:
 
     updates = []
     for step_of_rank in steps_by_key.values():
-        some_step = next(iter(step_of_rank.values()))
-        missed_step = [missed_by(some_step[0])]
+        # The records of a step, one for each replica, all name the same step.
+        some_made_step = next(iter(step_of_rank.values()))
+        missed_step = [missed_by(some_made_step[0])]
         steps_of_all_ranks = [step_of_rank.get(rank, missed_step) for rank in range(len(ranks))]
         updates.append(_join_steps(steps_of_all_ranks))
 
@@ -417,9 +430,9 @@ def with_idle_ranks(updates: Sequence[Update], idle_ranks: Collection[int]) -> l
 def _share_a_backward_pass(earlier: Update, later: Update) -> bool:
     """True if some ranks made two updates after one backward pass, and other ranks only the later.
 
-    For example, rank 0 calls `loss.backward()`, `own_optimizer.step()` and `optimizer.step()`, and
-    rank 1 calls `loss.backward()` and `optimizer.step()`. Then rank 1 has missed the earlier
-    update, and rank 0 has recorded the same losses with both.
+    This shows in a rank that has recorded the same losses with both updates, while another rank has
+    missed the earlier one. For example, rank 0 calls `loss.backward()`, `own_optimizer.step()` and
+    `optimizer.step()`, and rank 1 calls `loss.backward()` and `optimizer.step()`.
 
     Args:
         earlier: an update that some ranks may have missed.
@@ -429,8 +442,8 @@ def _share_a_backward_pass(earlier: Update, later: Update) -> bool:
     if nobody_missed_the_earlier:
         return False
 
-    # If a rank trains several replicas, an update has a record for each of them. With another
-    # number of records, those of the two updates cannot be paired.
+    # If a rank trains several replicas, an update has a record for each of them. If the numbers of
+    # records differ, it is not known which of them belong together.
     if len(earlier) != len(later):
         return False
 
@@ -469,18 +482,22 @@ def _with_inputs_of_missing_ranks(earlier: Update, later: Update) -> Update:
     return Update(records)
 
 
-def _with_inputs_of(made_update: RankUpdate, missed_update: RankUpdate) -> RankUpdate:
-    """Returns the record of a missed update, with what the rank has recorded at its next step.
+def _with_inputs_of(next_update: RankUpdate, missed_update: RankUpdate) -> RankUpdate:
+    """Returns the record of a missed update, with inputs that the rank has recorded at its next.
 
-    That is the batches, whether they count (`contributes`), and the sums over the parameters with
+    These are the batches, whether they count (`contributes`), and the sums over the parameters with
     which the rank has computed the losses of these batches.
+
+    Args:
+        next_update: the rank's record of its next update, which it has made.
+        missed_update: the rank's record of the update that it has missed.
     """
     return replace(
         missed_update,
-        batches=made_update.batches,
-        model_inputs=made_update.model_inputs,
-        contributes=made_update.contributes,
-        parameter_sums=made_update.parameter_sums,
+        batches=next_update.batches,
+        model_inputs=next_update.model_inputs,
+        contributes=next_update.contributes,
+        parameter_sums=next_update.parameter_sums,
     )
 
 
@@ -518,7 +535,7 @@ def _with_initial_parameters_in_first(updates: list[Update]) -> list[Update]:
 
 
 def _initial_parameters(updates: Sequence[Update], rank: int) -> dict[str, Array]:
-    """Returns the initial parameters of a rank, by name; empty if the rank recorded none.
+    """Returns the parameters of a rank before update 0, by name; empty if the rank recorded none.
 
     A rank records its parameters once, before its own first step, when other ranks may have trained
     some of them already. For example, rank 1 makes its first step in update 2:
@@ -544,8 +561,12 @@ def _initial_parameters(updates: Sequence[Update], rank: int) -> dict[str, Array
     recorded_in_first_update = updates[0].merged("initial")  # by the ranks that made it
     initial: dict[str, Array] = {}
     for name, array in recorded_by_rank.items():
-        if name in recorded_in_first_update:
-            was_trained = name in trained_before
-            initial[name] = recorded_in_first_update[name] if was_trained else array
+        existed_in_first_update = name in recorded_in_first_update
+        if not existed_in_first_update:
+            continue
+        if name in trained_before:
+            initial[name] = recorded_in_first_update[name]
+        else:
+            initial[name] = array
 
     return initial

@@ -284,7 +284,7 @@ class WrapperRecord:
     # Trained parameters that DDP does not know.
     unknown_to_ddp: Sequence[str] = ()
     # The ranks of DDP's process group; empty if these are all ranks.
-    ddp_ranks: Sequence[int] = ()
+    ranks_of_incomplete_ddp_group: Sequence[int] = ()
     # The line at which the script registered a communication hook with DDP.
     comm_hook_line: str = ""
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from lockstep.batch.pytree import tensors
 from lockstep.user_code import user_line
 from lockstep.verify.recording.guard import guarded
-from lockstep.verify.recording.marks import mark, marks_of, unmark
+from lockstep.verify.recording.marks import mark, marks_of, remove_local_marks
 from lockstep.verify.recording.state import RecorderState
 from lockstep.verify.recording.tensor_values import storage_address
 from lockstep.verify.training_record import ScriptCall
@@ -64,24 +64,28 @@ class CallRecorder:
                 other collective.
         """
         call = self.record(name)
-        is_in_autograd_function = isinstance(tensor, Tensor) and _is_inside_autograd_function()
-        call.in_autograd_function = is_in_autograd_function
         if isinstance(tensor, Tensor):
+            call.in_autograd_function = _is_inside_autograd_function()
             self._describe_input(call, tensor)
-
-            # Many collectives, such as an all-reduce, write their result to the input. Then the
-            # tensor is no longer made from the samples of this rank alone, so its marks are
-            # removed, and the write is recorded.
-            unmark(tensor)
-            self.state.mode.writes.note_write(tensor, by_hand=False)
+            self._note_overwritten_input(tensor)
 
         # If the script computes a loss from gathered tensors, no gradient flows back through the
         # gather to the model. This is a mistake, except in the `forward` of a
         # `torch.autograd.Function`: the function's own `backward` computes the gradient.
-        if gathered is not None and not is_in_autograd_function:
+        if gathered is not None and not call.in_autograd_function:
             _mark_lost_gradient(call, gathered)
 
         return call
+
+    def _note_overwritten_input(self, tensor: Tensor) -> None:
+        """Records that a collective may have written its result to its input, as `all_reduce` does.
+
+        Then the tensor is no longer made from the samples of this rank alone, so marks that say so
+        are removed.
+        """
+        remove_local_marks(tensor)
+        # Only writes by hand, such as `weight -= 0.1 * weight.grad`, may be an optimizer step.
+        self.state.mode.writes.note_write(tensor, by_hand=False)
 
     def _describe_input(self, call: ScriptCall, tensor: Tensor) -> None:
         """Records whether the input of a call comes from a model, and whether it is a gradient.
@@ -136,9 +140,9 @@ class CallRecorder:
     ) -> None:
         """Updates the marks on the result of a collective of `World`.
 
-        The result combines values of all ranks, so marks of values that this rank computed alone
-        are removed. With `loses_gradient`, the result gets a mark for that, with the line of the
-        call.
+        The result combines values of all ranks, so it loses local marks: those that stand for
+        values of this rank alone. With `loses_gradient`, it gets a mark for that, with the line of
+        the call.
 
         Args:
             calls: records of the collective, one for each exchanged tensor.
@@ -146,7 +150,7 @@ class CallRecorder:
             loses_gradient: whether no gradient flows from the result to the input.
         """
         for tensor in tensors(result):
-            unmark(tensor)
+            remove_local_marks(tensor)
 
         # Every tensor of the result gets the marks of all calls: it is not known which call it
         # comes from.

@@ -32,7 +32,7 @@ class DrawLog:
         self.num_draws = 0
         """Number of draws since the process began."""
         self.digests: set[str] = set()
-        """A digest of each draw since `StepDraws.restart`, to find a draw in another run."""
+        """A digest of each draw for the current step, to find a draw in another run."""
         self._first_line = ""
         """Line of the first draw since `restart`; empty if there was none."""
         self._hash = hashlib.blake2b(digest_size=8)

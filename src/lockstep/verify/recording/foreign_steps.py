@@ -19,7 +19,7 @@ from lockstep.torch_compat import is_sharded
 from lockstep.verify.recording.gradients import GradientRecorder
 from lockstep.verify.recording.guard import guarded
 from lockstep.verify.recording.sample_coupling import nodes_behind
-from lockstep.verify.recording.state import RecorderState
+from lockstep.verify.recording.state import RecorderState, SummarizedParameter
 from lockstep.verify.recording.tensor_values import copy_arrays, storage_address, summarize
 from lockstep.verify.training_record import RankUpdate
 
@@ -77,8 +77,8 @@ class ForeignStepRecorder:
         """True if the parameters behind the last loss have changed since, without any module."""
         if self.state.has_optimizer:
             return False
-        for parameter, summary in self.state.notes.parameters_and_summaries_of_loss.values():
-            if not np.array_equal(summarize(parameter), summary):
+        for at_last_loss in self.state.notes.summaries_of_loss.values():
+            if not np.array_equal(summarize(at_last_loss.parameter), at_last_loss.summary):
                 return True
         return False
 
@@ -96,34 +96,32 @@ class ForeignStepRecorder:
         if calls_modules:  # `record_if_parameters_changed` compares the parameters of modules
             return
 
-        # Pairs of a parameter and its summary, by the id of the parameter. The parameter itself is
-        # kept too, so that no other tensor can get its id.
-        pairs_of_last_loss = state.notes.parameters_and_summaries_of_loss
-        pairs_of_this_loss = {}
+        summaries_at_last_loss = state.notes.summaries_of_loss
+        summaries_at_this_loss = {}
         has_changed = False
         for parameter in _parameters_behind(loss):
             summary = summarize(parameter)
-            pairs_of_this_loss[id(parameter)] = (parameter, summary)
-            if id(parameter) in pairs_of_last_loss:
-                _, summary_at_last_loss = pairs_of_last_loss[id(parameter)]
-                if not np.array_equal(summary, summary_at_last_loss):
-                    has_changed = True
+            summaries_at_this_loss[id(parameter)] = SummarizedParameter(parameter, summary)
+
+            at_last_loss = summaries_at_last_loss.get(id(parameter))
+            if at_last_loss is not None and not np.array_equal(summary, at_last_loss.summary):
+                has_changed = True
 
         if has_changed:
             self._record_update()
             state.end_script_if_enough()
 
-        state.notes.parameters_and_summaries_of_loss = pairs_of_this_loss
+        state.notes.summaries_of_loss = summaries_at_this_loss
 
     @guarded
-    def record_gradient_of_write(self, storage: int) -> None:
+    def record_gradient_of_write(self, address: int) -> None:
         """Records the gradient of a parameter that the script writes to by hand.
 
         Without an optimizer, as in `weight -= 0.1 * weight.grad`, the write is the step, and the
         gradient at that moment is the one that the step uses.
 
         Args:
-            storage: address of the values of the tensor that the script writes to.
+            address: address of the values of the tensor that the script writes to.
         """
         state = self.state
         update = state.update
@@ -131,17 +129,17 @@ class ForeignStepRecorder:
         if state.has_optimizer or not had_backward_pass:
             return
 
-        # Usually, one parameter has this storage, but others may be views of it.
+        # Usually, one parameter has this address, but others may be views of it.
         for name, parameter in state.models.parameters():
-            is_written = storage_address(parameter) == storage
+            is_written = storage_address(parameter) == address
             is_recorded = name in update.gradients  # at an earlier write of this update
             if not is_written or is_recorded or parameter.grad is None:
                 continue
 
             gradient = copy_arrays([(name, parameter.grad)])
             update.gradients = {**update.gradients, **gradient}
-            # Without an optimizer, it is not recorded whether the script has clipped the gradient.
-            # Both fields are the same then, as for gradients that were not clipped.
+            # Without an optimizer, it is not recorded whether the script has clipped its gradients.
+            # So they are recorded like gradients that were not clipped.
             update.unclipped = update.gradients
 
     def _record_update(self) -> None:
@@ -199,8 +197,8 @@ class ForeignStepRecorder:
             )
             state.writer.write(missed_update)
             state.steps_of[optimizer] += 1
-            # The optimizer's next step begins after this update, so calls of models until here do
-            # not belong to it.
+            # The number of the update that begins now. The optimizer's next step is made of calls
+            # of models from here on.
             state.first_update_of_next_step[optimizer] = state.update_number
 
 

@@ -94,8 +94,8 @@ class ForwardRecorder:
         self.state.models.add(module)
         self._gradients.hook_parameters()
 
-        # Writes of the script are watched from here on. If the closure of an optimizer has called
-        # the model, the next writes are those of the optimizer, so they are not watched.
+        # Writes of the script are watched from here on. But if a closure calls the model during an
+        # optimizer's step, then the optimizer writes next.
         is_inside_step = self.state.running_steps.count() > 0
         if not is_inside_step:
             self.state.watch_writes_from_now()
@@ -106,8 +106,8 @@ class ForwardRecorder:
     def enter_module(self, module: nn.Module, inputs: Any) -> Any:
         """Records the start of a module's forward pass. Torch calls this hook for every module.
 
-        For a module inside of a model, only the batch that it uses and BatchNorm layers are
-        recorded.
+        For a module inside of a model, only two things are recorded: which batch it uses, and
+        whether it is a BatchNorm layer.
 
         Args:
             module: module that is called.
@@ -124,9 +124,9 @@ class ForwardRecorder:
         if is_traced() or in_function_transform():
             return None
 
-        # The number of the batch that the inputs were made from; 0 if from none.
         marks = marks_of(inputs)
-        self._inputs.mark_used(marks.get("batch", 0))
+        batch_number = marks.get("batch", 0)  # 0 if the inputs were made from no batch
+        self._inputs.mark_used(batch_number)
 
         if is_model:
             self._enter_model(module, inputs, marks)
@@ -152,18 +152,19 @@ class ForwardRecorder:
         """
         is_trained = torch.is_grad_enabled() and has_parameters(module)
         if is_trained:
-            self._end_update_of_foreign_step()
+            self._end_update_if_another_rank_has_stepped()
 
         notes = self.state.notes
         notes.local_batch_norms_without_gradients = set()  # of this call of the model
-        notes.running_pass = None  # unless the model is trained, see below
         self._note_wrapper(module)
         self._add_model(module)
 
         if is_trained:
             self._begin_training_pass(module, inputs, marks)
+        else:
+            notes.running_pass = None
 
-    def _end_update_of_foreign_step(self) -> None:
+    def _end_update_if_another_rank_has_stepped(self) -> None:
         """Ends the current update before a forward pass, if a foreign step has completed it.
 
         The order is: backward pass, foreign step (this rank's optimizers do not make it, but its
@@ -235,17 +236,18 @@ class ForwardRecorder:
         if is_first_of_update:
             self._begin_step()
 
+        self._record_parameters_before_pass()
+
         # Of several models that are called before one backward pass, only the inputs of the first
         # one are recorded.
-        is_first_after_backward_pass = self._is_first_after_backward_pass()
-        self._record_parameters_before_pass(is_first_after_backward_pass)
-        if is_first_after_backward_pass:
+        if self._is_first_after_backward_pass():
             self._record_model_inputs(inputs)
 
         self._note_evaluation_mode(module)
 
         # The loss will be made from everything that the inputs are made from.
-        state.record_marks(marks, draws_before=state.step_draws.count_before)
+        num_draws_of_earlier_steps = state.step_draws.num_draws_before_step
+        state.record_marks(marks, num_ignored_draws=num_draws_of_earlier_steps)
         state.notes.running_pass = self._new_forward_pass(module, inputs)
 
     def _begin_step(self) -> None:
@@ -264,39 +266,36 @@ class ForwardRecorder:
         # The script may write to parameters between two steps, for example to average them.
         state.update.rewritten_parameters = self._parameters_changed_since_last_step()
 
-    def _record_parameters_before_pass(self, is_first_after_backward_pass: bool) -> None:
+    def _record_parameters_before_pass(self) -> None:
         """Records the parameters that a forward pass uses.
 
         Before the first backward pass of the update, all parameters are recorded. They should stay
-        the same until the step. So later, only those are recorded that the script has changed.
-
-        Args:
-            is_first_after_backward_pass: whether no model has been called since the last backward
-                pass.
+        the same until the step. So after each backward pass, only those are recorded that the
+        script has changed.
         """
         update = self.state.update
         had_backward_pass = bool(update.losses)
         if not had_backward_pass:
             self._record_parameters_at_start()
-        elif is_first_after_backward_pass and not update.changed_between_passes:
+        elif self._is_first_after_backward_pass() and not update.changed_between_passes:
             self._record_parameters_changed_within_update()
 
     def _record_model_inputs(self, inputs: Any) -> None:
-        """Adds the inputs of a model to `model_inputs` of the update.
+        """Adds the inputs of a model to `model_inputs` of the update, if they have rows.
 
         Called once for each backward pass, with the inputs of the first model that is called before
-        it. So `model_inputs` gets one entry for each backward pass of the update.
+        it. So `model_inputs` usually gets one entry for each backward pass of the update.
 
         Args:
             inputs: positional arguments of the call.
         """
         state = self.state
 
-        # Random numbers that are drawn after the first call of an update may go into the loss. So
-        # the draws before it are counted.
+        # Counted to tell later which numbers were drawn after this call: they may go into the loss
+        # without being inputs of a model.
         is_first_call_of_update = not state.update.model_inputs
         if is_first_call_of_update:
-            state.notes.draws_before_forward = state.mode.draws.num_draws
+            state.notes.num_draws_before_forward = state.mode.draws.num_draws
 
         # `shape` describes the rows of the tensors, such as "torch.float32 [3, 32, 32]". It is an
         # empty text if no tensor has rows.
@@ -340,24 +339,29 @@ class ForwardRecorder:
         recorded too, in `state.update.initial`.
         """
         state = self.state
-        summaries_at_start = state.models.summaries_of_parameters()  # without sharded parameters
-        state.notes.summaries_at_start = summaries_at_start
-
-        # The script may train tensors that no model has, only an optimizer. Until that optimizer
-        # steps they have no name. Their key is a pair: (0, 2) for the third tensor of the first
-        # optimizer.
-        summaries_of_unstepped = {}
-        for key, parameter in state.models.parameters_of_unstepped_optimizers():
-            summaries_of_unstepped[key] = summarize(parameter)
-
-        state.notes.summaries_of_unstepped = summaries_of_unstepped
-
+        state.notes.summaries_at_start = state.models.summaries_of_parameters()
+        state.notes.summaries_of_unstepped = self._summaries_of_unstepped_parameters()
         if state.is_first_update:
-            parameters_without_shards = []
-            for name, parameter in state.models.parameters():
-                if name in summaries_at_start:
-                    parameters_without_shards.append((name, parameter))
-            state.update.initial = copy_arrays(parameters_without_shards)
+            state.update.initial = self._values_of_parameters()
+
+    def _summaries_of_unstepped_parameters(self) -> dict[tuple[int, int], Array]:
+        """Returns the summaries of parameters that no model has, but an optimizer before its steps.
+
+        Until the optimizer steps, they have no name. So the key is a pair: (0, 2) for the third
+        parameter of the first optimizer.
+        """
+        summaries = {}
+        for key, parameter in self.state.models.parameters_of_unstepped_optimizers():
+            summaries[key] = summarize(parameter)
+        return summaries
+
+    def _values_of_parameters(self) -> dict[str, Array]:
+        """Returns copies of the parameters, by name, without sharded parameters."""
+        unsharded_parameters = []
+        for name, parameter in self.state.models.parameters():
+            if not is_sharded(parameter):
+                unsharded_parameters.append((name, parameter))
+        return copy_arrays(unsharded_parameters)
 
     def _record_parameters_changed_within_update(self) -> None:
         """Records the parameters that have changed since the first forward pass of the update.
@@ -406,8 +410,8 @@ class ForwardRecorder:
             record.input_values = _values_by_sample(first_input, num_samples)
 
         forward_pass = ForwardPass(record)
-        # A script may call the model as a trial before the training, which only the first loss will
-        # show. Then the inputs that are kept here replace those of the trial.
+        # The first calls may be a trial, for example to print the shape of the output. The first
+        # loss will show which calls it was computed from. Until then, all inputs are kept.
         if self.state.is_first_update:
             no_indices = ()  # the inputs of a model do not tell the indices of the samples
             forward_pass.inputs = describe_batch(inputs, ids=no_indices)
@@ -432,7 +436,8 @@ class ForwardRecorder:
             self._mark_output(output)
 
         # Everything else is recorded only for models that are being trained, and whose inputs have
-        # samples: for these, `enter_module` has created a record of the forward pass.
+        # samples. For these, `enter_module` has created a record of the forward pass, which is also
+        # found here when modules inside of the model end.
         forward_pass = self.state.notes.running_pass
         if forward_pass is None or not torch.is_grad_enabled():
             return
@@ -494,19 +499,14 @@ class ForwardRecorder:
 
         record = forward_pass.record
         num_samples = len(record.inputs)
-        outputs_with_row_per_sample = tensors_with_row_per_sample(outputs, num_samples)
-
-        # The rows of the inputs are samples if some output has one row for each of them, or several
-        # rows, such as one for each token of a text.
-        has_row_per_sample = bool(outputs_with_row_per_sample)
-        has_several = any(_has_several_rows_per_sample(each, num_samples) for each in outputs)
-        if has_row_per_sample or has_several:
+        if _outputs_show_samples(outputs, num_samples):
             record.rows_are_samples = True
 
         # Only the latest forward passes are kept.
         notes.forward_passes = [*notes.forward_passes, forward_pass][-MAX_FORWARD_PASSES:]
 
         # Outputs are compared sample by sample only if each of them has a row for each sample.
+        outputs_with_row_per_sample = tensors_with_row_per_sample(outputs, num_samples)
         if not outputs or len(outputs_with_row_per_sample) < len(outputs):
             return
 
@@ -577,9 +577,16 @@ def _values_by_sample(tensor: Tensor, num_samples: int) -> Array:
     return rows.cpu().clone().numpy()
 
 
-def _has_several_rows_per_sample(output: Tensor, num_samples: int) -> bool:
-    """True if a model's output has the same number of rows for each sample: 12 rows, 4 samples.
+def _outputs_show_samples(outputs: list[Tensor], num_samples: int) -> bool:
+    """True if some output of a model has the same number of rows for each row of the inputs.
 
-    Also true for an empty batch, with no samples.
+    Then these rows are samples. For 8 rows, the output may have the shape (8, 10), or (40, 10) with
+    a row for each of 5 tokens. Also true if the inputs have no rows.
+
+    Args:
+        outputs: output tensors of the model.
+        num_samples: number of rows of the inputs.
     """
-    return num_samples == 0 or len(output) % num_samples == 0
+    if tensors_with_row_per_sample(outputs, num_samples):
+        return True
+    return any(num_samples == 0 or len(output) % num_samples == 0 for output in outputs)

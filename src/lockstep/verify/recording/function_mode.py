@@ -28,7 +28,7 @@ from lockstep.verify.recording.loss_calls import (
     loss_call,
     needs_gradient,
     note_loss,
-    terms_of_result,
+    terms_added_by_call,
 )
 from lockstep.verify.recording.marks import STATISTIC, mark, marks_of
 from lockstep.verify.recording.sample_statistics import reduces_over_samples, summary_number
@@ -148,7 +148,8 @@ class FunctionMode(TorchFunctionMode):
             if call is not None:
                 self.loss_calls.append(call)
 
-        evidence.loss_terms = terms_of_result(name, args)  # empty unless the call adds up losses
+        # For `loss_a + loss_b`, these are the two losses as numbers.
+        evidence.loss_terms = terms_added_by_call(name, args)
 
     def _note_result(
         self,

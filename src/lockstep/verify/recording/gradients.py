@@ -103,9 +103,8 @@ class GradientRecorder:
     def end_backward(self) -> None:
         """Records the gradients that a backward pass has left, and whether they are still local.
 
-        A gradient is local if it is what the hooks have seen on this rank; otherwise, DDP has
-        averaged it. Whether all are local is added to `state.update.local_passes`; the gradients
-        are kept in `state.notes`.
+        If they are not, DDP has averaged them over the ranks. Whether all are local is added to
+        `state.update.local_passes`; the gradients are kept in `state.notes`.
         """
         notes = self.state.notes
         notes.gradients_after_backward = {}
@@ -118,10 +117,11 @@ class GradientRecorder:
             gradient = to_local(parameter.grad).clone()
             notes.gradients_after_backward[id(parameter)] = gradient
 
-            # What each backward pass of the update has added to it. Empty without a hook.
-            local_gradients = self._local_gradients_of(parameter)
-            if local_gradients:
-                are_local.append(_is_local(gradient, local_gradients))
+            # The gradient is local if it is the sum of what the hook has seen in each backward pass
+            # of the update. (If there is no hook, it is not known.)
+            gradients_of_passes = self._local_gradients_of(parameter)
+            if gradients_of_passes:
+                are_local.append(_is_local(gradient, gradients_of_passes))
 
         all_are_local = bool(are_local) and all(are_local)
         self.state.update.local_passes.append(all_are_local)

@@ -152,7 +152,7 @@ class InputRecorder:
         state.update.batches.append(record)
 
         # Random numbers drawn while the batch was read do not belong to the step.
-        state.restart_draws()
+        state.forget_draws_so_far()
 
     def mark_used(self, batch_number: int) -> None:
         """Records that a model is called with tensors that were made from a batch.

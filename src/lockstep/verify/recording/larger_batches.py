@@ -58,7 +58,9 @@ def enlarge_in_place(arguments: dict[str, Any], times: int) -> None:
 
 
 def merge_batches(sampler: Any, times: int) -> Any:
-    """Makes a batch sampler yield each `times` of its batches as one batch.
+    """Makes a batch sampler yield larger batches, each merged from `times` of its batches.
+
+    With `times` = 2, the batches [0, 1] and [2, 3] become [0, 1, 2, 3].
 
     A list of batches becomes another list. Any other sampler stays the same object, so that
     `set_epoch` still reaches it, but its class is replaced by a subclass that merges batches. A

@@ -118,7 +118,7 @@ def terms_of(loss: Tensor) -> list[float]:
     return [float(loss.detach())]
 
 
-def terms_of_result(name: str, args: tuple[Any, ...]) -> list[float]:
+def terms_added_by_call(name: str, args: tuple[Any, ...]) -> list[float]:
     """Returns the terms of the loss that a call computes from other losses.
 
     For losses a = 1, b = 2 and c = 3, `(a + b) - c` has the terms 1, 2 and -3, and `(a + b) / 2`
@@ -199,7 +199,7 @@ def note_loss(loss: Tensor, name: str, args: tuple[Any, ...], terms: list[float]
         loss: return value of the call.
         name: name of the called function.
         args: positional arguments of the call.
-        terms: return value of `terms_of_result` for this call.
+        terms: return value of `terms_added_by_call` for this call.
     """
     loss.__dict__["_line"] = _line_of_call(name, args)
     if terms:

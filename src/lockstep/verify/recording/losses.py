@@ -87,10 +87,12 @@ class LossRecorder:
         # the last loss. Then this loss belongs to the next update.
         self._foreign_steps.record_if_loss_parameters_changed(loss)
 
-        # 2. Find the forward passes that the script has made for this loss. They are copied, since
-        # torch may make further ones, which do not count.
+        # 2. Find the forward passes that the script has made for this loss. Before the first loss,
+        # it may have called the model for a trial, such as to print the shape of its output.
         if state.is_first_update and len(state.notes.forward_passes) > 1:
             self._forget_trial_passes(loss)
+        # Copied before derivatives are taken below: with activation checkpointing, these call
+        # modules again, which are no forward passes of the script.
         forward_passes = tuple(state.notes.forward_passes)
 
         # 3. Describe the loss.
@@ -114,15 +116,14 @@ class LossRecorder:
         self._gradients.hook_parameters(optimized_parameters)
 
     def _forget_trial_passes(self, loss: Tensor) -> None:
-        """Removes forward passes from `state.notes` if the first one was a trial.
+        """Removes all forward passes that the first loss does not use, if the first was a trial.
 
         A script may call the model for a trial before it trains, for example to print the shape of
-        its output. Such a forward pass is recognized by the first loss, which is not computed from
-        its outputs.
+        its output. The first loss is not computed from the outputs of this call.
 
         For example, the script calls the model with a trial input, then with the first batch, and
-        computes the loss from the second call. Then only the second forward pass is kept, and the
-        recorded inputs become those of the second call.
+        computes the loss from the second call. Then only the second forward pass stays in
+        `state.notes`, and the recorded inputs become those of the second call.
         """
         notes = self.state.notes
         loss_nodes = nodes_behind(loss.grad_fn)  # nodes of the autograd graph
@@ -135,10 +136,12 @@ class LossRecorder:
         if not used_passes:
             return
 
+        # If the first pass is used, the training has begun with it. Unused passes that follow, such
+        # as that of a teacher, are no trials.
         first_used_pass = used_passes[0]
         first_pass_was_trial = first_used_pass is not notes.forward_passes[0]
         if not first_pass_was_trial:
-            return  # unused passes after the first one are no trials, and stay
+            return
 
         self._record_inputs_of(first_used_pass)
         notes.forward_passes = used_passes
@@ -171,7 +174,9 @@ class LossRecorder:
 
         # All other marks. Random numbers that were drawn before the first forward pass are left
         # out, as they were recorded together with the inputs of the models.
-        state.record_marks(marks, draws_before=state.notes.draws_before_forward)
+        state.record_marks(marks, num_ignored_draws=state.notes.num_draws_before_forward)
+
+        # Also what leaves no marks on a loss, such as draws of numpy and Python's `random`.
         state.step_draws.record(update)
 
     def _record_sample_coupling(self, loss: Tensor, forward_passes: Sequence[ForwardPass]) -> None:
@@ -297,7 +302,8 @@ class LossRecorder:
                 divisors["divisor of the loss"] = divisor
 
         # To get a mean, a loss function of torch has divided a sum by the number of labels, or by
-        # the sum of their class weights.
+        # the sum of their class weights. If several calls make up the loss, such as one for each
+        # output of a model, their numbers are added up.
         if calls:
             divisors["labels in the loss"] = sum(call.divisor for call in calls)
 
@@ -324,8 +330,8 @@ class LossRecorder:
         """
         records = [forward_pass.record for forward_pass in forward_passes]
         for record in records:
-            # Gradients of outputs that were recorded so far come from another backward pass, such
-            # as that of a gradient penalty.
+            # Drop the gradients of outputs that were recorded so far. They come from another
+            # backward pass, such as that of a gradient penalty.
             no_rows = record.output_gradients[:0]
             record.output_gradients = no_rows
 
@@ -346,7 +352,7 @@ def _last_is_empty(batches: Sequence[Batch]) -> bool:
 
 
 def _record_targets(forward_pass: ForwardPass, calls: Sequence[LossCall]) -> None:
-    """Records two checksums of the targets of each sample, in a forward pass's record.
+    """Records a summary of the targets of each sample, in the record of a forward pass.
 
     Every tensor of targets must have the same number of rows for each sample: 4 or 8 rows for 4
     samples, for example. With 10 rows for 4 samples it is not known which rows belong to which

@@ -64,7 +64,7 @@ def marks_of(values: Any) -> dict[str, Any]:
     return merged
 
 
-def unmark(tensor: Tensor) -> None:
+def remove_local_marks(tensor: Tensor) -> None:
     """Removes the marks that stand for values of this rank alone, after a tensor was exchanged."""
     marks = tensor.__dict__.get("_marks", {})
     for kind in list(marks):

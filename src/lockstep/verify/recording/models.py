@@ -44,7 +44,7 @@ class Models:
         """Their parameters are recorded even if no module has them."""
         self.after_last_step: dict[str, Array] = {}
         """Values of the parameters after the last optimizer steps, by name."""
-        self.ranks_of_last_incomplete_ddp_group: Sequence[int] = ()
+        self.ranks_of_incomplete_ddp_group: Sequence[int] = ()
         """Ranks in the last process group of a DDP wrapper that lacks some ranks; empty if every
         wrapper uses all ranks."""
         self.comm_hook_line = ""
@@ -87,7 +87,7 @@ class Models:
         ranks = dist.get_process_group_ranks(wrapper.process_group)
         is_incomplete = len(ranks) < dist.get_world_size()
         if is_incomplete:
-            self.ranks_of_last_incomplete_ddp_group = ranks
+            self.ranks_of_incomplete_ddp_group = ranks
 
     def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yields pairs of a name and a parameter. Shared parameters come only once.
@@ -200,12 +200,13 @@ class Models:
     def summaries_of_parameters(
         self, known_summaries: Mapping[str, Array] | None = None
     ) -> dict[str, Array]:
-        """Returns two numbers for each parameter that change with any of its values, by name.
+        """Returns the summary of each parameter, by name: two numbers that change with any value.
 
-        Sharded parameters are left out, since this rank has only a part of their values.
+        Sharded parameters without a known summary are left out, since this rank has only a part of
+        their values.
 
         Args:
-            known_summaries: summaries by name, which are not computed again.
+            known_summaries: summaries by name, which are returned instead of new ones.
         """
         known = known_summaries or {}
         summaries = {}
@@ -217,17 +218,16 @@ class Models:
 
         return summaries
 
-    def parameters_with_gradient_at(self, storage: int) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yields the parameters whose gradient has the given storage, with their names.
+    def parameters_with_gradient_at(self, address: int) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yields the parameters whose gradient has its values at an address, with their names.
 
         Args:
-            storage: address of the gradient's values; 0 if there is none, for which nothing is
-                yielded.
+            address: the address; 0 if there is none, for which nothing is yielded.
         """
-        if storage == 0:
+        if address == 0:
             return
         for name, parameter in self.parameters():
-            if parameter.grad is not None and storage_address(parameter.grad) == storage:
+            if parameter.grad is not None and storage_address(parameter.grad) == address:
                 yield name, parameter
 
     # How models are wrapped

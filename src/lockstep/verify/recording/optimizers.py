@@ -112,7 +112,7 @@ class OptimizerRecorder:
             return None
 
         # The step itself writes to all parameters, so no writes are watched until it has ended.
-        state.mode.writes.watched = frozenset()
+        state.mode.writes.watched_addresses = frozenset()
 
         if optimizer not in state.steps_of:
             state.steps_of[optimizer] = 0
@@ -120,13 +120,21 @@ class OptimizerRecorder:
 
         self._end_script_if_enough(optimizer)
 
-        optimizer_itself, *other_args = args
-        has_closure = any(callable(value) for value in (*other_args, *kwargs.values()))
-        if not has_closure:
-            self._record_step_inputs(optimizer)
-            return None
+        has_closure = any(callable(value) for value in (*args[1:], *kwargs.values()))
+        if has_closure:
+            return self._with_recording_closures(optimizer, args, kwargs)
 
-        # Arguments that are no closures stay as they are.
+        self._record_step_inputs(optimizer)
+        return None
+
+    def _with_recording_closures(
+        self, optimizer: Optimizer, args: Any, kwargs: Any
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Returns the arguments of `step`, in which closures also record the gradients.
+
+        See `before_step` for the arguments. Those that are no closures stay as they are.
+        """
+        optimizer_itself, *other_args = args
         recording_args = [self._recording_if_closure(value, optimizer) for value in other_args]
         recording_kwargs = {}
         for name, value in kwargs.items():
@@ -175,9 +183,13 @@ class OptimizerRecorder:
 
     @guarded
     def _record_step_inputs(self, optimizer: Optimizer) -> None:
-        """Records everything that a step starts from, once the gradients are computed."""
+        """Records everything that a step starts from, once the gradients are computed.
+
+        If they are computed by a closure that is given to `step`, such as by LBFGS, it may be
+        called several times in one step. Only its first call is recorded.
+        """
         state = self.state
-        if state.notes.step_inputs_recorded:  # by an earlier call of the same closure
+        if state.notes.step_inputs_recorded:
             return
 
         state.notes.step_inputs_recorded = True
@@ -186,7 +198,7 @@ class OptimizerRecorder:
         # update of that step, and is copied from there.
         self._copy_backward_passes_of_last_update()
         self._record_parameters()
-        self._record_tensors_as_they_are_now(optimizer)
+        self._record_other_tensors(optimizer)
 
         parameter_ids = {id(parameter) for parameter in parameters_of(optimizer)}
         self._record_gradients(parameter_ids)
@@ -209,7 +221,8 @@ class OptimizerRecorder:
         Args:
             parameter_ids: ids of the optimizer's parameters.
         """
-        # Read first, since `zero_rounding` changes the gradients.
+        # The factor by which the script has scaled all gradients since the backward pass, such as
+        # 1 / world_size. It is read first, since `zero_rounding` changes the gradients.
         factor_of_script = self._gradients.factor_since_backward()
         self.state.update.gradient_factor = factor_of_script
 
@@ -224,9 +237,12 @@ class OptimizerRecorder:
         optimizer step ends an update.
         """
         state = self.state
-        last_update = state.last_update_without_results
-        has_backward_passes = bool(state.update.losses)
-        if has_backward_passes or not last_update.losses:
+        last_update = state.last_update_without_results  # without the parameters after its step
+
+        # Each backward pass has recorded a loss.
+        this_has_backward_pass = bool(state.update.losses)
+        last_has_backward_pass = bool(last_update.losses)
+        if this_has_backward_pass or not last_has_backward_pass:
             return
         fields = {name: getattr(last_update, name) for name in FIELDS_OF_BACKWARD_PASSES}
         state.update = replace(state.update, **fields)
@@ -234,8 +250,8 @@ class OptimizerRecorder:
     def _record_parameters(self) -> None:
         """Records the parameters before the step.
 
-        Most parameters were recorded at the first forward pass of the update already, and keep
-        those values. The others, which only an optimizer has, are recorded as they are now.
+        Parameters of models were recorded at the first forward pass of the update already, and keep
+        the values that they had then. Parameters that only this optimizer has are recorded now.
         """
         state = self.state
         update = state.update
@@ -252,13 +268,15 @@ class OptimizerRecorder:
             known_summaries=state.notes.summaries_at_start
         )
 
-        # Two numbers for each parameter that no optimizer has stepped yet and no model has.
+        # The same for parameters that no model has, but an optimizer that had not stepped at the
+        # first forward pass of the update, when they were summarized.
         update.unstepped_sums = state.notes.summaries_of_unstepped
 
-    def _record_tensors_as_they_are_now(self, optimizer: Optimizer) -> None:
-        """Records which parameters are not trained, the optimizer's state, and plain attributes.
+    def _record_other_tensors(self, optimizer: Optimizer) -> None:
+        """Records the optimizer's state and plain attributes of modules, as they are now.
 
-        Plain attributes are tensors of modules that are neither parameters nor buffers.
+        Plain attributes are tensors that are neither parameters nor buffers. Also records which
+        parameters are not trained, and which belong to modules that were called in evaluation mode.
         """
         state = self.state
         update = state.update
@@ -271,12 +289,15 @@ class OptimizerRecorder:
         update.optimizer_state = _summarize_state(optimizer, named_parameters)
 
     def _record_wrapping_of_models(self) -> None:
-        """Records how the models are wrapped, and which BatchNorm layers are not synchronized."""
+        """Records how the models are wrapped, and which BatchNorm layers are not synchronized.
+
+        A process group of DDP is incomplete if it lacks some ranks of the run.
+        """
         models = self.state.models
         update = self.state.update
         update.unknown_to_ddp = models.parameters_unknown_to_ddp()
         update.unwrapped_parameters = models.unwrapped_parameters()
-        update.ddp_ranks = models.ranks_of_last_incomplete_ddp_group
+        update.ranks_of_incomplete_ddp_group = models.ranks_of_incomplete_ddp_group
         update.comm_hook_line = models.comm_hook_line
 
         local_batch_norms = self.state.notes.local_batch_norms
@@ -334,9 +355,9 @@ class OptimizerRecorder:
             return ""
 
         # The draws of the process are numbered from 1. If there were 7 draws before this step,
-        # `count_before` is 7, and draw 8 is the first one of this step.
+        # `num_draws_before_step` is 7, and draw 8 is the first one of this step.
         number_of_draw, line_of_draw, _digest = marks["draw"]
-        was_drawn_for_this_step = number_of_draw > self.state.step_draws.count_before
+        was_drawn_for_this_step = number_of_draw > self.state.step_draws.num_draws_before_step
         return str(line_of_draw) if was_drawn_for_this_step else ""
 
     # After the step
@@ -364,7 +385,7 @@ class OptimizerRecorder:
         self._finish_update(optimizer)
 
         # Random numbers drawn from here on belong to the next step.
-        state.step_draws.restart()
+        state.step_draws.forget_draws_so_far()
 
     def _keep_backward_passes_for_next_optimizer(self) -> None:
         """Keeps a copy of the update for `_copy_backward_passes_of_last_update`.
@@ -435,14 +456,14 @@ class OptimizerRecorder:
 
         From here on, writes to the parameters and buffers that exist now are watched.
         """
-        # A storage is the address of a tensor's values.
-        stack_of_storage = self.state.mode.writes.pop_stacks()
-        storage_of_tensor = self.state.watch_writes_from_now()
+        # A write is recognized by the address of the tensor's values.
+        stack_by_address = self.state.mode.writes.pop_stacks()
+        address_by_name = self.state.watch_writes_from_now()
 
         write_stacks = {}
-        for name, storage in storage_of_tensor.items():
-            if storage in stack_of_storage:
-                write_stacks[name] = stack_of_storage[storage]
+        for name, address in address_by_name.items():
+            if address in stack_by_address:
+                write_stacks[name] = stack_by_address[address]
         self.state.update.write_stacks = write_stacks
 
     def _record_identity(self, optimizer: Optimizer) -> None:
@@ -452,12 +473,14 @@ class OptimizerRecorder:
         """
         state = self.state
         update = state.update
-        update.optimizer = list(state.steps_of).index(optimizer)  # in the order of first steps
+        in_order_of_first_steps = list(state.steps_of)
+        update.optimizer = in_order_of_first_steps.index(optimizer)
         update.optimizer_class = type(optimizer).__name__
         update.step = state.steps_of[optimizer]
 
-        if optimizer in state.models.built_optimizers:
-            update.construction_index = state.models.built_optimizers.index(optimizer)
+        in_order_of_construction = state.models.built_optimizers
+        if optimizer in in_order_of_construction:
+            update.construction_index = in_order_of_construction.index(optimizer)
 
         update.optimizer_parameters = state.models.names_of(parameters_of(optimizer))
 

@@ -84,7 +84,8 @@ class RunProgress:
         Returns:
             The number of the next update.
         """
-        self.writer.write(update, replica)  # counts the update, too
+        # This also counts the update: `update_number` becomes that of the next one.
+        self.writer.write(update, replica)
 
         # The time limit of the run starts with the first step.
         if self._first_step_time is None:

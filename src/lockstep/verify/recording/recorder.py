@@ -108,7 +108,8 @@ class Recorder(Extension):
         # An error of the recorder's own is kept in `internal_error`, which is a part of the result.
         with suppress(ExitByRecorder):
             if not script_failed:
-                # A rank without an optimizer knows only now that its last update is complete.
+                # A rank without an optimizer may get its parameters from another rank. It sees that
+                # they have changed, which completes an update, at its next forward pass or now.
                 self.foreign_steps.record_last_update()
 
         final_parameters: dict[str, Array] = {}

@@ -45,19 +45,26 @@ def compares_samples(loss: Tensor, outputs: Sequence[Tensor], samples: int) -> b
 
     # A contrastive model may return two rows for each sample, one for each view of it. With more
     # rows, such as one for each token, it is not known which rows belong to which sample.
-    numbers_of_rows = (samples, 2 * samples)
-    tested = [t for t in _final_outputs(outputs) if t.dim() > 0 and len(t) in numbers_of_rows]
+    tested = []
+    for output in _final_outputs(outputs):
+        if output.dim() > 0 and len(output) in (samples, 2 * samples):
+            tested.append(output)
+
     if not tested or sum(t.numel() for t in tested) > MAX_VALUES:
         return False
+    return _has_coupled_gradients(loss, tested, samples) or _measures_distances(loss, tested)
 
-    # Torch raises RuntimeError for a function without a second derivative. Then only the search for
-    # distances is left.
-    with suppress(RuntimeError):
-        gradients = torch.autograd.grad(loss, tested, create_graph=True, materialize_grads=True)
-        if _samples_are_coupled(gradients, tested, samples):
-            return True
 
-    return _measures_distances(loss, tested)
+def _has_coupled_gradients(loss: Tensor, outputs: Sequence[Tensor], samples: int) -> bool:
+    """True if the gradient for one sample's output depends on the outputs of other samples.
+
+    Also false if it is not known, because torch has no second derivative of some function.
+    """
+    try:
+        gradients = torch.autograd.grad(loss, outputs, create_graph=True, materialize_grads=True)
+        return _samples_are_coupled(gradients, outputs, samples)
+    except RuntimeError:  # a function without a second derivative
+        return False
 
 
 def couples_samples(outputs: Sequence[Tensor], hidden: Tensor) -> bool:
@@ -101,18 +108,19 @@ def _samples_are_coupled(
     samples_of_results = [_sample_of_each_row(t, samples) for t in results]
     samples_of_sources = [_sample_of_each_row(t, samples) for t in sources]
 
+    # The samples are split into two groups. They are coupled if the results of one group have a
+    # gradient with respect to sources of the other. Of 4 samples, bit 0 splits off the group of 1
+    # and 3, and bit 1 the group of 2 and 3, so that any two samples are in different groups once.
     num_bits = (samples - 1).bit_length()
     for bit in range(num_bits):
-        # Of 4 samples, bit 0 splits off the group of 1 and 3, and bit 1 the group of 2 and 3.
         rows_in_group = [_have_bit(sample_of_row, bit) for sample_of_row in samples_of_results]
         sum_of_group = _sum_of_rows(weighted_results, rows_in_group)
         gradients = torch.autograd.grad(
             sum_of_group, sources, retain_graph=True, materialize_grads=True
         )
 
-        # The samples are coupled if those outside of the group have a gradient too.
         rows_outside = [~_have_bit(sample_of_row, bit) for sample_of_row in samples_of_sources]
-        if _have_gradient(gradients, rows_outside):
+        if _some_rows_have_gradient(gradients, rows_outside):
             return True
 
     return False
@@ -146,20 +154,20 @@ def _sum_of_rows(tensors: Sequence[Tensor], rows: Sequence[Tensor]) -> Tensor:
     return total
 
 
-def _have_gradient(gradients: Sequence[Tensor], rows: Sequence[Tensor]) -> bool:
-    """True if some rows have a gradient that is more than rounding.
+def _some_rows_have_gradient(gradients: Sequence[Tensor], examined_rows: Sequence[Tensor]) -> bool:
+    """True if some of the examined rows have a gradient that is more than rounding.
 
     Args:
-        gradients: gradients of several tensors, including all other rows. The largest of all values
+        gradients: gradients of several tensors, with all their rows. The largest of all values
             tells how large rounding can be.
-        rows: for each tensor, which of its rows are examined.
+        examined_rows: for each tensor, a mask: True for each row that is examined.
     """
     largest = max(float(gradient.abs().max()) for gradient in gradients)
     if largest == 0:
         return False
 
-    for gradient, is_examined in zip(gradients, rows, strict=True):
-        if bool((gradient[is_examined].abs() > MIN_RELATIVE_GRADIENT * largest).any()):
+    for gradient, mask in zip(gradients, examined_rows, strict=True):
+        if bool((gradient[mask].abs() > MIN_RELATIVE_GRADIENT * largest).any()):
             return True
     return False
 
@@ -213,16 +221,15 @@ def nodes_behind(*nodes: Any) -> set[Any]:
 def _final_outputs(outputs: Sequence[Tensor]) -> list[Tensor]:
     """Returns the outputs that no other output was computed from.
 
-    If one model is called with the output of another model, the loss compares samples by the output
-    of the last model. Outputs without a gradient are left out.
+    For example, one model returns `a`, and another one is called with it: `b = model(a)`. Then only
+    `b` is final, as the loss compares samples by the output of the last model. Outputs without a
+    gradient are left out.
     """
-    # Nodes of the autograd graph whose results some output was directly computed from.
+    # All nodes of the autograd graph that the outputs were computed from, without their own nodes.
     direct_inputs: list[Any] = []
     for output in outputs:
         if output.grad_fn is not None:
             direct_inputs += [node for node, _ in output.grad_fn.next_functions]
-
-    # The direct inputs themselves, and all nodes that they were computed from. If the node of an
-    # output is among these, another output was computed from it, so it is not final.
     inner_nodes = nodes_behind(*direct_inputs)
+
     return [t for t in outputs if t.grad_fn is not None and t.grad_fn not in inner_nodes]

@@ -100,13 +100,13 @@ class SavedFiles:
             name: name of the function.
         """
         function = getattr(owner, name)
-        moves_file = name in MOVING_FUNCTIONS
+        function_moves_file = name in MOVING_FUNCTIONS
 
         @wraps(function)
         def with_saved_file(*args: Any, **kwargs: Any) -> Any:
-            """Replaces the patched function, such as `os.stat`.
+            """Replaces `function`, such as `os.stat`.
 
-            It calls the function with the redirected path if the script has saved the file.
+            It calls `function` with the redirected path if the script has saved the file.
             """
             if not args or not self._has(args[0]):
                 return function(*args, **kwargs)
@@ -115,15 +115,16 @@ class SavedFiles:
             redirected = self.redirected_path(path)
 
             # In a call such as os.rename(path, target), the target is redirected too.
-            has_target = moves_file and bool(other_args)
+            has_target = function_moves_file and bool(other_args)
             if has_target:
                 target, *options = other_args
-                new_path = self._redirected_target(path, target)
-                return function(redirected, new_path, *options, **kwargs)
+                redirected_target = self._redirected_target(path, target)
+                return function(redirected, redirected_target, *options, **kwargs)
 
             return function(redirected, *other_args, **kwargs)
 
         setattr(owner, name, with_saved_file)
+        # Code may ask `os.stat in os.supports_dir_fd`, for example, which must stay true.
         _add_to_supported_functions(function, with_saved_file)
 
     def _redirected_target(self, path: Any, target: Any) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -41,6 +41,13 @@ class ForwardPass:
     turn out to be trials."""
 
 
+class SummarizedParameter(NamedTuple):
+    """A parameter, which is kept so that no other tensor can get its id, and its summary."""
+
+    parameter: Tensor
+    summary: Array
+
+
 @dataclass
 class UpdateNotes:
     """What the recorder remembers about the current update until the update is complete."""
@@ -50,14 +57,14 @@ class UpdateNotes:
     """Number of batches that were handed out before the last backward pass ended."""
 
     # Forward passes
-    draws_before_forward: int = 0
+    num_draws_before_forward: int = 0
     """Number of draws of random numbers before the first forward pass of the update."""
     forward_passes: list[ForwardPass] = field(default_factory=list)
     """The latest forward passes since the last backward pass."""
     model_calls: int = 0
     """Number of calls of models since the last backward pass."""
     running_pass: ForwardPass | None = None
-    """The forward pass of the model that is being called."""
+    """The forward pass of the model that is being called, also while it calls its own modules."""
     evaluating_parameters: set[int] = field(default_factory=set)
     """Ids of the parameters of modules that were called in evaluation mode."""
     local_batch_norms: set[int] = field(default_factory=set)
@@ -83,9 +90,8 @@ class UpdateNotes:
     summaries_of_unstepped: dict[tuple[int, int], Array] = field(default_factory=dict)
     """The same for parameters that no model has, but only an optimizer that has not stepped. The
     key is the number of the optimizer, and the index of the parameter in it."""
-    parameters_and_summaries_of_loss: dict[int, tuple[Tensor, Array]] = field(default_factory=dict)
-    """On a rank without models, the parameters that the last loss was computed from, with their
-    summaries, by id."""
+    summaries_of_loss: dict[int, SummarizedParameter] = field(default_factory=dict)
+    """On a rank without models, the parameters that the last loss was computed from, by id."""
 
     # The optimizer's step
     step_inputs_recorded: bool = False
@@ -133,38 +139,40 @@ class RecorderState(RunProgress):
         self.loss_is_recorded_by_world = False
         return number_of_next_update
 
-    def record_marks(self, marks: Mapping[str, Any], draws_before: int) -> None:
+    def record_marks(self, marks: Mapping[str, Any], num_ignored_draws: int) -> None:
         """Records the marks of a tensor that goes into the loss, in the update and its notes.
 
-        Some kinds have a number or a line in their name, so that a tensor can have several marks of
-        the same sort: "model 2" and "model 3". See `marks` for all kinds.
+        The marks tell what the tensor was computed from. These kinds are recorded, with values such
+        as:
+
+            "statistic train.py:12: x.mean()": 0.5   a number that stands for the statistic
+            "model 3": "train.py:9: model(x)"        the line of a call while update 3 was recorded
+            "norm 140": 140                          the id of a BatchNorm layer
+            "draw": (8, "train.py:7: ...", "5f2a")   draw 8 of random numbers, its line and a digest
 
         Args:
-            marks: marks of the tensor by kind, which tell what the tensor was computed from.
-            draws_before: number of random draws before this step, which are ignored. Draws are
-                numbered from 1, so with 7 of them, draw 8 is the first one of this step.
+            marks: marks of the tensor, by kind. The module `marks` describes all kinds.
+            num_ignored_draws: number of random draws that belong to no loss of this step. Draws are
+                numbered from 1, so with 7 of them, draw 8 is the first one that is recorded.
         """
         for kind, value in marks.items():
-            if kind.startswith(STATISTIC):  # "statistic train.py:12: ..."
+            if kind.startswith(STATISTIC):
                 line_of_statistic = kind.removeprefix(STATISTIC)
                 self.update.batch_statistics[line_of_statistic] = value
-            elif kind.startswith(MODEL_CALL):  # "model 3": called while update 3 was recorded
+            elif kind.startswith(MODEL_CALL):
                 update_number = int(kind.removeprefix(MODEL_CALL))
-                line_of_call = value
-                self.notes.model_calls_behind_loss[update_number] = line_of_call
-            elif kind.startswith(BATCH_NORM):  # "norm 140": the layer with the id 140
-                layer_id = value
-                self.notes.local_batch_norms.add(layer_id)
+                self.notes.model_calls_behind_loss[update_number] = value
+            elif kind.startswith(BATCH_NORM):
+                self.notes.local_batch_norms.add(value)
             elif kind == "draw":
                 number_of_draw, line_of_draw, digest = value
-                was_drawn_for_this_step = number_of_draw > draws_before
-                if was_drawn_for_this_step:
+                if number_of_draw > num_ignored_draws:
                     self.update.loss_draws.append((line_of_draw, digest))
 
-    def restart_draws(self) -> None:
+    def forget_draws_so_far(self) -> None:
         """Forgets random numbers that were drawn so far: the next ones belong to the next step."""
         self.mode.draws.restart()  # what was drawn while the batch was read
-        self.step_draws.restart()  # what was drawn for the step before
+        self.step_draws.forget_draws_so_far()  # what was drawn for the step before
 
     def watch_writes_from_now(self) -> dict[str, int]:
         """Starts watching writes to all parameters and buffers of the models.
@@ -180,7 +188,7 @@ class RecorderState(RunProgress):
             addresses[name] = storage_address(buffer)
 
         # A tensor without a storage of its own, such as a DTensor, has the address 0.
-        self.mode.writes.watched = frozenset(addresses.values()) - {0}
+        self.mode.writes.watched_addresses = frozenset(addresses.values()) - {0}
         return addresses
 
     def frozen_parameters(self) -> list[str]:

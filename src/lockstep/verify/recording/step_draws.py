@@ -22,22 +22,22 @@ class StepDraws:
 
     def __init__(self, mode: FunctionMode) -> None:
         self._mode = mode
-        self.count_before = 0
+        self.num_draws_before_step = 0
         """Number of draws of this process before this step."""
         self._streams_before = stream_digests()
 
-    def restart(self) -> None:
+    def forget_draws_so_far(self) -> None:
         """Clears the record: random numbers from here on are drawn for the next step.
 
         Statistics over samples that became Python numbers are cleared as well.
         """
-        self.count_before = self._mode.draws.num_draws
+        self.num_draws_before_step = self._mode.draws.num_draws
         self._mode.statistics = {}
         self._mode.draws.digests = set()
         self._streams_before = stream_digests()
 
     def record(self, update: RankUpdate) -> None:
-        """Adds the random numbers and statistics since `restart` to an update."""
+        """Adds the random numbers and statistics since `forget_draws_so_far` to an update."""
         update.scalar_statistics |= self._mode.statistics
         update.drawn_digests |= self._mode.draws.digests
         update.random_streams |= moved_streams(self._streams_before)

@@ -1,8 +1,8 @@
 """Records which lines of the script write to the tensors of models.
 
-A tensor is identified by its *storage*, the address of its values, because a parameter and a view
-of it are different tensors. `FunctionMode`, which sees all calls of torch's functions, tells the
-`WriteLog` of each call.
+A tensor is identified by the *address* of its values, because a parameter and a view of it are
+different tensors. `FunctionMode`, which sees all calls of torch's functions, tells the `WriteLog`
+of each call.
 """
 
 from __future__ import annotations
@@ -32,12 +32,11 @@ class WriteLog:
     """The last write to each watched tensor."""
 
     def __init__(self) -> None:
-        self.watched: frozenset[int] = frozenset()
-        """Storages of the watched tensors."""
+        self.watched_addresses: frozenset[int] = frozenset()
         self.stacks: dict[int, Stack] = {}
-        """Call stack of the last write to each storage."""
-        self.on_write_by_hand: Callable[[int], object] = lambda storage: None
-        """Called with a storage when the script itself, and not a collective, writes to it."""
+        """Call stack of the last write to each address."""
+        self.on_write_by_hand: Callable[[int], object] = lambda address: None
+        """Called with an address when the script itself, and not a collective, writes to it."""
 
     def note_call(self, func: Any, name: str, args: Any, kwargs: Mapping[str, Any]) -> None:
         """Records a call of torch that was made, if it has written to a watched tensor.
@@ -48,11 +47,12 @@ class WriteLog:
             args: positional arguments of the call.
             kwargs: keyword arguments of the call.
         """
-        # `tensor.data = other` has called the setter `SET_DATA`. The tensor has the storage of
-        # `other` now, which is watched too.
+        # `tensor.data = other` has called `SET_DATA`. The tensor's values are at the address of
+        # `other` now, which is watched too. (The name is compared first, as that is faster.)
         sets_data = name == "__set__" and func == SET_DATA
         if sets_data:
-            self.watched |= {storage_address(args[0])}
+            new_address = storage_address(args[0])
+            self.watched_addresses = self.watched_addresses | {new_address}
 
         # A method such as `add_` writes to its first argument, and a call with `out=` to the
         # tensors given there.
@@ -71,23 +71,23 @@ class WriteLog:
         """
         # Nothing is watched during an optimizer's step, which writes to all parameters by itself,
         # nor before the recorder has seen a model.
-        if not self.watched:
+        if not self.watched_addresses:
             return
 
-        storage = storage_address(tensor)
-        if storage not in self.watched:
+        address = storage_address(tensor)
+        if address not in self.watched_addresses:
             return
 
         # If no line of the script is on the call stack, the last known stack is kept.
         stack = user_stack()
         if stack:
-            self.stacks[storage] = stack
+            self.stacks[address] = stack
 
         if by_hand:
-            self.on_write_by_hand(storage)
+            self.on_write_by_hand(address)
 
     def pop_stacks(self) -> dict[int, Stack]:
-        """Returns the call stack of the last write to each storage, and clears them."""
+        """Returns the call stack of the last write to each address, and clears them."""
         stacks = self.stacks
         self.stacks = {}
         return stacks

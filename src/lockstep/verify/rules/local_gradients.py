@@ -218,14 +218,14 @@ def communication_hook(gradients: LocalGradients) -> Cause | None:
 def averages_within_groups(gradients: LocalGradients) -> Cause | None:
     """LS315: DDP averages gradients within groups of ranks instead of over all ranks.
 
-    Needs: `ddp_ranks`.
+    Needs: `ranks_of_incomplete_ddp_group`.
     Applies: if there are several groups and gradients agree within each.
     False positives: none known.
     Evidence: the ranks of each group.
     """
     records = gradients.case.actual
     # All groups without duplicates, such as [(0, 1), (2, 3)].
-    groups = list(dict.fromkeys(tuple(record.ddp_ranks) for record in records))
+    groups = list(dict.fromkeys(tuple(record.ranks_of_incomplete_ddp_group) for record in records))
 
     # The process group of all ranks is recorded as an empty tuple.
     some_use_all_ranks = () in groups

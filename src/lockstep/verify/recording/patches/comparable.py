@@ -71,8 +71,8 @@ def _call_with_mode(
 ) -> Any:
     """Calls a function that uses activation checkpointing, with the function mode enabled.
 
-    Torch calls it once in the forward pass, and again in the backward pass to recompute its
-    activations.
+    Torch calls it once in the forward pass, where the mode is enabled already, and again in the
+    backward pass to recompute its activations.
 
     Args:
         mode: function mode, which torch disables during a backward pass.
@@ -80,15 +80,13 @@ def _call_with_mode(
         *inputs: positional arguments of the function.
         **options: keyword arguments of the function.
     """
-    # In the forward pass, the mode is enabled already.
     is_recomputation = mode.in_backward
     if not is_recomputation:
         return function(*inputs, **options)
 
-    with (
-        mode.set_in_backward(False),  # a checkpoint inside of `function` finds the mode enabled
-        mode,  # torch has disabled the mode in the backward pass
-    ):
+    # The function may contain another checkpoint, which calls this again. Since `in_backward` is
+    # false for it, as in a forward pass, it does not enable the mode a second time.
+    with mode.set_in_backward(False), mode:
         return function(*inputs, **options)
 
 
@@ -98,10 +96,12 @@ def disable_compile(determinism: Determinism) -> None:
 
     @wraps(original_compile)
     def compile_disabled(model: Any = None, **options: Any) -> Any:
-        # With disable=True, torch returns the model as it is. Without a model, it returns a
-        # decorator, for `@torch.compile(mode=...)`, that calls this function with the model later.
+        # Without a model, as in `@torch.compile(mode=...)`, torch returns a decorator. It will call
+        # `torch.compile` with the model, and so this function again.
         if model is not None:
             determinism.switched_off["torch.compile"] += 1
+
+        # With disable=True, torch returns the model as it is.
         return original_compile(model, **{**options, "disable": True})
 
     torch.compile = compile_disabled

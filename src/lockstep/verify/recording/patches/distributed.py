@@ -81,14 +81,15 @@ def _watch_torch_collective(recorder: Recorder, name: str) -> None:
 
     def before_collective(*args: Any, **kwargs: Any) -> None:
         """Records the call and its input, unless Lockstep itself has made the call."""
-        if not is_of_lockstep(module_that_called_patch()):
+        is_called_by_lockstep = is_of_lockstep(module_that_called_patch())
+        if not is_called_by_lockstep:
             _record_torch_collective(recorder, name, args, kwargs)
 
     def after_collective(*args: Any, **kwargs: Any) -> None:
         """Records the result of an all-reduce, unless it is still running in the background.
 
-        `record_reduced` only records gradients that an optimizer reduces during its step. Lockstep
-        may make this call too, in a step of one of its own optimizers.
+        Unlike `before_collective`, this includes calls of Lockstep itself, whose optimizers may
+        reduce gradients during their steps. `record_reduced` ignores all other calls.
         """
         if name == "all_reduce" and not kwargs.get("async_op"):
             tensor = args[0] if args else kwargs.get("tensor")
@@ -130,7 +131,7 @@ def _watch_world_collective(recorder: Recorder, name: str) -> None:
 
     @wraps(original)
     def collective(world: World, value: Any, *args: Any, **kwargs: Any) -> Any:
-        """Replaces the collective."""
+        """Replaces `World.sum`, for example: calls `original`, and tells `recorder` of it."""
         call_original = partial(original, world, value, *args, **kwargs)
         return _record_world_collective(
             recorder,
@@ -180,8 +181,8 @@ def _record_world_collective(
 
     result = call_original()
 
-    # With several ranks, the result combines the samples of all of them, so it loses the marks of
-    # `value`. On one process, it keeps them.
+    # Marks on a tensor tell what it was computed from. With several ranks, `end_collective` removes
+    # those that the result has from `value`: it combines the samples of all ranks.
     if world.size > 1:
         recorder.calls.end_collective(calls, result, loses_gradient=loses_gradient)
 
@@ -223,8 +224,8 @@ def forbid_own_ranks(note_own_process: Callable[[str], None], nproc: int) -> Non
     They would not be recorded. Three things are forbidden:
 
     - `torch.multiprocessing.spawn` and `start_processes`, which always start ranks;
-    - a process group with more than `nproc` ranks in this process, which may be the first of the
-      script's own ranks;
+    - a process group with more than `nproc` ranks in this process. A script that starts 4 processes
+      itself may open a group of 5, of which this process is the first;
     - such a group in a process that the script starts. Other processes are allowed, such as helpers
       that prepare data.
 
@@ -242,14 +243,14 @@ def forbid_own_ranks(note_own_process: Callable[[str], None], nproc: int) -> Non
         caller = sys._getframe(1)
         if is_user_file(caller.f_code.co_filename):
             note_own_process(user_line() or "")
-            _start_without_larger_groups(process, original_start, nproc)
+            _start_and_forbid_larger_groups(process, original_start, nproc)
         else:  # a library has called it, such as a DataLoader that starts its workers
             original_start(process)
 
     BaseProcess.start = start  # type: ignore
 
 
-def _start_without_larger_groups(
+def _start_and_forbid_larger_groups(
     process: BaseProcess, original_start: Callable[[BaseProcess], None], nproc: int
 ) -> None:
     """Starts a process of the script, which gets an error if it turns out to be a rank.
@@ -269,7 +270,7 @@ def _start_without_larger_groups(
 
     original_start(process)
 
-    # The new process has its own copy of `process`. Here, the method of the class becomes visible
-    # again, as the replaced one would keep the object alive. `lockstep.run.watch`, which patches
-    # `start` too, may have removed the replaced one already.
+    # The new process has its own copy of `process`. Here, the replaced method is removed: it refers
+    # to `process`, so it would keep the object alive. `lockstep.run.watch`, which patches `start`
+    # too, may have removed it already.
     vars(process).pop("run", None)

@@ -145,9 +145,11 @@ def install_for_bits(
     training.watch_settings(recorder)
     loaders.end_after_enough_steps(recorder.state)
 
+    # To make runs comparable.
     comparable.disable_compile(determinism)
     comparable.disable_saved_checkpoints(determinism)
 
+    # To keep the files of the user: the script writes elsewhere.
     SavedFiles(folder).patch(determinism)
     run_folder = folder.parent
     FilesBefore(run_folder).watch()  # to restore the user's files after the run

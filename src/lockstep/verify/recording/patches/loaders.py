@@ -293,10 +293,12 @@ def enlarge_batches(recorder: Recorder, times: int) -> None:
     def init(self: DataLoader[Any], *args: Any, **kwargs: Any) -> None:
         """Replaces `DataLoader.__init__`, to multiply the batch size by the factor `times`.
 
-        If that is not possible, the loader stays as it is, and the verdict mentions its line.
+        If that is not possible, the loader stays as it is, and the verdict mentions its line. A
+        loader that Lockstep has built inside of its own also stays as it is.
         """
         arguments = signature.bind(self, *args, **kwargs).arguments  # by name, including "self"
-        if not _is_lockstep_dataset(arguments["dataset"]):
+        is_built_by_script = not _is_lockstep_dataset(arguments["dataset"])
+        if is_built_by_script:
             try:
                 enlarge_in_place(arguments, times)
             except CannotEnlargeError:

@@ -80,9 +80,9 @@ def watch_optimizers(recorder: Recorder) -> None:
         The constructor of every optimizer calls `add_param_group` for each of its groups, so the
         optimizer may be new too.
         """
-        # A script constructs its optimizer after its model. So the random numbers drawn so far have
-        # initialized the model, and were not drawn for the first step.
-        recorder.state.step_draws.restart()
+        # A script constructs its optimizer after its model. The random numbers drawn so far have
+        # initialized the model. They are forgotten, as they were not drawn for the first step.
+        recorder.state.step_draws.forget_draws_so_far()
 
         # Replace the group, a dictionary, by one that also remembers which line of the script last
         # set its learning rate.
@@ -136,11 +136,15 @@ def watch_tensor_hooks(recorder: Recorder) -> None:
     def register_hook(tensor: Tensor, hook: Callable[[Tensor], Any]) -> Any:
         """Replaces `Tensor.register_hook`, and watches the hook if the script registers it."""
         # Hooks that torch registers are not watched, even if the script has called torch and is on
-        # the call stack. Nor are those that a library registers without the script.
+        # the call stack.
         caller = sys._getframe(1)
         is_registered_by_torch = caller.f_globals["__name__"].startswith("torch.")
+        if is_registered_by_torch:
+            return original_register(tensor, hook)
+
+        # Nor are those that a library registers without the script.
         line_of_user = user_line()
-        if is_registered_by_torch or not line_of_user:
+        if not line_of_user:
             return original_register(tensor, hook)
 
         watched_hook = partial(_call_watched_hook, recorder, line_of_user, tensor, hook)
