@@ -493,6 +493,30 @@ def test_a_submodule_that_is_not_called_begins_no_stage_and_a_compiled_whole_is_
         assert same
 
 
+def graphs_of_compiled_blocks() -> int:
+    """The number of graphs that this process compiles, of two blocks on two stages."""
+    graphs: list[Any] = []
+
+    def backend(graph: Any, _inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    with lockstep.init(Pipeline(split=["1"], num_micro_batches=2)) as world:
+        blocks = [torch.compile(nn.Linear(3, 3), backend=backend) for _ in range(2)]
+        model = nn.Sequential(*blocks)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model, optimizer = world.prepare(model, optimizer)
+        for (x,) in world.loader(TensorDataset(torch.ones(4, 3)), 4):
+            world.backward(model(x).sum())
+            optimizer.step()
+    return len(graphs)
+
+
+def test_the_blocks_of_each_stage_are_compiled():
+    """The rank of the second stage runs the code of the first one, too, to compute shapes."""
+    assert run_ranks(graphs_of_compiled_blocks, 2) == [1, 1]
+
+
 def use(make: Any, cut: str) -> None:
     with lockstep.init(Pipeline(split=[cut], num_micro_batches=1)) as world:
         model = world.prepare(make())

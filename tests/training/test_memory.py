@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 from problems import CLASSES, FEATURES, difference, mean_loss, mlp, tensors, weights
 from ranks import run_ranks
-from torch import nn
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import lockstep
 from lockstep.errors import UsageError
@@ -383,6 +384,34 @@ def test_on_a_gpu_the_peak_is_that_of_the_allocator():
     assert device.device == "cuda:0"
     assert device.state == 2 * device.parameters
     assert device.counted - device.activations <= device.peak < 3 * device.counted
+
+
+def test_a_compiled_model_runs_compiled_after_the_measurement():
+    """Torch runs eagerly for ever what it once could not compile."""
+    num_compiled_calls = 0
+
+    def backend(graph: Any, _inputs: Any) -> Any:
+        def run(*arguments: Any) -> Any:
+            nonlocal num_compiled_calls
+            num_compiled_calls += 1
+            return graph.forward(*arguments)
+
+        return run
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        return model(batch[0]).square().mean()
+
+    with lockstep.init(device="cpu") as world:
+        model = torch.compile(nn.Linear(3, 3), backend=backend)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        loader = DataLoader(TensorDataset(torch.ones(8, 3)), 4)
+        model, optimizer, loader = world.prepare(model, optimizer, loader)
+        world.memory(model, optimizer, loader, loss)
+        num_compiled_calls = 0
+        for batch in loader:
+            world.backward(loss(model, batch))
+            optimizer.step()
+    assert num_compiled_calls == 2
 
 
 def test_a_buffer_that_a_forward_pass_sets_anew_is_put_back():

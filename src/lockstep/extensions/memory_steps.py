@@ -31,7 +31,12 @@ from lockstep.extensions.memory_tensors import (
 )
 from lockstep.extensions.profiling import gpus_of, restored, synchronized_time
 from lockstep.strategies.data_parallel.module import DataParallel
-from lockstep.torch_compat import is_sharded, members, outside_compiled_code
+from lockstep.torch_compat import (
+    compiled_code_runs_eagerly,
+    is_sharded,
+    members,
+    outside_compiled_code,
+)
 from lockstep.training.optimizer import PreparedOptimizer
 from lockstep.training.prepare import Preparer
 
@@ -301,7 +306,7 @@ class TrainingSteps:
         """Takes a step. Returns the most bytes that CPU tensors take at one time in it.
 
         Each tensor is counted while it is alive, in all threads that compute: the main thread takes
-        the step, and replicas compute in threads of their own.
+        the step, and replicas compute in threads of their own. What is compiled runs eagerly.
         """
         # `live` is a context. A thread that has entered it counts each tensor that it makes.
         live = LiveTensors()
@@ -316,7 +321,7 @@ class TrainingSteps:
             is_main_thread = threading.get_ident() == main_thread
             return nullcontext() if is_main_thread else live
 
-        with around_calls(self._model, live_in_other_threads):
+        with compiled_code_runs_eagerly(), around_calls(self._model, live_in_other_threads):
             self._step(batches, context=live)
         return live.peak
 

@@ -29,6 +29,7 @@ from lockstep.torch_compat.autograd import (
 from lockstep.torch_compat.compiler import (
     COMPILED_CHILD_NAME as COMPILED_CHILD_NAME,
     compile_only_callees as compile_only_callees,
+    compiled_code_runs_eagerly as compiled_code_runs_eagerly,
     compiler_is_loaded as compiler_is_loaded,
     is_compiled as is_compiled,
     is_compiled_in_place as is_compiled_in_place,

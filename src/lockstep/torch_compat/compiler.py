@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import wraps
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
@@ -89,6 +90,23 @@ def outside_compiled_code(function: Callable[P, T]) -> Callable[P, T]:
         return function(*args, **kwargs)
 
     return call
+
+
+@contextmanager
+def compiled_code_runs_eagerly() -> Iterator[None]:
+    """A context in which modules and functions that are compiled run as if they were not.
+
+    Use it around calls of a model in a `TorchDispatchMode`. There torch does not compile, and from
+    then on it runs the same code eagerly everywhere.
+    """
+    if not compiler_is_loaded():
+        yield
+        return
+
+    import torch
+
+    with torch.compiler.set_stance("force_eager"):
+        yield
 
 
 def is_compiled_in_place(module: nn.Module) -> bool:

@@ -50,9 +50,9 @@ from lockstep.strategies.pipeline.shapes import (
 from lockstep.strategies.pipeline.split import Split
 from lockstep.torch_compat import (
     DisableTorchFunctionSubclass,
+    compiled_code_runs_eagerly,
     convert_tensors,
     members,
-    never_compiled,
     pytree,
 )
 
@@ -335,7 +335,6 @@ class _PieceForward:
     cached_outputs: dict[Any, Any] = field(default_factory=dict)
     """The shapes of the output that were computed so far, by the kind of input."""
 
-    @never_compiled  # the original forward may be compiled by itself
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the piece if its stage is running; otherwise returns the shapes of its output."""
         stage_run = self.model.stage_run
@@ -361,7 +360,6 @@ class _PieceForward:
         # Return new tensors, because the caller may change their shapes in place.
         return map_tensors(output, lambda tensor: tensor.as_subclass(Shape))
 
-    @never_compiled
     def before(self, _piece: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
         """Begins or ends the running stage if the call of this piece is where it begins or ends.
 
@@ -429,7 +427,8 @@ class _PieceForward:
             return self.cached_outputs[kind]
 
         args, kwargs = pytree.tree_map_only(Tensor, shape_of, arguments)
-        output = self.shape_forward(*args, **kwargs)
+        with compiled_code_runs_eagerly():
+            output = self.shape_forward(*args, **kwargs)
         store_in_cache(self.cached_outputs, kind, output)
         return output
 

@@ -20,7 +20,7 @@ until the GPU has finished all queued work, and the GPU would then be idle.
 Where the tensors travel over Gloo, too, the marks are at the end of the last tensor's bytes. In a
 message of their own they would cost as much as another tensor.
 
-The tensors of a message are one batch of point-to-point operations; with NCCL this is one launch.
+With NCCL the tensors of a message are one batch of point-to-point operations, which is one launch.
 
 Activations and gradients have separate process groups. In a common group NCCL would process them in
 the order in which they were started, and two neighbours that both send first would wait for each
@@ -47,7 +47,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Hashable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -355,18 +355,19 @@ class Wire:
         The marks are received on the CPU over Gloo, because Python reads them. The tensors are
         received together, on the device that carries them: with NCCL, from GPU to GPU.
         """
-        data: list[Tensor] = []
-        for tensor_spec in spec.tensors:
-            data.append(
-                torch.empty(tensor_spec.num_bytes, dtype=torch.uint8, device=self._carrier_device)
-            )
+        num_bytes_to_receive = [tensor_spec.num_bytes for tensor_spec in spec.tensors]
+        marks_follow_data = self._marks_follow_data(spec.num_marks, len(num_bytes_to_receive))
+        if marks_follow_data:
+            num_bytes_to_receive[-1] += spec.num_marks
 
-        if self._marks_follow_data(spec.num_marks, len(data)):
-            num_bytes = len(data[-1])
-            data_and_marks = torch.empty(num_bytes + spec.num_marks, dtype=torch.uint8)
-            works = self._start_batch(dist.irecv, [*data[:-1], data_and_marks], source)
-            data[-1] = data_and_marks[:num_bytes]
-            return PostedMessage(spec, data_and_marks[num_bytes:], data, works)
+        data: list[Tensor] = []
+        for num_bytes in num_bytes_to_receive:
+            data.append(torch.empty(num_bytes, dtype=torch.uint8, device=self._carrier_device))
+
+        if marks_follow_data:
+            works = self._start_batch(dist.irecv, data, source)
+            data_of_last_tensor, marks = data[-1].tensor_split([-spec.num_marks])
+            return PostedMessage(spec, marks, [*data[:-1], data_of_last_tensor], works)
 
         marks = torch.empty(spec.num_marks, dtype=torch.uint8)
         works = []
@@ -471,13 +472,17 @@ class Wire:
         Returns:
             The operations to wait for: one for all tensors (NCCL), or one for each tensor (Gloo).
         """
-        operations: list[dist.P2POp] = []
-        for tensor in data:
-            if len(tensor):
-                operations.append(dist.P2POp(operation, tensor, peer, self._group, self._tag))
-        if not operations:
+        tensors = [tensor for tensor in data if len(tensor)]
+        if self.sends_over_gloo:
+            works = [operation(tensor, peer, self._group, self._tag) for tensor in tensors]
+            return cast("list[dist.Work]", works)  # none is None: this rank is in the group
+
+        if not tensors:
             return []
         # Even a single operation is a batch, because torch warns of NCCL operations outside of one.
+        operations: list[dist.P2POp] = []
+        for tensor in tensors:
+            operations.append(dist.P2POp(operation, tensor, peer, self._group, self._tag))
         return dist.batch_isend_irecv(operations)
 
 
