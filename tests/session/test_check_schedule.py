@@ -18,11 +18,11 @@ def test_models_are_compared_once_and_after_a_step_of_their_own_optimizer() -> N
     due.optimizer_prepared([generator])  # no optimizer trains the average
 
     # Both optimizers step in global batch 1, and the generator's rests until global batch 5.
-    assert due.take(1, intervals, stepped=[critic]) == [critic, average]
-    assert due.take(1, intervals, stepped=[generator]) == [generator]
-    assert due.take(2, intervals, stepped=[critic]) == [critic, average]
-    assert due.take(3, intervals, stepped=[critic]) == [critic, average]
-    assert due.take(4, intervals, stepped=[critic]) == []
-    assert due.take(5, intervals, stepped=[critic]) == []
-    assert due.take(5, intervals, stepped=[generator]) == [generator]
-    assert due.take(6, intervals, stepped=[generator]) == []
+    assert due.take_due_modules(1, intervals, stepped=[critic]) == [critic, average]
+    assert due.take_due_modules(1, intervals, stepped=[generator]) == [generator]
+    assert due.take_due_modules(2, intervals, stepped=[critic]) == [critic, average]
+    assert due.take_due_modules(3, intervals, stepped=[critic]) == [critic, average]
+    assert due.take_due_modules(4, intervals, stepped=[critic]) == []
+    assert due.take_due_modules(5, intervals, stepped=[critic]) == []
+    assert due.take_due_modules(5, intervals, stepped=[generator]) == [generator]
+    assert due.take_due_modules(6, intervals, stepped=[generator]) == []

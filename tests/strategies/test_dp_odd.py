@@ -259,7 +259,7 @@ def test_a_weighted_mean_of_each_device_is_said(inside, weight, warnings):
 
     found = said(train)
     assert len(found) == warnings
-    assert all("a device's mean counts by its samples" in text for text in found)
+    assert all("each device's mean is weighted by its number of samples" in text for text in found)
 
 
 @pytest.mark.filterwarnings("ignore:Sparse CSR", "ignore:torch.quantize_per_tensor")

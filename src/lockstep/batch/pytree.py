@@ -485,7 +485,7 @@ def _kind_of_item(item: Any) -> Any:
 
 
 def is_opaque(value: Any) -> bool:
-    """Returns True for an object that moves itself with `.to`.
+    """Returns True for an object with a method `to`: it contains tensors that cannot be found.
 
     A dictionary with `.to`, such as those of tokenizers, is treated as a container instead, so that
     its tensors can be copied ahead and cut.

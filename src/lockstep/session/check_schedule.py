@@ -36,13 +36,13 @@ class DueComparisons:
         self._due_modules: set[nn.Module] = set()
         """The modules that were due, and are not compared yet."""
         self._latest_number = 0
-        """The number of the global batch of the latest call of `take`."""
+        """The number of the global batch of the latest call of `take_due_modules`."""
 
     def optimizer_prepared(self, modules: Collection[nn.Module]) -> None:
         """Remembers the modules that an optimizer trains."""
         self._modules_with_optimizer.update(modules)
 
-    def take(
+    def take_due_modules(
         self,
         number: int,
         interval_of_module: Mapping[nn.Module, int],
@@ -51,7 +51,8 @@ class DueComparisons:
         """Returns the modules to compare now. They are not due any more.
 
         It is called after the step of each optimizer, so several times for a global batch that
-        several optimizers step for.
+        several optimizers step for. A due module is compared when its own optimizer has stepped; a
+        module without an optimizer is compared at once.
 
         Args:
             number: number of the global batch, from 1.
@@ -67,8 +68,9 @@ class DueComparisons:
             if is_new_global_batch and check_due(number, interval):
                 self._due_modules.add(module)
 
-            awaits_its_step = module in self._modules_with_optimizer and module not in stepped
-            if module in self._due_modules and not awaits_its_step:
+            has_optimizer = module in self._modules_with_optimizer
+            awaits_optimizer_step = has_optimizer and module not in stepped
+            if module in self._due_modules and not awaits_optimizer_step:
                 self._due_modules.remove(module)
                 to_compare.append(module)
         return to_compare

@@ -133,6 +133,13 @@ class TrainingPass:
         `untrained`."""
 
     @property
+    def latest_if_untrained(self) -> Delivery | None:
+        """The delivery that was handed out last; None if a backward pass has followed it."""
+        if self.untrained and self.untrained[-1].number_in_pass == self.num_deliveries:
+            return self.untrained[-1]
+        return None
+
+    @property
     def has_stepped_for_current_batch(self) -> bool:
         """True if an optimizer has stepped for the current micro-batch, the last of its step.
 
@@ -161,8 +168,8 @@ class TrainingPass:
         """
         previous_was_trained = self.num_backwards > 0
 
-        # This only explains an error of a later `optimizer.step()`. It need not be a mistake: no
-        # step comes after most micro-batches of a global batch.
+        # Usually this is no mistake: no step comes after most micro-batches of a global batch. Only
+        # if `optimizer.step()` is called too late, its error message explains it by this.
         self.step_left_out = previous_was_trained and not self.stepped
 
         if micro_batch.first:
@@ -239,14 +246,13 @@ def check_order(delivery: Delivery) -> None:
     Args:
         delivery: the delivery on which training is about to begin.
     """
+    # Training on `delivery` has not begun, so `previous` is still the one that the pass trains on.
     training_pass = delivery.training_pass
-    previous = training_pass.being_trained  # the delivery on which the loop has trained until now
+    previous = training_pass.being_trained
     if previous is None:
         return
 
     if delivery.micro_batch.first:
-        # As training on `delivery` has not begun, the pass still counts the backward passes of
-        # `previous`.
         previous_was_skipped = training_pass.num_backwards == 0
         previous_is_last = previous.micro_batch.last
         in_order = previous_is_last or previous_was_skipped
@@ -288,6 +294,13 @@ FETCH_LATER = (
 """Advice if a loop fetches batches ahead."""
 
 
+TO_LEAVE_ONE_OUT = (
+    "to leave one out, multiply its loss by 0, or, where that is NaN, replace the inputs that make "
+    "it so"
+)
+"""Advice if a loop skips a batch that the global batch needs."""
+
+
 def cleared_gradients_error() -> UsageError:
     """Returns the error for gradients that a script has cleared in the middle of a global batch."""
     return UsageError(
@@ -308,8 +321,9 @@ def unknown_source_error(
     samples, so its loss counts differently for each. ..."
 
     Args:
-        possible: the batches that the loss may come from. If there is a single one, the loss may
-            also come from no batch, and would not be weighted then.
+        possible: the batches that the loss may come from. If there is a single one, of which this
+            rank has 3 of 8 samples, the loss may come from it, and needs a factor, or from no batch
+            of a loader, and needs none.
         which_batches: the words after "several batches", here "of a loader that has ended".
         advice: the beginning of the advice.
     """
@@ -332,8 +346,7 @@ def skipped_batch_error() -> UsageError:
         "a loop that skips batches which weigh differently",
         "no backward pass has followed an earlier call of the prepared model, so the loss may come "
         "from several batches, and no single factor is exact for all of them",
-        "call world.backward for every batch; to leave one out, multiply its loss by 0, or, where "
-        "that is NaN, replace the inputs that make it so",
+        f"call world.backward for every batch; {TO_LEAVE_ONE_OUT}",
     )
 
 
@@ -341,6 +354,8 @@ def mixed_sources_error(deliveries: Sequence[Delivery]) -> UsageError:
     """Returns the error for a loss that comes from several batches of different weight.
 
     `World.backward` multiplies each loss by one factor, but each of these batches needs another.
+    For example: "the loss comes from 2 batches, of which this rank has 3 of 8 and 4 of 8 samples:
+    no single factor is exact for all of them on these ranks".
     """
     return UsageError(
         "one world.backward(loss) for batches that weigh differently",

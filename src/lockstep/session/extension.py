@@ -284,48 +284,48 @@ class Extensions(Extension):
             self.listeners[event] = listeners
 
     def module_prepared(self, wrapped: Any) -> None:
-        for tell in self.listeners["module_prepared"]:
-            tell(wrapped)
+        for listener in self.listeners["module_prepared"]:
+            listener(wrapped)
 
     def optimizer_prepared(self, optimizer: Any, modules: Sequence[nn.Module]) -> None:
-        for tell in self.listeners["optimizer_prepared"]:
-            tell(optimizer, modules)
+        for listener in self.listeners["optimizer_prepared"]:
+            listener(optimizer, modules)
 
     def choices_made(self, choices: Sequence[tuple[str, str, str]]) -> None:
-        for tell in self.listeners["choices_made"]:
-            tell(choices)
+        for listener in self.listeners["choices_made"]:
+            listener(choices)
 
     def batches_fetched_ahead(self) -> None:
-        for tell in self.listeners["batches_fetched_ahead"]:
-            tell()
+        for listener in self.listeners["batches_fetched_ahead"]:
+            listener()
 
     def part_is_empty(self) -> None:
-        for tell in self.listeners["part_is_empty"]:
-            tell()
+        for listener in self.listeners["part_is_empty"]:
+            listener()
 
     def begin(self, micro_batch: MicroBatch) -> None:
-        for tell in self.listeners["begin"]:
-            tell(micro_batch)
+        for listener in self.listeners["begin"]:
+            listener(micro_batch)
 
     def delivered(self, batch: DeliveredBatch) -> None:
-        for tell in self.listeners["delivered"]:
-            tell(batch)
+        for listener in self.listeners["delivered"]:
+            listener(batch)
 
     def before_backward(self, loss: Any, micro_batch: MicroBatch) -> None:
-        for tell in self.listeners["before_backward"]:
-            tell(loss, micro_batch)
+        for listener in self.listeners["before_backward"]:
+            listener(loss, micro_batch)
 
     def backward_begins(self, weighted_loss: Tensor, micro_batch: MicroBatch) -> None:
-        for tell in self.listeners["backward_begins"]:
-            tell(weighted_loss, micro_batch)
+        for listener in self.listeners["backward_begins"]:
+            listener(weighted_loss, micro_batch)
 
     def backward_ended(self, micro_batch: MicroBatch) -> None:
-        for tell in self.listeners["backward_ended"]:
-            tell(micro_batch)
+        for listener in self.listeners["backward_ended"]:
+            listener(micro_batch)
 
     def after_backward(self, loss: Any, micro_batch: MicroBatch) -> None:
-        for tell in self.listeners["after_backward"]:
-            tell(loss, micro_batch)
+        for listener in self.listeners["after_backward"]:
+            listener(loss, micro_batch)
 
     def leaf_gradient(
         self,
@@ -333,70 +333,72 @@ class Extensions(Extension):
         parameters: Sequence[Tensor],
         gradients: Sequence[Tensor | None],
     ) -> None:
-        # Called when gradients of a virtual rank are complete. They are called leaves because they
-        # are the leaves of the tree in which the gradients of all virtual ranks are added up:
-        # `(gradient of rank 0 + gradient of rank 1) + (gradient of rank 2 + ...)`.
-        for tell in self.listeners["leaf_gradient"]:
-            tell(micro_batch, parameters, gradients)
+        """Passes on complete gradients of a virtual rank, before they are added to others.
+
+        They are the leaves of the tree in which the gradients of all virtual ranks are added up:
+        `(gradient of rank 0 + gradient of rank 1) + (gradient of rank 2 + ...)`.
+        """
+        for listener in self.listeners["leaf_gradient"]:
+            listener(micro_batch, parameters, gradients)
 
     def before_step(self, optimizer: Optimizer, modules: Sequence[nn.Module]) -> None:
-        for tell in self.listeners["before_step"]:
-            tell(optimizer, modules)
+        for listener in self.listeners["before_step"]:
+            listener(optimizer, modules)
 
     def after_step(self, optimizer: Optimizer, modules: Sequence[nn.Module]) -> None:
-        for tell in self.listeners["after_step"]:
-            tell(optimizer, modules)
+        for listener in self.listeners["after_step"]:
+            listener(optimizer, modules)
 
     def step_finished(self, number: int) -> None:
-        for tell in self.listeners["step_finished"]:
-            tell(number)
+        for listener in self.listeners["step_finished"]:
+            listener(number)
 
     def global_batch_trained(self, modules: Sequence[nn.Module]) -> None:
-        for tell in self.listeners["global_batch_trained"]:
-            tell(modules)
+        for listener in self.listeners["global_batch_trained"]:
+            listener(modules)
 
     def batch_is_done(self) -> None:
-        for tell in self.listeners["batch_is_done"]:
-            tell()
+        for listener in self.listeners["batch_is_done"]:
+            listener()
 
     def pass_ended(self) -> None:
-        for tell in self.listeners["pass_ended"]:
-            tell()
+        for listener in self.listeners["pass_ended"]:
+            listener()
 
     def clear_gradients(self) -> None:
-        for tell in self.listeners["clear_gradients"]:
-            tell()
+        for listener in self.listeners["clear_gradients"]:
+            listener()
 
     def phase_entered(self, phase: str) -> None:
-        for tell in self.listeners["phase_entered"]:
-            tell(phase)
+        for listener in self.listeners["phase_entered"]:
+            listener(phase)
 
     def values_logged(self, sums: Any, open_pass: Any) -> None:
-        for tell in self.listeners["values_logged"]:
-            tell(sums, open_pass)
+        for listener in self.listeners["values_logged"]:
+            listener(sums, open_pass)
 
     def summed(self, value: Any, total: Any) -> None:
-        for tell in self.listeners["summed"]:
-            tell(value, total)
+        for listener in self.listeners["summed"]:
+            listener(value, total)
 
     def settle(self) -> None:
-        for tell in self.listeners["settle"]:
-            tell()
+        for listener in self.listeners["settle"]:
+            listener()
 
     def saving_begins(self) -> None:
-        for tell in self.listeners["saving_begins"]:
-            tell()
+        for listener in self.listeners["saving_begins"]:
+            listener()
 
     def saving_ended(self) -> None:
-        for tell in self.listeners["saving_ended"]:
-            tell()
+        for listener in self.listeners["saving_ended"]:
+            listener()
 
     def release(self) -> None:
-        for tell in self.listeners["release"]:
-            tell()
+        for listener in self.listeners["release"]:
+            listener()
 
     def close(self, failed: bool) -> None:
         # The stack calls all of them, the last one first, even if one raises an error.
         with ExitStack() as stack:
-            for tell in reversed(self.listeners["close"]):
-                stack.callback(tell, failed)
+            for listener in reversed(self.listeners["close"]):
+                stack.callback(listener, failed)

@@ -88,9 +88,10 @@ class OpenPass:
     def includes_logged_value(self, name: str) -> bool:
         """Returns True if a value that the script logs now belongs to this pass.
 
-        A loop logs a name once for each batch. So in `for batch in list(loader):
-        world.log(loss=train_on(batch))` over 5 batches, the first "loss" for batch 5 belongs to the
-        pass. A second "loss" for batch 5 does not: the loop is over.
+        A loop logs a name once for each batch. Example: `list(loader)` fetches all 5 batches, so
+        the loader ends before `for batch in list(loader): world.log(loss=train_on(batch))` begins.
+        The first "loss" for batch 5 belongs to the pass. A second "loss" for batch 5 does not: the
+        loop is over.
 
         Args:
             name: name of the value, for example "loss".
@@ -157,11 +158,16 @@ class LoggedPasses:
             yield open_pass
             self._note_exhausted(open_pass)  # not reached if the loop is left early
         finally:
-            if not open_pass.only_held_batches_remain:  # True only for an exhausted loader
+            # After `_note_exhausted`, it may be True.
+            stays_open = open_pass.only_held_batches_remain
+            if not stays_open:
                 self._close(open_pass)
 
     def _note_exhausted(self, open_pass: OpenPass) -> None:
-        """Records that the loader of a pass has no more batches."""
+        """Records that the loader of a pass has no more batches, and whether the loop holds some.
+
+        If it does, `only_held_batches_remain` becomes True.
+        """
         self.assign_number(open_pass)  # every rank has made this pass, so it is counted
         self.just_ended = open_pass
         if open_pass.training_pass is not None:
@@ -212,11 +218,12 @@ class LoggedPasses:
         # A pass without a number is not counted: the loop has left it, and has logged nothing.
         if open_pass.is_counted:
             self.last_ended = open_pass
-            self.just_ended = open_pass
+            self.just_ended = open_pass  # until a loop gets its next micro-batch
 
         if open_pass.sums is not None:  # the values that the script has logged are complete now
             self._extensions.values_logged(open_pass.sums, open_pass)
 
+        # As this loop is over, the script no longer trains on the batches of exhausted loaders.
         self._close_exhausted()
 
     def _forget_passes_of_earlier_steps(self, num_trained: int) -> None:

@@ -157,18 +157,22 @@ class Step:
         return self.training_pass.micro_batch
 
     @property
+    def _no_pass_is_current(self) -> bool:
+        """True before the first training loop, and once the loaders of all loops have ended."""
+        return self.training_pass is self._pass_without_loader
+
+    @property
     def micro_batch_of_loop(self) -> MicroBatch:
         """The micro-batch that the loop works on.
 
-        After a batch that the loop has skipped (`continue`), training on the next one begins with
-        its forward pass. Until then, `micro_batch` is still the skipped one.
+        Example: the loop has trained on batch 1, skipped batch 2 (`continue`), and got batch 3.
+        Until the forward pass of batch 3, `micro_batch` is that of batch 2. This is that of 3.
         """
         training_pass = self.training_pass
         trains_at_once = training_pass.num_trained > 0 and not training_pass.fetches_ahead
-        if trains_at_once and training_pass.untrained:
-            latest = training_pass.untrained[-1]
-            if latest.number_in_pass == training_pass.num_deliveries:  # it was handed out last
-                return latest.micro_batch
+        latest = training_pass.latest_if_untrained
+        if trains_at_once and latest is not None:
+            return latest.micro_batch
         return training_pass.micro_batch
 
     @property
@@ -201,7 +205,8 @@ class Step:
         if is_being_trained:
             return True
 
-        loader_has_ended = self.training_pass is self._pass_without_loader
+        # A loop that has fetched everything ahead still trains when its loader has ended.
+        loader_has_ended = self._no_pass_is_current
         return loader_has_ended and self._holds_more_of_step(training_pass)
 
     def _holds_more_of_step(self, training_pass: TrainingPass) -> bool:
@@ -244,9 +249,9 @@ class Step:
         self._end_passes_of_ended_loaders()
         training_pass = delivery.training_pass
         self._remember(delivery)
-        training_pass.untrained.append(delivery)
 
-        earlier_ones_are_trained = len(training_pass.untrained) == 1
+        earlier_ones_are_trained = not training_pass.untrained
+        training_pass.untrained.append(delivery)
         if earlier_ones_are_trained:
             # The usual case: the next loss, and the next logged value, are of this delivery.
             training_pass.source_of_loss_is_known = True
@@ -271,11 +276,11 @@ class Step:
 
         For example, the loop has fetched batch 1, has not trained on it, and fetches batch 2. The
         next loss may come from either, so from now on the forward passes show which one is trained.
-        Three attributes of the pass tell what is known:
-        - `untrained`: batches 1 and 2;
-        - `being_trained`, the batch whose factor the next loss gets: batch 1, until a forward pass
-          shows another one;
-        - `batch_in_use`, the batch that the next logged values belong to: batch 1, too.
+        Until they do, the pass has these attributes:
+
+            untrained       batches 1 and 2
+            being_trained   batch 1; batch 2 if the next loss has the same factor in either case
+            batch_in_use    batch 1; batch 2 in what may be an evaluation, or is being trained
         """
         training_pass = delivery.training_pass
         training_pass.source_of_loss_is_known = False
@@ -287,9 +292,8 @@ class Step:
         if may_be_evaluation:
             training_pass.batch_in_use = delivery
 
-        # If the next loss has the same factor in either case, batch 2 is taken for the one that is
-        # trained, without waiting for a forward pass.
-        if self._any_batch_may_be_next(delivery):
+        next_factor_is_known = self._any_batch_may_be_next(delivery)
+        if next_factor_is_known:
             self._begin_delivery(delivery)
 
     def _any_batch_may_be_next(self, latest: Delivery) -> bool:
@@ -319,7 +323,7 @@ class Step:
             self.extensions.part_is_empty()
 
     def module_called(
-        self, storages: Iterable[StorageReference], *, has_gradient: bool = False
+        self, storages: Iterable[StorageReference], *, is_output_of_prepared_module: bool = False
     ) -> None:
         """Records that a prepared module is called with gradients enabled.
 
@@ -328,8 +332,8 @@ class Step:
 
         Args:
             storages: references to the storages of the tensors that the module is called with.
-            has_gradient: True if one of the tensors requires a gradient. It is taken to be the
-                output of another prepared module, whose call has shown the delivery.
+            is_output_of_prepared_module: True if one of the tensors seems to be the output of
+                another prepared module, whose call has shown the delivery.
 
         Raises:
             UsageError: micro-batches are trained in a different order than they were handed out.
@@ -348,7 +352,6 @@ class Step:
 
         # Otherwise the script may have made the tensors from any batch. That is noted for
         # `source_of_loss`, which warns of it if the batches have different factors.
-        is_output_of_prepared_module = has_gradient
         if not deliveries and not is_output_of_prepared_module:
             self._called_without_delivery = True
 
@@ -363,9 +366,9 @@ class Step:
 
         is_being_trained = delivery is pass_of_delivery.being_trained
         if is_being_trained:
-            # The loader may have ended since training on this delivery, its last one, began.
-            no_pass_is_current = self.training_pass is self._pass_without_loader
-            if no_pass_is_current:
+            # In `for batch in loader: pass`, followed by `model(batch)`, the loader has ended since
+            # training on its last batch began.
+            if self._no_pass_is_current:
                 self.training_pass = pass_of_delivery
         else:
             # The loop had fetched the delivery ahead, and training on it begins now.
@@ -376,51 +379,52 @@ class Step:
         pass_of_delivery.source_of_loss_is_known = True
 
     def source_of_loss(self) -> MicroBatch:
-        """Returns the micro-batch that a loss comes from. Called once before each backward pass.
+        """Returns the micro-batch that a loss comes from, and records that it is trained.
+
+        Called once before each backward pass.
 
         Raises:
             UsageError: the loss may come from several micro-batches of different weight.
         """
-        # The deliveries with which modules were called since the last loss. The list is empty in a
-        # loop that fetches nothing ahead: modules need not report their calls there, as the loss is
-        # always of the latest delivery.
-        seen_in_forward = self._seen_in_forward
-        deliveries_of_loss = self._find_deliveries_of_loss(seen_in_forward)
+        deliveries_of_loss = self._find_deliveries_of_loss()
         for delivery in deliveries_of_loss:
-            self._mark_trained(delivery, seen_in_forward=bool(seen_in_forward))
-        self.micro_batch_of_loss = self._micro_batch_giving_factor(seen_in_forward)
+            self._mark_trained(delivery)
+        self.micro_batch_of_loss = self._micro_batch_giving_factor(deliveries_of_loss)
 
-        # The calls of modules before this backward pass say nothing about the next loss. If an
-        # error was raised above, they are kept, so that a second call raises it again.
-        self._seen_in_forward = []
-        self._called_without_delivery = False
+        # If an error was raised above, the calls are kept, so that a second call raises it again.
+        self._forget_calls()
         return self.micro_batch_of_loss
 
-    def _micro_batch_giving_factor(self, seen_in_forward: list[Delivery]) -> MicroBatch:
+    def _forget_calls(self) -> None:
+        """Forgets calls of modules before a backward pass: the next loss does not follow them."""
+        self._seen_in_forward = []
+        self._called_without_delivery = False
+
+    def _micro_batch_giving_factor(self, deliveries_of_loss: list[Delivery]) -> MicroBatch:
         """Returns the micro-batch whose factor a loss gets: usually the one being trained.
 
         In a loop over two loaders, the micro-batch being trained may be of one loader and the loss
-        of the other. Then any delivery with which modules were called gives the factor, as all of
-        them have the same.
+        of the other. Then any delivery of the loss gives the factor, as all have the same.
         """
         current_pass = self.training_pass
-        if not seen_in_forward or seen_in_forward[0].training_pass is current_pass:
+        passes_of_loss = [delivery.training_pass for delivery in deliveries_of_loss]
+        if not passes_of_loss or current_pass in passes_of_loss:
             return current_pass.micro_batch
-        return seen_in_forward[0].micro_batch
+        return deliveries_of_loss[0].micro_batch
 
-    def _find_deliveries_of_loss(self, seen_in_forward: list[Delivery]) -> list[Delivery]:
+    def _find_deliveries_of_loss(self) -> list[Delivery]:
         """Returns the deliveries that a loss comes from.
-
-        Args:
-            seen_in_forward: deliveries with which modules were called since the last backward pass.
 
         Raises:
             UsageError: the loss may come from several deliveries of different weight.
         """
+        # In a loop that fetches nothing ahead, modules need not report their calls.
+        seen_in_forward = self._seen_in_forward
         if not seen_in_forward:
             self._raise_if_possible_sources_differ()
             return self._next_of_each_pass()
 
+        # The loss may come from some of them only: the loop has skipped the others (`continue`).
         if not weigh_the_same(seen_in_forward):
             return self._without_skipped(seen_in_forward)
 
@@ -444,15 +448,20 @@ class Step:
             UsageError: the loss may come from several deliveries of different weight.
         """
         held = still_referenced(seen_in_forward)
-        if len(held) == len(seen_in_forward):
+        none_was_skipped = len(held) == len(seen_in_forward)
+        if none_was_skipped:
             raise mixed_sources_error(seen_in_forward)
 
-        # A skipped batch of a virtual rank is noticed before the optimizer's step. Without virtual
-        # ranks, nothing would notice a loss that comes from a batch that is not held any more.
-        has_virtual_ranks = all(each.micro_batch.virtual_rank is not None for each in held)
-        if held and weigh_the_same(held) and has_virtual_ranks:
-            return held
-        raise skipped_batch_error()
+        held_ones_give_factor = len(held) > 0 and weigh_the_same(held)
+        if not held_ones_give_factor:
+            raise skipped_batch_error()
+
+        # The loss may come from a batch that is not held any more, after all. With virtual ranks,
+        # an error before the optimizer's step names the one without a backward pass. Without them,
+        # nothing would notice the mistake.
+        if any(delivery.micro_batch.virtual_rank is None for delivery in held):
+            raise skipped_batch_error()
+        return held
 
     def _next_of_each_pass(self) -> list[Delivery]:
         """Returns the deliveries that a loss is taken to come from if no forward pass has shown it.
@@ -463,21 +472,21 @@ class Step:
         next_deliveries = [next_trained(training_pass) for training_pass in self._passes]
         return [delivery for delivery in next_deliveries if delivery is not None]
 
-    def _mark_trained(self, delivery: Delivery, *, seen_in_forward: bool) -> None:
-        """Records that the backward pass of a delivery begins.
-
-        Args:
-            delivery: the delivery that is trained.
-            seen_in_forward: True if a module was called with its tensors.
-        """
+    def _mark_trained(self, delivery: Delivery) -> None:
+        """Records that the backward pass of a delivery begins."""
         training_pass = delivery.training_pass
         training_pass.batch_in_use = delivery
         training_pass.num_trained += 1
-        if delivery.number_in_pass < training_pass.num_deliveries:
+        later_one_was_fetched = delivery.number_in_pass < training_pass.num_deliveries
+        if later_one_was_fetched:
             training_pass.fetches_ahead = True
         if delivery in training_pass.untrained:
             training_pass.untrained.remove(delivery)
-        if not seen_in_forward:
+
+        # Without a forward pass that was seen, it is not certain that this delivery is trained, so
+        # no earlier one is known to be skipped.
+        was_seen_in_forward = delivery in self._seen_in_forward
+        if not was_seen_in_forward:
             return
 
         # Example: batch 3 is trained now. No backward pass was made for batch 2, and the script
@@ -496,9 +505,8 @@ class Step:
 
         Called if no forward pass has shown which delivery the loss comes from.
         """
-        # Outside of all loops, this pass is the current one. The script may hold batches of a
-        # loader that has ended.
-        if self.training_pass is self._pass_without_loader:
+        # Outside of all loops, the script may hold batches of a loader that has ended.
+        if self._no_pass_is_current:
             self._check_loss_is_of_no_loader()
             return
 
@@ -555,7 +563,8 @@ class Step:
         """Warns once if a loss may also come from a batch of another loader, of different weight.
 
         For example, the loss is `f(a) + f(b.half())`, with batches `a` and `b` of two loaders. Only
-        `a` is recognised. This rank has 4 of its 8 samples, and 3 of the 8 samples of `b`.
+        `a` is recognised, so the whole loss gets the factor of `a`. This rank has 4 of the 8
+        samples of `a`, and 3 of the 8 samples of `b`, so `f(b.half())` needs another factor.
 
         Args:
             recognised: the batch with which a forward pass was called.
@@ -595,7 +604,10 @@ class Step:
         table = self._delivery_by_storage
         for storage in delivery.storages:
             is_shared_by_several = storage in table and table[storage] is not delivery
-            table[storage] = None if is_shared_by_several else delivery
+            if is_shared_by_several:
+                table[storage] = None  # the storage identifies none of them from now on
+            else:
+                table[storage] = delivery
 
         if len(table) >= self._prune_at_size:
             self._forget_freed_storages()
@@ -633,12 +645,12 @@ class Step:
         Raises:
             UsageError: two loaders are trained on, and the optimizer steps at different times.
         """
-        # The virtual rank of the loader's micro-batch stays known, even if it is trained without.
+        # Stored first, because the micro-batch of a common step loses it below.
         self.virtual_rank = micro_batch.virtual_rank
         is_common_step = self.number < self.num_common_steps
         if is_common_step:
             micro_batch = micro_batch.without_virtual_rank()
-        self._check_fits_other_passes(training_pass, micro_batch)  # may raise an error
+        self._prepare_for_other_passes(training_pass, micro_batch)  # may raise an error
 
         if self._first_batch_at_s is None:
             self._first_batch_at_s = time.perf_counter()
@@ -667,10 +679,10 @@ class Step:
         training_pass.previous_begun_at = training_pass.begun_at
         training_pass.begun_at = self._num_begun
 
-    def _check_fits_other_passes(
+    def _prepare_for_other_passes(
         self, training_pass: TrainingPass, micro_batch: MicroBatch
     ) -> None:
-        """Checks that a micro-batch can be trained together with those of other open passes.
+        """Prepares for training on a micro-batch together with those of other open passes.
 
         If these micro-batches have different factors for their losses, the forward passes of the
         prepared modules are watched from now on, to show which micro-batch a loss comes from.
@@ -693,8 +705,8 @@ class Step:
     def end_pass(self, training_pass: TrainingPass, *, exhausted: bool = False) -> None:
         """Ends a pass. If it ended in the middle of a global batch, gradients are cleared.
 
-        The script may go on to train on batches of the pass that it holds. They are remembered, so
-        that their losses are recognised.
+        The script may have kept batches of the pass, and train on them later. They are remembered,
+        so that their losses are recognised.
 
         Args:
             training_pass: the pass.
@@ -710,7 +722,7 @@ class Step:
             self.training_pass = self._passes[-1]
         else:
             self.training_pass = self._pass_without_loader
-            self.virtual_rank = None
+            self.virtual_rank = None  # only batches of a loader belong to one
 
         if training_pass.leaves_gradients():
             self.extensions.clear_gradients()
@@ -725,7 +737,8 @@ class Step:
           pass that ended last.
         - `_trainable_beside_open_passes` is used while another pass is open: in a loop over
           `zip(itertools.cycle(one), other)`, the pass over `one` ends, and the loop trains on its
-          batches again. So a loss may come from any pass that has ended since this loop began.
+          batches again. So a loss may come from any pass that has ended since this loop began. Here
+          the list holds the batches of `one` until the pass over `other` has ended, too.
         """
         trainable = self._still_trainable(ended_pass)
         self._trainable_between_passes = trainable
@@ -734,7 +747,7 @@ class Step:
         if another_pass_is_open:
             all_trainable = [*self._trainable_beside_open_passes, *trainable]
             self._trainable_beside_open_passes = still_referenced(all_trainable)
-        else:
+        else:  # no loop is open that could train on batches of an ended pass
             self._trainable_beside_open_passes = []
 
         some_losses_are_weighted = any(not delivery.micro_batch.plain for delivery in trainable)
@@ -780,7 +793,8 @@ class Step:
         # A loss without weight adds 0, although it may be NaN. So does the loss of a micro-batch
         # that another process has, and this one repeats to check a device.
         has_no_weight = scale == 0.0
-        only_checks_device = self.training_pass.micro_batch.is_repeat
+        current_micro_batch = self.micro_batch
+        only_checks_device = current_micro_batch.is_repeat
         if has_no_weight or only_checks_device:
             loss_to_add = weighted_loss.new_zeros(())
         else:
@@ -800,6 +814,8 @@ class Step:
             process   weighted losses of its virtual ranks   its sum
             0         1.0 and 3.0                            (1.0 + 3.0) / 2 = 2.0
             1         5.0 and 7.0                            (5.0 + 7.0) / 2 = 6.0
+
+            loss of the global batch: (2.0 + 6.0) / 2 = 4.0
 
         The loss for the backward pass is not divided, as gradients are averaged over the virtual
         ranks.
@@ -849,8 +865,9 @@ class Step:
         a loader every step is counted.
         """
         training_pass = self.training_pass
-        is_first_step_of_global_batch = not training_pass.stepped  # which is reset at the next one
-        is_outside_of_loader = training_pass is self._pass_without_loader
+        # `stepped` becomes False again when the next global batch begins.
+        is_first_step_of_global_batch = not training_pass.stepped
+        is_outside_of_loader = self._no_pass_is_current
         if is_first_step_of_global_batch or is_outside_of_loader:
             self.extensions.step_finished(self.number)  # the first global batch has the number 0
             self.number += 1
@@ -860,8 +877,8 @@ class Step:
         training_pass.stepped = True
         training_pass.ever_stepped = True
         for other in self._passes:
-            # A loop over `zip(one, other)` makes one step for the batches of both, so neither of
-            # the passes is an evaluation.
+            # A loop over `zip(one, other)` makes one step for the batches of both. So both passes
+            # are trained on, and neither is taken for an evaluation.
             if _are_fetched_together(other, training_pass):
                 other.ever_stepped = True
 
@@ -870,7 +887,8 @@ class Step:
 
         A loop over `zip(one, other)` trains on a batch of each, and then the optimizer steps. The
         step is for both, but it is recorded only in the pass over `other`, which was fetched last.
-        So for the pass over `one`, that pass is looked at, too.
+        So for the pass over `one`, the answer is also True if the pass over `other` has recorded
+        it.
         """
         if not training_pass.micro_batch.last:
             return False

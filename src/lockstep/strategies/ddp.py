@@ -174,22 +174,27 @@ class DDP(base.Strategy):
             choices.append(Choice("ddp", "not wrapped", "no parameter to train"))
             return base.PreparedModule(module=module, choices=choices)
 
-        # What makes the results differ from those of one device, if `verify` has switched it off.
-        chosen_difference = ""
-        if self.compress is not None and run.settings.uncompressed:
-            chosen_difference = f"gradients are sent as {self.compress}"
-
         compress = self._compression(module, run)
         wrapped = self._make_wrapper(module, run, compress, is_on_several_gpus=is_on_several_gpus)
         return base.PreparedModule(
             module=wrapped,
             choices=choices + self._gradient_choices(module, run, compress),
-            chosen_difference=chosen_difference,
+            chosen_difference=self._chosen_difference(run),
             equal_tensors=lambda: [base.EqualTensors.of(module)],
             check_every=self.check_every,
             extensions=self._extensions(module, wrapped, run),
             compressed=wrapped.compressed,
         )
+
+    def _chosen_difference(self, run: Run) -> str:
+        """Returns which option `lockstep verify` has switched off in this run; "" if none.
+
+        `verify` compares runs without compression, and then says that this option of the user makes
+        the results differ from those of one device.
+        """
+        if self.compress is not None and run.settings.uncompressed:
+            return f"gradients are sent as {self.compress}"
+        return ""
 
     def _make_wrapper(
         self,
@@ -229,7 +234,11 @@ class DDP(base.Strategy):
     def _gradient_choices(
         self, module: nn.Module, run: Run, compress: Compression | None
     ) -> list[Choice]:
-        """Returns the printed lines about how gradients are averaged."""
+        """Returns the printed lines about how gradients are averaged.
+
+        A line has a name, a value and a reason, for example
+        "compression: int8 (gradients between 2 machines; not the numbers of one device)".
+        """
         num_bytes = _gradient_bytes(module)
         reason = "averaged in buckets during backward, in place"
         choices = [
@@ -247,8 +256,9 @@ class DDP(base.Strategy):
     def _extensions(self, module: nn.Module, wrapped: ExactDDP, run: Run) -> list[Extension]:
         """Returns the extensions that handle the events of each step, in the order of their calls.
 
-        With virtual ranks, the first extension sums gradients over the virtual ranks, and the
-        second makes buffers equal. The last one is always `_StepsUnderDDP`.
+        Without virtual ranks, there is only `_StepsUnderDDP`, which also makes buffers equal. With
+        virtual ranks, the first extension sums gradients over the virtual ranks, and the second
+        makes buffers equal, so `_StepsUnderDDP` does not (None).
 
         Args:
             module: the user's module.
@@ -266,19 +276,18 @@ class DDP(base.Strategy):
             )
             return [_StepsUnderDDP(wrapped, moving_buffers)]
 
-        # `VirtualRankBuffers` averages buffers, including those that the user has chosen. After
-        # that it gives all others the values of rank 0, by `MovingBuffers`.
-        virtual_rank_buffers = VirtualRankBuffers(
+        buffers = VirtualRankBuffers(
             module, virtual_ranks.tree, run.step, self.average_buffers, prepared=wrapped
         )
-        virtual_rank_buffers.moving_buffers = MovingBuffers(
+        # The buffers that `VirtualRankBuffers` does not average get the values of rank 0.
+        buffers.moving_buffers = MovingBuffers(
             module,
             run.step,
             average=(),
-            left_out=virtual_rank_buffers.combined_names,
+            left_out=buffers.combined_names,
             strategy=type(self).__name__,
         )
-        return [virtual_ranks, virtual_rank_buffers, _StepsUnderDDP(wrapped, None)]
+        return [virtual_ranks, buffers, _StepsUnderDDP(wrapped, moving_buffers=None)]
 
     def backward(
         self, modules: Sequence[nn.Module], loss: Tensor, precision: Precision, **options: Any
@@ -319,6 +328,8 @@ class DDP(base.Strategy):
         if self.compress is None or run.settings.uncompressed:
             return None
 
+        # Under fp16 the loss is multiplied by a scale that changes from step to step. So what is
+        # lost in one step would have another scale than the gradients of the next.
         if self.compress != "bf16" and run.settings.precision == "fp16":
             raise SettingError(
                 f"compress={self.compress!r} with precision='fp16'",
@@ -565,9 +576,9 @@ class ExactDDP(base.ModuleWrapper, DistributedDataParallel):
                 "close at the very end, or evaluate under torch.no_grad()",
             )
 
-        # An ExactDDP may be around this one: a module that calls its own wrapper again, or the
-        # wrapper of a module with other parameters. Any other DDP averages the gradients of these
-        # parameters a second time.
+        # Another DDP class around this one would average these gradients a second time. An ExactDDP
+        # may be around it: that of a module with other parameters, or, if a module calls its own
+        # wrapper, this one itself.
         outer = enclosing_ddp()
         is_inside_other_class = outer is not None and not isinstance(outer, ExactDDP)
         if is_inside_other_class:
@@ -646,32 +657,29 @@ class ExactDDP(base.ModuleWrapper, DistributedDataParallel):
         """Prepares torch for the backward pass that is about to run.
 
         Each forward pass prepares torch's reducer, which sends the gradients, for one backward pass
-        through the outputs of this forward pass. What is left to do depends on the number of
-        forward passes since the previous backward pass:
-
-        - 1, as in most loops: nothing.
-        - 0, as the loop calls `backward` twice: the reducer must be prepared again.
-        - 2 or more: the reducer is only prepared for the outputs of the last forward pass. It must
-          be prepared for those of all.
+        through the outputs of this forward pass. For other backward passes it is prepared here.
 
         Args:
             loss: the tensor on which `backward` is about to be called.
         """
         forwards_since_backward = self._guard.begin_backward()
-        if not self.require_backward_grad_sync:
+        sends_gradients = self.require_backward_grad_sync
+        if not sends_gradients:
             return
 
-        traffic.sent += self._bytes_to_count
+        traffic.sent += self._bytes_to_count  # by torch's own all-reduce in this backward pass
 
         # If no forward pass has run since the module was prepared, the loss does not depend on it.
         has_ever_run_forward = self._guard.num_forwards > 0
         if not has_ever_run_forward:
             return
 
-        reducer_is_prepared = forwards_since_backward == 1
+        reducer_is_prepared = forwards_since_backward == 1  # as in most loops
         if reducer_is_prepared:
             return
 
+        # 0: the loop calls `backward` twice, so the reducer must be prepared again. 2 or more: the
+        # reducer is only prepared for the outputs of the last forward pass, instead of all.
         await_another_backward(self, self._roots_for_unused_parameters(loss))
 
     def _roots_for_unused_parameters(self, loss: Tensor) -> list[Tensor]:
@@ -697,7 +705,8 @@ class ExactDDP(base.ModuleWrapper, DistributedDataParallel):
         if not is_own_hook:
             self._check_accepts_users_hook()
 
-        # From now on the given hook averages the gradients, and counts the bytes that it sends.
+        # The given hook replaces torch's own averaging, whose bytes this class counts. (A hook of
+        # Lockstep counts its bytes itself, and those of a user's hook are not counted.)
         self._averager_to_register = None
         self._bytes_to_count = 0
         super().register_comm_hook(state, hook)
@@ -745,10 +754,7 @@ class ExactDDP(base.ModuleWrapper, DistributedDataParallel):
         Raises:
             UsageError: gradients were not averaged, or some parameters have no gradient.
         """
-        num_forwards = self._guard.num_forwards
-        num_forwards_before = self._forwards_at_last_step.get(id(optimizer), 0)
-        self._forwards_at_last_step[id(optimizer)] = num_forwards  # for the next step
-        has_run_forward = num_forwards > num_forwards_before
+        has_run_forward = self._has_run_forward_since_last_step(optimizer)
 
         trained = self._trainable_parameters_of(optimizer)
         missing = [name for name, parameter in trained if parameter.grad is None]
@@ -770,6 +776,15 @@ class ExactDDP(base.ModuleWrapper, DistributedDataParallel):
             self._check_not_replaced(trained)
             # Raises another one unless an option allows a loss that does not use all parameters.
             self._check_may_be_missing(trained, missing)
+
+    def _has_run_forward_since_last_step(self, optimizer: Optimizer) -> bool:
+        """Returns True if the wrapper has run forward since the optimizer's previous step.
+
+        Called once in each step: the next call counts the forward passes from this one on.
+        """
+        num_forwards_before = self._forwards_at_last_step.get(id(optimizer), 0)
+        self._forwards_at_last_step[id(optimizer)] = self._guard.num_forwards
+        return self._guard.num_forwards > num_forwards_before
 
     def _trainable_parameters_of(self, optimizer: Optimizer) -> list[tuple[str, nn.Parameter]]:
         """Returns the names and trainable parameters of this module that an optimizer holds."""

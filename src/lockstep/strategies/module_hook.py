@@ -30,5 +30,6 @@ def report_inputs(step: Step, inputs: Any) -> None:
         inputs: the arguments of the call.
     """
     if torch.is_grad_enabled():
-        has_gradient = any(tensor.requires_grad for tensor in tensors(inputs))
-        step.module_called(storage_references(inputs), has_gradient=has_gradient)
+        # A tensor that requires a gradient is taken for the output of another prepared module.
+        requires_grad = any(tensor.requires_grad for tensor in tensors(inputs))
+        step.module_called(storage_references(inputs), is_output_of_prepared_module=requires_grad)

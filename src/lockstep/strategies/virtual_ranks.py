@@ -30,7 +30,7 @@ from lockstep.communication.tree_sum import TreeSums
 from lockstep.distributed.process_group import Run
 from lockstep.errors import LockstepError, UsageError, add_note_once
 from lockstep.language import translate_sentences
-from lockstep.session.delivery import cleared_gradients_error
+from lockstep.session.delivery import TO_LEAVE_ONE_OUT, cleared_gradients_error
 from lockstep.session.extension import Extension
 from lockstep.session.micro_batch import MicroBatch
 from lockstep.session.step import Step
@@ -523,8 +523,7 @@ def skipped_error(micro_batch: MicroBatch) -> UsageError:
         "a loop that skips batches, with virtual_ranks",
         f"no backward pass has followed the batch of virtual rank "
         f"{micro_batch.virtual_rank_number}, so its part of the gradient is missing",
-        "call world.backward for every batch; to leave one out, multiply its loss by 0, or, where "
-        "that is NaN, replace the inputs that make it so",
+        f"call world.backward for every batch; {TO_LEAVE_ONE_OUT}",
     )
 
 

@@ -53,7 +53,9 @@ class EqualModelsCheck(Check):
             if wrapped.check_every > 0:  # 0: the strategy wants no comparison
                 interval_of_module[wrapped.module] = wrapped.check_every
 
-        to_compare = self._due_comparisons.take(number, interval_of_module, stepped=modules)
+        to_compare = self._due_comparisons.take_due_modules(
+            number, interval_of_module, stepped=modules
+        )
         for wrapped in self.wrapped:
             if wrapped.module in to_compare:
                 # The strategy names the tensors that must have the same bits on a group of ranks.

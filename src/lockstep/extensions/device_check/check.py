@@ -246,7 +246,9 @@ class DeviceCheck(Extension):
         interval_of_module = {}
         for wrapped in self._modules:
             interval_of_module[wrapped.module] = wrapped.check_every or CHECK_EVERY
-        if self._due_comparisons.take(self._step.number, interval_of_module, stepped=modules):
+        if self._due_comparisons.take_due_modules(
+            self._step.number, interval_of_module, stepped=modules
+        ):
             self._compare_states()
 
     def pass_ended(self) -> None:

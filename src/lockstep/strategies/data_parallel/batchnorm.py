@@ -85,7 +85,8 @@ class BatchNormOverReplicas:
 def synchronise_batchnorm(module: nn.Module) -> BatchNormNames:
     """Makes BatchNorm layers in a module take their statistics from the samples of all replicas.
 
-    As in `sync_batchnorm.convert`, layers with their own forward are left unchanged.
+    As in `sync_batchnorm.convert`, layers with their own forward are left unchanged. A module may
+    come here twice: its layers then have a `BatchNormOverReplicas` as their own forward already.
 
     Returns:
         The names of the layers that were converted, and of those that were not.
@@ -97,18 +98,15 @@ def synchronise_batchnorm(module: nn.Module) -> BatchNormNames:
 
         layer: Any = part
         is_sync_batchnorm = isinstance(layer, sync_batchnorm.SyncBatchNorm)
-        if is_sync_batchnorm or sync_batchnorm.has_no_method_of_user(layer):
+        can_be_converted = is_sync_batchnorm or sync_batchnorm.has_no_method_of_user(layer)
+        was_converted = isinstance(vars(layer).get("forward"), BatchNormOverReplicas)
+        if can_be_converted:
             layer.forward = BatchNormOverReplicas(layer, name)
             layer.last_forward_met_replicas = False  # True after a forward pass with all replicas
             names.converted.append(name)
-            continue
-
-        # The layer has its own forward. This function may have set it, for another DataParallel
-        # that the module was wrapped in before.
-        own_forward = vars(layer).get("forward")
-        if isinstance(own_forward, BatchNormOverReplicas):
+        elif was_converted:
             names.converted.append(name)
-        else:
+        else:  # the user's class has its own forward
             names.left_alone.append(name)
 
     return names

@@ -41,26 +41,38 @@ def parse_device_ids(
         return [], replicas
 
     # By default all visible GPUs are used, which may be none.
-    num_visible = torch.cuda.device_count()
-    numbers_or_devices = range(num_visible) if device_ids is None else device_ids
+    if device_ids is None:
+        device_ids = range(torch.cuda.device_count())
+    devices = _parse_gpus(device_ids)
+    num_replicas = max(1, len(devices))  # without GPUs, one replica on the module's own device
+    return devices, num_replicas
 
-    if not _is_list(numbers_or_devices):  # the user has given 0 instead of [0], for example
+
+def _parse_gpus(device_ids: Any) -> list[torch.device]:
+    """Converts `device_ids` to GPUs.
+
+    Args:
+        device_ids: the argument, which may be anything.
+
+    Raises:
+        SettingError: it is no list of different visible GPUs.
+    """
+    if not _is_list(device_ids):  # the user has given 0 instead of [0], for example
         raise _device_ids_error(device_ids)
 
-    numbers_or_devices = list(numbers_or_devices)  # an iterator can be read only once
+    numbers_or_devices = list(device_ids)  # an iterator can be read only once
     try:
         devices = [_to_device(number_or_device) for number_or_device in numbers_or_devices]
     except _NO_DEVICE_ERRORS:
         raise _device_ids_error(numbers_or_devices) from None
 
-    # torch stores an index in one byte, so 900 becomes a negative number. It is out of range, too.
-    all_visible = all(d.type == "cuda" and d.index in range(num_visible) for d in devices)
+    # (torch stores an index in one byte: 900 becomes a negative number, which is not visible.)
+    visible_indices = range(torch.cuda.device_count())
+    all_are_visible_gpus = all(d.type == "cuda" and d.index in visible_indices for d in devices)
     has_duplicates = len(set(devices)) < len(devices)
-    if not all_visible or has_duplicates:
+    if not all_are_visible_gpus or has_duplicates:
         raise _device_ids_error(numbers_or_devices)
-
-    num_replicas = max(1, len(devices))  # without GPUs, one replica on the module's own device
-    return devices, num_replicas
+    return devices
 
 
 def _is_list(device_ids: Any) -> bool:

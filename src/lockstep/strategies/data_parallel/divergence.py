@@ -137,8 +137,10 @@ def warn_of_state(modules: Sequence[nn.Module], state_before: ForwardState) -> N
     names: list[str] = []  # the state to warn of
     for key in keys:
         name, _ = key
+        if name in names:  # because of another index in the same container
+            continue
         tensors = [state.get(key) for state in states]  # None where a replica does not have it
-        if name not in names and _needs_warning(tensors, state_before.get(key)):
+        if _needs_warning(tensors, state_before.get(key)):
             names.append(name)
 
     if not names:
@@ -146,8 +148,9 @@ def warn_of_state(modules: Sequence[nn.Module], state_before: ForwardState) -> N
 
     warn(
         f"a module on {len(modules)} replicas that keeps {join_first(names, 4)}",
-        "each replica makes its own from its samples, and only that of the first replica stays; a "
-        "list gets an entry from each replica, and a dictionary keeps that of the last one",
+        "each replica computes its own value from its samples, and only that of the first replica "
+        "stays; a list gets an entry from each replica, and a dictionary keeps that of the last "
+        "one",
         "return what the loss needs from forward, so that it is joined",
         code="LS310",
     )

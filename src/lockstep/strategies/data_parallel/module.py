@@ -370,14 +370,15 @@ class DataParallel(nn.DataParallel[nn.Module]):
             sizes=[replica.num_samples for replica in replicas],
             dim=self.dim,
             device=device,
-            tensor_numbers=[_numbers_of_tensors(replica.module) for replica in replicas],
+            # They recognise a parameter or buffer that every replica returns as it is.
+            state_numbers=[_number_state(replica.module) for replica in replicas],
         )
         output = join_trees(outputs, join_leaf)
         self.returned_mean = any(_is_computed_loss(tensor) for tensor in tensors(output))
         return output
 
 
-def _numbers_of_tensors(module: nn.Module) -> dict[int, int]:
+def _number_state(module: nn.Module) -> dict[int, int]:
     """Numbers the parameters and buffers of a replica: `{id(weight): 0, id(bias): 1}`.
 
     All replicas have them in the same order, so copies of one parameter have the same number. If

@@ -12,7 +12,6 @@ import copy
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import chain
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -235,6 +234,9 @@ def _rebind(forward: Any, original: nn.Module, new_module: nn.Module | None) -> 
 def _rebind_object(forward: Any, original: nn.Module, new_module: nn.Module | None) -> Any:
     """Returns a copy of an object whose attributes refer to the copy of a module; see `_rebind`.
 
+    For example, the attributes of a wrapper are `module`, the original, and `forward`, a method of
+    the original. In the result they are the copy, and the same method of the copy.
+
     Args:
         forward: an object that is used as the `forward` of the original. `_can_be_rebound` has
             checked that it has attributes.
@@ -299,7 +301,10 @@ class Broadcast(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, devices: list[torch.device], *tensors: Tensor) -> tuple[Tensor, ...]:
-        """Returns copies of the tensors: those on `devices[0]`, then those on `devices[1]`, ..."""
+        """Returns copies of the tensors: those on `devices[0]`, then those on `devices[1]`, ...
+
+        For the tensors a and b on 2 devices, these are `(a0, b0, a1, b1)`.
+        """
         ctx.home = tensors[0].device
         ctx.num_tensors = len(tensors)
         ctx.set_materialize_grads(False)
@@ -307,13 +312,17 @@ class Broadcast(torch.autograd.Function):
 
         # torch's function broadcasts from the first device of the list, here the device of the
         # tensors. It returns a list for each device; the first list has the tensors themselves.
-        _, *copies_of_devices = broadcast_coalesced(tensors, [ctx.home, *devices])
-        copies = tuple(chain.from_iterable(copies_of_devices))
+        tensors_of_devices = broadcast_coalesced(tensors, [ctx.home, *devices])
+        frozen: list[Tensor] = []
+        copies_of_all: list[Tensor] = []
+        for copies_on_device in tensors_of_devices[1:]:
+            copies_of_all += copies_on_device
+            for copied, is_needed in zip(copies_on_device, needs_gradient, strict=True):
+                if not is_needed:
+                    frozen.append(copied)
 
-        needed_copies = [*needs_gradient] * len(devices)
-        frozen = [c for c, is_needed in zip(copies, needed_copies, strict=True) if not is_needed]
         ctx.mark_non_differentiable(*frozen)
-        return copies
+        return tuple(copies_of_all)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -325,8 +334,9 @@ class Broadcast(torch.autograd.Function):
         """
         gradients_of_tensors: list[list[Tensor]] = []
         for index in range(ctx.num_tensors):
-            # The copies of a tensor, one on each device, are `num_tensors` apart. The gradient of a
-            # copy is None if the replica has not used it.
+            # For the tensors a and b on 2 devices, the gradients are those of a0, b0, a1 and b1. So
+            # those of a are `gradients[0::2]`. The gradient of a copy is None if the replica has
+            # not used it.
             gradients_of_copies = gradients[index :: ctx.num_tensors]
             used = [gradient for gradient in gradients_of_copies if gradient is not None]
             gradients_of_tensors.append(used)
@@ -410,6 +420,7 @@ def _sum_bucket(
     views = torch.split(total, [shape.numel() for shape in shapes])
 
     for index, shape, view in zip(bucket, shapes, views, strict=True):
+        # Otherwise a write to one of the sums would count as a write to all of the bucket.
         sums[index] = _with_own_write_count(view).view(shape)
 
 
@@ -452,8 +463,8 @@ def copy_state_back(
 ) -> None:
     """Copies the buffers and new attributes of a replica back to the original module.
 
-    This is done if the original did not run in a forward pass. It then has the same buffers and
-    attributes as if it had run.
+    This is done if the home device got no samples, so that the original has not run in a forward
+    pass. It then has the same buffers and attributes as if it had run.
 
     Args:
         module: the original module.
@@ -462,22 +473,38 @@ def copy_state_back(
             `attributes(replica)`.
         home: the device of the original.
     """
-    part_of_replica = dict(replica.named_modules())
-
-    # Attributes that the forward pass has set.
     for path, attributes_before in before.items():
         original_part = module.get_submodule(path)
-        for name, value in vars(part_of_replica[path]).items():
-            is_unchanged = name in attributes_before and attributes_before[name] is value
-            if not is_unchanged:
-                # (`to` copies a tensor only if it is on another device.)
-                vars(original_part)[name] = map_tensors(value, lambda tensor: tensor.to(home))
+        part_of_replica = replica.get_submodule(path)
+        _copy_new_attributes_back(original_part, part_of_replica, attributes_before, home)
 
+    parts_of_replica = dict(replica.named_modules())
     with torch.no_grad():
         for path, original_part in module.named_modules():
             original_buffers = members(original_part).buffers  # the dict that the module uses
-            for name, new_buffer in members(part_of_replica[path]).buffers.items():
+            for name, new_buffer in members(parts_of_replica[path]).buffers.items():
                 _copy_buffer_back(original_buffers, name, new_buffer, home)
+
+
+def _copy_new_attributes_back(
+    original_part: nn.Module,
+    part_of_replica: nn.Module,
+    attributes_before: dict[str, Any],
+    home: torch.device,
+) -> None:
+    """Copies the attributes that a forward pass has set in a submodule of a replica.
+
+    Args:
+        original_part: the submodule of the original, which gets them.
+        part_of_replica: the submodule of the replica.
+        attributes_before: the attributes of `part_of_replica` before the forward pass.
+        home: the device of the original.
+    """
+    for name, value in vars(part_of_replica).items():
+        is_unchanged = name in attributes_before and attributes_before[name] is value
+        if not is_unchanged:
+            # (`to` copies a tensor only if it is on another device.)
+            vars(original_part)[name] = map_tensors(value, lambda tensor: tensor.to(home))
 
 
 def _copy_buffer_back(

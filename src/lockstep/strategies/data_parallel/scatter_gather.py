@@ -69,9 +69,9 @@ def _check_can_be_split(leaf: Any, num_replicas: int) -> None:
         is_allowed = _is_splittable_tensor(leaf)
     else:
         kind = type(leaf).__name__
-        # An opaque object has a method `to`, so it contains tensors, but they cannot be found. A
-        # module has this method as well, but contains no samples. It is passed on as a whole.
-        is_allowed = isinstance(leaf, nn.Module) or not is_opaque(leaf)
+        # A module contains no samples, so it is passed on as a whole.
+        contains_samples = is_opaque(leaf) and not isinstance(leaf, nn.Module)
+        is_allowed = not contains_samples
 
     if not is_allowed:
         raise DataError(
@@ -140,7 +140,7 @@ def gather_leaf(
     sizes: Sequence[int],
     dim: int,
     device: torch.device,
-    tensor_numbers: Sequence[Mapping[int, int]],
+    state_numbers: Sequence[Mapping[int, int]],
 ) -> Any:
     """Joins what the replicas returned at one place of their outputs; see `DataParallel`.
 
@@ -149,7 +149,7 @@ def gather_leaf(
         sizes: the number of samples of each replica.
         dim: the dimension of the samples.
         device: the device of the result.
-        tensor_numbers: for each replica, a number for each of its parameters and buffers, by the
+        state_numbers: for each replica, a number for each of its parameters and buffers, by the
             `id` of the tensor. Copies of the same parameter have the same number, so a parameter
             that every replica returns can be recognised.
 
@@ -157,9 +157,10 @@ def gather_leaf(
         UsageError: the leaves differ, and are neither tensors of samples nor means.
     """
     if all(isinstance(leaf, Tensor) for leaf in leaves):
-        if _is_same_state(leaves, tensor_numbers):  # a parameter that was returned as it is
+        if _is_same_state(leaves, state_numbers):  # a parameter that was returned as it is
             return leaves[0].to(device)
-        if _are_means(leaves, sizes):  # single numbers, which may have a dimension of size 1
+        # First the means: of several samples, a tensor of shape (1,) is one of them and not a row.
+        if _are_means(leaves, sizes):
             return _weighted_mean([leaf.to(device) for leaf in leaves], sizes)
         if any(has_dimension(leaf, dim) for leaf in leaves):  # rows of samples
             return _concatenate(leaves, dim, device)
@@ -193,16 +194,16 @@ def _the_equal_leaf(leaves: Sequence[Any], dim: int) -> Any:
     )
 
 
-def _is_same_state(leaves: Sequence[Tensor], tensor_numbers: Sequence[Mapping[int, int]]) -> bool:
+def _is_same_state(leaves: Sequence[Tensor], state_numbers: Sequence[Mapping[int, int]]) -> bool:
     """Returns True if every replica returned its copy of the same parameter or buffer.
 
     Args:
         leaves: the leaf of each replica.
-        tensor_numbers: for each replica, the number of each of its parameters and buffers, by the
+        state_numbers: for each replica, the number of each of its parameters and buffers, by the
             `id` of the tensor. It is the same for all copies of a parameter.
     """
     numbers: set[int] = set()
-    for leaf, number_of_id in zip(leaves, tensor_numbers, strict=True):
+    for leaf, number_of_id in zip(leaves, state_numbers, strict=True):
         number = number_of_id.get(id(leaf))
         if number is None:  # the leaf is no parameter or buffer of this replica
             return False

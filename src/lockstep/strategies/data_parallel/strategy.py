@@ -68,8 +68,9 @@ class DP(Strategy):
 
         # A wrapper of a module without parameters. Its constructor checks the devices and the
         # shares, and its attributes say which ones the run will use.
-        example = self._make_data_parallel(nn.Identity(), run)
-        if example.num_replicas > 1:
+        trial_wrapper = self._make_data_parallel(nn.Identity(), run)
+        num_replicas = trial_wrapper.num_replicas
+        if num_replicas > 1:
             refuse_virtual_ranks(
                 run,
                 self.name,
@@ -77,7 +78,7 @@ class DP(Strategy):
                 "each virtual rank",
             )
 
-        device_ids = example.device_ids
+        device_ids = trial_wrapper.device_ids
         if device_ids and device_ids[0] != run.device.index:
             raise SettingError(
                 f"DP(device_ids={device_ids})",
@@ -87,19 +88,18 @@ class DP(Strategy):
 
         # The only process has each batch as a whole, and divides it over its devices.
         process_shares = (1,)
-        device_shares: tuple[int, ...] | None = tuple(example.shares)
-        if is_auto(run.settings.shares) and example.num_replicas > 1:
+        device_shares: tuple[int, ...] | None = tuple(trial_wrapper.shares)
+        if is_auto(run.settings.shares) and num_replicas > 1:
             device_shares = None  # to be measured
 
+        num_micro_batches = run.settings.num_micro_batches or 1  # 1 if it was not set
         return StrategyPlan(
             rank=DataParallelRank(rank=0, size=1),
             shares=process_shares,
-            num_devices=example.num_replicas,
-            local_devices=range(example.num_replicas),
+            num_devices=num_replicas,
+            local_devices=range(num_replicas),
             device_shares=device_shares,
-            num_micro_batches=max(
-                run.settings.min_micro_batches, run.settings.num_micro_batches or 1
-            ),
+            num_micro_batches=max(run.settings.min_micro_batches, num_micro_batches),
             can_autotune=True,
             virtual_ranks=planned_virtual_ranks(run, process_shares),
         )
@@ -181,8 +181,8 @@ class DP(Strategy):
             reason = "sync_batchnorm=False; the first device's statistics stay"
             choices.append(Choice("batchnorm", "per device", reason))
 
-        # With `sync_batchnorm`, the lines name the layers that were converted, and those that could
-        # not be.
+        # With `sync_batchnorm`: "2 synchronised (statistics of the samples of all devices, ...)"
+        # and, for layers that could not be converted, "1 per device (...)".
         choices += data_parallel.batchnorms.choices(
             computed_by="device", samples="the samples of all devices, as on one"
         )
@@ -227,7 +227,7 @@ class WeightedMeanWarning(Extension):
         warn(
             f"a mean computed inside of a model on {self._module.num_replicas} devices, and a "
             "loader with weight=",
-            "a device's mean counts by its samples: by their number, not by their weights",
+            "each device's mean is weighted by its number of samples, not by the samples' weights",
             "return the loss and the weight of each sample, and divide their sums outside of the "
             "model; if a plain mean over samples is meant, nothing has to be done",
             code="LS310",

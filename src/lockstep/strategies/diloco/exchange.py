@@ -96,9 +96,9 @@ class Exchange:
             if error is not None:
                 row += error  # a row is a view, so this changes `values`
 
-        # `encode` writes the rounding errors into this tensor.
         rounding_errors = None if method == "bf16" else torch.empty_like(values)
-        finish_gather = self._start_gather(encode(values, method, rounding_errors))
+        encoded = encode(values, method, rounding_errors)  # also writes the rounding errors
+        finish_gather = self._start_gather(encoded)
 
         def wait() -> None:
             """Waits for the encoded vectors of all virtual ranks, and fills `means`."""
@@ -252,9 +252,9 @@ def split_into_fragments(sizes: Sequence[int], num_fragments: int) -> list[list[
         fragments_from_here = num_fragments - fragment
         highest = num_tensors - fragments_from_here
         candidates = range(lowest, highest + 1)
-        first_tensors.append(
-            min(candidates, key=lambda index: abs(size_before[index] - ideal_size_before))
-        )
+        distances = [abs(size_before[index] - ideal_size_before) for index in candidates]
+        nearest = distances.index(min(distances))
+        first_tensors.append(candidates[nearest])
 
     bounds = [*first_tensors, num_tensors]
     return [list(range(begin, end)) for begin, end in itertools.pairwise(bounds)]

@@ -102,7 +102,7 @@ class OuterOptimizer:
         self._in_flight[fragment] = FragmentInFlight(due_step, pseudo_gradients, wait)
 
     def _start_exact_means(self, fragment: int) -> tuple[list[Tensor], Callable[[], None]]:
-        """Starts the exchange of a fragment without compression.
+        """Starts averaging a fragment over the virtual ranks, without compression.
 
         Returns:
             The pseudo-gradient of each parameter, and a function that waits until all are complete.
@@ -119,7 +119,8 @@ class OuterOptimizer:
                 total += shared[index] - weights[index]
             pseudo_gradients.append(total)
 
-        # There are errors only if the run was compressed before it was resumed.
+        # If the run was compressed before it was resumed, what the last compressed exchange has
+        # rounded off is added now. For each virtual rank, that is one flat tensor with padding.
         sizes = [total.numel() for total in pseudo_gradients]
         for error in self._take_quantization_errors(fragment):
             if error is not None:
@@ -133,7 +134,7 @@ class OuterOptimizer:
     def _start_quantized_means(
         self, fragment: int, method: Method
     ) -> tuple[list[Tensor], Callable[[], None]]:
-        """Starts the exchange of a quantized fragment, and keeps the quantization errors.
+        """Starts averaging a quantized fragment over the virtual ranks, and keeps what is lost.
 
         Returns:
             The pseudo-gradient of each parameter, and a function that waits until all are complete.
@@ -148,8 +149,8 @@ class OuterOptimizer:
             differences = [(shared[index] - weights[index]).reshape(-1) for index in indices]
             vectors.append(torch.cat(differences))
 
-        # The errors of the previous exchange are added to the vectors. Quantizing them leaves new
-        # errors (None for a method that keeps none).
+        # The errors of the previous exchange, one for each virtual rank, are added to the vectors.
+        # Quantizing these leaves new errors (None for a method that keeps none).
         errors = self._take_quantization_errors(fragment)
 
         # The exchange goes on until `wait` is called, which writes the means into

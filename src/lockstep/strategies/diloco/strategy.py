@@ -84,8 +84,8 @@ class DiLoCo(DiLoCoOptions, Strategy):
         if num_ranks > self.replicas and num_ranks % self.replicas != 0:
             raise SettingError(
                 f"DiLoCo(replicas={self.replicas}) on {num_ranks} processes",
-                "each process computes one or more replicas, or each replica is computed by "
-                "equally many processes",
+                f"{num_ranks} is more than {self.replicas} and no multiple of it, so not every "
+                "replica could be computed by equally many processes",
                 f"start at most {self.replicas} processes, or a multiple of it; the numbers depend "
                 "on replicas alone",
             )
@@ -116,7 +116,7 @@ class DiLoCo(DiLoCoOptions, Strategy):
         ranks_per_group = self.virtual_ranks.ranks_per_virtual_rank(num_ranks)
         ranks = torch.arange(num_ranks).view(-1, ranks_per_group)
         open_group(run, SAME_VIRTUAL_RANKS, ranks)  # one group for each row
-        if self.compress:
+        if self.compress:  # otherwise one all-reduce over all ranks averages the virtual ranks
             open_group(run, ACROSS_VIRTUAL_RANKS, ranks.T)  # one group for each column
 
     @property
@@ -143,6 +143,8 @@ class DiLoCo(DiLoCoOptions, Strategy):
         # The mean running statistics of BatchNorm may not match the weights after an exchange.
         self._warn_of_statistics(module)
 
+        # `lockstep verify` compares runs without compression. It then says that this option of the
+        # user makes the results differ from those of one device.
         options = self
         chosen_difference = ""
         if run.settings.uncompressed and self.compress is not None:
@@ -150,13 +152,7 @@ class DiLoCo(DiLoCoOptions, Strategy):
             chosen_difference = f"differences of replicas are sent as {self.compress}"
 
         training = DiLoCoTraining(module, run, options)
-        module.register_forward_pre_hook(ModuleHook(training.before_forward))
-
-        # A state dict has the shared weights. If one is loaded, all virtual ranks begin again with
-        # these weights.
-        untyped_module: Any = module  # torch's hooks have no types
-        untyped_module.register_state_dict_pre_hook(ModuleHook(training.put_shared_values))
-        untyped_module.register_load_state_dict_pre_hook(ModuleHook(training.forget_virtual_ranks))
+        _register_hooks(module, training)
 
         size_bytes = sum(p.numel() * p.element_size() for p in training.parameters)
         choices += options._choices(run.topology.size, size_bytes)
@@ -241,6 +237,17 @@ class DiLoCo(DiLoCoOptions, Strategy):
             "torch.optim.swa_utils, the same batches on every rank; or use GroupNorm, or "
             "outer_lr=1, outer_momentum=0",
         )
+
+
+def _register_hooks(module: nn.Module, training: DiLoCoTraining) -> None:
+    """Makes a module have the right values in its forward passes and in its state dict."""
+    module.register_forward_pre_hook(ModuleHook(training.before_forward))
+
+    # A state dict has the shared weights. If one is loaded, all virtual ranks begin again with
+    # these weights.
+    untyped_module: Any = module  # torch's hooks have no types
+    untyped_module.register_state_dict_pre_hook(ModuleHook(training.put_shared_values))
+    untyped_module.register_load_state_dict_pre_hook(ModuleHook(training.forget_virtual_ranks))
 
 
 def _set_statistics_group(module: nn.Module, run: Run) -> None:

@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from lockstep.batch.plan import virtual_ranks_of_ranks
 from lockstep.distributed.process_group import Run
 from lockstep.errors import UsageError, warn
+from lockstep.session.delivery import TO_LEAVE_ONE_OUT
 from lockstep.session.extension import Extension
 from lockstep.session.micro_batch import MicroBatch
 from lockstep.strategies.base import EqualTensors
@@ -96,18 +97,19 @@ class DiLoCoTraining(Extension):
         )
 
         self._owner_of_gradients = self.own[0]
-        """The virtual rank whose gradients are in the module."""
+        """The virtual rank whose gradients are in the module, at first that with the lowest number.
+        """
         self._stored_gradients: dict[int, list[Tensor | None]] = {}
         """The gradients of each other virtual rank, by its number."""
         self._optimizers: list[Optimizer] = []
         """The optimizers that hold parameters of the module."""
         self._stepped_optimizers: set[int] = set()
         """The ids of the optimizers that have stepped for the present virtual rank."""
-        self._some_optimizer_stepped = False
+        self._steps_are_unfinished = False
         """True between the first optimizer step for a global batch and the exchange at its end."""
-        self._num_begun = 0
+        self._num_virtual_ranks_begun = 0
         """How many virtual ranks of this process have begun in the present global batch."""
-        self._num_stepped = 0
+        self._num_virtual_ranks_stepped = 0
         """For how many of them some optimizer has stepped."""
         self._last_micro_batch_began = False
         """True if the last micro-batch of the global batch has begun."""
@@ -125,25 +127,23 @@ class DiLoCoTraining(Extension):
     def begin(self, micro_batch: MicroBatch) -> None:
         """Puts the values of the micro-batch's virtual rank into the module.
 
-        If the previous global batch is still unfinished, finishes it first.
+        Before the first micro-batch of a global batch, finishes the previous global batch if not
+        every optimizer has stepped for each of its virtual ranks.
 
         Raises:
             UsageError: some virtual ranks have not stepped for the previous global batch.
         """
         if micro_batch.first:
-            # True if some optimizer has stepped for the previous global batch, but not each of them
-            # for each virtual rank.
-            previous_is_unfinished = self._some_optimizer_stepped
-            if previous_is_unfinished:
+            if self._steps_are_unfinished:  # those of the previous global batch
                 self._finish_previous_global_batch()
-            self._num_begun = 0
-            self._num_stepped = 0
+            self._num_virtual_ranks_begun = 0
+            self._num_virtual_ranks_stepped = 0
 
         self._last_micro_batch_began = micro_batch.last  # of the global batch
 
         # Each virtual rank has its own optimizer step in a global batch. Another one begins here.
         if micro_batch.opens_step:
-            self._num_begun += 1
+            self._num_virtual_ranks_begun += 1
             self._stepped_optimizers.clear()
 
         self._note_whether_ranks_are_apart(micro_batch)
@@ -171,18 +171,13 @@ class DiLoCoTraining(Extension):
     def _finish_previous_global_batch(self) -> None:
         """Finishes a global batch for which some, but not all, optimizer steps were made.
 
-        For example, the optimizers A and B train 2 virtual ranks. This is called if
-
-        - the loop was left after virtual rank 0: an error;
-        - neither has stepped for virtual rank 1: an error;
-        - B has not stepped for virtual rank 1: allowed, since a script may step one of its
-          optimizers less often than the others.
-
-        If A and B have stepped for both, `after_step` has finished the global batch.
+        The comments below are about two optimizers A and B, which train 2 virtual ranks. If both
+        have stepped for each virtual rank, `after_step` has finished the global batch.
 
         Raises:
             UsageError: some virtual ranks have not stepped.
         """
+        # The loop was left after virtual rank 0: an error.
         loop_was_left = not self._last_micro_batch_began
         if loop_was_left:
             raise UsageError(
@@ -191,7 +186,12 @@ class DiLoCoTraining(Extension):
                 "leave the loop where world.is_last_micro_batch is true, or by what changes "
                 "once per global batch, such as world.step",
             )
+
+        # Neither A nor B has stepped for virtual rank 1: an error.
         self._check_all_have_stepped()
+
+        # Only B has not stepped for it. This is allowed, since a script may step one of its
+        # optimizers less often than the others.
         self._finish_global_batch()
 
     def _check_all_have_stepped(self) -> None:
@@ -199,13 +199,14 @@ class DiLoCoTraining(Extension):
 
         It is called when optimizers have stepped for other virtual ranks of this process.
         """
-        if self._num_stepped < self._num_begun:
+        num_stepped = self._num_virtual_ranks_stepped
+        num_begun = self._num_virtual_ranks_begun
+        if num_stepped < num_begun:
             raise UsageError(
                 "a loop that skips optimizer.step() for some replicas of a global batch",
-                f"optimizer.step() was called for {self._num_stepped} of {self._num_begun} "
-                "replicas on this process, and the exchange needs all of them",
-                "call optimizer.step() for every batch of the loader; to leave one out, multiply "
-                "its loss by 0, or, where that is NaN, replace the inputs that make it so",
+                f"optimizer.step() was called for {num_stepped} of {num_begun} replicas on this "
+                "process, and the exchange needs all of them",
+                f"call optimizer.step() for every batch of the loader; {TO_LEAVE_ONE_OUT}",
             )
 
     def before_forward(self) -> None:
@@ -250,9 +251,10 @@ class DiLoCoTraining(Extension):
         of the same step, is equal on these ranks, so averaging it again does not change it.
 
         Args:
-            micro_batch: not used. A loop may have got the next micro-batch already, and the
-                optimizer then steps after that one.
+            micro_batch: not needed here; all extensions get it.
         """
+        # Not the one of the loss: a loop may have got the next micro-batch already, and its
+        # optimizer then steps after that one.
         latest_micro_batch = self._step.micro_batch
         if not latest_micro_batch.closes_step:  # more micro-batches follow before the step
             return
@@ -285,19 +287,20 @@ class DiLoCoTraining(Extension):
                 "call optimizer.step() once for each batch of the loader",
             )
 
-        if not self._stepped_optimizers:  # the first step for this virtual rank
-            self._num_stepped += 1
+        is_first_step_for_virtual_rank = not self._stepped_optimizers
+        if is_first_step_for_virtual_rank:
+            self._num_virtual_ranks_stepped += 1
             self._check_all_have_stepped()
 
         self._put_values_of_present_virtual_rank()
 
-        is_first_optimizer = not self._some_optimizer_stepped
-        self._some_optimizer_stepped = True
+        is_first_step_for_global_batch = not self._steps_are_unfinished
+        self._steps_are_unfinished = True
 
         # In the first steps of a training, one step with the shared weights is made for all virtual
         # ranks together. The buffers are shared then too: the mean of those that the forward passes
         # of the virtual ranks have left.
-        if self._trains_one_model and is_first_optimizer:
+        if self._trains_one_model and is_first_step_for_global_batch:
             self._average_buffers()
             self._buffers.put_in_module(SHARED)
 
@@ -314,7 +317,7 @@ class DiLoCoTraining(Extension):
 
     def settle(self) -> None:
         """Raises UsageError if no optimizer has stepped for the last virtual rank of a loop."""
-        if self._some_optimizer_stepped and not self._step.in_training_loop:
+        if self._steps_are_unfinished and not self._step.in_training_loop:
             self._check_all_have_stepped()
 
     def pass_ended(self) -> None:
@@ -362,8 +365,6 @@ class DiLoCoTraining(Extension):
         Args:
             number: the number of the virtual rank whose gradients are restored.
         """
-        # The owner is the virtual rank whose gradients are in the module, at first that with the
-        # lowest number.
         gradients = [parameter.grad for parameter in self.parameters]
         self._stored_gradients[self._owner_of_gradients] = gradients
 
@@ -420,7 +421,7 @@ class DiLoCoTraining(Extension):
         train one model, and nothing is sent; later each trains its own copy. A fragment of the
         weights that is sent after a step is applied to the shared weights `delay` steps later.
         """
-        self._some_optimizer_stepped = False
+        self._steps_are_unfinished = False
 
         # Apply the fragments that were sent `delay` steps ago.
         for fragment in self._outer_optimizer.due_fragments(self._step.number):
@@ -478,38 +479,50 @@ class DiLoCoTraining(Extension):
         """
         shared = self._buffers.values(SHARED)
         buffers_of_virtual_ranks = [self._buffers.values(number) for number in self.own]
+        self._average_floating_point(shared, buffers_of_virtual_ranks)
 
-        # new shared = shared - mean over all virtual ranks of (shared - buffer of the virtual rank)
-        # If all buffers are equal, the differences are exactly 0, and the bits stay the same. A
-        # mean of the buffers themselves might be rounded.
+        # The shared value of every other buffer becomes that of virtual rank 0.
+        others: list[Tensor] = []
+        for buffer, first_own_buffer in zip(shared, buffers_of_virtual_ranks[0], strict=True):
+            if not buffer.is_floating_point():
+                buffer.copy_(first_own_buffer)
+                others.append(buffer)
+        if others and self._run.topology.size > 1:
+            take_from_first(others)
+
+        for buffers in buffers_of_virtual_ranks:
+            for index, buffer in enumerate(shared):
+                buffers[index].copy_(buffer)
+
+    def _average_floating_point(
+        self, shared: Sequence[Tensor], buffers_of_virtual_ranks: Sequence[Sequence[Tensor]]
+    ) -> None:
+        """Writes the mean over all virtual ranks into each shared buffer of a floating-point type.
+
+        new shared = shared - mean over all virtual ranks of (shared - buffer of the virtual rank)
+
+        If all buffers are equal, the differences are exactly 0, and the bits stay the same. A mean
+        of the buffers themselves might be rounded.
+
+        Args:
+            shared: all shared buffers.
+            buffers_of_virtual_ranks: the same buffers of each virtual rank of this process.
+        """
         averaged: list[Tensor] = []
-        sums_of_differences: list[Tensor] = []
-        taken_from_first: list[Tensor] = []
+        differences: list[Tensor] = []  # summed over the virtual ranks of this process
         for index, buffer in enumerate(shared):
             if buffer.is_floating_point():
                 total = torch.zeros_like(buffer)
                 for buffers in buffers_of_virtual_ranks:
                     total += _difference(buffer, buffers[index])
                 averaged.append(buffer)
-                sums_of_differences.append(total)
-            else:
-                buffer.copy_(buffers_of_virtual_ranks[0][index])
-                taken_from_first.append(buffer)
+                differences.append(total)
 
-        # The exchange adds the sums up over the ranks, and divides by the number of all virtual
-        # ranks. The results replace the sums.
-        wait = self._exchange.start_means(sums_of_differences)
+        # In place, these sums become means over all virtual ranks of the run.
+        wait = self._exchange.start_means(differences)
         wait()
-        mean_differences = sums_of_differences
-        for buffer, mean_difference in zip(averaged, mean_differences, strict=True):
+        for buffer, mean_difference in zip(averaged, differences, strict=True):
             buffer.sub_(mean_difference)
-
-        if taken_from_first and self._run.topology.size > 1:
-            take_from_first(taken_from_first)
-
-        for buffers in buffers_of_virtual_ranks:
-            for index, buffer in enumerate(shared):
-                buffers[index].copy_(buffer)
 
     # For checks, checkpoints and the end of the run
 
@@ -531,14 +544,16 @@ class DiLoCoTraining(Extension):
             buffers=dict(zip(self._buffer_names, shared_buffers, strict=True)),
         )
 
-        # If several ranks (`_group`) compute one virtual rank, it is the only one in `own`. It has
-        # no weights of its own while all virtual ranks train one model.
-        if self._group is not None:
-            (virtual_rank,) = self.own
-            if self._weights.exists(virtual_rank):
-                weights = self._weights.values(virtual_rank)
-                weight_by_name = dict(zip(self._parameter_names, weights, strict=True))
-                yield EqualTensors(parameters=weight_by_name, buffers={}, group=self._group)
+        if self._group is None:  # no other rank computes a virtual rank of this one
+            return
+
+        # Several ranks compute one virtual rank only if each of them computes no other one.
+        only_virtual_rank = self.own[0]
+        trains_its_own_weights = self._weights.exists(only_virtual_rank)
+        if trains_its_own_weights:
+            weights = self._weights.values(only_virtual_rank)
+            weight_by_name = dict(zip(self._parameter_names, weights, strict=True))
+            yield EqualTensors(parameters=weight_by_name, buffers={}, group=self._group)
 
     def shared_state(self) -> Any:
         """Returns the state of the outer optimizer, including the fragments in flight."""
@@ -603,23 +618,25 @@ class DiLoCoTraining(Extension):
         if steps_apart <= 0:  # the virtual ranks have not trained apart yet
             return
 
-        # With `every` 10 and `delay` 2, after 27 steps apart: 20 are in complete rounds, and the
-        # other 7 are missing from the shared weights. Round 3 ends with step 30, and is applied
-        # after step 32. Even then the last 2 steps (`delay`) are missing, which no warning needs.
-        every = self._options.every
-        delay = self._options.delay
-        steps_in_rounds = _steps_in_complete_rounds(steps_apart, every, delay)
-        steps_left = steps_apart - steps_in_rounds
+        # The numbers in the comments are an example.
+        every = self._options.every  # 10
+        delay = self._options.delay  # 2
+        steps_in_rounds = _steps_in_complete_rounds(steps_apart, every, delay)  # 20
+        steps_left = steps_apart - steps_in_rounds  # 27 - 20 = 7
+
+        # At the best end, after 20 + 2 steps, 2 steps are left. That needs no warning.
         if steps_left <= delay:
             return
+
+        # Round 3 ends with step 30, and is applied after step 32.
+        next_good_end = steps_in_rounds + every + delay  # 20 + 10 + 2 = 32
 
         delay_option = f", delay={delay}" if delay > 0 else ""
         warn(
             f"DiLoCo(every={every}{delay_option}) for {count_noun(steps_apart, 'step')}",
             f"the last {count_noun(steps_left, 'step')} of the replicas are not in the shared "
             "weights, which are evaluated and saved",
-            f"end after {steps_in_rounds + every + delay} steps, when the last exchange has been "
-            "applied",
+            f"end after {next_good_end} steps, when the last exchange has been applied",
         )
 
     def release(self) -> None:
