@@ -43,8 +43,10 @@ def with_names_of_models(run: Sequence[Update], other_run: Sequence[Update] = ()
     if other_run:
         names_in_other_run = _names_by_place(other_run, rank=0)
 
+    # In the first updates under DiLoCo, one record may stand for all replicas of a process.
+    most_records = max(len(update) for update in run)
     new_names_of_rank = []
-    for rank in range(len(run[0])):
+    for rank in range(most_records):
         names_in_this_run = _names_by_place(run, rank)
         names_by_place = {**names_in_other_run, **names_in_this_run}  # those of this run win
         new_names_of_rank.append(_new_names(run, rank, names_by_place))
@@ -52,7 +54,7 @@ def with_names_of_models(run: Sequence[Update], other_run: Sequence[Update] = ()
     updates = []
     for update in run:
         records = []
-        for record, new_names in zip(update, new_names_of_rank, strict=True):
+        for record, new_names in zip(update, new_names_of_rank, strict=False):
             records.append(_renamed(record, new_names) if new_names else record)
         updates.append(Update(records))
 
@@ -67,6 +69,8 @@ def _names_by_place(run: Sequence[Update], rank: int) -> dict[PlaceInOptimizer, 
     """
     names = {}
     for update in run:
+        if rank >= len(update):
+            continue
         record = update[rank]
         for index, name in enumerate(record.optimizer_parameters):
             if name and not belongs_only_to_optimizer(name):
@@ -86,6 +90,8 @@ def _new_names(
     """
     new_names: dict[str, str] = {}
     for update in run:
+        if rank >= len(update):
+            continue
         record = update[rank]
         for index, name in enumerate(record.optimizer_parameters):
             new_name = names_by_place.get((record.optimizer, index))
