@@ -294,14 +294,14 @@ def test_a_loss_over_a_rank_s_own_samples_needs_one_that_compares_them() -> None
     [
         (
             ((3.0, 2.0), (1.0, 2.0)),
-            "has, over the ranks, the mean of number 1, the sum of number 2",
+            "has, over the ranks, the mean of term 1, the sum of term 2",
         ),
         (((2.5, 4.0), (1.5,)), "of 2 on rank 0, 1 on rank 1"),
         (((2.5,), (1.5,)), "*of 1 on rank 0, 1 on rank 1"),
         (((3.0, 4.0), (1.0, 4.0)), ""),
         (
             ((3.0, 7.0), (1.0, 4.0)),
-            "*the mean of number 1, neither the mean nor the sum of number 2",
+            "*the mean of term 1, neither the mean nor the sum of term 2",
         ),
     ],
 )

@@ -112,7 +112,12 @@ def test_inputs_that_each_rank_has_shifted_and_scaled() -> None:
 @pytest.mark.parametrize(
     ("one", "many", "code", "words"),
     [
-        ({"coupling_model": "Net"}, {}, "LS208", "on one process its output for a sample depends"),
+        (
+            {"model_with_coupled_samples": "Net"},
+            {},
+            "LS208",
+            "on one process its output for a sample depends",
+        ),
         (
             {"module_tensors": 1.0},
             {"module_tensors": 2.0},
@@ -135,7 +140,7 @@ def test_other_outputs_for_the_same_inputs(
         numbers = {
             k: {"Net/mean": np.array([v, v, 3.0])}
             for k, v in known.items()
-            if k != "coupling_model"
+            if k != "model_with_coupled_samples"
         }
         return known | numbers
 
@@ -144,7 +149,7 @@ def test_other_outputs_for_the_same_inputs(
     cause = found(others, alone(**kept(one)))[1]
     assert cause.code == code
     assert any(words in text for text in cause.evidence), cause.evidence
-    if "coupling_model" in one:  # statistics that are reduced by hand
+    if "model_with_coupled_samples" in one:  # statistics that are reduced by hand
         others[0].calls = [ScriptCall(name="all_reduce", line="train.py:4")]
         others[0].losses = [1.0]
         assert found(others, alone(**one))[1].code == "LS210"
@@ -251,7 +256,7 @@ def test_the_optimizer_s_options_and_what_it_has_kept_are_compared() -> None:
         ),
         (
             {"optimizer_state": {"w/step": np.ones(2)}},
-            "what the optimizer kept before the step is not",
+            "the optimizer's state before the step differs",
         ),
         (
             {"group_options": [{}, {}], "learning_rates": (0.1, 0.1)},

@@ -270,7 +270,9 @@ def _ranks_exchange_outputs(update: Update) -> bool:
     """True if the ranks exchange model outputs or activations that a loss is computed from."""
     # The recorder has noted the line of an all-gather whose result went into a loss. (Other
     # all-gathers are no proof, since scripts also gather losses to display them.)
-    gathers_for_loss = bool(update.first("gather_line") or update.first("detached_gather_line"))
+    gathers_for_loss = bool(
+        update.first_on_any_rank("gather_line") or update.first_on_any_rank("detached_gather_line")
+    )
     if gathers_for_loss:
         return True
 

@@ -170,7 +170,7 @@ class LossRecord:
     # Whether the gradient of one sample depends on the output of another, as in contrastive losses.
     loss_compares_samples: bool = False
     # A model in which the output for one sample depends on other samples of the batch.
-    coupling_model: str = ""
+    model_with_coupled_samples: str = ""
     # Statistics over the samples of a batch that the loss was computed from, by line.
     batch_statistics: dict[str, float] = field(default_factory=dict)
     # Statistics over the samples of a batch that became Python numbers before the loss, by line.
@@ -340,7 +340,7 @@ class Update(tuple[RankUpdate, ...]):
 
     __slots__ = ()
 
-    def first(self, field_name: str) -> str:
+    def first_on_any_rank(self, field_name: str) -> str:
         """Returns a text field, such as a line, from the first rank where it is not empty.
 
         The result is empty if the field is empty on all ranks.

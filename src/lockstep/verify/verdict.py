@@ -556,7 +556,7 @@ def _find_gather_without_gradient(reference: RunRecord) -> list[Finding]:
     for update in reference.updates:
         # The line of the first rank that has one. It is recorded only for a gather that the loss
         # depends on and that passes no gradient on.
-        line = update.first("gather_line")
+        line = update.first_on_any_rank("gather_line")
         if line:
             text = "on one process, too, the loss is computed from the gathered tensor"
             return [Finding(Cause(GATHER_WITHOUT_GRADIENT, (text, line)))]

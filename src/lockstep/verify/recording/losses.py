@@ -182,9 +182,9 @@ class LossRecorder:
     def _record_sample_coupling(self, loss: Tensor, forward_passes: Sequence[ForwardPass]) -> None:
         """Records whether samples influence each other, in the loss or in a model.
 
-        This sets `loss_compares_samples` and `coupling_model` of the update. Whether samples
-        influence each other is a property of the script, so it is only tested in the run on one
-        process, which sees whole batches.
+        This sets `loss_compares_samples` and `model_with_coupled_samples` of the update. Whether
+        samples influence each other is a property of the script, so it is only tested in the run on
+        one process, which sees whole batches.
 
         Args:
             loss: loss whose backward pass begins.
@@ -201,8 +201,10 @@ class LossRecorder:
                 outputs += forward_pass.outputs
             update.loss_compares_samples = compares_samples(loss, outputs, num_samples)
 
-        if not update.coupling_model:
-            update.coupling_model = self._find_coupling_model(forward_passes)
+        if not update.model_with_coupled_samples:
+            update.model_with_coupled_samples = self._find_model_with_coupled_samples(
+                forward_passes
+            )
 
     def _num_samples_of_loss(self) -> int:
         """Returns the number of samples in the last batch, which the loss was computed from.
@@ -215,7 +217,7 @@ class LossRecorder:
             return 0
         return int(batches[-1].weights["samples"])
 
-    def _find_coupling_model(self, forward_passes: Sequence[ForwardPass]) -> str:
+    def _find_model_with_coupled_samples(self, forward_passes: Sequence[ForwardPass]) -> str:
         """Returns the name of a model that couples samples, or "".
 
         In such a model, the output for one sample depends on other samples of the batch, as with

@@ -39,7 +39,7 @@ FIELDS_OF_BACKWARD_PASSES = (
     "loss_compares_samples",
     "loss_divisors",
     "loss_options",
-    "coupling_model",
+    "model_with_coupled_samples",
     "module_tensors_before",
     "batch_statistics",
     "local_passes",

@@ -15,7 +15,7 @@ from lockstep.verify.divergence import Divergence
 from lockstep.verify.rules.evidence import describe_random_numbers_of_one_run
 
 
-def random_loss(case: Divergence, *evidence: str) -> Cause | None:
+def cause_if_loss_is_random(case: Divergence, *evidence: str) -> Cause | None:
     """LS106 or LS308: the loss was computed from random numbers that only one of the runs drew.
 
     LS106: several ranks drew, and all of them drew the same numbers. LS308: anything else.

@@ -59,7 +59,7 @@ def format_weights(weights: Sequence[float]) -> str:
 
 def loss_line(case: Divergence) -> list[str]:
     """Names the line that computed the loss, if some rank has recorded it."""
-    line = case.actual.first("loss_line")
+    line = case.actual.first_on_any_rank("loss_line")
     if not line:
         return []
     return [f"the loss is made by {line}"]
@@ -119,11 +119,11 @@ def draws_not_made_by_all_ranks(case: Divergence) -> list[tuple[str, str]]:
     """Returns draws of random numbers that some ranks made for their loss, but not others.
 
     For example, one process draws a noise level once for its whole batch, and each of 3 ranks must
-    draw the same level, so that the ranks together draw it 3 times. If they draw it less often, the
-    loss of some rank was computed from another level.
+    draw the same level, so that the ranks together draw it 3 times. If they draw it more or less
+    often, the loss of some rank was computed from other levels.
 
     Returns:
-        Each draw as a pair of its line and a digest of the numbers.
+        Each such draw as a pair of its line and a digest of the numbers.
     """
     # How often each run made the same draw: the same numbers at the same line.
     counts_of_one_process: Counter[tuple[str, str]] = Counter()
@@ -149,10 +149,11 @@ def describe_random_numbers_of_one_run(case: Divergence) -> list[str]:
     """Says that the loss was computed from random numbers that only one of the two runs drew.
 
     With a loss, only the last draw is recorded. It may differ although both runs drew the same
-    numbers: one process draws a, b, c, d for its 4 samples, and rank 0 draws a, b for its 2
-    samples. The last draws are d and b, but one process drew b too.
+    numbers: one process draws a, b, c, d for its 4 samples, rank 0 draws a, b for its 2 samples,
+    and rank 1 draws c, d. The last draws are d, b and d. Both runs drew b and d, so this is not
+    reported.
 
-    The result is one sentence with the first such line, or an empty list.
+    The result is one sentence with the line of the first draw that is reported, or an empty list.
     """
     drawn_by_both_runs = _drawn_digests(case.expected) & _drawn_digests(case.actual)
     for line, digest in draws_not_made_by_all_ranks(case):
@@ -189,7 +190,7 @@ def describe_local_scalars(case: Divergence) -> list[str]:
 
 
 def _lines_with_other_values(case: Divergence, field_name: str, text: str) -> list[str]:
-    """Lists the first lines whose recorded number differs from one process on some rank.
+    """Lists the first lines at which some rank recorded another number than one process.
 
     Args:
         case: the difference.

@@ -159,12 +159,14 @@ def multiple_by_a_count(case: Divergence, expected: Gradients, actual: Gradients
         return None
 
     code, *other_codes = fitting_codes
-    if code in ("LS203", "LS204"):
+    is_about_micro_batches = code in ("LS203", "LS204")
+    if is_about_micro_batches:
         reasons = [format_backward_passes(case)]
     else:
+        # A frequent reason for a factor N or 1/N is a gather whose gradient was added up wrongly.
         reasons = _describe_gather_without_gradient(case)
 
-    # A run with another number of processes tells which of the codes it is.
+    # With another number of processes, the codes lead to different ratios.
     also = [f"it may be {other} as well; another --nproc tells" for other in other_codes]
     evidence = (_multiple(case, ratio), *loss_line(case), *reasons, *also)
     return Cause(code, evidence, ratio=ratio)
@@ -193,8 +195,8 @@ def multiplied_after_passes(
 ) -> Cause | None:
     """LS403: the backward passes left the right gradients, which were then multiplied by a number.
 
-    For example, the gradients of the ranks are 2 times those of one process. If the ranks have
-    multiplied theirs by 1, and one process by 0.5, they were equal before.
+    For example, a gradient was 6 in both runs. One process multiplied it by 0.5, which makes 3, and
+    the ranks by 1. Then the ratio of the gradients is 6 / 3, and that of the factors 1 / 0.5.
 
     Needs: `gradient_factor` of both runs.
     Applies: if the ratio of the two factors is the ratio of the gradients.
@@ -330,7 +332,10 @@ def _cause_of_change_after_passes(
     """Names what was done to gradients after the backward passes of the ranks.
 
     The mean of the ranks' local gradients is right, but they did not step with this mean. See
-    `changed_after_right_passes` for the codes.
+    `changed_after_right_passes` for the codes. For example, the evidence for LS404 is:
+
+        what the backward passes left is, on average over the ranks, that of one process
+        each rank multiplied its own gradients before they were added: 0.25 : 0.75
 
     Args:
         case: the difference.
@@ -341,10 +346,8 @@ def _cause_of_change_after_passes(
     """
     patterns = gradient_patterns(case)
 
-    hook_line = case.actual.first("comm_hook_line")
+    hook_line = case.actual.first_on_any_rank("comm_hook_line")
     if hook_line:
-        # The text follows `mean_text`: what the backward passes left is right on average, but the
-        # hook turned it into something else than the average.
         text = "what DDP's communication hook made of it is not its mean"
         return Cause("LS213", (mean_text, text, hook_line, *patterns))
 
@@ -353,17 +356,17 @@ def _cause_of_change_after_passes(
     used_weights = fit_weights(actual, local_sums, case.max_error)
     if used_weights is not None and not all_near(used_weights, case.max_error):
         text = (
-            f"each rank multiplied its own before they were added: {format_weights(used_weights)}"
+            "each rank multiplied its own gradients before they were added: "
+            f"{format_weights(used_weights)}"
         )
-
         return Cause("LS404", (mean_text, text, *_describe_equal_norms(local_sums, used_weights)))
 
     for call in case.actual.calls:
         if call.gradient_changed:
-            text = f"each rank changed its own before they were averaged: {call.line}"
+            text = f"each rank changed its own gradients before they were averaged: {call.line}"
             return Cause("LS406", (mean_text, text, *patterns))
 
-    # The mean is right, but it is not known what the ranks did to it afterwards.
+    # It is not known what the ranks did to the right mean.
     return Cause("LS210", (f"{mean_text}; what was made of it afterwards is not", *patterns))
 
 
@@ -416,9 +419,7 @@ def unused_parameters(case: Divergence, expected: Gradients, actual: Gradients) 
         return None
 
     text = f"the backward passes of {format_ranks(ranks)} left no gradient of these parameters"
-    # In full: on one process the backward passes do leave these gradients, and all other gradients
-    # are right.
-    text_on_one_process = "on one process they do, and all others are right"
+    text_on_one_process = "on one process they have gradients, and all other gradients are right"
     return Cause("LS312", (text, text_on_one_process), case.names)
 
 
@@ -467,7 +468,7 @@ def other_weights(case: Divergence, expected: Gradients, actual: Gradients) -> C
         if not plain_sum_is_right:
             return None
         text = "the sum of what the ranks' backward passes left is right up to a factor"
-        return unknown_cause(case, f"{text}; what was made of it afterwards is not")
+        return cause_by_inputs_or_unknown(case, f"{text}; what was made of it afterwards is not")
 
     # A right weight of 0 means that one process did not train this part at all. A negative weight
     # occurs in no mean. In both cases, no count can explain the weights.
@@ -524,9 +525,10 @@ def _cause_of_other_weights(
         text = "nothing that was counted in the batches is proportional to these weights"
         return Cause("LS205", (*evidence, text))
 
-    # 4. If statistics differ, and nothing else is known that could be the reason, the ranks
-    # multiplied their losses by a statistic. Other random numbers could be the reason, too.
-    if statistics and not draws_not_made_by_all_ranks(case):
+    # 4. The ranks multiplied their losses by a statistic: it differs from that of one process, and
+    # nothing else is known that could be the reason.
+    random_numbers_may_be_reason = bool(draws_not_made_by_all_ranks(case))
+    if statistics and not random_numbers_may_be_reason:
         return Cause("LS208", (*evidence, *statistics))
 
     # 5. The cause is not known.
@@ -541,8 +543,10 @@ def _cause_of_missing_count(
 ) -> Cause | None:
     """Names the count by which the parts should have been weighted; None if no known count fits.
 
-    For example, the sentences are "they should weigh 0.6667 : 0.3333" and "that is by their
-    samples: 8, 4".
+    For example, the ranks gave parts of 8 and 4 samples the weights 1/2 and 1/2, and 2/3 and 1/3
+    are right. The weights must be corrected by the factors 4/3 and 2/3. These are proportional to 8
+    and 4, so the number of samples is what the weights leave out. The evidence for it is "that is
+    by their samples: 8, 4".
 
     Args:
         case: the difference.
@@ -588,7 +592,7 @@ def _corrections_of_weights(
 
 
 def _with_tiny_weights_as_zero(case: Divergence, right_weights: Sequence[float]) -> list[float]:
-    """Replaces weights that are zero but for rounding by 0.
+    """Sets the weights to 0 that differ from zero only by rounding.
 
     Such a weight belongs to a part that is not in the gradient of one process.
     """
@@ -615,7 +619,7 @@ def _is_mean_of_some_parts(weights_of_parts: Sequence[float]) -> bool:
 def _cause_of_parts_without_weight(
     case: Divergence, right_weights: Sequence[float], used_weights: Sequence[float]
 ) -> Cause:
-    """Names the cause if some part has no positive weight in the gradient of one process.
+    """Names the cause. Called if some part has no positive weight in the gradient of one process.
 
     LS110: one process trains only some of the parts, so the ranks have too many samples. For
     example, the right weights of four parts are 1/2, 1/2, 0 and 0, and the ranks used 1/4 for each.
@@ -628,7 +632,8 @@ def _cause_of_parts_without_weight(
         used_weights: weights with which the parts add up to the gradient of the ranks.
     """
     one_process_has_mean_of_some = _is_mean_of_some_parts(right_weights)
-    ranks_have_mean_of_all = all_near(used_weights, 1e-5)  # all parts have the same weight
+    all_parts_have_same_weight = all_near(used_weights, max_error=1e-5)
+    ranks_have_mean_of_all = all_parts_have_same_weight
     ranks_seem_to_train_more = one_process_has_mean_of_some and ranks_have_mean_of_all
 
     if ranks_seem_to_train_more and not _are_known_to_have_same_samples(case):
@@ -647,13 +652,20 @@ def _are_known_to_have_same_samples(case: Divergence) -> bool:
 def _describe_parts_of_one_process(right_weights: Sequence[float]) -> tuple[str, str]:
     """Says which parts are in the gradient of one process, and what a part is.
 
+    For example, the weights [1, 0, 0] give "the gradient of one process is that of part 1 of 3
+    alone".
+
     Args:
         right_weights: weight of each part in the gradient of one process; 0 for a part that is not
             in it.
     """
-    parts_of_one = [number for number, weight in enumerate(right_weights) if weight > 0]
-    numbers = format_items([number + 1 for number in parts_of_one])
-    plural = "s" if len(parts_of_one) > 1 else ""
+    part_numbers = []  # of the parts in the gradient of one process, counted from 1
+    for part_number, weight in enumerate(right_weights, start=1):
+        if weight > 0:
+            part_numbers.append(part_number)
+
+    numbers = format_items(part_numbers)
+    plural = "s" if len(part_numbers) > 1 else ""
     text = (
         f"the gradient of one process is that of part{plural} {numbers} of {len(right_weights)} "
         "alone"
@@ -667,18 +679,21 @@ def _counts_of_parts(case: Divergence, num_parts: int) -> dict[str, list[float]]
 
     A part is the gradient of one backward pass on one rank. The loss of this pass may be a mean
     over any of the counts. An example for three parts is `{"samples": [8, 8, 4], "labels in tensor
-    1": [60, 75, 40]}`. The simplest counts come first.
+    1": [60, 75, 40]}`. Counts of batches come first, the simplest first, and then divisors of
+    losses.
 
     Args:
         case: the difference.
         num_parts: number of parts. If there is another number of batches (or losses), they cannot
             be assigned to parts and are ignored.
     """
+    # Ranks whose losses do not count, such as the first stages of a pipeline, have no parts, so
+    # their batches and losses are left out. `Update.batches` does so by itself.
+
     # Counts of each batch, such as {"samples": 8, "labels in tensor 1": 60}.
     counts_of_batches = [batch.weights for batch in case.actual.batches]
 
-    # For each loss, numbers that it may have been divided by. Ranks whose losses do not count, such
-    # as the first stages of a pipeline, have no parts, so their losses are left out.
+    # For each loss, numbers that it may have been divided by.
     divisors_of_losses: list[Mapping[str, float]] = []
     for record in case.actual:
         if record.contributes:
@@ -730,7 +745,7 @@ def gradient_hook(case: Divergence) -> Cause | None:
     False positives: something else may be wrong as well.
     Evidence: the line of the hook.
     """
-    line = case.actual.first("gradient_hook_line")
+    line = case.actual.first_on_any_rank("gradient_hook_line")
     if not line:
         return None
     text = "a hook changed gradients of the ranks while they still differed"
@@ -750,10 +765,10 @@ def cause_if_no_rule_applies(case: Divergence) -> Cause:
     if case.num_ranks > 1 and any(record.local_gradients for record in case.actual):
         evidence.append("no weighting of the ranks' own gradients gives that of one process")
     terms, _ = describe_terms(case)
-    return unknown_cause(case, *evidence, *terms)
+    return cause_by_inputs_or_unknown(case, *evidence, *terms)
 
 
-def unknown_cause(case: Divergence, *evidence: str) -> Cause:
+def cause_by_inputs_or_unknown(case: Divergence, *evidence: str) -> Cause:
     """Names what is known if no rule explains the gradients.
 
     If the models were called with different inputs than on one process, these are the cause: LS101,
@@ -770,16 +785,18 @@ def unknown_cause(case: Divergence, *evidence: str) -> Cause:
         *evidence: sentences that come first.
     """
     # How often the models of each rank got each input. Empty if some input is not known.
-    expected = inputs_of_ranks(case.expected)
-    actual = inputs_of_ranks(case.actual)
-    inputs_are_known = bool(expected) and bool(actual)
+    input_counts_of_one_process = inputs_of_ranks(case.expected)
+    input_counts_of_ranks = inputs_of_ranks(case.actual)
+    inputs_are_known = bool(input_counts_of_one_process) and bool(input_counts_of_ranks)
 
     # Inputs of other shapes, such as padded texts, may still hold the same samples.
     same_shapes = _shapes_of_inputs(case.expected) == _shapes_of_inputs(case.actual)
 
     has_other_inputs = inputs_are_known and same_shapes and inputs_differ(case)
     if has_other_inputs:
-        code = code_of_differing_inputs(expected, actual, case.num_ranks)
+        code = code_of_differing_inputs(
+            input_counts_of_one_process, input_counts_of_ranks, case.num_ranks
+        )
     else:
         code = "LS210"
 

@@ -32,7 +32,7 @@ def frozen_on_some_processes(case: Divergence) -> Cause | None:
     False positives: none known.
     Evidence: which ranks, and which parameters.
     """
-    return _trained_differently(case, "frozen", "requires_grad")
+    return _cause_if_setting_differs(case, "frozen", "requires_grad")
 
 
 def other_mode_on_some_processes(case: Divergence) -> Cause | None:
@@ -43,13 +43,14 @@ def other_mode_on_some_processes(case: Divergence) -> Cause | None:
     False positives: none known.
     Evidence: which ranks, and which parameters.
     """
-    return _trained_differently(case, "in_eval_mode", "train() or eval()")
+    return _cause_if_setting_differs(case, "in_eval_mode", "train() or eval()")
 
 
-def _trained_differently(case: Divergence, field_name: str, setting: str) -> Cause | None:
+def _cause_if_setting_differs(case: Divergence, field_name: str, setting: str) -> Cause | None:
     """LS312: a setting of some parameters, such as being frozen, differs from one process.
 
-    Applies: to parameters that the rank has, since a pipeline stage has only its own.
+    Only parameters that a rank has are compared: a pipeline stage has only its own.
+
     False positives: none known.
     Evidence: which ranks, and which parameters.
 
@@ -127,11 +128,10 @@ def parameters_without_optimizer(case: Divergence) -> Cause | None:
     if not missing:
         return None
 
-    # "Net/fc.weight" may be missing just because this model is named "Net#2" on the ranks. So the
-    # names without the model are compared, such as "fc.weight", and how often each occurs.
-    names_without_model = Counter(script_names(expected))
-    names_without_model_on_ranks = Counter(script_names(actual))
-    if names_without_model == names_without_model_on_ranks:
+    # "Net/fc.weight" may be missing just because this model is named "Net#2" on the ranks. Then all
+    # names without the model, such as "fc.weight", occur as often in both runs.
+    only_models_are_renamed = Counter(script_names(expected)) == Counter(script_names(actual))
+    if only_models_are_renamed:
         return None
 
     names = join_first(script_names(missing))
@@ -224,7 +224,7 @@ def gather_without_gradient(case: Divergence) -> Cause | None:
         gradient.
     Evidence: the line of the gather.
     """
-    line = case.actual.first("gather_line") or _detached_gather_line(case)
+    line = case.actual.first_on_any_rank("gather_line") or _detached_gather_line(case)
     if not line:
         return None
     text = "the loss is computed from the result of an all-gather, which carries no gradient"
@@ -236,11 +236,11 @@ def _detached_gather_line(case: Divergence) -> str:
 
     Empty if there is no such gather, or if detaching may be intended.
     """
-    if case.expected.first("detached_gather_line"):  # one process detaches them too
+    if case.expected.first_on_any_rank("detached_gather_line"):  # one process detaches them too
         return ""
     if not any(record.loss_compares_samples for record in case.expected):
         return ""
-    return case.actual.first("detached_gather_line")
+    return case.actual.first_on_any_rank("detached_gather_line")
 
 
 def wrong_after_clipping(case: Divergence) -> Cause | None:
@@ -258,7 +258,7 @@ def wrong_after_clipping(case: Divergence) -> Cause | None:
     False positives: something else that was done to gradients at the same time as clipping.
     Evidence: the line that clips.
     """
-    # All calls that clip gradients. The first one is named: one of the ranks, if they clip at all.
+    # All calls that clip gradients. The first one is named, and calls of the ranks come first.
     clips = [*case.actual.clips, *case.expected.clips]
     if case.kind != "gradients" or not clips:
         return None
@@ -280,11 +280,10 @@ def wrong_after_clipping(case: Divergence) -> Cause | None:
 
     # The mean was right if mean = ratio * expected for some number; otherwise, the ratio is None.
     ratio = constant_ratio(expected, mean, case.max_error)
-    clipping_changed_something = any(call.has_clipped for call in clips)
+    clipping_changed_nothing = not any(call.has_clipped for call in clips)
 
-    # Something else than clipping went wrong: the mean was wrong already, or clipping changed
-    # nothing.
-    if ratio is None or not clipping_changed_something:
+    # Clipping is not the cause if the mean was wrong already, or if clipping changed nothing.
+    if ratio is None or clipping_changed_nothing:
         cause = explain_gradients(case, expected, mean)
         clipped_text = "gradients were clipped while those of the ranks still differed"
         return cause.with_evidence(clipped_text, line)

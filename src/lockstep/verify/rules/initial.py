@@ -23,6 +23,9 @@ from lockstep.verify.training_record import Update
 def optimizer_has_parameters_of_no_model(case: Divergence) -> Cause | None:
     """LS314: the optimizer updates parameters that belong to no model, so no model is trained.
 
+    For example, the script has constructed the optimizer, and then wrapped the model in a way that
+    gives it new parameters.
+
     Needs: `initial`, in which parameters that belong to no model have names that begin with "/".
     Applies: if all parameters of the optimizer belong to a model on one process, and on several
         ranks the models' own parameters never change.
@@ -86,6 +89,7 @@ def other_initial_parameters(case: Divergence) -> Cause:
         to them are named.
     Evidence: which ranks differ from rank 0, and the first line that seeded torch differently.
     """
+    # By parameter, the ranks with other values than rank 0: {"fc.weight": [1, 3]}.
     ranks_by_name = case.actual.ranks_that_differ("initial", case.tolerance)
     if ranks_by_name:
         ranks = format_ranks_that_differ(ranks_by_name)
@@ -93,13 +97,18 @@ def other_initial_parameters(case: Divergence) -> Cause:
     else:
         sentence = "all ranks began with the same values, which are not those of one process"
 
-    return Cause(
-        "LS305", (sentence, *_other_seeds(case), *describe_writes(case, tuple(ranks_by_name)))
-    )
+    names_of_parameters = tuple(ranks_by_name)
+    writes = describe_writes(case, names_of_parameters)
+    return Cause("LS305", (sentence, *_other_seeds(case), *writes))
 
 
 def _other_seeds(case: Divergence) -> list[str]:
-    """Names the first line that seeded torch differently on different processes."""
+    """Names the first line that seeded torch differently on different processes.
+
+    For example, one process and rank 0 have recorded the seeds `{"train.py:3: ...": 0}`, and rank 1
+    has recorded `{"train.py:3: ...": 1}`. Then the result has two sentences, on these seeds and on
+    this line. It is empty if there is no such line.
+    """
     # The names of all records, such as "one process", "rank 0" and "rank 1". One process has a
     # record for each replica of the model that it trains, usually a single one.
     names_of_reference = name_reference(num_replicas=len(case.expected))

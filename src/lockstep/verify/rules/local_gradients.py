@@ -76,7 +76,7 @@ class LocalGradients:
         for record in self.case.actual:
             before_clipping = record.unclipped
             used = {name: before_clipping[name] for name in self.names if name in before_clipping}
-            local_sum = _sum_of_last_passes(record, num_passes, used)
+            local_sum = _sum_of_last_passes(record, num_passes, like_gradients=used)
             local_sums.append(local_sum)
             remainders.append(flat(used) - local_sum)
 
@@ -87,7 +87,8 @@ class LocalGradients:
 
         # The rounding error of a remainder is proportional to the values that were subtracted. They
         # are about as large on all ranks, so those of rank 0 are used.
-        rounding = self.case.max_error * norm(local_sums[0])
+        size_of_local_sums = norm(local_sums[0])
+        rounding = self.case.max_error * size_of_local_sums
         return all(norm(remainder - remainders[0]) <= rounding for remainder in remainders)
 
     @property
@@ -104,12 +105,12 @@ class LocalGradients:
                 "were not averaged"
             )
 
-        return "each rank used what its own backward pass left"
+        return "they were not averaged: each rank used the gradients of its own backward passes"
 
     @property
     def sentences_on_bypassed_wrapper(self) -> list[str]:
         """Evidence that the script called a model without its DDP wrapper: one sentence or none."""
-        line = self.case.actual.first("line_that_bypassed_wrapper")
+        line = self.case.actual.first_on_any_rank("line_that_bypassed_wrapper")
         if not line:
             return []
         return [f"a forward pass bypassed the DDP wrapper: {line}"]
@@ -207,7 +208,7 @@ def communication_hook(gradients: LocalGradients) -> Cause | None:
     False positives: something else may be wrong as well.
     Evidence: the line that registered the hook.
     """
-    line = gradients.case.actual.first("comm_hook_line")
+    line = gradients.case.actual.first_on_any_rank("comm_hook_line")
     if not line:
         return None
     return Cause(
@@ -295,6 +296,8 @@ def exchanged_inside_step(gradients: LocalGradients) -> Cause | None:
     )
     evidence = (gradients.sentence_on_difference, sentence_on_exchange)
 
+    # A ratio of 1 means that the gradients were right after the exchange. Then the optimizer's
+    # state is looked at, as if the ratio were not known.
     ratio = _ratio_after_exchange(case)
     if ratio is not None and not near(ratio, 1):
         code = "LS201" if near(ratio, case.num_ranks) else "LS209"
@@ -397,13 +400,33 @@ def _ratios_of_state(expected: RankUpdate, actual: Update) -> dict[str, set[floa
     return ratios_by_key
 
 
+def gradients_from_random_numbers(gradients: LocalGradients) -> Cause | None:
+    """LS308: the gradients were computed from random numbers that each rank drew.
+
+    Needs: `local_gradients`; `gradient_draw_line`.
+    Applies: if there is such a line, and the ranks did not step with the gradients of their own
+        last backward passes.
+    False positives: something else may be wrong as well.
+    Evidence: the line that drew the numbers.
+    """
+    line_of_draw = gradients.case.actual.first_on_any_rank("gradient_draw_line")
+    if not line_of_draw or gradients.ranks_used_local_gradients:
+        return None
+
+    text = f"they are computed from random numbers that each rank drew: {line_of_draw}"
+    return Cause(
+        "LS308",
+        (gradients.sentence_on_difference, *gradients.sentences_on_bypassed_wrapper, text),
+    )
+
+
 def gradients_that_are_not_local(gradients: LocalGradients) -> Cause | None:
     """Explains gradients that differ although the ranks did not step with their local gradients.
 
-    LS308: the gradients were computed from random numbers. LS304: the gradients of each rank are
-    those of rank 0 times a number. LS210: the cause is not known.
+    LS304: the gradients of each rank are those of rank 0 times a number. LS210: the cause is not
+    known.
 
-    Needs: `local_gradients`; `gradient_draw_line`.
+    Needs: `local_gradients`.
     Applies: if the ranks did not step with the gradients of their own last backward passes.
     False positives: a script may add noise to its gradients after averaging them (reported as
         LS210), or multiply them by another number on each rank (as LS304). These mistakes have no
@@ -415,14 +438,11 @@ def gradients_that_are_not_local(gradients: LocalGradients) -> Cause | None:
         return None
 
     case = gradients.case
-    evidence = [gradients.sentence_on_difference, *gradients.sentences_on_bypassed_wrapper]
-
-    line_of_draw = case.actual.first("gradient_draw_line")
-    if line_of_draw:
-        text = f"they are computed from random numbers that each rank drew: {line_of_draw}"
-        return Cause("LS308", (*evidence, text))
-
-    evidence.append("they are not what each rank's own backward passes left")
+    evidence = [
+        gradients.sentence_on_difference,
+        *gradients.sentences_on_bypassed_wrapper,
+        "they are not what each rank's own backward passes left",
+    ]
 
     sentences_on_multiples = _describe_multiples_of_rank_0(case)
     evidence += sentences_on_multiples
@@ -465,21 +485,20 @@ def parameters_averaged_later(gradients: LocalGradients) -> Cause | None:
         averaged.
     """
     case = gradients.case
-    # A script may average parameters only every few steps, so all later steps are examined, in
-    # pairs of one step and the next. Each has one record for each rank.
-    for records, next_records in pairwise(case.parallel_run[case.update_index :]):
-        if not records.ranks_that_differ("parameters", case.tolerance):
+    # A script may average parameters only every few steps, so all later steps are examined.
+    for update, next_update in pairwise(case.parallel_run[case.update_index :]):
+        if not update.ranks_that_differ("parameters", case.tolerance):
             continue
 
-        # The mean over the ranks of the parameters that the first of the two steps left.
-        mean = mean_of([_arrays(record.parameters, gradients.names) for record in records])
+        # The mean over the ranks of the parameters that the first of the two updates left.
+        mean = mean_of([_arrays(record.parameters, gradients.names) for record in update])
 
-        # The values that the script itself wrote to the parameters between the two steps.
+        # The values that the script itself wrote to the parameters between the two updates.
         written_values = [
-            _arrays(record.rewritten_parameters, gradients.names) for record in next_records
+            _arrays(record.rewritten_parameters, gradients.names) for record in next_update
         ]
         if all(_is_equal(values, mean, case.max_error) for values in written_values):
-            step = next_records[0].step + 1  # records count steps from 0, texts from 1
+            step = next_update[0].step + 1  # records count steps from 0, texts from 1
             text = f"before step {step} parameters, not gradients, are averaged over the ranks"
             return Cause(
                 "LS313",
@@ -527,11 +546,13 @@ def forward_past_wrapper(gradients: LocalGradients) -> Cause | None:
 def averaged_too_late(gradients: LocalGradients) -> Cause | None:
     """LS406: the script averages these gradients, but after the optimizer has used them.
 
-    Needs: `calls` on gradients, in this update and the next one.
+    Needs: `calls` with `gradient_of`, in this update and the next one.
     Applies: if a collective got one of these gradients, although each rank used its local ones.
     False positives: a collective whose result is not written back.
     Evidence: the line of the first collective on one of these gradients.
     """
+    # It is known that each rank stepped with its local gradients, or this rule would not be tried.
+    # So any collective on these gradients came too late.
     calls_on_these = [
         call for call in gradients.collectives_on_gradients if call.gradient_of in gradients.names
     ]
@@ -579,8 +600,8 @@ def _other_averaged_names(gradients: LocalGradients) -> list[str]:
     """Returns the names of other gradients that the script itself averages.
 
     If there are some, the script averages by hand, and has left out the gradients that differ. Only
-    gradients of the same models or of the same optimizer are examined. Models in a DDP wrapper are
-    ignored, since DDP averages by itself.
+    gradients of the same models or of the same optimizer are examined. The result is empty if one
+    of the gradients that differ is in a DDP wrapper, since DDP averages by itself.
     """
     case = gradients.case
     # `unwrapped_parameters` lists the parameters of models without a DDP wrapper.
@@ -592,7 +613,8 @@ def _other_averaged_names(gradients: LocalGradients) -> list[str]:
     models = {_model_of(name) for name in gradients.names}
     averaged: dict[str, None] = {}  # an ordered set
 
-    # All ranks average the same gradients, so it is enough to look at rank 0.
+    # Other gradients may belong to another optimizer of the script, which steps in an update before
+    # or after this one. All ranks average the same ones, so it is enough to look at rank 0.
     for update in _neighbouring_updates(case):
         record_of_rank_0 = update[0]
         is_same_optimizer = record_of_rank_0.optimizer == optimizer
@@ -623,8 +645,8 @@ def _names_averaged_by_script(record: RankUpdate, max_error: float) -> list[str]
     for name, local_gradient in local_gradients.items():
         if name in used_gradients:
             used_gradient = used_gradients[name]
-            difference = norm(flat({name: used_gradient - local_gradient}))
-            if difference > max_error * norm(used_gradient):
+            difference = (used_gradient - local_gradient).astype(np.float64)
+            if norm(difference) > max_error * norm(used_gradient):
                 names.append(name)
     return names
 
@@ -662,7 +684,7 @@ def model_that_nothing_wraps(gradients: LocalGradients) -> Cause | None:
     # Name the latest call of the model. It may be in an earlier update: if two optimizers step
     # after one forward pass, the call is recorded with the first of their two updates.
     for update in reversed(case.parallel_run[: case.update_index + 1]):
-        line = update.first("unwrapped_line")
+        line = update.first_on_any_rank("unwrapped_line")
         if line:
             text += f": {line}"
             break
@@ -701,6 +723,7 @@ LOCAL_GRADIENT_RULES: tuple[Callable[[LocalGradients], Cause | None], ...] = (
     averages_within_groups,
     clipping_on_some_ranks,
     exchanged_inside_step,
+    gradients_from_random_numbers,
     gradients_that_are_not_local,
     parameters_averaged_later,
     forward_past_wrapper,

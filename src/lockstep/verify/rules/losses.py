@@ -15,7 +15,7 @@ import numpy as np
 from lockstep.verify.algebra import near
 from lockstep.verify.cause import Cause, format_items
 from lockstep.verify.divergence import Divergence
-from lockstep.verify.rules.draws import random_loss
+from lockstep.verify.rules.draws import cause_if_loss_is_random
 from lockstep.verify.rules.evidence import (
     describe_local_comparison,
     describe_local_scalars,
@@ -123,7 +123,7 @@ def _describe_scales_of_terms(
     - Term 1 is 2 on one process, 1 on rank 0 and 3 on rank 1. It is the mean over the ranks.
     - Term 2 is 6 on one process, 3 on rank 0 and 3 on rank 1. It is the sum over the ranks.
 
-    Then the sentence says that one process has "the mean of number 1, the sum of number 2".
+    Then the sentence says that one process has "the mean of term 1, the sum of term 2".
 
     Args:
         expected_terms: terms on one process.
@@ -137,11 +137,11 @@ def _describe_scales_of_terms(
     means, sums, neither = _classify_terms(expected_terms, terms_of_ranks, max_error)
     texts = []
     if means:
-        texts.append(f"the mean of number {format_items(means)}")
+        texts.append(f"the mean of term {format_items(means)}")
     if sums:
-        texts.append(f"the sum of number {format_items(sums)}")
+        texts.append(f"the sum of term {format_items(sums)}")
     if neither:
-        texts.append(f"neither the mean nor the sum of number {format_items(neither)}")
+        texts.append(f"neither the mean nor the sum of term {format_items(neither)}")
 
     all_are_of_one_kind = len(texts) < 2
     if all_are_of_one_kind:
@@ -228,7 +228,7 @@ def other_targets(case: Divergence) -> Cause | None:
 
     Needs: `forwards` with targets.
     Applies: if the first model's outputs are equal, but its targets are not.
-    False positives: random targets. The line that drew them is named too if it was recorded.
+    False positives: random targets.
     Evidence: for how many samples, statistics over each rank's own samples, and the line of the
         loss.
     """
@@ -263,7 +263,7 @@ def outputs_of_earlier_steps(case: Divergence) -> Cause | None:
     False positives: none known.
     Evidence: the line of the earlier forward pass.
     """
-    line = case.actual.first("earlier_outputs_line")
+    line = case.actual.first_on_any_rank("earlier_outputs_line")
     if not line or not _forwards_with_equal_outputs(case):
         return None
     text = "the loss is computed from outputs of earlier steps, which the ranks did not exchange"
@@ -320,18 +320,20 @@ def local_statistic_in_loss(case: Divergence) -> Cause | None:
     False positives: a statistic that does no harm, while something else is wrong in the loss.
     Evidence: the line of the statistic, and how the samples are weighted.
     """
-    # Outputs are only known if they have a row for each sample.
     forwards = _forwards_with_equal_outputs(case)
     if not forwards:
         return None
-    if any(forward.matched_rows("outputs") is None for forward in forwards):
+
+    # Outputs are not known if they have no row for each sample.
+    some_outputs_are_unknown = any(forward.matched_rows("outputs") is None for forward in forwards)
+    if some_outputs_are_unknown:
         return None
 
     # The loss may differ because of random numbers instead.
     if draws_not_made_by_all_ranks(case):
         return None
 
-    # Sentences on statistics that differ from one process.
+    # Sentences on statistics whose values on the ranks are not that on one process.
     statistics = describe_local_statistics(case) or describe_local_scalars(case)
     if not statistics:
         return None
@@ -450,7 +452,7 @@ def random_numbers_in_loss(case: Divergence) -> Cause | None:
     False positives: harmless random numbers. So this is the last rule for losses.
     Evidence: the gradients, the line that drew the numbers, and the line of the loss.
     """
-    cause = random_loss(case, *gradient_patterns(case))
+    cause = cause_if_loss_is_random(case, *gradient_patterns(case))
     if cause is None:
         return None
     return cause.with_evidence(*loss_line(case))

@@ -17,7 +17,7 @@ import numpy as np
 
 from lockstep.verify.cause import Cause
 from lockstep.verify.divergence import Divergence
-from lockstep.verify.rules.draws import random_loss
+from lockstep.verify.rules.draws import cause_if_loss_is_random
 from lockstep.verify.rules.evidence import (
     describe_local_statistics,
     describe_random_numbers_of_one_run,
@@ -149,8 +149,7 @@ def repeated_inputs(case: Divergence) -> Cause | None:
 def other_inputs(case: Divergence) -> Cause | None:
     """Names the cause of inputs that differ, for the first model with other inputs.
 
-    LS101, LS102: samples are repeated or left out. LS105, LS109: they belong to other steps of one
-    process. LS106, LS308: the inputs are random. LS111: they are different inputs.
+    See `_cause_of_other_inputs` and `_cause_in_additional_inputs` for the codes.
 
     Needs: `forwards` with the inputs of each sample.
     Applies: if no random numbers were drawn while batches were read, since these would explain the
@@ -193,7 +192,7 @@ def _cause_in_additional_inputs(case: Divergence, forward: MatchedForward) -> Ca
     # The additional inputs may be random, as in a diffusion model. Then the loss, which is computed
     # from them, depends on numbers that only one of the runs drew.
     sentence = format_differing_other_inputs(forward, differing_inputs)
-    cause = random_loss(case, sentence)
+    cause = cause_if_loss_is_random(case, sentence)
     if cause is not None:
         return cause
 
@@ -219,13 +218,17 @@ def format_differing_other_inputs(forward: MatchedForward, differing_inputs: Arr
 
 @dataclass(frozen=True)
 class _ExtraInputs:
-    """The inputs of a forward pass that the ranks have beyond those of one process."""
+    """The inputs of a forward pass that the ranks have beyond those of one process: *extra* inputs.
+
+    For example, one process has inputs a and b in this step, and c in another step. Two ranks have
+    a, a, c and d. Then the extra inputs are a (repeated), c (of another step) and d (unknown).
+    """
 
     forward: MatchedForward
-    # How many inputs there are. An input that one process has in the same step is *repeated*: the
-    # ranks have it more often.
     num_extra: int
+    # One process has them in the same step, but the ranks have them more often.
     num_repeated: int
+    # One process has them only in other steps.
     num_of_other_steps: int
     # The first sentence of evidence.
     sentence_on_numbers: str
@@ -234,6 +237,16 @@ class _ExtraInputs:
     def num_unknown(self) -> int:
         """Number of extra inputs that one process has in no step."""
         return self.num_extra - self.num_repeated - self.num_of_other_steps
+
+    @property
+    def all_are_repeated(self) -> bool:
+        """True if one process has all extra inputs in the same step, only less often."""
+        return self.num_repeated == self.num_extra
+
+    @property
+    def all_are_known(self) -> bool:
+        """True if one process has all extra inputs in some step."""
+        return self.num_unknown == 0
 
     @property
     def left_out_and_repeated(self) -> tuple[str, ...]:
@@ -254,32 +267,38 @@ def _cause_of_other_inputs(case: Divergence, forward: MatchedForward, are_sample
         forward: forward pass with these inputs.
         are_samples: whether the inputs are the samples themselves, without a DataLoader.
     """
+    # The inputs of the ranks that are not matched with an input of one process.
     extra_inputs = forward.actual.inputs[forward.extra_indices]
-    inputs_of_all_steps = _inputs_of_all_steps(case, forward.expected)
+
     # For each extra input: does one process have it in the same step, or in any step?
+    inputs_of_all_steps = _inputs_of_all_steps(case, forward.expected)
     is_of_same_step = rows_among(extra_inputs, forward.expected.inputs)
     is_of_any_step = rows_among(extra_inputs, inputs_of_all_steps)
+    is_only_of_other_step = is_of_any_step & ~is_of_same_step
 
-    num_same = len(forward.expected_indices)
+    num_matched = len(forward.expected_indices)  # the inputs of one process that the ranks have too
     inputs = _ExtraInputs(
         forward,
         num_extra=len(extra_inputs),
         num_repeated=int(is_of_same_step.sum()),
-        num_of_other_steps=int((is_of_any_step & ~is_of_same_step).sum()),
+        num_of_other_steps=int(is_only_of_other_step.sum()),
         sentence_on_numbers=(
             f"{forward.model}: {len(forward.expected.inputs)} inputs on one process, "
             f"{len(forward.actual.inputs)} on {case.num_ranks}; "
-            f"{num_same} are the same"
+            f"{num_matched} are the same"
         ),
     )
 
-    if are_samples and inputs.num_unknown == 0:
+    if are_samples and inputs.all_are_known:
         return _cause_of_other_samples(case, inputs)
     return _cause_of_computed_inputs(case, inputs, are_samples)
 
 
 def _cause_of_other_samples(case: Divergence, inputs: _ExtraInputs) -> Cause:
     """Names the cause of inputs that are samples, all of which one process has in some step.
+
+    The ranks have *extra* samples in this step, which one process does not have in it, or not as
+    often (*repeated* ones).
 
     - LS102: the ranks have no extra samples, and lack some.
     - LS101: all extra samples are repeated.
@@ -288,7 +307,7 @@ def _cause_of_other_samples(case: Divergence, inputs: _ExtraInputs) -> Cause:
     """
     if inputs.num_extra == 0:
         return Cause("LS102", (inputs.sentence_on_numbers, *inputs.left_out_and_repeated))
-    if inputs.num_repeated == inputs.num_extra:
+    if inputs.all_are_repeated:
         return Cause("LS101", (inputs.sentence_on_numbers, *inputs.left_out_and_repeated))
 
     of_other_steps = f"{inputs.num_of_other_steps} are inputs of another step of one process"
@@ -311,24 +330,26 @@ def _cause_of_computed_inputs(case: Divergence, inputs: _ExtraInputs, are_sample
         are_samples: whether the inputs are the samples themselves, without a DataLoader.
     """
     numbers = inputs.sentence_on_numbers
-    cause_by_random_numbers = random_loss(case, numbers)
-    if cause_by_random_numbers is not None:
-        return cause_by_random_numbers
+    cause_if_random = cause_if_loss_is_random(case, numbers)
+    if cause_if_random is not None:
+        return cause_if_random
 
     if are_samples and _is_normalized_by_rank(inputs.forward):
         text = "each rank's are those of one process, shifted and scaled by numbers of its own"
         why = "as if normalized by the mean and deviation of its own samples"
         return Cause("LS111", (numbers, text, why))
 
-    if inputs.num_repeated == inputs.num_extra:
+    # Some inputs were computed twice, while others were left out.
+    if inputs.all_are_repeated:
         return Cause("LS111", (numbers, *inputs.left_out_and_repeated))
 
-    if inputs.num_unknown:
-        unknown = f"{inputs.num_unknown} are not known from one process"
+    # Some extra inputs belong to other steps of one process, or to none.
+    if inputs.all_are_known:
+        text = "all are of other steps too"
     else:
-        unknown = "all are of other steps too"
+        text = f"{inputs.num_unknown} are not known from one process"
 
-    return Cause("LS111", (numbers, unknown, *describe_local_statistics(case)))
+    return Cause("LS111", (numbers, text, *describe_local_statistics(case)))
 
 
 def _inputs_of_several_ranks(case: Divergence) -> list[str]:
@@ -345,6 +366,7 @@ def _inputs_of_all_steps(case: Divergence, forward: Forward) -> Array:
     """Returns the inputs that one process gave to the same model in any step, one in each row."""
     inputs = []
     for update in case.reference_run:
+        # One process has a single "rank", or one for each replica that it trains.
         for forward_of_ranks in join_forwards_of_ranks(update).values():
             forward_of_step = forward_of_ranks.forward
             is_same_model = forward_of_step.model == forward.model

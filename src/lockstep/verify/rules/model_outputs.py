@@ -15,7 +15,7 @@ import numpy as np
 from lockstep.verify.cause import Cause, format_items, script_names
 from lockstep.verify.divergence import Divergence
 from lockstep.verify.line_findings import describe_writes
-from lockstep.verify.rules.draws import other_random_stream, random_loss
+from lockstep.verify.rules.draws import cause_if_loss_is_random, other_random_stream
 from lockstep.verify.rules.evidence import format_backward_passes, gradient_patterns
 from lockstep.verify.rules.model_inputs import format_differing_other_inputs
 from lockstep.verify.sample_rows import match_forwards
@@ -31,7 +31,8 @@ def local_batchnorm(case: Divergence) -> Cause | None:
     Needs: `local_norm_layers`.
     Applies: if there is such a layer and more than one rank.
     False positives: the layer may be harmless, while something else is wrong.
-    Evidence: which layers, and whether they belong to a model that is not trained.
+    Evidence: which layers, whether they belong to a model that is not trained, and which gradients
+        are wrong by which factors.
     """
     layers: set[str] = set()
     for record in case.actual:
@@ -120,10 +121,11 @@ def other_outputs(case: Divergence) -> Cause | None:
 
     - LS208: an output depends on other samples of the batch, which are on another rank.
     - LS309: the model keeps tensors that differ.
-    - LS308 or LS106: random numbers were drawn (see `random_loss` and `other_random_stream`).
+    - LS308 or LS106: random numbers were drawn (see `cause_if_loss_is_random` and
+      `other_random_stream`).
 
-    Needs: `forwards`; `coupling_model` of one process, a model whose output for a sample depends on
-        other samples; `module_tensors` and `buffers`; `loss_draws` and `random_streams`.
+    Needs: `forwards`; `model_with_coupled_samples` of one process, whose output for a sample
+        depends on other samples; `module_tensors` and `buffers`; `loss_draws` and `random_streams`.
     Applies: to the first model with other outputs. LS208 requires that the ranks exchanged nothing
         before the backward pass.
     False positives: something else may be wrong in the model as well.
@@ -138,7 +140,7 @@ def other_outputs(case: Divergence) -> Cause | None:
             f"{forward.model}: for {differs.sum()} of {len(differs)} inputs it returned "
             "something else than on one process"
         )
-        samples_are_coupled = bool(case.expected.first("coupling_model"))
+        samples_are_coupled = bool(case.expected.first_on_any_rank("model_with_coupled_samples"))
         if samples_are_coupled and not _ranks_exchanged_tensors(case):
             text = "on one process its output for a sample depends on the others of the batch"
             why = "no rank exchanged anything in the forward pass"
@@ -150,7 +152,7 @@ def other_outputs(case: Divergence) -> Cause | None:
             return Cause("LS309", (sentence, text))
 
         # The model itself may be random, like one with a noise layer.
-        return random_loss(case, sentence) or other_random_stream(case, sentence)
+        return cause_if_loss_is_random(case, sentence) or other_random_stream(case, sentence)
 
     return None
 
@@ -192,7 +194,8 @@ def _kept_tensors_that_differ(case: Divergence) -> list[str]:
 def _wrong_buffers(case: Divergence) -> list[str]:
     """Returns the names of buffers with the same shape as on one process, but other values.
 
-    A buffer of another shape may rightly hold something for the samples of its rank.
+    A buffer of another shape may rightly hold something for the samples of its rank, such as the
+    last hidden state with one row for each sample.
     """
     expected_buffers = case.expected.merged("buffers")
     scale = largest_of_all(expected_buffers)
@@ -255,7 +258,7 @@ def _arrays_of_ranks(case: Divergence, field_name: str, name: str) -> list[Array
 
 
 def _are_equal_parts(expected: Array, arrays: Sequence[Array], num_ranks: int) -> bool:
-    """True if each of N ranks has 1/N of a tensor's values, and all ranks have the same values.
+    """True if several of N ranks have 1/N of a tensor's values each, and all have the same values.
 
     For example, a cache has 8 values on one process, and the same 4 values on each of 2 ranks. The
     tensors themselves are not known: they are compared by their sum, largest value and size. Zeros
@@ -264,13 +267,13 @@ def _are_equal_parts(expected: Array, arrays: Sequence[Array], num_ranks: int) -
     Args:
         expected: three numbers that stand for the tensor on one process: a sum, the largest
             absolute value (at index `LARGEST`), and the number of values (at index `SIZE`).
-        arrays: the same three numbers for each rank that has the tensor.
+        arrays: the same three numbers for each rank that has the tensor; other ranks are ignored.
         num_ranks: number of ranks.
     """
     if len(arrays) < 2 or expected[SIZE] <= 0:
         return False
 
-    each_rank_has_a_part = all(array[SIZE] * num_ranks == expected[SIZE] for array in arrays)
+    are_parts = all(array[SIZE] * num_ranks == expected[SIZE] for array in arrays)
     are_equal = all(np.array_equal(array, arrays[0]) for array in arrays)
-    all_are_zero = all(array[LARGEST] == 0 for array in arrays)
-    return each_rank_has_a_part and are_equal and not all_are_zero
+    are_zero = all(array[LARGEST] == 0 for array in arrays)
+    return are_parts and are_equal and not are_zero

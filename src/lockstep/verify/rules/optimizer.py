@@ -55,17 +55,12 @@ def other_learning_rates(case: Divergence) -> Cause:
         schedulers that follow a metric.
     Evidence: the rates, the numbers of scheduler steps, and the lines that set the rates.
     """
-    # One text with the learning rates of all parameter groups, for one process and then for each
-    # rank. One process may train several replicas, which all have the same learning rates.
-    rates = []
-    for process in (case.expected[0], *case.actual):
-        rates.append(", ".join(f"{rate:.6g}" for rate in process.learning_rates))
-
-    # The number of scheduler steps, in the same order.
-    scheduler_steps = _count_scheduler_steps(case)
-
-    _rates_of_one, *rates_of_ranks = rates
+    rates_of_processes = _format_rates(case)  # of one process and then of each rank
+    rates_of_ranks = rates_of_processes[1:]
+    scheduler_steps = _count_scheduler_steps(case)  # in the same order
     steps_of_one, *steps_of_ranks = scheduler_steps
+
+    # If the ranks have the same rates and scheduler steps, they are not listed rank by rank.
     ranks_have_equal_rates = len(set(rates_of_ranks)) == 1
     ranks_have_equal_steps = len(set(steps_of_ranks)) == 1
     ranks_agree = ranks_have_equal_rates and ranks_have_equal_steps
@@ -87,12 +82,24 @@ def other_learning_rates(case: Divergence) -> Cause:
         code = "LS401"
 
     evidence = (
-        _format_once_if_ranks_agree(rates, ranks_agree=ranks_agree),
+        _format_once_if_ranks_agree(rates_of_processes, ranks_agree=ranks_agree),
         how,
         *_lines_that_set_rates(case),
         *_describe_differing_metrics(case),
     )
     return Cause(code, evidence, ratio=ratio)
+
+
+def _format_rates(case: Divergence) -> list[str]:
+    """Returns a text with all learning rates, such as "0.1, 0.2", of each process.
+
+    The text of one process comes first. It may train several replicas, which all have the same
+    learning rates.
+    """
+    texts = []
+    for process in (case.expected[0], *case.actual):
+        texts.append(", ".join(f"{rate:.6g}" for rate in process.learning_rates))
+    return texts
 
 
 def _format_once_if_ranks_agree(numbers: Sequence[object], *, ranks_agree: bool) -> str:
@@ -101,7 +108,8 @@ def _format_once_if_ranks_agree(numbers: Sequence[object], *, ranks_agree: bool)
     This is "0.1 on one process, 0.2 on 4" if the 4 ranks agree; otherwise each rank is named.
 
     Args:
-        numbers: a number, or several with commas, of one process and then of each rank.
+        numbers: the number of one process, or a text such as "0.1, 0.2", and then that of each
+            rank.
         ranks_agree: whether all ranks have the same.
     """
     numbers_of_one, *numbers_by_rank = numbers
@@ -159,20 +167,25 @@ def _format_rate_ratio(ratio: float, num_ranks: int) -> str:
 
 def _lines_that_set_rates(case: Divergence) -> list[str]:
     """Names the first lines that set learning rates which are not the same on all processes."""
-    lines: dict[str, None] = {}  # an ordered set
+    lines = []
 
     # Only the first lines are named. The ranks come first: they are more likely to have set a wrong
     # rate than one process is.
     for record in (*case.actual, *case.expected):
         # Lines whose rates differ from one process come before those that differ between ranks.
         for other_record in (*case.expected, *case.actual):
-            lines.update(dict.fromkeys(_lines_of_other_rates(record, other_record)))
+            lines += _lines_of_other_rates(record, other_record)
 
-    return [f"it was set by {line}" for line in lines][:MAX_LINES_THAT_SET_RATES]
+    distinct_lines = list(dict.fromkeys(lines))
+    first_lines = distinct_lines[:MAX_LINES_THAT_SET_RATES]
+    return [f"it was set by {line}" for line in first_lines]
 
 
 def _lines_of_other_rates(process: RankUpdate, other_process: RankUpdate) -> list[str]:
-    """Returns the known lines with which a process set rates that another one did not set."""
+    """Returns the lines with which a process set rates that differ from those of another one.
+
+    Rates whose line is not known are left out.
+    """
     # One tuple for each parameter group that both have.
     rates_and_lines = zip(
         process.learning_rates,
@@ -180,7 +193,12 @@ def _lines_of_other_rates(process: RankUpdate, other_process: RankUpdate) -> lis
         process.learning_rate_lines,
         strict=False,
     )
-    return [line for rate, other_rate, line in rates_and_lines if rate != other_rate and line]
+    lines = []
+    for rate, other_rate, line in rates_and_lines:
+        line_is_known = bool(line)
+        if rate != other_rate and line_is_known:
+            lines.append(line)
+    return lines
 
 
 def _describe_differing_metrics(case: Divergence) -> list[str]:
@@ -235,15 +253,19 @@ def _optimizer_differences(case: Divergence) -> list[str]:
     Each sentence is about one option: "momentum of parameter group 1: 0.9 on one process, 0 on rank
     0 and rank 1".
     """
-    # Options are not known for ranks that have not stepped, as under `Join`.
-    ranks_that_stepped = [rank for rank, record in enumerate(case.actual) if record.stepped]
-
-    # All records to be compared, and the name of each record for the sentences. One process has
-    # several records if it trains several replicas of the model.
-    records = [*case.expected, *(case.actual[rank] for rank in ranks_that_stepped)]
+    # All records to be compared, by their names for the sentences. One process has several records
+    # if it trains several replicas of the model.
+    record_by_name: dict[str, RankUpdate] = {}
     names_of_reference = name_reference(num_replicas=len(case.expected))
-    names_of_records = [*names_of_reference, *name_ranks(ranks_that_stepped)]
+    for name, record in zip(names_of_reference, case.expected, strict=True):
+        record_by_name[name] = record
+    for name, record in zip(name_ranks(range(case.num_ranks)), case.actual, strict=True):
+        # Options are not known for ranks that have not stepped, as under `Join`.
+        if record.stepped:
+            record_by_name[name] = record
 
+    records = list(record_by_name.values())
+    names_of_records = list(record_by_name)
     sentences = []
     num_groups = [len(record.group_options) for record in records]
     if len(set(num_groups)) > 1:
@@ -306,8 +328,8 @@ def _state_difference(case: Divergence) -> list[str]:
         if names:
             listed = format_items(sorted(script_names(names)))
             return [
-                "what the optimizer kept before the step is not that of one process "
-                f"on rank {rank}: {listed}"
+                f"on rank {rank}, the optimizer's state before the step differs from that of one "
+                f"process: {listed}"
             ]
 
     return []
@@ -366,7 +388,7 @@ def parameters_changed_between_steps(case: Divergence) -> Cause:
     Evidence: the lines that wrote to the parameters, and whether the step before had left the
         parameters of one process.
     """
-    step = case.actual[0].step + 1
+    step = case.actual[0].step + 1  # records count steps from 0, texts from 1
     text = f"before step {step} parameters differ from those of one process"
     writes = describe_writes(case, case.names)
 
@@ -374,7 +396,7 @@ def parameters_changed_between_steps(case: Divergence) -> Cause:
     if not _last_step_is_recorded(case):
         return Cause("LS210", (text, *writes))
 
-    # This difference is the first one, so the last step left the parameters of one process.
+    # Nothing differed earlier, so the last step left the parameters of one process.
     if not writes:
         writes = ["something changes them between the steps, or in a forward pass"]
 

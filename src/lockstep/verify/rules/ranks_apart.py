@@ -86,7 +86,7 @@ def parameters_apart(case: Divergence) -> Cause:
 
 
 @dataclass(frozen=True)
-class _SteppingRank:
+class _Stepper:
     """The first rank that stepped with an optimizer, and the optimizer's parameters."""
 
     rank: int
@@ -111,11 +111,13 @@ def parameters_of_unstepped_optimizer(case: Divergence) -> Cause | None:
         return None
 
     # A difference that was there before an earlier step has been reported for that step.
-    earlier_indices = range(case.update_index)
-    if any(_names_differing_from_stepping_rank(case, index) for index in earlier_indices):
-        return None
+    for earlier_index in range(case.update_index):
+        has_differed_before = bool(_names_differing_from_stepping_rank(case, earlier_index))
+        if has_differed_before:
+            return None
 
-    # The class of the optimizer is known from the ranks that stepped with it before.
+    # The class of the optimizer is known from ranks that stepped with it before. Which ranks step
+    # in this update does not matter, as the parameters differ before it.
     names = set().union(*names_by_rank.values())
     earlier_updates = case.parallel_run[: case.update_index]
     classes = _classes_of_optimizers_with(names, earlier_updates)
@@ -143,10 +145,10 @@ def _classes_of_optimizers_with(names: Set[str], updates: Sequence[Update]) -> s
 def _names_differing_from_stepping_rank(
     case: Divergence, update_index: int
 ) -> dict[int, list[str]]:
-    """Finds parameters that are not the same on ranks that never step with their optimizer.
+    """Finds parameters that have other values on a rank that never steps than on one that does.
 
-    These ranks have recorded sums over the parameters of their own copy of the optimizer
-    (`unstepped_sums`). The sums are compared with those of the first rank that steps with it.
+    A rank that never steps with an optimizer has recorded sums over the parameters of its own copy
+    of it (`unstepped_sums`). They are compared with those of the first rank that steps with it.
 
     Args:
         case: the difference.
@@ -155,7 +157,7 @@ def _names_differing_from_stepping_rank(
     Returns:
         For each rank that has not stepped, the names of the parameters that differ.
     """
-    stepping_ranks = _stepping_ranks(case.parallel_run[:update_index])
+    first_stepper_of_optimizer = _first_steppers(case.parallel_run[:update_index])
     update = case.parallel_run[update_index]
     names_by_rank: dict[int, list[str]] = defaultdict(list)
 
@@ -164,35 +166,37 @@ def _names_differing_from_stepping_rank(
         # the sums under a pair of numbers, such as (1, 0) for the first parameter of the second
         # optimizer that the rank has constructed.
         for (optimizer_number, parameter_index), sums in record.unstepped_sums.items():
-            stepping_rank = stepping_ranks.get(optimizer_number)
-            if stepping_rank is None:
+            stepper = first_stepper_of_optimizer.get(optimizer_number)
+            if stepper is None:
                 continue
 
-            name = _name_of_parameter(stepping_rank, parameter_index)
-            expected_sums = update[stepping_rank.rank].parameter_sums.get(name)
+            name = _name_of_parameter(stepper, parameter_index)
+            expected_sums = update[stepper.rank].parameter_sums.get(name)
             if expected_sums is not None and not np.array_equal(expected_sums, sums):
                 names_by_rank[rank].append(name)
 
     return names_by_rank
 
 
-def _name_of_parameter(stepping_rank: _SteppingRank, parameter_index: int) -> str:
+def _name_of_parameter(stepper: _Stepper, parameter_index: int) -> str:
     """Returns the name of a parameter of the optimizer that a rank stepped with.
 
     Empty if this optimizer has fewer parameters: a rank that has not stepped may have constructed
     another optimizer in its place.
     """
-    names = stepping_rank.parameter_names
+    names = stepper.parameter_names
     return names[parameter_index] if parameter_index < len(names) else ""
 
 
-def _stepping_ranks(updates: Sequence[Update]) -> dict[int, _SteppingRank]:
+def _first_steppers(updates: Sequence[Update]) -> dict[int, _Stepper]:
     """Returns, for each optimizer that not all ranks step with, the first rank that does.
+
+    For example, if rank 0 alone steps with optimizer 1, the result is `{1: _Stepper(rank=0, ...)}`.
 
     Updates in which all ranks stepped are skipped. Keys are the numbers of the optimizers, in the
     order in which a rank constructs them.
     """
-    stepping_ranks: dict[int, _SteppingRank] = {}
+    first_stepper_of_optimizer: dict[int, _Stepper] = {}
     for update in updates:
         all_ranks_stepped = all(record.stepped for record in update)
         if all_ranks_stepped:
@@ -203,11 +207,11 @@ def _stepping_ranks(updates: Sequence[Update]) -> dict[int, _SteppingRank]:
             # step, or if the number is not known.
             optimizer_number = record.construction_index
             number_is_known = optimizer_number >= 0
-            if number_is_known and optimizer_number not in stepping_ranks:
-                stepping_rank = _SteppingRank(rank, record.optimizer_parameters)
-                stepping_ranks[optimizer_number] = stepping_rank
+            if number_is_known and optimizer_number not in first_stepper_of_optimizer:
+                stepper = _Stepper(rank, record.optimizer_parameters)
+                first_stepper_of_optimizer[optimizer_number] = stepper
 
-    return stepping_ranks
+    return first_stepper_of_optimizer
 
 
 def changed_between_passes(case: Divergence) -> Cause | None:
@@ -232,19 +236,13 @@ def changed_between_passes(case: Divergence) -> Cause | None:
         "than rank 0"
     )
     # For each backward pass, `local_passes` is True if its gradients stayed local.
-    some_earlier_pass_was_local = False
-    for record in case.actual:
-        all_passes_but_the_last = record.local_passes[:-1]
-        if any(all_passes_but_the_last):
-            some_earlier_pass_was_local = True
-
+    some_earlier_pass_was_local = any(any(record.local_passes[:-1]) for record in case.actual)
     if not some_earlier_pass_was_local:
         return Cause("LS304", (sentence, *describe_writes(case, tuple(ranks_by_name))))
 
-    # A backward pass before the change left local gradients, with which each rank has changed the
-    # parameters.
-    why = "what a backward pass before it left was each rank's own, and no average"
-    line = case.actual.first("line_that_bypassed_wrapper")
+    # Each rank has changed the parameters with these local gradients.
+    why = "an earlier backward pass left gradients that were not averaged"
+    line = case.actual.first_on_any_rank("line_that_bypassed_wrapper")
     if line:
         return Cause("LS302", (sentence, why, f"a forward pass bypassed the DDP wrapper: {line}"))
 

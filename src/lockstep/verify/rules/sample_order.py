@@ -120,16 +120,17 @@ def repeated_samples(case: Divergence) -> Cause | None:
     Evidence: which samples are repeated, or that every rank trained the same ones.
     """
     repeated = _samples_trained_by_several_ranks_or_before(case)
-
     if not repeated:
         return None
 
-    # Samples that the ranks trained more often in this step than one process did: the difference of
-    # two counters has only positive counts. Another rule applies if some of these are new.
+    # The surplus is what the ranks trained more often in this step than one process did: the
+    # difference of two counters has only positive counts. If one process trains samples 1 and 2,
+    # and the ranks 1, 1 and 3, it is 1 and 3. If 3 was not trained before, it is new, and another
+    # rule applies.
     expected, actual = _count_samples_of_this_step(case)
-    surplus = set(actual - expected)
-    some_are_new = not surplus <= set(repeated)
-    if some_are_new:
+    surplus_samples = set(actual - expected)
+    new_samples = surplus_samples - set(repeated)
+    if new_samples:
         return None
 
     if _all_ranks_trained_the_same(case):
@@ -150,9 +151,13 @@ def repeated_samples(case: Divergence) -> Cause | None:
 def _samples_trained_by_several_ranks_or_before(case: Divergence) -> list[Sample]:
     """Returns the samples that the ranks repeat in this step, although one process does not.
 
-    Sample 7 is one of them, for example, if one process trains it once in this step and two ranks
-    train it. Sample 8, which one process does not train in this step, is one of them if the ranks
-    train it twice, or once and before in an earlier step.
+    For example, by how often a sample is trained in this step:
+
+        one process     ranks
+        1               1           not repeated
+        1               2           repeated
+        0               1           repeated if the ranks have trained it in an earlier step
+        0               2           repeated
     """
     expected, actual = _count_samples_of_this_step(case)
     identify_by_contents = _contents_of_samples_are_known(case)
@@ -236,8 +241,8 @@ def samples_of_several_ranks(case: Divergence) -> Cause | None:
     """LS105: over all compared steps, several ranks trained the same samples.
 
     Needs: `batches` with indices or contents, also in the steps before.
-    Applies: if one process trains these samples only once. Only the steps before one process
-        repeats a sample are examined, which are those of its first epoch.
+    Applies: if one process trains these samples only once. `trained_by_several_ranks` only looks at
+        the steps before one process repeats a sample: its first epoch.
     False positives: none known.
     Evidence: how many samples were trained by several ranks.
     """
@@ -334,9 +339,10 @@ def trained_by_several_ranks(
         samples_of_ranks: for each step, the samples of each rank; empty if they are not known. For
             two ranks, for example, `[[[0, 2], [1, 3]], [[4, 6], [5, 7]]]`.
     """
+    samples_by_rank = _samples_in_first_pass(samples_of_one_process, samples_of_ranks)
     num_ranks_of_sample: Counter[Any] = Counter()
-    for samples in _samples_in_first_pass(samples_of_one_process, samples_of_ranks).values():
-        num_ranks_of_sample.update(samples)
+    for samples_of_rank in samples_by_rank.values():
+        num_ranks_of_sample.update(samples_of_rank)  # a set, so each sample is counted once a rank
 
     num_repeated = len([count for count in num_ranks_of_sample.values() if count > 1])
     if not num_repeated:
@@ -354,21 +360,28 @@ def _samples_in_first_pass(
     """Returns the samples that each rank trained before one process began its second pass.
 
     Args:
-        samples_of_one_process: for each step, the samples of each record of one process.
-        samples_of_ranks: for each step, the samples of each rank.
+        samples_of_one_process: for each step, the samples of each record of one process, such as
+            `[[[0, 1, 2, 3]], [[4, 5, 6, 7]]]` if it has one record in each of two steps.
+        samples_of_ranks: for each step, the samples of each rank, such as
+            `[[[0, 2], [1, 3]], [[4, 6], [5, 7]]]`.
+
+    Returns:
+        The samples by rank, such as `{0: {0, 2, 4, 6}, 1: {1, 3, 5, 7}}`.
     """
     counts_of_one_process: Counter[Any] = Counter()  # how often it has trained each sample
     samples_by_rank: dict[int, set[Any]] = defaultdict(set)
 
-    for expected, actual in zip(samples_of_one_process, samples_of_ranks, strict=False):
-        for samples in expected:
+    for records_of_one_process, samples_of_each_rank in zip(
+        samples_of_one_process, samples_of_ranks, strict=False
+    ):
+        for samples in records_of_one_process:
             counts_of_one_process.update(samples)
 
         second_pass_begins = max(counts_of_one_process.values(), default=0) > 1
         if second_pass_begins:
             break
 
-        for rank, samples in enumerate(actual):
+        for rank, samples in enumerate(samples_of_each_rank):
             samples_by_rank[rank] |= set(samples)
 
     return samples_by_rank
@@ -388,6 +401,8 @@ def _describe_other_contents(case: Divergence) -> str:
 def shuffled_datasets(case: Divergence) -> Cause | None:
     """LS105: ranks have the same samples under other indices.
 
+    For example, the sample that one process has under index 3 stands under index 5 on rank 1.
+
     Needs: `batches` with indices and contents.
     Applies: if at least half of the contents that differ are samples of one process, which has them
         under another index.
@@ -401,8 +416,22 @@ def shuffled_datasets(case: Divergence) -> Cause | None:
             for batch in record.batches:
                 known_digests.update(batch.contents)
 
-    # Digests of the ranks' samples whose contents differ from those on one process. Samples with
-    # the same index are compared.
+    # It has at least one digest, because this rule is only tried if contents differ.
+    digests = _digests_of_other_contents(case)
+    num_known = len([digest for digest in digests if digest in known_digests])
+    is_less_than_half = num_known < len(digests) / 2
+    if is_less_than_half:
+        return None
+
+    text = f"{num_known} of them stand under another index on one process"
+    return Cause("LS105", (_describe_other_contents(case), text))
+
+
+def _digests_of_other_contents(case: Divergence) -> list[str]:
+    """Returns digests of the ranks' samples that one process has with other contents.
+
+    Samples with the same index are compared.
+    """
     indices = indices_with_other_contents(case.expected, case.actual)
     digests = []
     for record in case.actual:
@@ -413,15 +442,7 @@ def shuffled_datasets(case: Divergence) -> Cause | None:
             for index, digest in zip(batch.ids, batch.contents, strict=False):
                 if index in indices:
                     digests.append(digest)
-
-    # `digests` is not empty, because this rule is only tried if contents differ.
-    num_known = len([digest for digest in digests if digest in known_digests])
-    is_less_than_half = num_known < len(digests) / 2
-    if is_less_than_half:
-        return None
-
-    text = f"{num_known} of them stand under another index on one process"
-    return Cause("LS105", (_describe_other_contents(case), text))
+    return digests
 
 
 def _random_draws_of_ranks(case: Divergence) -> list[dict[str, str]]:
