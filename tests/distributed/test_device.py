@@ -45,13 +45,13 @@ def choose(
     size = len(shown)
     topology = Topology(rank=local_rank, size=size, local_rank=local_rank, local_size=size)
 
-    def on_this_machine(text: str) -> list[str]:
+    def exchange_on_machine(text: str) -> list[str]:
         told = [f"0000:0{gpus[rank % len(gpus)]}:00" for rank, gpus in enumerate(shown)]
         assert told[local_rank] == text
         return told
 
     device, reason = choose_device(
-        wanted, topology, environ, may_share=may_share, on_this_machine=on_this_machine
+        wanted, topology, environ, may_share=may_share, exchange_on_machine=exchange_on_machine
     )
     return str(device), reason
 

@@ -331,7 +331,7 @@ def test_nccl_is_not_refused_where_ranks_share_the_gpu(monkeypatch: pytest.Monke
     try:
         init_options("cuda", "nccl")
         device, _ = choose_device(
-            None, topology, {}, may_share=False, on_this_machine=texts_of_machine
+            None, topology, {}, may_share=False, exchange_on_machine=texts_of_machine
         )
     finally:
         mock.patch.stopall()

@@ -123,9 +123,9 @@ def blank_out_harmless_differences(
         if len({command[position] for command in aligned}) > 1:
             differing_positions.append(position)
 
-    # If a single argument differs, `_may_differ` also allows that it is the rank under any name:
-    # `train.py -x 0` and `train.py -x 1`.
-    no_other_differs = len(differing_positions) == 1
+    # If only one argument differs, it may be the rank under any name: `train.py -x 0` and
+    # `train.py -x 1`.
+    is_only_difference = len(differing_positions) == 1
 
     # The values are read from `aligned` and blanked in a copy.
     blanked = [list(command) for command in aligned]
@@ -135,7 +135,7 @@ def blank_out_harmless_differences(
             continue
 
         name, values = name_and_values
-        if _may_differ(name, values, launch, no_other_differs=no_other_differs):
+        if _may_differ(name, values, launch, is_only_difference=is_only_difference):
             for command in blanked:
                 command[position] = _blank_out_value(command[position])
 
@@ -148,7 +148,12 @@ def _with_flags_of_places_last(
     """Returns the arguments of each rank, so that those that belong together stand at one position.
 
     A flag such as --rank may be missing on some ranks. It goes last on all ranks, with 0 where it
-    is missing, so that all other arguments stand at the same positions.
+    is missing:
+
+        train.py -v             train.py -v --rank 0
+        train.py --rank=1 -v    train.py -v --rank 1
+
+    If the script itself has set the rank, the flag may have any name, such as -rn.
 
     Args:
         commands: the arguments of each rank.
@@ -158,7 +163,9 @@ def _with_flags_of_places_last(
     for flag in PLACE_FLAGS:
         if any(_values_of_flag(command, flag) for command in aligned):
             aligned = [_with_flag_last(command, flag) for command in aligned]
-    return _with_missing_flag_last(aligned) if launch.rank_set_by_script else aligned
+    if launch.rank_set_by_script:
+        return _with_missing_flag_last(aligned)
+    return aligned
 
 
 def _blank_out_value(argument: str) -> str:
@@ -190,24 +197,30 @@ def _with_flag_last(command: Sequence[str], flag: str) -> list[str]:
 
 
 def _with_missing_flag_last(commands: Sequence[list[str]]) -> list[list[str]]:
-    """Returns the arguments of each rank with the one flag at the end that some ranks leave out.
+    """Gives the value 0 to ranks that leave out a flag such as -rn, and puts it last on all ranks.
 
-    `[["train.py"], ["train.py", "-rn", "1"]]` gives `[["train.py", "-rn", "0"], ["train.py", "-rn",
-    "1"]]`. Nothing changes if all ranks have as many arguments, or another flag is missing, too.
+        train.py          train.py -rn 0
+        train.py -rn 1    train.py -rn 1
+
+    Nothing changes if all ranks have as many arguments, or another flag is missing, too.
     """
     if _are_equally_long(commands):
         return list(commands)
 
-    # Try each flag. It is the missing one if some ranks have no value for it, and all commands are
-    # equally long once every command ends with it. Ranks that leave it out get the value 0.
+    # Try each flag.
     for flag in _flags_in(max(commands, key=len)):
         without_value = [command for command in commands if not _values_of_flag(command, flag)]
-        commands_with_flag = [_with_flag_last(command, flag) for command in commands]
-        is_missing_flag = len(without_value) > 0 and _are_equally_long(commands_with_flag)
+        if not without_value:
+            continue  # no rank leaves it out
 
-        # A switch, such as `-v` at the end, is given without a value. So it is not the rank.
+        # In `train.py -v` the flag has no value, so it is a switch, and not the rank.
         is_switch = any(flag in command for command in without_value)
-        if is_missing_flag and not is_switch:
+        if is_switch:
+            continue
+
+        # It is the only flag that is missing if all commands are equally long with it.
+        commands_with_flag = [_with_flag_last(command, flag) for command in commands]
+        if _are_equally_long(commands_with_flag):
             return commands_with_flag
     return list(commands)
 
@@ -259,7 +272,7 @@ def _split_off(command: Sequence[str], flag: str) -> tuple[list[str], list[str]]
     return others, values
 
 
-def _may_differ(name: str, values: list[str], launch: Launch, *, no_other_differs: bool) -> bool:
+def _may_differ(name: str, values: list[str], launch: Launch, *, is_only_difference: bool) -> bool:
     """True if an argument is of one of the kinds that this module's docstring lists.
 
     `launch.places` has a *place* for each rank: its rank, its local rank, and its machine.
@@ -268,7 +281,7 @@ def _may_differ(name: str, values: list[str], launch: Launch, *, no_other_differ
         name: name of the argument; empty if it has none.
         values: its value on each rank.
         launch: how the ranks were started.
-        no_other_differs: True if no other argument differs. Only then may an argument of any name
+        is_only_difference: True if no other argument differs. Only then may an argument of any name
             be taken for the rank.
     """
     # The devices of the process: `--gpu 0`, `--device cuda:1`.
@@ -282,7 +295,7 @@ def _may_differ(name: str, values: list[str], launch: Launch, *, no_other_differ
 
     # The number of the process or its machine: `--rank 1`, `--node_rank 1`.
     if _names_place(name):
-        return _say_where_ranks_are(name, numbers, launch)
+        return _are_numbers_of_places(name, numbers, launch)
 
     # The number of processes on the machine: `--nproc_per_node 2`.
     if _names_count(name):
@@ -290,13 +303,13 @@ def _may_differ(name: str, values: list[str], launch: Launch, *, no_other_differ
 
     # A script that gives `init` the rank may have read it from any argument: `train.py -x 1`.
     if launch.rank_set_by_script:
-        return no_other_differs and _are_ranks_or_machines(numbers, launch.places)
+        return is_only_difference and _are_ranks_or_machines(numbers, launch.places)
 
     # The user wrote `train.py -x ${local_rank}`, and the launcher has replaced the macro.
     return launch.has_macro and numbers == [place.local_rank for place in launch.places]
 
 
-def _say_where_ranks_are(name: str, numbers: list[int], launch: Launch) -> bool:
+def _are_numbers_of_places(name: str, numbers: list[int], launch: Launch) -> bool:
     """True if the numbers are ranks, local ranks, machines, or first ranks of machines.
 
     The examples below are of four ranks, of which two are on each of two machines.

@@ -52,8 +52,9 @@ def choose_backend(backend: str | None, device: torch.device) -> tuple[str, str]
         if on_gpu and dist.is_nccl_available():
             return CUDA_BACKENDS, "nccl was asked for; gloo serves what is on the CPU"
 
-        found = f"torch {torch.__version__} was built without NCCL"
-        if not on_gpu:
+        if on_gpu:
+            found = f"torch {torch.__version__} was built without NCCL"
+        else:
             found = f"the device is {device}; NCCL moves data of GPUs only"
         raise SettingError("backend='nccl'", found, "use 'gloo', which serves GPUs too, slower")
 
@@ -139,8 +140,8 @@ def _set_interfaces(topology: Topology, backend: str) -> list[Choice]:
     Raises:
         SettingError: the user named an interface that does not exist, or none can be chosen.
     """
-    # A launcher that has started this process alone may have chosen loopback for it, and the script
-    # has then made it a rank of a run on several machines.
+    # If the script has set the rank, a launcher may have thought that this process was alone, and
+    # may have chosen loopback for it. That does not lead to other machines.
     addresses = network.local_addresses()
     if topology.is_set_by_hand and not topology.one_node:
         interface.forget_loopback_of_launcher(addresses)
@@ -177,14 +178,12 @@ def _set_nccl_interfaces(topology: Topology, addresses: network.Addresses) -> li
     # Find the interface through which packets to the master leave this machine. On the master's own
     # machine this is loopback, which does not lead to the other machines, so it is not used.
     own_address = network.address_reaching(topology.master_addr)
-    interface_to_master = None
+    name_to_master = None  # "eth0", for example
     if own_address is not None and not network.is_loopback_address(own_address):
-        interface_to_master = network.find_interface(
-            addresses, lambda address: address == own_address
-        )
+        name_to_master = network.find_interface(addresses, lambda address: address == own_address)
 
     chosen = interface.choose_nccl_interfaces(
-        os.environ, network.running_interfaces(), interface_to_master
+        os.environ, network.running_interfaces(), name_to_master
     )
     if chosen is None:
         return []

@@ -239,13 +239,13 @@ def find_problem(name: str, leaf: Any) -> ErrorTexts | None:
 def _find_problem_of_tensor(name: str, tensor: Tensor) -> ErrorTexts | None:
     """Returns why the collective with this name cannot take the tensor, or None if it can."""
     was_set = f"world.{name} of a tensor of {tensor.dtype}"
-    is_sent_as_other_dtype = tensor.dtype in CARRIER_DTYPES
-    if not _torch_computes_with(tensor.dtype) and not is_sent_as_other_dtype:
+    can_be_sent = _torch_computes_with(tensor.dtype) or tensor.dtype in CARRIER_DTYPES
+    if not can_be_sent:
         return was_set, "no backend can carry this dtype", "convert it first"
     if tensor.layout is not torch.strided or tensor.is_meta:
         return was_set, "it is sparse, or has no data", "convert it first, with .to_dense()"
     if name in {"max", "min"} and tensor.is_complex():
-        return was_set, "complex numbers have no order", f"take the {name}imum of its .abs()"
+        return was_set, "complex numbers have no order", f"take the {name} of its .abs()"
     return None
 
 
@@ -356,9 +356,10 @@ def _find_unsendable_part(part: Any, place: str) -> tuple[str, Any]:
 
 
 def _named_children(part: Any) -> list[tuple[str, Any]]:
-    """Returns the parts directly inside of a part of a nest, each with how Python writes its place.
+    """Returns the parts directly inside of a part of a nest, each with its index in Python code.
 
-    In `{"a": 1}`, the place is `['a']`. It is empty for a container whose items have no such place.
+    `{"a": 1}` gives `[("['a']", 1)]`, and `[1, 2]` gives `[("[0]", 1), ("[1]", 2)]`. The text is
+    empty for a container whose items have no index.
     """
     # Everything inside of `part` counts as a leaf, so only `part` itself is opened.
     children, _ = pytree.tree_flatten(part, is_leaf=lambda inner: inner is not part)
@@ -387,23 +388,23 @@ def calls_differ_error(calls: Sequence[CallDescription]) -> RanksDifferError:
     ranks_of_user_call = group_by_key((name, rank) for rank, name in enumerate(user_calls))
     if len(ranks_of_user_call) > 1:
         ordered = sorted(ranks_of_user_call, key=lambda name: name == "world.barrier()")
-        was_set = ", ".join(
+        calls_and_ranks = ", ".join(
             f"{name} on {format_ranks(ranks_of_user_call[name])}" for name in ordered
         )
-        return RanksDifferError(was_set, found, advise_call_on_all_ranks(ordered))
+        return RanksDifferError(calls_and_ranks, found, advise_call_on_all_ranks(ordered))
 
     # Second case: all ranks called the same function, but with different arguments. It may have
     # called different collectives for them, such as "gather" and "exchange".
     collective_names = list(dict.fromkeys(call.name for call in calls))  # without duplicates
     if len(collective_names) == 1:
-        was_set = user_calls[0].removesuffix("()")
+        what_was_called = user_calls[0].removesuffix("()")
     else:
-        was_set = f"collectives: {' and '.join(collective_names)}"
+        what_was_called = f"collectives: {' and '.join(collective_names)}"
 
     # Lists of text of different lengths are usually names that each rank has collected.
     if all(_gathers_list_of_texts(call) for call in calls):
         return RanksDifferError(
-            was_set,
+            what_was_called,
             found,
             "gather one text of each rank instead, such as json.dumps(the_list), and take the "
             "result apart with json.loads; the items of a list are gathered one by one, so all "
@@ -411,7 +412,7 @@ def calls_differ_error(calls: Sequence[CallDescription]) -> RanksDifferError:
         )
 
     return RanksDifferError(
-        was_set,
+        what_was_called,
         found,
         "call the same collective with the same structure, shapes and types on every rank",
     )
@@ -423,8 +424,8 @@ def _describe_call_of_each_rank(calls: Sequence[CallDescription]) -> list[str]:
     Args:
         calls: the call of each rank, in the order of the ranks.
     """
-    # The structures of the nests are shown if they differ and the names of the collectives do not,
-    # as the structures may then be the only difference.
+    # If the ranks have called the same collective, the structures of the nests may be the only
+    # difference. Then they are shown, too: "... in TreeSpec(dict, ['loss'], [*])".
     structures = {call.structure for call in calls}
     collective_names = {call.name for call in calls}
     shows_structures = len(structures) > 1 and len(collective_names) == 1
@@ -453,7 +454,9 @@ def _gathers_list_of_texts(call: CallDescription) -> bool:
 def _shorten_to_difference(structures: Collection[str]) -> dict[str, str]:
     """Shortens structures to about where they first differ, each on one line.
 
-    Structures of many items often have the same beginning: `..., 'loss', 'top1'], [*, *, ...`.
+    Structures of many items often have the same beginning. If they first differ in the names
+    'top1' and 'top5', only the text around these names is shown: `...'loss', 'top1'], [*, *...` and
+    `...'loss', 'top5'], [*, *...`.
 
     Returns:
         The shortened text of each structure.
@@ -464,6 +467,7 @@ def _shorten_to_difference(structures: Collection[str]) -> dict[str, str]:
         if len(set(chars)) > 1:
             break
         num_common_chars += 1
+    # The first difference is in the middle of the part that is shown.
     begin = max(0, num_common_chars - _MAX_STRUCTURE_SHOWN // 2)
 
     shortened = {}

@@ -217,23 +217,33 @@ class Collectives:
 
         gathered: list[Any] = []
         for position, leaf in enumerate(leaves):
-            # Numbers and strings become a list, with an item for each rank that contributes. These
-            # ranks come first; in a pipeline the other ranks have the same values.
-            if not isinstance(leaf, Tensor):
+            if isinstance(leaf, Tensor):
+                rows_of_rank = [
+                    descriptions[position].num_rows for descriptions in descriptions_of_rank
+                ]
+                gathered.append(self._gather_rows(leaf, rows_of_rank, gradients_cross_ranks))
+            else:
+                # Numbers and strings become a list, with an item for each rank that contributes.
+                # These ranks come first; in a pipeline the other ranks have the same values.
                 leaf_of_rank = self._exchange(leaf)
                 gathered.append(leaf_of_rank[: self.num_contributing_ranks])
-                continue
-
-            rows_of_rank = [
-                descriptions[position].num_rows for descriptions in descriptions_of_rank
-            ]
-            needs_gradient = leaf.requires_grad and torch.is_grad_enabled()
-            if gradients_cross_ranks and needs_gradient:
-                joined: Any = _GatherWithGradient.apply(leaf, self, rows_of_rank)  # type: ignore[no-untyped-call]
-                gathered.append(joined)
-            else:
-                gathered.append(self._gather_tensor(leaf, rows_of_rank))
         return pytree.tree_unflatten(gathered, spec)
+
+    def _gather_rows(
+        self, tensor: Tensor, rows_of_rank: list[int], gradients_cross_ranks: bool
+    ) -> Tensor:
+        """Concatenates the rows of all contributing ranks.
+
+        Args:
+            tensor: this rank's rows.
+            rows_of_rank: the number of rows of each rank.
+            gradients_cross_ranks: True if gradients flow back to the tensors of every rank.
+        """
+        needs_gradient = tensor.requires_grad and torch.is_grad_enabled()
+        if gradients_cross_ranks and needs_gradient:
+            joined: Tensor = _GatherWithGradient.apply(tensor, self, rows_of_rank)  # type: ignore[no-untyped-call]
+            return joined
+        return self._gather_tensor(tensor, rows_of_rank)
 
     def _with_equal_requires_grad(self, leaves: list[Any]) -> list[Any]:
         """Makes each leaf require a gradient on all ranks, if it requires one on any rank.
@@ -289,8 +299,10 @@ class Collectives:
             CallDescription("broadcast", f"from rank {source}", problem=packed.problem)
         )
 
-        # First the form is sent: the structure, with the numbers and strings in it. This is an
-        # exchange among all ranks, in which the ranks other than `source` send an empty form.
+        # First the form is sent: the structure, with the numbers and strings in it. Of the nest
+        # `{"a": 3, "b": tensor}` it is
+        # `{"structure": "...", "leaves": [3, ["tensor", "float32", [2]]]}`. This is an exchange
+        # among all ranks, in which the ranks other than `source` send an empty form.
         form_of_rank = self._exchange(packed.form)
         form = form_of_rank[source]
 
@@ -359,18 +371,19 @@ class Collectives:
         # each rank.
         descriptions_of_leaf = list(zip(*descriptions_of_rank, strict=True))
 
-        # The reduced numbers by the position of their leaf, such as `{1: 3, 2: 11}`.
+        # The reduced leaves that are Python numbers or 0-dimensional tensors, by the position of
+        # the leaf: `{1: 3, 2: 11}`. All others are reduced below.
         reduced_numbers = self._reduce_numbers(leaves, descriptions_of_leaf, combine)
         operation = getattr(dist.ReduceOp, "SUM" if name == "mean" else name.upper())
 
         reduced = []
         for position, leaf in enumerate(leaves):
-            if position not in reduced_numbers:
+            is_number = position in reduced_numbers
+            if not is_number:
                 reduced.append(self._reduce_tensor(leaf, operation))
                 continue
 
-            # A Python number or 0-dimensional tensor. `number_like` makes a tensor again if this
-            # rank has passed one.
+            # `number_like` makes a 0-dimensional tensor again if this rank has passed one.
             number = reduced_numbers[position]
             descriptions = descriptions_of_leaf[position]
             check_fits(name, number, descriptions)
@@ -445,28 +458,36 @@ class Collectives:
         """
         # Only Lockstep itself makes exchanges, at points that all ranks reach.
         is_called_by_user = call.name != "exchange"
-        if self.blocked_reason is not None and is_called_by_user:
-            raise UsageError(
-                f"world.{call.name} in the body of an evaluation loop",
-                self.blocked_reason,
-                "sum up inside the loop and call the collective once, after it",
-            )
         if is_called_by_user:
-            self.check_ranks_are_together(f"world.{call.name}")
+            self._check_user_may_call(f"world.{call.name}")
 
         # Inside a block of `main_process_first` the ranks do not run together.
         call_for_message = f"{call.name} {call.detail}".rstrip()
         self.check_not_in_main_process_first(call_for_message)
 
         # The usual case: 16 bytes from each rank show that all make the same call, and that all did
-        # the same before it. There is a history for each thing that all ranks must do alike, such
-        # as the batches of the loaders.
+        # the same before it. Each history records one thing that all ranks must do alike, for
+        # example which batches they take from the loaders.
         history_digests = [history.history_digest() for history in self.rank_histories]
         if self.single_process or self._digests_agree(call, history_digests):
             return self._same_leaves_on_all_ranks(call)
 
         # The slow case: the ranks exchange the full descriptions, to find out what differs.
         return self._compare_calls(call, is_compatible)
+
+    def _check_user_may_call(self, name: str) -> None:
+        """Raises UsageError if not all ranks reach this point of the script equally often.
+
+        Args:
+            name: the collective that the script has called, such as "world.sum".
+        """
+        if self.blocked_reason is not None:
+            raise UsageError(
+                f"{name} in the body of an evaluation loop",
+                self.blocked_reason,
+                "sum up inside the loop and call the collective once, after it",
+            )
+        self.check_ranks_are_together(name)
 
     def check_ranks_are_together(self, action: str) -> None:
         """Raises UsageError if other ranks may be at another micro-batch of the training loop.
@@ -509,10 +530,8 @@ class Collectives:
         own_histories = [history.history_details() for history in self.rank_histories]
         answers = self._exchange([call_with_script_line, own_histories])
 
-        # First compare the histories, kind by kind. If the ranks have different histories of a
-        # kind, this raises an error, unless the difference is harmless.
-        for index, history in enumerate(self.rank_histories):
-            history.compare_histories([histories[index] for _, histories in answers])
+        # First compare the histories.
+        self._compare_histories([histories for _, histories in answers])
 
         # Then compare the calls, which may be made at another line of the script on each rank. If
         # they are equal, only the histories differed, in a harmless way.
@@ -524,17 +543,26 @@ class Collectives:
         # Raises an error if the calls differ in a way that is not allowed.
         return self._check_leaves_are_compatible(calls, is_compatible)
 
+    def _compare_histories(self, histories_of_ranks: Sequence[list[Any]]) -> None:
+        """Raises an error if the histories of the ranks differ, unless the difference is harmless.
+
+        Args:
+            histories_of_ranks: for each rank, the details of each of its `rank_histories`.
+        """
+        for index, history in enumerate(self.rank_histories):
+            history.compare_histories([histories[index] for histories in histories_of_ranks])
+
     def _check_leaves_are_compatible(
         self,
         calls: Sequence[CallDescription],
         is_compatible: Callable[[Sequence[LeafDescription]], bool] | None,
     ) -> list[tuple[LeafDescription, ...]]:
-        """Checks that the calls differ in their leaves only, and in an allowed way.
+        """Checks that the calls, which differ, do so in their leaves only and in an allowed way.
 
         Args:
             calls: the call of each rank.
             is_compatible: function that takes the descriptions of one leaf on all ranks, and
-                returns True if their differences are allowed. If None, they must be equal.
+                returns True if their differences are allowed. None allows none: this then raises.
 
         Returns:
             For each rank, the descriptions of the leaves that it passed.
@@ -587,17 +615,23 @@ class Collectives:
         text = json.dumps([call, history])
         digest = _bytes_to_tensor(hashlib.md5(text.encode(), usedforsecurity=False).digest())
 
+        digests = self._all_gather_digests(digest)
+        if isinstance(digests, RanksDifferError):
+            raise digests
+        return bool((digests == digest).all())
+
+    def _all_gather_digests(self, digest: Tensor) -> Tensor | RanksDifferError:
+        """Returns the digests of all ranks, shape (ranks, 16), or the error that is to be raised.
+
+        The caller raises it: if it were raised in the `except` block below, the error of shared
+        memory, which says the same, would be shown too. (`from None` would also hide an exception
+        that the script handles.)
+        """
         # Through shared memory, each rank sees what the others send, such as gradients.
         try:
-            digests = self._all_gather(digest)  # shape (ranks, 16)
+            return self._all_gather(digest)
         except RanksDifferError as error:
-            error_to_raise = _error_naming_users_call(error)
-        else:
-            return bool((digests == digest).all())
-
-        # Within the `except` block, the error of shared memory, which says the same, would be shown
-        # too. (`from None` would also hide an exception that the script handles.)
-        raise error_to_raise
+            return _error_naming_users_call(error)
 
     def _exchange(self, value: Any) -> list[Any]:
         """Returns the values of all ranks, without first checking that all ranks call this.
@@ -732,8 +766,9 @@ class _GatherWithGradient(torch.autograd.Function):
         ctx.shape = tensor.shape
         ctx.contributes = collectives.contributes
 
-        # The result has the rows of rank 0, then those of rank 1, and so on. `backward` uses these
-        # two numbers only on a rank that contributes.
+        # The result has the rows of rank 0, then those of rank 1, and so on. The ranks that
+        # contribute come first, so on such a rank the rows of all ranks before it are in the
+        # result. On the others, `backward` does not use these two numbers.
         rank = collectives.topology.rank
         ctx.first_row = sum(rows_of_rank[:rank])
         ctx.num_rows = rows_of_rank[rank]
@@ -788,22 +823,21 @@ def _error_naming_users_call(error: RanksDifferError) -> RanksDifferError:
     if called is None:
         return error
 
-    in_flight = _error_being_handled(error)
-    if in_flight is None:
+    # A rank that calls a collective while it handles an error, for example in `finally`, is apart
+    # from the others because of that error.
+    handled_error = _error_being_handled(error)
+    if handled_error is None:
         advice = advise_call_on_all_ranks([called])
     else:
         advice = (
-            f"look first at the {type(in_flight).__name__} that this rank was handling "
+            f"look first at the {type(handled_error).__name__} that this rank was handling "
             f"when it called {called}"
         )
     return RanksDifferError(f"{called} on some ranks only", error.found, advice)
 
 
 def _error_being_handled(error: RanksDifferError) -> BaseException | None:
-    """Returns the error that the script was handling when the given one was raised, or None.
-
-    For example, a rank's training fails, and it calls a collective in `finally`.
-    """
+    """Returns the error that the script was handling when the given one was raised, or None."""
     if error.__context__ is None:
         return None
     return find_error_that_led_here(error.__context__)
@@ -884,7 +918,8 @@ def exchange_on_all_ranks(
         UsageError: this was called in the body of an evaluation loop, or in a micro-batch that only
             some ranks have.
     """
-    # It is set in the body of an evaluation loop, which ranks do not run equally often.
+    # `blocked_reason` is set in the body of an evaluation loop, which some ranks run more often
+    # than others.
     if collectives.blocked_reason is not None:
         raise UsageError(
             f"{action} in the body of an evaluation loop",
@@ -900,7 +935,7 @@ def exchange_on_all_ranks(
         message = {"answer": answer}
     except LockstepError as error:
         failure = error
-        message = {"error": (error.was_set, error.found, error.do)}
+        message = {"error": (error.was_set, error.found, error.do)}  # the three parts of its text
     except Exception as error:  # of any type, as the other ranks must not wait for this rank
         failure = error
         found = f"{type(error).__name__}: {error}"

@@ -91,9 +91,9 @@ class Determinism(Extension):
         """The numerics that differ between ranks, as a text; "" if all are equal."""
 
     def _warn_if_copy_ignores_threads(self) -> None:
-        """Warns if the user has asked for several threads in a copy of a process.
+        """Warns if the user has asked for several threads. Called in a copy of a process only.
 
-        A copy, which `lockstep.launch` has made with `fork`, can only compute with one.
+        A copy, which `lockstep.launch` has made with `fork`, can only compute with one thread.
         """
         if self._users_threads is None or self._users_threads == process_copy.THREADS_OF_COPY:
             return
@@ -143,7 +143,7 @@ class Determinism(Extension):
         if number == num_before or num_before is None:
             return
 
-        pin_threads(number)
+        pin_threads(number)  # this also remembers the number, so the next step does not warn again
         advice = f"set OMP_NUM_THREADS={number} in all runs that should have the same bits"
         if process_copy.is_copy():  # a copy of a process begins with one thread in any case
             advice = WAY_TO_SEVERAL_THREADS
@@ -157,13 +157,14 @@ class Determinism(Extension):
 
     def close(self, failed: bool) -> None:
         """Restores the settings that were in use before the run."""
+        del failed
         global _pinned_threads
         _pinned_threads = None
         torch.set_num_threads(self._threads_before)
         torch.use_deterministic_algorithms(self._was_deterministic, warn_only=self._warned_only)
         deterministic.fill_uninitialized_memory = self._fill_before
         torch.backends.cudnn.benchmark = self._benchmark_before
-        if self._cublas_before is None:  # otherwise it was not changed
+        if self._cublas_before is None:  # the user had not set the variable, so this object did
             os.environ.pop(CUBLAS_VARIABLE, None)
 
 

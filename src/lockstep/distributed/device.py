@@ -32,7 +32,7 @@ def choose_device(
     environ: Mapping[str, str],
     *,
     may_share: bool,
-    on_this_machine: Callable[[str], Sequence[str] | None],
+    exchange_on_machine: Callable[[str], Sequence[str] | None],
 ) -> tuple[torch.device, str]:
     """Chooses the device that this process computes on.
 
@@ -41,8 +41,8 @@ def choose_device(
         topology: this process's rank, and how many processes this machine has.
         environ: the environment variables; `CUDA_VISIBLE_DEVICES` renumbers the GPUs.
         may_share: True if several processes may use one GPU. Gloo allows it; NCCL refuses it.
-        on_this_machine: function that exchanges a text with the other processes on this machine,
-            and returns the texts of all of them; None if some have not come in time.
+        exchange_on_machine: function that sends a text to the other processes on this machine, and
+            returns the texts of all of them; None if some have not come in time.
 
     Returns:
         The device, and the reason for the choice, for the log.
@@ -78,7 +78,7 @@ def choose_device(
 
     # Any GPU will do.
     index, reason = _choose_gpu_by_local_rank(
-        topology, num_gpus, environ, may_share=may_share, on_this_machine=on_this_machine
+        topology, num_gpus, environ, may_share=may_share, exchange_on_machine=exchange_on_machine
     )
     return torch.device("cuda", index), reason + _format_physical_gpu(index, environ)
 
@@ -89,7 +89,7 @@ def _choose_gpu_by_local_rank(
     environ: Mapping[str, str],
     *,
     may_share: bool,
-    on_this_machine: Callable[[str], Sequence[str] | None],
+    exchange_on_machine: Callable[[str], Sequence[str] | None],
 ) -> tuple[int, str]:
     """Returns the number of the GPU that this process takes, and the reason for the choice.
 
@@ -98,7 +98,7 @@ def _choose_gpu_by_local_rank(
         num_gpus: the number of visible GPUs.
         environ: the environment variables.
         may_share: True if several processes may use one GPU.
-        on_this_machine: exchanges a text with the other processes here, see `choose_device`.
+        exchange_on_machine: exchanges a text with the other processes here, see `choose_device`.
 
     Raises:
         SettingError: there are fewer GPUs than processes on this machine.
@@ -113,9 +113,11 @@ def _choose_gpu_by_local_rank(
     may_collide = too_few or has_slices
     sharing_is_allowed = may_share or _nccl_shares_gpus(environ)
     if may_collide and not sharing_is_allowed:
-        if not _processes_see_different_gpus(index, on_this_machine):
+        if not _processes_see_different_gpus(index, exchange_on_machine):
             raise _too_few_gpus_error(topology, num_gpus, environ, has_slices=has_slices)
-        if too_few:  # each process sees only one GPU, and each sees a different one
+        # A scheduler may show each process one GPU of its own. Then each sees fewer GPUs than there
+        # are processes, and yet there are enough.
+        if too_few:
             reason = "the one that this process is shown"
     return index, reason
 
@@ -127,7 +129,7 @@ def _parse_device(wanted: str) -> torch.device:
 
 
 def _processes_see_different_gpus(
-    index: int, on_this_machine: Callable[[str], Sequence[str] | None]
+    index: int, exchange_on_machine: Callable[[str], Sequence[str] | None]
 ) -> bool:
     """Returns True if certainly no two processes on this machine have chosen the same physical GPU.
 
@@ -137,10 +139,11 @@ def _processes_see_different_gpus(
 
     Args:
         index: the number of the GPU that this process has chosen, as the process sees it.
-        on_this_machine: exchanges a text with the other processes here, see `choose_device`.
+        exchange_on_machine: exchanges a text with the other processes here, see `choose_device`.
     """
-    # NCCL compares the PCI addresses, too. So it takes MIG slices of one GPU for the same GPU.
-    pci_addresses = on_this_machine(_pci_address(index))
+    # NCCL compares the PCI addresses, too. So it takes MIG slices of one GPU for the same GPU. They
+    # are not known here if some process has not come in time.
+    pci_addresses = exchange_on_machine(_pci_address(index))
     if pci_addresses is None:
         return False
     return len(set(pci_addresses)) == len(pci_addresses)
@@ -260,7 +263,8 @@ def _check_given_gpu(device: torch.device, topology: Topology, num_gpus: int) ->
         )
 
     if device.index >= num_gpus:
-        visible_devices_variable = _visible_devices_variable(environ={})  # perhaps it is not set
+        # The variable need not be set, so this is the usual one for this kind of GPU.
+        visible_devices_variable = _visible_devices_variable(environ={})
         raise SettingError(
             f"device='{device}'",
             f"{count_noun(num_gpus, 'visible GPU')}, numbered from 0",

@@ -114,31 +114,32 @@ def _reason_file_is_stale(content: bytes, age_s: float, timeout_s: float) -> str
     """
     own_start = psutil.Process().create_time()
     ended = [request for request in _find_requests(content) if _has_ended(request)]
+    if ended:
+        # The ranks that have ended may be of this run: its rank 0 has decided that it cannot start,
+        # and they have read that. Then this process must read it, too.
+        rank_0_decided_against_start = ERROR_MARK.encode() in content
+        if rank_0_decided_against_start and _were_started_at(ended, own_start):
+            return ""
+        return f"written by {ended[0].process}, which has ended"
 
-    # If no rank that wrote into the file has ended, ranks of this run may be joining just now,
-    # unless the file is too old.
-    if not ended:
-        process_age_s = time.time() - own_start
-        is_too_old = age_s > process_age_s + timeout_s
-        return "from long before this process was started" if is_too_old else ""
+    # Otherwise ranks of this run may be joining just now. They wait `timeout_s` seconds for this
+    # process: if it was started a minute ago and the timeout is ten minutes, a file of this run was
+    # changed at most eleven minutes ago.
+    process_age_s = time.time() - own_start
+    is_too_old = age_s > process_age_s + timeout_s
+    return "from long before this process was started" if is_too_old else ""
 
-    # The ranks that have ended may be of this run: its rank 0 has decided that it cannot start, and
-    # they have read that. Then this process must read it, too.
-    rank_0_decided_against_start = ERROR_MARK.encode() in content
-    started_with_this_process = all(
-        abs(request.started - own_start) < SAME_START_S for request in ended
-    )
-    if rank_0_decided_against_start and started_with_this_process:
-        return ""
 
-    return f"written by {ended[0].process}, which has ended"
+def _were_started_at(requests: list[JoinRequest], time_s: float) -> bool:
+    """Returns True if all processes that wrote these requests were started at about a time."""
+    return all(abs(request.started - time_s) < SAME_START_S for request in requests)
 
 
 def _find_requests(content: bytes) -> list[JoinRequest]:
     """Finds the join requests in the content of a store's file.
 
-    Between other bytes, a request is a JSON object that begins with `REQUEST_MARK`:
-    `{"number": 1, "rank": 0, ...}`.
+    Between other bytes, a request is a JSON object such as `{"number": 1, "rank": 0, ...}`. It
+    begins with `REQUEST_MARK`, which is `{"number": `.
     """
     text = content.decode(errors="replace")
 

@@ -147,8 +147,8 @@ class Join:
 
             reason = str(error).partition("\n")[0]
 
-        # Raised here, the new error does not refer to the old one, as it would in the `except`
-        # block. The traceback of the old one would keep the store alive.
+        # This is outside of the `except` block. Inside it, the new error would refer to the old
+        # one, whose traceback refers to the store and would keep it alive.
         raise errors.MissingRankError(
             self._requested_run,
             f"rank 0 or its store went away during the join ({reason})",
@@ -280,8 +280,9 @@ class Join:
             request: this process's own request.
             num_members: the number of members, which is the world size of the run.
         """
-        # If this process came to the wrong run, its rank may be too large: rank 5 in a run of 4.
-        # Then no member has its rank, and the error names another one: rank 1 (5 % 4).
+        # Usually this is the member that has the same rank. If this process came to the wrong run,
+        # its rank may be too large, such as 5 in a run of 4. Then any member will do, since the
+        # error only names a process of that run.
         member_rank = request.rank % num_members
 
         # Each process that comes to the store gets a number of its own, and rank 0 writes down the
@@ -461,7 +462,8 @@ class Join:
         """Returns the topology of each rank, as it will be once the run has started.
 
         What is the same on all ranks, such as the world size and the launcher, is taken from the
-        topology of this rank. `with_hosts` fills in what a member does not know yet.
+        topology of this rank. `with_hosts` fills in what a member does not know yet, such as its
+        `node_rank`.
 
         Args:
             members: the members of the run, in the order of their ranks.
@@ -475,7 +477,7 @@ class Join:
                 local_rank=member.local_rank,
                 local_size=member.local_size,
                 node_rank=member.node_rank,
-                unknown=frozenset(member.unknown),  # names of fields, such as "node_rank"
+                unknown=frozenset(member.unknown),  # the names of these fields
             )
             topologies.append(topology.with_hosts(hosts))
         return topologies

@@ -71,6 +71,22 @@ def without_harmless_differences(
     if len(set(argument_texts)) == 1:
         return compared
 
+    commands = [shlex.split(text) for text in argument_texts]
+    blanked = blank_out_harmless_differences(commands, _launch_of(topologies))
+    for manifest, arguments in zip(compared, blanked, strict=True):
+        manifest["arguments"] = shlex.join(arguments)
+    return compared
+
+
+def _launch_of(topologies: Sequence[Topology]) -> Launch:
+    """Returns how the processes were started, as the rules of `arguments` need it.
+
+    For example, a launcher that replaces the macro `${local_rank}` may have put the local rank into
+    any argument.
+
+    Args:
+        topologies: the topology of each rank.
+    """
     places = []
     for topology in topologies:
         places.append(
@@ -81,20 +97,12 @@ def without_harmless_differences(
                 processes_of_machine=topology.local_size,
             )
         )
-
-    # The rules also depend on how the processes were started. For example, a launcher that replaces
-    # the macro `${local_rank}` may have put the local rank into any argument.
-    commands = [shlex.split(text) for text in argument_texts]
-    launch = Launch(
+    return Launch(
         places,
         rank_set_by_script=topologies[0].source == SET_BY_SCRIPT,
         ranks_set_by_hand=topologies[0].is_set_by_hand,
         has_macro=topologies[0].launcher_has_macro,
     )
-    blanked = blank_out_harmless_differences(commands, launch)
-    for manifest, arguments in zip(compared, blanked, strict=True):
-        manifest["arguments"] = shlex.join(arguments)
-    return compared
 
 
 def describe_mismatches(manifests: Sequence[Mapping[str, str]]) -> list[str]:

@@ -88,23 +88,22 @@ def _values_of_all_rows(tensors: Sequence[Tensor], norm_type: float) -> list[Ten
     The rows of a sharded tensor are on several processes. For all tensors that are sharded over the
     same processes, the values are exchanged in one all-reduce.
     """
-    # The values of the rows on this process.
-    values_here = []
+    # The values of the rows on this process, for each tensor.
+    values_of_tensors = []
     indices_by_mesh: dict[DeviceMesh, list[int]] = {}  # the tensors that are sharded over a mesh
     for index, tensor in enumerate(tensors):
         if isinstance(tensor, DTensor):
             indices_by_mesh.setdefault(tensor.device_mesh, []).append(index)
-            values_here.append(_values_of_rows(tensor.to_local(), norm_type))
+            values_of_tensors.append(_values_of_rows(tensor.to_local(), norm_type))
         else:
-            values_here.append(_values_of_rows(tensor, norm_type))
+            values_of_tensors.append(_values_of_rows(tensor, norm_type))
 
-    # The values of all rows. They differ from those here only for sharded tensors.
-    values_of_tensors = list(values_here)
+    # For a sharded tensor, replace them by the values of all its rows.
     for mesh, indices in indices_by_mesh.items():
-        values_of_sharded = [values_here[index] for index in indices]
-        num_rows_of_sharded = [_num_rows(tensors[index]) for index in indices]
-        exchanged = _exchange_over_mesh(values_of_sharded, num_rows_of_sharded, mesh)
-        for index, values in zip(indices, exchanged, strict=True):
+        values_here = [values_of_tensors[index] for index in indices]
+        num_rows = [_num_rows(tensors[index]) for index in indices]
+        values_of_all_rows = _exchange_over_mesh(values_here, num_rows, mesh)
+        for index, values in zip(indices, values_of_all_rows, strict=True):
             values_of_tensors[index] = values
     return values_of_tensors
 

@@ -14,7 +14,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -279,21 +279,27 @@ def _topology_set_by_script(
 
     The arguments are those of `_find_topology`.
     """
+    # The address in `init_method="tcp://host:port"` takes precedence over MASTER_ADDR.
     master_host = environ.get("MASTER_ADDR")
     if init_method is not None and init_method.startswith("tcp://"):
         master_host = urlsplit(init_method).hostname
-    all_on_this_machine = network.means_loopback(master_host)
-    unknown = () if all_on_this_machine else ("local_rank", "local_size", "node_rank")
-    return Topology(
+
+    topology = Topology(
         rank=rank,
         size=world_size,
-        local_rank=rank if all_on_this_machine else 0,
-        local_size=world_size if all_on_this_machine else 1,
-        node_rank=0 if all_on_this_machine else rank,
         master_addr=master_host,
         master_port=port(environ),
         source=SET_BY_SCRIPT,
-        unknown=frozenset(unknown),
+    )
+    all_are_on_this_machine = network.means_loopback(master_host)
+    if all_are_on_this_machine:
+        return replace(topology, local_rank=rank, local_size=world_size, node_rank=0)
+    return replace(
+        topology,
+        local_rank=0,
+        local_size=1,
+        node_rank=rank,
+        unknown=frozenset({"local_rank", "local_size", "node_rank"}),
     )
 
 
@@ -311,7 +317,8 @@ def _meet_other_ranks(topology: Topology, settings: Settings, environ: Mapping[s
     # What must be equal on all ranks. `collect` adds versions and the arguments of the script, with
     # `...` in place of secrets such as `--api-key`. The hash shows if the secrets differ.
     compared: dict[str, object] = dict(settings_of_ranks(settings))
-    # Machines with other numbers of cores get other numbers from the launcher, which is all right.
+    # Only a number of threads that the user has set is compared. The launcher's own choice depends
+    # on the number of cores, which may differ between machines.
     compared["threads"] = threads_set_by_user(environ)
     compared["hidden arguments"] = digest_of_secrets(sys.argv)
     return join(
@@ -333,8 +340,8 @@ def _next_attempt(topology: Topology, environ: Mapping[str, str]) -> str:
     global _num_joins
     _num_joins += 1
 
-    # If the ranks were set by hand, each process may have a launcher of its own, and their ids
-    # would differ.
+    # If the ranks were set by hand, each process may have a launcher of its own, with an id of its
+    # own. With different ids in their keys, the ranks would never meet.
     run_id = ""
     restart_count = ""
     if not topology.is_set_by_hand:
@@ -362,7 +369,7 @@ def _set_up_run(
         topology,
         environ,
         may_share=settings.backend == "gloo",
-        on_this_machine=partial(_exchange_on_this_machine, joined, settings.join_timeout_s),
+        exchange_on_machine=partial(_exchange_on_this_machine, joined, settings.join_timeout_s),
     )
     choices = [Choice("device", str(device), reason)]
     if device.type == "cuda":

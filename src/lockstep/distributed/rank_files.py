@@ -112,15 +112,9 @@ def append_or_end(
     if file is None or file.closed:
         return
 
-    try:
-        # Usually, one system call writes all. If there is room for a part of the data only, it
-        # writes that part, and the next call says what is wrong: the disk is full, for example.
-        unwritten = memoryview(data)
-        while unwritten:
-            unwritten = unwritten[file.write(unwritten) :]
+    problem = _try_to_write(file, data)
+    if problem is None:
         return
-    except OSError as error:
-        problem = str(error)
 
     close_rank_file(file)
     warn(
@@ -128,6 +122,20 @@ def append_or_end(
         f"it cannot be written any more: {problem}",
         f"make room; the training goes on, and its {content} ends here",
     )
+
+
+def _try_to_write(file: io.FileIO, data: bytes) -> str | None:
+    """Writes data to a file; returns why that is not possible, or None if all was written."""
+    # Usually one system call writes all. If there is room for a part of the data only, it writes
+    # that part, and the next call says what is wrong: the disk is full, for example.
+    unwritten = memoryview(data)
+    try:
+        while unwritten:
+            num_written = file.write(unwritten)
+            unwritten = unwritten[num_written:]
+    except OSError as error:
+        return str(error)
+    return None
 
 
 def close_rank_file(file: io.FileIO | None) -> None:

@@ -92,7 +92,8 @@ class Joined:
             _tell_rank_0_of_leaving(store, self.rank)
             return
 
-        all_have_left = wait_for_others and _wait_until_others_leave(store, len(self.hosts))
+        num_ranks = len(self.hosts)
+        all_have_left = wait_for_others and _wait_until_others_leave(store, num_ranks)
         del store  # closes it
         if all_have_left and self.file is not None:
             _remove_file(self.file)
@@ -214,7 +215,7 @@ def _open_store(
     timeout: float,
     attempt: str,
 ) -> _OpenedStore:
-    """Opens the store of the init method; rank 0 serves it where nobody else does.
+    """Opens the store of the init method. Rank 0 serves it, unless it is a file or the launcher's.
 
     The arguments and errors are those of `join`.
     """
@@ -236,8 +237,7 @@ def _open_store(
         store = connect(location, timeout)
         return _OpenedStore(store, location_text, served_by_rank_0=False, file=None)
 
-    # Any other address: rank 0 serves the store, and the other ranks connect to it. If two
-    # processes are rank 0 by mistake, the second one connects too, so that both report the mistake.
+    # Any other address: rank 0 serves the store, and the other ranks connect to it.
     if topology.is_main:
         store = _serve_or_connect(location, topology, manifest, timeout, attempt)
     else:
@@ -300,8 +300,8 @@ def _endpoint_of_environment(topology: Topology) -> Endpoint:
             f"set {missing}, start with `lockstep run`, or give init_method='tcp://host:port'",
         )
 
-    # If the launcher serves the store (`agent_store`, after torchrun's
-    # TORCHELASTIC_USE_AGENT_STORE), it has chosen its address, and listens only there.
+    # Processes of one machine meet at loopback, except at a store of the launcher (`agent_store`,
+    # after torchrun's TORCHELASTIC_USE_AGENT_STORE), which listens at MASTER_ADDR only.
     host = topology.master_addr
     at_loopback = _all_meet_at_loopback(topology, host) and not topology.agent_store
     return Endpoint(host, topology.master_port, at_loopback)
@@ -368,8 +368,9 @@ def _connect_to_other_rank_0(
     """Connects to the store at a port if it is that of another rank 0 of this run.
 
     It is called if the port at which this rank 0 wanted to serve its store is taken: perhaps by a
-    second rank 0 of the same run, started by mistake. Each rank 0 of Lockstep writes its request
-    into its store, and later its decision whether the run starts.
+    second rank 0 of the same run, started by mistake. Then the join protocol, which needs the store
+    that this returns, reports the mistake to both. Each rank 0 of Lockstep writes its request into
+    its store, and later its decision whether the run starts.
 
     The arguments and errors are those of `_serve_or_connect`.
     """
