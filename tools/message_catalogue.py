@@ -233,9 +233,6 @@ NO_MESSAGES_BY_REASON = {
         "{name}'s rank and size",
     ),
     "it is code, an option or JSON": (
-        '{{"request": {number}, "stacks": {stacks_json}, "groups": {dumps}, "making": '
-        '{group_being_made_json}, "in_flight": {error_json}, "trained_steps": {dumps_2}, '
-        '"records": {records_json}}}',
         '{{"time": {dumps}, "frames": {dumps_2}, "groups": {dumps_3}, "ranks": {ranks_json}}}',
         '<iframe srcdoc="{page}" sandbox="allow-scripts" title="lockstep report" '
         'style="width: 100%; height: {frame_height_px}px; border: 0"></iframe>',

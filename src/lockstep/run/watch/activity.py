@@ -145,9 +145,10 @@ def classify(earlier: RankState, later: RankState, seconds: float) -> Activity:
     if kind not in (Kind.WAITING, Kind.PERHAPS_WAITING):
         return Activity(later, kind)
 
-    # The stack of a rank that is PERHAPS_WAITING shows no wait: it is suspected only because of a
-    # recorded call that has not completed. An empty `Wait` says so.
-    wait = stacks.find_wait(later.stack) or stacks.Wait()
+    wait = stacks.find_wait(later.stack)
+    if wait is None:
+        # The rank is only PERHAPS_WAITING: it has a pending call, but its stack shows no wait.
+        wait = stacks.Wait()
     return Activity(later, kind, wait, _current_call(later, wait))
 
 
@@ -261,9 +262,12 @@ def _current_call(state: RankState, wait: stacks.Wait) -> CollectiveCall | None:
     A call that a GPU has started and not completed is the one. Otherwise it depends on what the
     stack of the rank shows:
 
-        a function that the recorder knows, such as `all_reduce`   the latest call
-        a function that it does not know, such as `recv` on Gloo   the latest pending send/receive
         no function                                                the latest pending call
+        a function that it does not record, as `recv` on Gloo      the latest pending send/receive
+        a function that the recorder records, as `all_reduce`      the latest call
+
+    The latest call may be recorded as completed and still be the one: the rank has not returned
+    from it yet.
 
     Args:
         state: the state of the rank.
@@ -273,26 +277,21 @@ def _current_call(state: RankState, wait: stacks.Wait) -> CollectiveCall | None:
     Returns:
         The call, or None if it was not recorded.
     """
-    # The rank is in the latest call of its main thread, even if that is recorded as completed. Some
-    # records do not say which thread made a call. Then the rank is in the latest call of all.
-    shows_recorded_function = wait.op != "" and wait.op not in _UNRECORDED_FUNCTIONS
-    if shows_recorded_function:
-        all_calls = state.calls or ()
-        calls_of_main_thread = [call for call in all_calls if call.thread == state.main_thread]
-        candidates = calls_of_main_thread or all_calls
-        return _started_call(candidates) or _latest_call(candidates)
-
     pending = state.pending_calls()  # the calls that are not known to have completed
-    started = _started_call(pending)
-    if started is not None:
-        return started
+    if wait.op == "":
+        return _started_call(pending) or _latest_call(pending)
 
-    # A pending collective may be that of another thread, so it does not explain such a wait.
-    shows_unrecorded_function = wait.op in _UNRECORDED_FUNCTIONS
-    if shows_unrecorded_function:
-        return _latest_call([call for call in pending if call.p2p])
+    if wait.op in _UNRECORDED_FUNCTIONS:
+        # A pending collective may be that of another thread, so it does not explain such a wait.
+        pending_p2p = [call for call in pending if call.p2p]
+        return _started_call(pending) or _latest_call(pending_p2p)
 
-    return _latest_call(pending)
+    # The rank's main thread is in its own latest call. Some records do not say which thread made a
+    # call; then it is the latest call of all.
+    all_calls = state.calls or ()
+    calls_of_main_thread = [call for call in all_calls if call.thread == state.main_thread]
+    candidates = calls_of_main_thread or all_calls
+    return _started_call(candidates) or _latest_call(candidates)
 
 
 def _started_call(calls: Sequence[CollectiveCall]) -> CollectiveCall | None:

@@ -96,8 +96,7 @@ class CallTable:
 
     def _add(self, rank: int, call: CollectiveCall) -> None:
         """Adds a call of a rank to the table, and updates the longest timeout of its backend."""
-        # `has_short_timeout` compares timeouts with the longest one, also those of sends and
-        # receives.
+        # Sends and receives count too: `has_short_timeout` is asked about them as well.
         longest_s = self._longest_timeout_s.get(call.backend, 0.0)
         self._longest_timeout_s[call.backend] = max(longest_s, call.timeout_s or 0.0)
 
@@ -120,18 +119,18 @@ class CallTable:
 
     def name(self, key: str) -> str:
         """Returns the name of a group for users: `the default group` or `group 'tp'`."""
-        _, _, name = key.partition(":")  # the key is `backend:name`
-        group = self._groups.get(name)
+        _, _, torch_name = key.partition(":")  # the key is `backend:name`
+        group = self._groups.get(torch_name)
 
         # Users know a group by the description that the program gave it. Without one, torch
         # describes it as "undefined".
+        name = torch_name
         if group is not None and group.description not in ("", "undefined"):
             name = group.description
 
-        # torch describes the default group as "default_pg", and names it "0".
-        if name in ("default_pg", "0"):
-            return DEFAULT_GROUP
-        return f"group {name!r}"
+        # torch names the default group "0", and describes it as "default_pg".
+        is_default_group = name in ("0", "default_pg")
+        return DEFAULT_GROUP if is_default_group else f"group {name!r}"
 
     def missing_ranks(self, call: CollectiveCall) -> set[int]:
         """Returns the members of a call's group that have not made this call yet.
@@ -155,9 +154,9 @@ class CallTable:
         """Returns the rank that a pending receive waits for, if that rank has not reached its send.
 
         A GPU executes the sends and receives of a group in order, and those of one batch (such as
-        the calls of one `batch_isend_irecv`) together. So the sender has reached its send if that
-        send is in the oldest pending batch of the sender. Example, of rank 0 that receives from
-        rank 1:
+        the calls of one `batch_isend_irecv`) together. So of all that is pending on the sender, it
+        executes the oldest batch, and has reached what is in it. Example, of rank 0 that receives
+        from rank 1:
 
             pending on rank 1               rank 0 waits for
             send to 0, then send to 2       nobody: the send to 0 is being executed
@@ -179,9 +178,10 @@ class CallTable:
         sender = members[call.peer]
         own_number_in_group = members.index(rank)
         pending_on_sender = self._pending_p2p.get((call.key, sender), [])
+        executed_by_sender = oldest_batch(pending_on_sender)
         has_reached_send = any(
-            executed_call.op == "send" and executed_call.peer == own_number_in_group
-            for executed_call in oldest_batch(pending_on_sender)
+            executed.op == "send" and executed.peer == own_number_in_group
+            for executed in executed_by_sender
         )
         return None if has_reached_send else sender
 
@@ -210,20 +210,20 @@ class CallTable:
     def has_short_timeout(self, call: CollectiveCall) -> bool:
         """Returns True if the program chose a short timeout for the group of a call.
 
-        The program may then expect the call to fail. A timeout that the program chose for all
-        groups of a backend is not called short.
+        The program may then expect the call to fail. If a Gloo group has 30 s and another one has
+        the default of 1800 s, 30 s is short. If all groups of a backend have 30 s, the program
+        chose that for its whole training, and it is not called short.
         """
-        if call.timeout_s is None:
+        if call.timeout_s is None or call.timeout_s >= DEFAULT_TIMEOUT_S:
             return False
 
-        may_be_default = (
-            call.backend == "nccl" and call.timeout_s == DEFAULT_TIMEOUT_OF_NCCL_ALONE_S
-        )
-        if may_be_default or call.timeout_s >= DEFAULT_TIMEOUT_S:
+        # NCCL has two defaults, so 600 s is not chosen by the program although 1800 s is longer.
+        is_nccl = call.backend == "nccl"
+        if is_nccl and call.timeout_s == DEFAULT_TIMEOUT_OF_NCCL_ALONE_S:
             return False
 
-        # Compare it with the longest timeout of any group.
-        return call.timeout_s < self._longest_timeout_s[call.backend]
+        longest_of_backend_s = self._longest_timeout_s[call.backend]
+        return call.timeout_s < longest_of_backend_s
 
     def record_reaches_back_to(self, key: str, seq: int, rank: int) -> bool:
         """Returns True if a rank's record would contain this call if the rank had made it.
@@ -300,7 +300,8 @@ def _first_mismatch_of_group(table: CallTable, key: str) -> Mismatch | None:
             # The call of a rank that has not made it is None.
             calls = tuple((rank, calls_by_rank.get(rank)) for rank in members)
 
-            # The ranks may have called from different lines of the source for some calls before.
+            # The cause may lie before the mismatch: where the ranks took different branches, which
+            # made equal calls for a while.
             lines_differ_since = _first_call_from_different_lines(table, key, seq)
             return Mismatch(table.name(key), seq, calls, lines_differ_since)
 

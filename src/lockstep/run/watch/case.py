@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from lockstep.run.watch.activity import Activity, Kind
 from lockstep.run.watch.call_table import DEFAULT_GROUP, CallTable, Mismatch
 from lockstep.run.watch.messages import describe
-from lockstep.run.watch.snapshot import CollectiveCall
+from lockstep.run.watch.snapshot import CollectiveCall, RankState
 from lockstep.run.watch.stacks import is_at_exit
 from lockstep.run.watch.verdict import Row, Verdict, VerdictKind
 from lockstep.run.watch.wait_graph import WaitGraph
@@ -139,8 +139,8 @@ class Case:
             advice: what the user can do; by default the advice for this kind.
             fatal: True if the run cannot recover by itself.
             mismatch: the first call that differs between the ranks.
-            key: equal if a later attempt of the run hangs for the same reason; empty if a later
-                attempt may well succeed.
+            key: identifies the reason of the hang: two attempts of the run with the same key hang
+                for the same reason. Empty if a later attempt may well succeed.
         """
         if advice is None:
             usual_advice = ADVICE.get(kind)
@@ -177,18 +177,26 @@ class Case:
         if state.rank in self.graph.waits_for:
             # The rank may have several pending calls, of which `activity.call` is one. The call at
             # the mismatch explains most.
-            call = activity.call
+            shown_call = activity.call
             if mismatched_call is not None and may_wait_in(activity, mismatched_call):
-                call = mismatched_call
-            does = self._wait_text(activity, call)
+                shown_call = mismatched_call
+            does = self._wait_text(activity, shown_call)
         else:
             does = _text_without_wait(activity)
 
         if state.steps:
             does += f" (step {state.steps})"
-        waits_for_s = self.since_call_s.get(state.rank)
-        handled_error = "" if state.in_flight is None else state.in_flight.describe()
-        return Row(state.rank, state.host, does, activity.line, waits_for_s, handled_error)
+        exception_in_flight = ""
+        if state.in_flight is not None:
+            exception_in_flight = state.in_flight.describe()
+        return Row(
+            state.rank,
+            state.host,
+            does,
+            line=activity.line,
+            for_s=self.since_call_s.get(state.rank),
+            handles=exception_in_flight,
+        )
 
     def _wait_text(self, activity: Activity, call: CollectiveCall | None) -> str:
         """Writes what a rank waits in: `waits in all_reduce of 25 float, in backward`."""
@@ -229,9 +237,7 @@ def _text_without_wait(activity: Activity) -> str:
     """
     state = activity.state
     if activity.kind is Kind.EXITED:
-        if state.code is not None and state.code < 0:  # minus the number of a signal
-            return f"was ended by signal {-state.code}"
-        return f"has ended with exit code {state.code}"
+        return _text_of_end(state)
 
     # In state D, a process sleeps in the kernel and cannot be interrupted, see proc(5). Usually it
     # waits for a disk.
@@ -239,16 +245,23 @@ def _text_without_wait(activity: Activity) -> str:
     if activity.kind is Kind.BLOCKED and sleeps_in_kernel:
         return "is blocked in the kernel, on a disk or a network file system"
 
-    # The kind LIMITED: the rank waits for others, and the program has chosen a short timeout for
-    # the group, which may end the wait.
+    # The rank waits for others, but a timeout that the program has chosen may end the wait.
     if activity.kind is Kind.LIMITED and activity.call is not None:
         call = _name_call(activity.call, activity.op)
         return f"waits in {call}, of a group with a timeout of its own"
 
+    # A rank of any other kind may have come to the end of its script.
     if is_at_exit(state.stack):
         return "has finished, and waits for one of its own threads"
 
     return str(activity.kind.value)  # such as "waits for data"
+
+
+def _text_of_end(state: RankState) -> str:
+    """Writes how a rank has ended. A code of -9 means that signal 9 has ended it."""
+    if state.code is not None and state.code < 0:
+        return f"was ended by signal {-state.code}"
+    return f"has ended with exit code {state.code}"
 
 
 def _name_call(call: CollectiveCall | None, op: str) -> str:

@@ -95,9 +95,13 @@ def _ranks_led_elsewhere_by_error(
     """Returns the ranks that an exception has led to another call than the other ranks.
 
     For example, rank 1 handles a ValueError and waits in `barrier`, while ranks 0 and 2 wait in
-    `all_reduce`: the result is rank 1. The result is empty if an exception does not explain the
-    deadlock: if all ranks handle one, if the ranks without one wait at several calls, or if a rank
-    with one waits at the same call as they do.
+    `all_reduce`: the result is rank 1.
+
+    The result is empty if an exception does not explain the deadlock:
+
+    - All ranks handle one.
+    - Ranks 0 and 2, without one, wait in different calls.
+    - Rank 1, which handles one, waits in `all_reduce` too.
 
     Args:
         waiting: what the deadlocked ranks do, by rank.
@@ -116,7 +120,8 @@ def _ranks_led_elsewhere_by_error(
     calls_with_error = _kinds_of_calls(with_error, mismatch)
     calls_without_error = _kinds_of_calls(without_error, mismatch)
     others_are_in_one_call = len(calls_without_error) == 1
-    if others_are_in_one_call and calls_without_error.isdisjoint(calls_with_error):
+    some_are_in_same_call = bool(calls_with_error & calls_without_error)
+    if others_are_in_one_call and not some_are_in_same_call:
         return with_error
     return {}
 
@@ -151,9 +156,10 @@ def _deadlock_after_error(
     """
     # If the ranks handle several exceptions, the headline names that of the first rank. What the
     # other ranks handle is in the rows of the verdict, of which each rank has one.
-    first_state = after_error[min(after_error)].state
+    first_rank = min(after_error)
+    first_state = after_error[first_rank].state
     error = first_state.in_flight
-    assert error is not None
+    assert error is not None  # each of these ranks handles an exception
     with_same_error = {}
     for rank, activity in after_error.items():
         if activity.state.in_flight == error:
@@ -164,7 +170,7 @@ def _deadlock_after_error(
         f"{conjugate('waits', len(with_same_error))} in {name_ops(with_same_error)} while handling "
         f"{error.headline}; nothing has moved for {case.since_last_call_s:.0f} s"
     )
-    # If a later attempt of the run ends with an equal key, it is not tried again.
+    # Two attempts of the run with equal keys hang for the same reason. Then it is not tried again.
     key = key_of_error_in_flight(error, first_state.steps, first_state.trained_steps, case.waited_s)
     return case.make_verdict(
         "deadlock",
@@ -300,22 +306,26 @@ def _ranks_at_fault(
     mismatch is known, all ranks that wait. If the ranks wait for each other in several groups,
     those in the circle are returned.
 
+    The result is empty if the call that differs was made by a rank that has left the group.
+
     Args:
         case: what is known about the run.
         waiting: what the deadlocked ranks do, by rank.
         mismatch: the first collective that the ranks did not all call in the same way.
     """
-    sides = _sides_of_mismatch(mismatch)  # lists of ranks that made the same call, longest first
+    # Each side is the list of the ranks that made one of the different calls, the longest first.
+    sides = _sides_of_mismatch(mismatch)
 
-    # 1. The call that differs was made by a rank that has left the group. The members that are left
-    # all made the same call, so none of them is to blame.
+    # 1. The members that are left all made the same call, so none of them is to blame.
     if len(sides) == 1:
         return []
 
     # 2. The ranks that are in the minority at the mismatch.
-    has_majority = len(sides) > 1 and len(sides[0]) > len(sides[1])
-    if has_majority:
-        return list(chain.from_iterable(sides[1:]))
+    if len(sides) > 1:
+        largest, second_largest = sides[:2]
+        has_majority = len(largest) > len(second_largest)
+        if has_majority:
+            return list(chain.from_iterable(sides[1:]))
 
     # 3. The ranks in DDP's forward pass, if the others are not in it.
     ranks_in_forward = []
@@ -499,9 +509,9 @@ def _advice_on_collective_of_lockstep(waiting: Mapping[int, Activity]) -> str:
 def _advice_on_ddp_forward(waiting: Mapping[int, Activity]) -> tuple[str, ...]:
     """Returns the advice if only some ranks are in the forward pass of a DDP model.
 
-    If the line at which these ranks are has called the model in earlier steps, it is a training
-    step that the other ranks do not make. If the line has called nothing before, it is an
-    evaluation that only some ranks make. The first rank that may be in a training step decides.
+    If the line at which a rank is has made calls in earlier steps, it is that of a training step,
+    which the other ranks do not make. If the line has made none, it is that of an evaluation, which
+    only some ranks make. The first rank that may be in a training step decides.
     """
     in_forward = []
     for activity in waiting.values():
@@ -509,10 +519,10 @@ def _advice_on_ddp_forward(waiting: Mapping[int, Activity]) -> tuple[str, ...]:
             in_forward.append(activity)
 
     for activity in in_forward:
-        is_training_step = _has_called_from_present_line(activity)
+        is_training_step = _has_called_from_present_line(activity)  # None: not known
         if is_training_step is True:
             return (_ADVICE_ON_NUMBER_OF_STEPS,)
-        if is_training_step is None:  # not known
+        if is_training_step is None:
             return (_ADVICE_ON_EVALUATION, _ADVICE_ON_NUMBER_OF_STEPS)
 
     # No rank has called anything from its line before.

@@ -163,8 +163,8 @@ def readable_torch_file(path: Path) -> str:
     """
     try:
         message = json.loads(path.read_text())["message"]
-        # torch accepts a text, and otherwise reads this number. What raises an exception there
-        # raises one here too.
+        # Unless the message is a text, torch reads this number of it. Where that fails in torch, it
+        # fails here too.
         if not isinstance(message, str):
             int(message["extraInfo"]["timestamp"])
     except (OSError, ValueError, TypeError, KeyError):
@@ -239,8 +239,14 @@ def describe_error(error: BaseException) -> ErrorRecord:
 def _describe_chain(errors: Sequence[BaseException]) -> tuple[str, ...]:
     """Describes the exceptions that another one was raised from, each as `type: message`.
 
-    The exception of a pool's worker process is raised from the text of its traceback, which may
-    contain the tracebacks of further exceptions: these are described in its place.
+    If a worker process of a pool raised the exception, its cause here is no exception of the
+    worker's, but the text of the worker's traceback (`_is_remote_traceback`):
+
+        KeyError: 'a'
+        During handling of the above exception, another exception occurred: ...
+        ValueError: no data
+
+    The last one, `ValueError: no data`, is the exception itself, so `KeyError: 'a'` is described.
     """
     descriptions: list[str] = []
     for error in errors:
@@ -252,10 +258,10 @@ def _describe_chain(errors: Sequence[BaseException]) -> tuple[str, ...]:
 
 
 def describe_in_flight(error: BaseException) -> ErrorInFlight | None:
-    """Describes the exception to report while a thread handles one: that one, or an earlier one.
+    """Describes the exception that will end the program, while a thread handles an exception.
 
-    For example, while the thread handles the OSError here, the ValueError is reported, as it will
-    end the program (`find_handled_error` has the rules):
+    It may be the handled one, or one that was raised before it. For example, the thread handles the
+    OSError here, but it is the ValueError that will end the program (`find_handled_error`):
 
         try:
             train()  # raises ValueError
@@ -425,12 +431,13 @@ def _chain(error: BaseException) -> list[BaseException]:
             break
 
         chain.append(earlier)
-        present = earlier
         if isinstance(earlier, BaseExceptionGroup):
-            # Go on from the exception in the group: what that was raised from is the true cause.
-            _, first_in_group = _unpack_groups(earlier)
+            # Go on from the exception in the group: the true cause is what it was raised from.
+            _groups, first_in_group = _unpack_groups(earlier)
             chain.append(first_in_group)
             present = first_in_group
+        else:
+            present = earlier
 
     return chain
 
@@ -494,8 +501,8 @@ def _headline(error: BaseException) -> str:
 
     message = _message(error)
 
-    # If the exception was raised in another process, such as a DataLoader worker, and raised again
-    # here, its original headline is at the end of the message.
+    # A DataLoader and `mp.spawn` raise the exception of another process again, with the traceback
+    # from there as its message: its original headline is at the end of that.
     elsewhere = _RAISED_ELSEWHERE.match(message)
     if elsewhere is not None:
         remote_headline = _headline_of_traceback(message)
@@ -505,7 +512,12 @@ def _headline(error: BaseException) -> str:
 
     first_line, _, _ = message.strip().partition("\n")
     headline = f"{_type_name(error)}: {first_line}" if first_line else _type_name(error)
-    return f"{headline} (in a worker process)" if _remote_traceback(error) else headline
+
+    # The pools (`concurrent.futures`, `multiprocessing.Pool`) raise it again as it was, with the
+    # traceback from there as its cause.
+    if _remote_traceback(error):
+        return f"{headline} (in a worker process)"
+    return headline
 
 
 def _headline_of_exit(error: SystemExit) -> str:
@@ -611,6 +623,7 @@ def _frames_passed_through(error: BaseException, groups: Iterable[BaseException]
     if handled is not None:
         frames += _frames_of(handled)
 
+    # The message of a group quotes no traceback, so only the group's own frames are added.
     frames += _frames_of(error)
     for group in groups:
         frames += _stack(group.__traceback__)

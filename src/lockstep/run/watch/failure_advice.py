@@ -152,38 +152,45 @@ def advise(kind: str, end: ExitStatus, *, network_failed: bool) -> tuple[str, ..
         A tuple with one text, and with a second one if a file has the stacks of the rank. It is
         empty if no advice is known, or if the error itself says what to do.
     """
-    text = _error_text(end)
-    stacks: tuple[str, ...] = ()
+    texts = [_advice_of_first_rule(kind, end, network_failed=network_failed)]
     if kind == "signal" and end.stacks_file:
-        stacks = (f"see the Python stacks of that moment in {end.stacks_file}",)
+        texts.append(f"see the Python stacks of that moment in {end.stacks_file}")
+    return tuple(text for text in texts if text)
 
-    # The first rule that applies decides.
+
+def _advice_of_first_rule(kind: str, end: ExitStatus, *, network_failed: bool) -> str:
+    """Returns the advice by the first of these rules that applies; empty if none does.
+
+    The arguments are those of `advise`.
+    """
+    text = _error_text(end)
     if end.oom:
         advice = _advice_on_oom_of_other_process(kind, end, text)
         if advice:
-            return (advice,)
+            return advice
 
     if kind in ADVICE_BY_KIND:
-        return (ADVICE_BY_KIND[kind],)
+        return ADVICE_BY_KIND[kind]
 
     if end.error is not None and end.error.hiding_file:
         file = end.error.hiding_file
         return (
             f"{file} is imported in place of the installed module of the same name: rename it, if "
-            "that module is meant",
+            "that module is meant"
         )
 
     for pattern, what_to_do in _BY_TEXT.items():
         if re.search(pattern, text):
-            return (what_to_do, *stacks)
+            return what_to_do
 
     if network_failed:
-        return (_advise_on_network(text),)
+        return _advise_on_network(text)
 
-    if kind == "signal" and -end.code in _BY_SIGNAL:
-        return (_BY_SIGNAL[-end.code], *stacks)
+    if kind == "signal":
+        signal_number = -end.code
+        return _BY_SIGNAL.get(signal_number, "")
 
-    return stacks
+    return ""
 
 
 def _advice_on_oom_of_other_process(kind: str, end: ExitStatus, text: str) -> str:
@@ -199,7 +206,8 @@ def _advice_on_oom_of_other_process(kind: str, end: ExitStatus, text: str) -> st
     Returns:
         The advice; empty if the rank does not depend on the process as far as is known.
     """
-    # "DataLoader worker (pid 71) is killed by signal: Killed."
+    # The DataLoader says "DataLoader worker (pid 71) is killed by signal: Killed." or "DataLoader
+    # worker (pid(s) 71) exited unexpectedly".
     names_killed_worker = re.search(r"DataLoader worker|signal: Killed", text) is not None
     its_worker_was_killed = kind == "exception" and names_killed_worker
     if its_worker_was_killed:
@@ -226,7 +234,8 @@ def _advise_on_network(text: str) -> str:
         milliseconds = "".join(groups)  # ("", "3000", ""): one of the alternatives has matched
         timeouts_s.append(int(milliseconds) / 1000)
 
-    # A text may have several: monitored_barrier waits for each rank for what is left of its time.
+    # `monitored_barrier` writes one for each rank: what is left of its timeout then. The longest is
+    # nearest to what was set.
     timeout_s = max(timeouts_s, default=None)
     if timeout_s is None or timeout_s > _SHORT_TIMEOUT_MAX_S:
         return _NETWORK
@@ -254,8 +263,9 @@ def _error_text(end: ExitStatus) -> str:
 
     lines = [f"{error.type}: {error.message}", *error.chain]
 
-    # One of the patterns looks for this part of a line in the traceback. It is added alone: the
-    # rest of the traceback quotes source code, which other patterns could match by chance.
+    # A pattern looks for a line of the traceback, `self._semlock = _multiprocessing.SemLock(`. Its
+    # part is added alone: the rest of the traceback quotes source code, which other patterns could
+    # match by chance.
     if _LINE_THAT_MAKES_SEMAPHORE in error.traceback:
         lines.append(_LINE_THAT_MAKES_SEMAPHORE)
     return "\n".join(lines)

@@ -88,8 +88,7 @@ def render_briefly(failure: FirstFailure, times: int, in_language: InLanguage = 
 def _heading_lines(failure: FirstFailure, in_language: InLanguage) -> list[str]:
     """Writes which ranks failed, on which host and after which step, and how they failed.
 
-    `in_language` gets complete texts. It finds their templates in the catalogue by itself: that of
-    ", after step 12" is ", after step {step}".
+    Texts are translated with their values in them: `in_language` recognizes ", after step 12".
     """
     if failure.kind == "interrupted":
         return [join_label(in_language("INTERRUPTED:"), in_language(failure.headline))]
@@ -102,8 +101,9 @@ def _heading_lines(failure: FirstFailure, in_language: InLanguage) -> list[str]:
         heading += in_language(f", together with {join_first(subjects)}")
 
     lines = [heading, f"  {_shorten(_headline(failure, in_language), in_language)}"]
-    for text in _join_lines_of_parts(failure):
-        for line in _detail(failure, text, in_language).splitlines():
+    for part in _join_lines_of_parts(failure):
+        translated_part = _detail(failure, part, in_language)
+        for line in translated_part.splitlines():
             lines.append(f"  {_shorten(line, in_language)}")
     if failure.hang is not None:
         lines += detail_lines(failure.hang, in_language)
@@ -169,8 +169,8 @@ def _describe_later(failure: FirstFailure, delay_s: float, in_language: InLangua
 def _join_lines_of_parts(failure: FirstFailure) -> list[str]:
     """Returns the details of a failure, each part of an error of Lockstep's as one text.
 
-    What such an error has found may have lines of its own, such as a table. They are a message only
-    together, and are indented deeper than the labels:
+    A part has several lines if a table follows it, say. They are translated together, so they are
+    one text. A line that belongs to the part above it is indented deeper than the labels:
 
           found: of the model's 9 names 3 fit; 1 missing
             missing   fc.weight
@@ -189,22 +189,23 @@ def _join_lines_of_parts(failure: FirstFailure) -> list[str]:
 def _detail(failure: FirstFailure, text: str, in_language: InLanguage) -> str:
     """Returns a part below the headline, in the user's language as far as it is Lockstep's text.
 
-    For example, in Chinese "found: port 80 is taken" becomes "  原因：端口 80 已被占用". What the
-    rank itself has printed, and the message of an exception that is not Lockstep's, stay as they
-    are.
+    - "its last lines:" and some other texts are always Lockstep's, and are translated.
+    - "found: port 80 is taken", of an error of Lockstep's, becomes "  原因：端口 80 已被占用".
+    - "more:  [LS311: lockstep explain LS311]", of such an error, is a hint.
+    - What the rank has printed, and the message of any other exception, stay as they are.
     """
     if text.startswith(_BEGINNINGS_OF_LOCKSTEPS_LINES):
         return in_language(text)
     if not failure.is_from_lockstep:
         return text
 
-    # In the example, the label is "found:", and the rest "port 80 is taken".
+    # The label is "found:", for example, and the rest "port 80 is taken".
     label, _, rest = text.strip().partition(" ")
     is_line_of_own_error = label in _LABELS_OF_ERRORS
     if not is_line_of_own_error:
         return text
     rest = rest.strip()
-    is_hint = label == "more:"  # "more:  [LS311: lockstep explain LS311]"
+    is_hint = label == "more:"
     translated = hint_in_language(rest, in_language) if is_hint else in_language(rest)
     return f"  {pad_label(in_language(label), translated)}"
 

@@ -136,6 +136,8 @@ def _sort_ends(exits: Sequence[ExitStatus], interrupted: Interruption | None) ->
         elif end.code == 0:
             ends.ended_well.append(end)
         elif _is_follower(end) or _differs_from_rank_with_error(end, exits):
+            # Its error is about another rank, which it lost, or which told it of an error, or
+            # called a collective in `finally` that it did not expect.
             ends.followers.append(end)
         else:
             ends.failed.append(end)
@@ -170,13 +172,15 @@ def first_failure(
 
     # If no failure explains why ranks lost a peer, a rank may have ended without an error.
     lost_a_peer = [end for end in ends.followers if not _is_told_of_other_rank(end)]
-    some_loss_is_explained = any(_has_cause(end, roots) for end in ends.followers)
-    if lost_a_peer and not some_loss_is_explained:
+    some_follower_has_cause = any(_has_cause(end, roots) for end in ends.followers)
+    if lost_a_peer and not some_follower_has_cause:
         first_peer_lost_at = min(end.failed_at for end in lost_a_peer)
         roots += _roots_without_error(ends, first_peer_lost_at)
 
-    consequences, own_failures = _explain_followers(ends.followers, roots)
-    roots += own_failures
+    # A follower that no root explains is a failure itself: it waited in vain, or its connection
+    # broke.
+    consequences, unexplained_failures = _explain_followers(ends.followers, roots)
+    roots += unexplained_failures
     if not roots:
         return None
 
@@ -204,20 +208,19 @@ def _failures_without_lost_peer(
     interrupted: Interruption | None,
     lost_nodes: Sequence[FirstFailure],
 ) -> list[FirstFailure]:
-    """Returns the failures that no rank reports as the loss of another rank.
+    """Returns the failures that are not errors about another rank.
 
-    These are the errors of ranks, lost machines, a hang, and the signal that ended the launcher.
-    The arguments are those of `first_failure`.
+    These are the errors of ranks that are no followers, lost machines, a hang, and the signal that
+    ended the launcher. The arguments are those of `first_failure`.
     """
     failures = [_root_of_exit(end) for end in ends.failed]
     failures += lost_nodes
 
     if hang is not None:
-        # A hang that was found after a failure is only a consequence of it.
-        failed_before_hang = any(
-            failure.time <= hang.found_at + SAME_TIME_S for failure in failures
-        )
-        if not failed_before_hang:
+        # A hang that was found after a failure, or at about the same time, is a consequence of it.
+        latest_cause_at = hang.found_at + SAME_TIME_S
+        has_cause = any(failure.time <= latest_cause_at for failure in failures)
+        if not has_cause:
             failures += _roots_of_hang(hang, ends)
 
     if interrupted is not None:
@@ -228,7 +231,11 @@ def _failures_without_lost_peer(
 def _explain_followers(
     followers: Sequence[ExitStatus], roots: Sequence[FirstFailure]
 ) -> tuple[list[ExitStatus], list[FirstFailure]]:
-    """Tells the followers whose loss a failure explains from those that are failures themselves.
+    """Tells the followers whose errors a failure explains from those that are failures themselves.
+
+    For example, without any root, rank 1 gave up waiting at 10 s, and rank 2 lost its connection at
+    11 s. Rank 1 waited in vain, so it is a failure. It closed its connections when it ended, so the
+    end of rank 2 is a consequence.
 
     Args:
         followers: the ranks whose errors say that a peer was lost, or that another rank has failed.
@@ -246,9 +253,9 @@ def _explain_followers(
     own_failures = [_root_of_unexplained(end) for end in gave_up]
 
     # The end of a rank that gave up has closed its connections, so it explains such a loss.
-    roots_before_loss = [*roots, *own_failures]
+    possible_causes = [*roots, *own_failures]
     for end in lost_connection:
-        if _has_cause(end, roots_before_loss):
+        if _has_cause(end, possible_causes):
             explained.append(end)
         else:
             own_failures.append(_root_of_unexplained(end))
@@ -318,7 +325,10 @@ def _is_follower(end: ExitStatus) -> bool:
 def _follower_text(end: ExitStatus) -> str:
     """Returns what a follower's error says of the failure of another rank.
 
-    A follower is of one of three kinds, see `_is_follower` and `_differs_from_rank_with_error`.
+    - Another rank told it of an error: "told of the error of rank 1".
+    - It lost a peer: the text of `LostPeer`.
+    - Another rank called a collective because of an error (`_differs_from_rank_with_error`): "told
+      that the ranks called different collectives".
     """
     if _is_told_of_other_rank(end):
         assert end.error is not None
@@ -553,9 +563,10 @@ def _launcher_exit_code(end: ExitStatus) -> int:
     if error is None or error.type == "SystemExit":  # `sys.exit` is no failure
         return EXIT_LOST_RANK
 
-    was_interrupted = error.exit_code <= 0  # KeyboardInterrupt has no exit code
-    if not was_interrupted:
+    if error.exit_code > 0:
         return error.exit_code
+
+    # Python ends itself by a signal after a KeyboardInterrupt, which has no exit code of its own.
     signal_number = -end.code
     return EXIT_SIGNAL + signal_number
 
@@ -571,8 +582,8 @@ def _roots_without_error(ends: _Ends, first_peer_lost_at: float) -> list[FirstFa
     """
     roots = []
 
-    # A rank that ended before others lost a peer is what they lost. Its end may have been noticed
-    # some seconds late.
+    # If a rank ended before others lost a peer, it is the peer that they lost. Its end may have
+    # been noticed some seconds late.
     for end in ends.ended_well:
         if end.time <= first_peer_lost_at + CAUSE_MAX_DELAY_S:
             roots.append(_root_of_exit(end))
@@ -628,10 +639,10 @@ def _roots_of_hang(hang: Verdict, ends: _Ends) -> list[FirstFailure]:
         failures_of_ranks_that_left = []
         for end in ends.ended_well:
             if end.rank in hang.ranks:
-                failure = _root_of_exit(end)
-                failures_of_ranks_that_left.append(
-                    replace(failure, details=(), hang=hang, advice=hang.advice)
-                )
+                # The verdict on the hang says more than the details of an end with exit code 0,
+                # such as the rank's last lines.
+                failure = replace(_root_of_exit(end), details=(), hang=hang, advice=hang.advice)
+                failures_of_ranks_that_left.append(failure)
         if failures_of_ranks_that_left:
             return failures_of_ranks_that_left
     return [_root_of_hang(hang)]
@@ -750,25 +761,30 @@ def _own_consequences(end: ExitStatus) -> tuple[str, ...]:
 
 
 def _rest_of_message(error: ErrorRecord, end: ExitStatus) -> tuple[str, ...]:
-    """Returns the lines of an exception's message after the first one, which is in the headline.
+    """Returns the lines about an exception that follow its headline.
 
-    Long messages, and messages that contain a traceback, are left out: they are in the logs. The
-    messages of Lockstep's own errors are always kept. If a signal ended the process after the
-    exception, a line that says so is added.
+    These are the lines of its message after the first one (`_message_lines_to_show`); the exception
+    that the script was handling, if any; and the signal that ended the process after it, if any.
     """
-    lines = [line.rstrip() for line in error.message.splitlines()[1:] if line.strip()]
-    has_traceback = "Traceback (most recent call last)" in error.message
-    is_too_long = len(lines) > _MAX_MESSAGE_LINES
-
-    if error.from_lockstep:
-        # The line that begins with "at:" names the rank and the user's line, which are shown
-        # anyway.
-        lines = [line for line in lines if not line.lstrip().startswith("at:")]
-    elif is_too_long or has_traceback:
-        lines = []
-
+    lines = _message_lines_to_show(error)
     if error.handled:
         lines.append(f"while handling {error.handled}")
     if end.code < 0:  # `end.how` is "killed by SIGKILL", for example
         lines.append(f"its process was then {end.how}")
     return tuple(lines)
+
+
+def _message_lines_to_show(error: ErrorRecord) -> list[str]:
+    """Returns the lines of an exception's message after the first one, which is in the headline.
+
+    Long messages, and messages that contain a traceback, are left out: they are in the logs. The
+    messages of Lockstep's own errors are always kept.
+    """
+    lines = [line.rstrip() for line in error.message.splitlines()[1:] if line.strip()]
+    if error.from_lockstep:
+        # The line "at: ..." names the rank and the user's line, which are shown anyway.
+        return [line for line in lines if not line.lstrip().startswith("at:")]
+
+    has_traceback = "Traceback (most recent call last)" in error.message
+    is_too_long = len(lines) > _MAX_MESSAGE_LINES
+    return [] if is_too_long or has_traceback else lines

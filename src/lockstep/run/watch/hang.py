@@ -179,8 +179,8 @@ def _all_are_blocked(case: Case) -> Verdict | None:
     ended_ranks = case.activities.keys() - alive.keys()
     blocked_kinds = set(_KINDS_BLOCKED_OUTSIDE_COLLECTIVES)
     if ended_ranks:
-        # A SILENT rank usually computes in C code. But once ranks have ended, it may be one that
-        # hangs while it ends: it holds Python's lock, and a thread that it waits for needs it too.
+        # While no rank has ended, a SILENT rank probably computes in C code. After that, it may be
+        # ending itself, and deadlocked: it holds Python's lock, which its last thread waits for.
         blocked_kinds.add(Kind.SILENT)
 
     kinds = {activity.kind for activity in alive.values()}
@@ -283,6 +283,7 @@ def _waits_in_vain(
     if awaited_ranks.isdisjoint(ended_ranks):
         return False
 
+    # A rank that is known to wait needs all the ranks that it waits for, and one has ended.
     partners_are_known = rank not in case.graph.partners_unknown
     if partners_are_known:
         return True
@@ -313,17 +314,14 @@ _KINDS_THAT_WAIT_THEMSELVES = {Kind.MAY_COME, Kind.LIMITED}
 def _awaited_rank_is_busy(case: Case) -> Verdict | None:
     """Reports that the run waits for ranks that may still go on, or whose state cannot be seen.
 
-    If such ranks do different things, the verdict names those whose kind of activity comes first in
-    `_VERDICT_BY_KIND`.
+    If no rank waits, it is normal that ranks compute or load data: nothing is reported. If ranks
+    that others wait for do different things, the verdict names those whose kind of activity comes
+    first in `_VERDICT_BY_KIND`.
     """
     for kind, verdict_kind in _VERDICT_BY_KIND.items():
-        ranks = sorted(rank for rank, activity in case.roots.items() if activity.kind is kind)
-        if not ranks:
-            continue  # look for ranks of the next kind
-
-        # If no rank waits, it is normal that ranks compute or load data.
         some_rank_waits = bool(case.waiting) or kind in _KINDS_THAT_WAIT_THEMSELVES
-        if some_rank_waits:
+        ranks = sorted(rank for rank, activity in case.roots.items() if activity.kind is kind)
+        if ranks and some_rank_waits:
             headline = case.waiting_text(kind.value, ranks)
             return case.make_verdict(verdict_kind, ranks, headline)
 
@@ -339,26 +337,26 @@ def _nothing_is_transported(case: Case) -> Verdict | None:
     if not waiting:
         return None
 
-    advice: tuple[str, ...] | None = None  # None: the usual advice for this kind of verdict
     duration = f"{case.since_last_call_s:.0f} s"
-    if any(activity.waits_in_p2p for activity in waiting.values()):
+    some_wait_in_p2p = any(activity.waits_in_p2p for activity in waiting.values())
+    if some_wait_in_p2p:
         headline = (
             f"all ranks wait in {name_ops(waiting)}, for each other; nothing has moved for "
             f"{duration}"
         )
-        advice = advice_on_p2p(waiting)
-    else:
-        headline = (
-            f"all ranks wait in {name_ops(waiting)}, which match on all; nothing has moved for "
-            f"{duration}"
-        )
-        ops = {activity.op for activity in waiting.values()}
-        if not ops.isdisjoint({"init_process_group", LOCKSTEP_INIT}):
-            advice = (
-                "look whether all ranks were given the same address, port and number of ranks",
-            )
+        return case.make_verdict("transport", waiting, headline, advice_on_p2p(waiting))
 
-    return case.make_verdict("transport", waiting, headline, advice)
+    # In collectives: all ranks have made the same calls.
+    headline = (
+        f"all ranks wait in {name_ops(waiting)}, which match on all; nothing has moved for "
+        f"{duration}"
+    )
+    ops = {activity.op for activity in waiting.values()}
+    some_wait_to_join = bool(ops & {"init_process_group", LOCKSTEP_INIT})
+    if some_wait_to_join:
+        advice = ("look whether all ranks were given the same address, port and number of ranks",)
+        return case.make_verdict("transport", waiting, headline, advice)
+    return case.make_verdict("transport", waiting, headline)  # with the advice of this kind
 
 
 RULES: tuple[Callable[[Case], Verdict | None], ...] = (

@@ -52,7 +52,14 @@ def _module_of(error: BaseException) -> str:
 def _file_in_place_of_installed(module: str) -> str:
     """Returns the user's file that Python finds first for a module that is installed as well.
 
-    For the module `random`: `/home/ann/random.py`, if Python also has `/usr/lib/.../random.py`.
+    For the module `random` it is `/home/ann/random.py` if all of this is so:
+
+    - It is the first file of this name that Python finds, and is the user's.
+    - It was imported, or importing it has failed.
+    - Python finds another file elsewhere, `/usr/lib/.../random.py`.
+
+    Returns:
+        The file, or an empty text.
     """
     if module in sys.builtin_module_names:  # files are not looked for
         return ""
@@ -61,8 +68,8 @@ def _file_in_place_of_installed(module: str) -> str:
     if first is None or first.origin is None or not is_user_file(first.origin):
         return ""
 
-    # If another file was imported by this name, the user's file is not to blame. (A module whose
-    # import has failed is not in `sys.modules`.)
+    # If another file was imported by this name, the user's file is not to blame. If the import has
+    # failed, the module is not in `sys.modules`.
     imported = sys.modules.get(module)
     if imported is not None and getattr(imported, "__file__", None) != first.origin:
         return ""

@@ -97,15 +97,14 @@ def _entry_lines(rows: list[Row], in_language: InLanguage) -> list[str]:
     """Writes one entry of a verdict: `ranks 0-3 on a, b: wait in all_reduce, for 12 s`.
 
     Args:
-        rows: the rows of the entry, of which each has another rank and the rest is equal.
+        rows: the rows of the entry, which are equal except for their ranks and hosts.
         in_language: translates a text.
     """
     first = rows[0]
     ranks = [row.rank for row in rows]
     hosts = join_first(sorted({row.host for row in rows}), _MAX_HOSTS_SHOWN)
 
-    # `does` begins with a singular verb: "waits in ...". The catalogue translates it so that it
-    # fits any number of ranks; only English needs the plural "wait".
+    # `does` begins with a singular verb: "waits in ...". Only English has a plural, "wait".
     does = first.does
     if in_language is in_english:
         does = conjugate(first.does, len(ranks))
@@ -150,7 +149,8 @@ def _mismatch_lines(mismatch: Mismatch, in_language: InLanguage) -> list[str]:
         if frame is not None:
             lines.append(_source(frame, indent=6))
 
-    # Ranks may have taken different branches earlier, and have made equal calls there for a while.
+    # Before the mismatch, rank 0 may have called all_reduce at line 10 and rank 1 at line 20: equal
+    # calls, but the ranks were already in different branches.
     if mismatch.lines_differ_since is not None:
         number = mismatch.lines_differ_since
         remark = f"(already from call {number} on they called from different lines)"

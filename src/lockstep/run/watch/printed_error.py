@@ -52,12 +52,13 @@ def printed_error(lines: Sequence[str]) -> PrintedError | None:
     if heading_index is None:
         return None
 
-    # The prefix that another program has put before the heading shows what it has put before the
-    # other lines: the same text, such as `[rank1]: `, or one of the same form, such as the time.
-    example_prefix = _prefix_of_lines_below(lines[heading_index])
+    # What another program has put before the heading, it has put before the other lines too: the
+    # same text, such as `[rank1]: `, or one of the same form, such as `12:00:02 ` after a heading
+    # with `12:00:01 `.
+    prefix_of_heading = _prefix_by_heading(lines[heading_index])
     block = []  # the lines after the heading, without the prefix
     for line in lines[heading_index + 1 :]:
-        block.append(_remove_prefix(example_prefix, line[:_MAX_LINE_CHARS]))
+        block.append(_remove_prefix(prefix_of_heading, line[:_MAX_LINE_CHARS]))
 
     # The frames of a traceback are indented. The first line that is not indented names the
     # exception: `ValueError: no data`.
@@ -93,15 +94,15 @@ def _find_last_heading(lines: Sequence[str]) -> int | None:
             | Traceback (most recent call last):
             |   ...
     """
-    last_block = _last_outer_heading_and_its_inner_ones(lines)
-    if not last_block:
+    headings = _headings_of_last_traceback(lines)
+    if not headings:
         return None
 
-    outer, *inner = last_block
-    for heading in inner:
-        if not heading.is_of_group:  # a group within the group is skipped, but not its exceptions
+    first_heading, *inner_headings = headings
+    for heading in inner_headings:
+        if not heading.is_of_group:  # the first one that is not of a group within the group
             return heading.line_index
-    return outer.line_index
+    return first_heading.line_index
 
 
 class _Heading(NamedTuple):
@@ -112,11 +113,17 @@ class _Heading(NamedTuple):
     """True for an exception group."""
 
 
-def _last_outer_heading_and_its_inner_ones(lines: Sequence[str]) -> list[_Heading]:
-    """Returns the last heading that is not inside a group, and those inside the group after it.
+def _headings_of_last_traceback(lines: Sequence[str]) -> list[_Heading]:
+    """Returns the heading of the last traceback and, if it is of a group, the headings inside it.
 
-    The list is empty if there is no heading, and has one item if the last outer heading is that of
-    an ordinary traceback.
+    In the last traceback here, these are the headings of the group and of its two exceptions. Those
+    inside the group have a bar before them:
+
+          + Exception Group Traceback (most recent call last):
+            | Traceback (most recent call last):
+            | Traceback (most recent call last):
+
+    The list is empty if there is no traceback.
     """
     block: list[_Heading] = []
     for index, line in enumerate(lines):
@@ -134,8 +141,8 @@ def _last_outer_heading_and_its_inner_ones(lines: Sequence[str]) -> list[_Headin
     return block
 
 
-def _prefix_of_lines_below(heading_line: str) -> str:
-    """Returns the prefix of the lines that follow a heading.
+def _prefix_by_heading(heading_line: str) -> str:
+    """Returns the prefix of the lines that follow a heading, as the heading shows it.
 
     It is the prefix of the heading itself: `[rank1]: ` for `[rank1]: Traceback ...`. After the
     heading of an exception group, `[rank1]:   + Exception Group Traceback ...`, the lines have a
@@ -147,29 +154,29 @@ def _prefix_of_lines_below(heading_line: str) -> str:
     return heading["prefix"] + "| " if has_plus_sign else heading["prefix"]
 
 
-def _remove_prefix(example_prefix: str, line: str) -> str:
+def _remove_prefix(prefix_of_heading: str, line: str) -> str:
     """Removes from a line what another program has put before it.
 
     Args:
-        example_prefix: the prefix of the heading; it may be empty.
+        prefix_of_heading: the prefix of the heading; it may be empty.
         line: a line after the heading.
 
     Returns:
         The rest of the line, or the line as it is if it has no such prefix.
     """
-    if line.startswith(example_prefix):
-        return line[len(example_prefix) :]
+    if line.startswith(prefix_of_heading):
+        return line[len(prefix_of_heading) :]
 
     # Spaces alone are indentation, and no prefix of another program.
-    if not example_prefix.strip():
+    if not prefix_of_heading.strip():
         return line
 
     # A prefix such as the time of day differs from line to line, but always has the same form:
     # `12:59:58 ` and `13:00:01 ` both become `00:00:00 `.
-    form = re.sub(r"\w", "0", example_prefix)
-    form_of_line = re.sub(r"\w", "0", line[: len(example_prefix)])
+    form = re.sub(r"\w", "0", prefix_of_heading)
+    form_of_line = re.sub(r"\w", "0", line[: len(prefix_of_heading)])
     has_prefix = form_of_line == form
-    return line[len(example_prefix) :] if has_prefix else line
+    return line[len(prefix_of_heading) :] if has_prefix else line
 
 
 def _user_line(block: Sequence[str]) -> str | None:
@@ -181,8 +188,12 @@ def _user_line(block: Sequence[str]) -> str | None:
     Returns:
         The line, or None if no line of the user's has a source file.
     """
-    # A syntax error names its file and line after all frames. The last frame is not its place, but
-    # the line that imports the file.
+    # A syntax error names its own file and line after all frames, without a function. The last
+    # frame is only the line that imports the file:
+    #   File "train.py", line 1, in <module>
+    #     import model
+    #   File "model.py", line 3
+    #     def forward(
     matches = [_SYNTAX_ERROR_PLACE.fullmatch(text) for text in block]
     syntax_errors = [match for match in matches if match is not None]
     if syntax_errors:

@@ -146,7 +146,8 @@ class Probe:
     def _register_stack_signals(self) -> None:
         """Makes faulthandler write this process's stacks into its evidence files.
 
-        It writes them at a fatal signal, such as SIGSEGV, and at the two stack signals.
+        It writes them at a fatal signal, such as SIGSEGV, and at the two stack signals, which the
+        launcher sends (`process_status.harmless_stack_signal`).
 
         Rule: the stacks of other threads are only read while these threads sleep. Reading the
         frames of a thread that runs sooner or later ends in a segmentation fault (with Python 3.11,
@@ -160,7 +161,8 @@ class Probe:
         stacks_file = _open_to_append(self._evidence.stacks)
         _write_stacks_at(MAIN_THREAD_SIGNAL, stacks_file, all_threads=False)
 
-        # This one shows all stacks. Only Linux tells (in `/proc`) whether all threads sleep.
+        # This one shows all stacks. The launcher sends it when it sees in `/proc`, which only Linux
+        # has, that all threads sleep.
         if sys.platform == "linux":
             _write_stacks_at(ALL_THREADS_SIGNAL, stacks_file, all_threads=True)
 
@@ -246,15 +248,12 @@ class Probe:
         # LOCAL_RANK, so its index among the spawned ranks says which GPU is its own.
         torch_compat.take_gpu(self._spawn_index)
 
-        stacks_json = json.dumps(_stacks_of_other_threads())
+        stacks_of_other_threads = _stacks_of_other_threads()
         groups = torch_compat.process_groups()
-
-        # The process group that the main thread is about to create, or null.
         main_thread = threading.main_thread().ident or 0
         main_frame = sys._current_frames().get(main_thread)
-        group_being_made_json = json.dumps(torch_compat.group_being_made(main_frame))
-
-        error_json = json.dumps(_error_in_flight(main_thread))
+        group_being_made = torch_compat.group_being_made(main_frame)  # by the main thread, or None
+        error_in_flight = _error_in_flight(main_thread)
 
         # The recorder returns a list as JSON text, which is not parsed, as it may be megabytes
         # long: "[{...}, {...}]".
@@ -268,11 +267,16 @@ class Probe:
             records_json = _append_to_json_list(records_json, json.dumps(record))
 
         # "request" must come first: of an old answer, the launcher reads only this field.
-        return (
-            f'{{"request": {number}, "stacks": {stacks_json}, "groups": {json.dumps(groups)}, '
-            f'"making": {group_being_made_json}, "in_flight": {error_json}, '
-            f'"trained_steps": {json.dumps(trained_steps())}, "records": {records_json}}}'
-        )
+        answer = {
+            "request": int(number),
+            "stacks": stacks_of_other_threads,
+            "groups": groups,
+            "making": group_being_made,
+            "in_flight": error_in_flight,
+            "trained_steps": trained_steps(),
+        }
+        answer_without_brace = json.dumps(answer).removesuffix("}")
+        return f'{answer_without_brace}, "records": {records_json}}}'
 
 
 def _error_in_flight(thread: int) -> dict[str, Any] | None:

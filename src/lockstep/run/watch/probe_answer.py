@@ -135,13 +135,15 @@ def _read_status(
     """Reads the number of the last completed collective of each group from one record.
 
     NCCL numbers the collectives of a group 1, 2, 3, and its sends and receives 1, 2, 3 as well. If
-    the status of the group says 2, that may be either. So the status of a group with sends or
-    receives is left out; each of its calls has a state that says whether it has completed.
+    the status of the group says 2, the second collective or the second send may have completed. So
+    the status of a group with sends or receives is left out; each of its calls has a state that
+    says whether it has completed.
 
     Args:
         record: the record.
-        calls_of_record: its calls, each with torch's id of its group. The calls with one key are of
-            one group, as those of destroyed groups have been left out.
+        calls_of_record: its calls, each with torch's id of its group. The record names groups by
+            this id, and we by a key, `backend:name`. The calls of destroyed groups have been left
+            out, so each key stands for one id.
 
     Returns:
         The numbers, by the groups' keys.
@@ -184,17 +186,16 @@ def _with_states_of_batches(
         indices = indices_of_group.setdefault((call.key, group_id), [])
 
         # An entry `coalesced` follows the sends and receives of its batch, the latest of its group.
-        if call.op == BATCH_OP:
-            batch = _last_batch(result, indices)
-            for index in batch:
-                call_of_batch, _ = result[index]
-                result[index] = (replace(call_of_batch, state=call.state), group_id)
-            if batch:
-                continue
+        # The batch is empty if they are no longer in the record.
+        batch = _last_batch(result, indices) if call.op == BATCH_OP else []
+        if not batch:
+            indices.append(len(result))
+            result.append((call, group_id))
+            continue
 
-        # A call, or an entry `coalesced` whose sends and receives are no longer in the record.
-        indices.append(len(result))
-        result.append((call, group_id))
+        for index in batch:
+            call_of_batch, _ = result[index]
+            result[index] = (replace(call_of_batch, state=call.state), group_id)
 
     return result
 

@@ -67,37 +67,40 @@ def read_process(pid: int, root: Path = _PROC) -> ProcessStatus | None:
     """
     folder = root / str(pid)
     try:
-        main_state, cpu_s = _state_and_cpu_s(folder / "stat")
+        state_of_process, cpu_s = _state_and_cpu_s(folder / "stat")
         status_text = (folder / "status").read_text()
     except (OSError, ValueError, IndexError):
         return None
 
-    # The main thread may have ended before the process.
+    # The main thread may have ended before the process. Then the state of the process stands for
+    # that of the main thread, and the rest is not known.
+    main_state = state_of_process
     main_cpu_s = None
     main_context_switches = None
-    main_folder = folder / "task" / str(pid)  # the main thread has the number of its process
+    main_thread_folder = folder / "task" / str(pid)  # the main thread has the process's number
     with contextlib.suppress(OSError, ValueError, IndexError):
-        # The state in this file is newer than the one above.
-        main_state, main_cpu_s = _state_and_cpu_s(main_folder / "stat")
-        main_status_text = (main_folder / "status").read_text()
+        main_state, main_cpu_s = _state_and_cpu_s(main_thread_folder / "stat")
+        main_status_text = (main_thread_folder / "status").read_text()
         main_context_switches = int(_status_field(main_status_text, "voluntary_ctxt_switches"))
 
     return ProcessStatus(
-        main_state, cpu_s, main_cpu_s, main_context_switches, _shows_stacks(status_text)
+        main_state, cpu_s, main_cpu_s, main_context_switches, _can_take_stack_signals(status_text)
     )
 
 
-def _shows_stacks(status_text: str) -> bool:
+def _can_take_stack_signals(status_text: str) -> bool:
     """Returns True if a process may be sent a stack signal, as its `/proc/PID/status` says."""
     # The masks are written in hexadecimal. `SigBlk` is that of the main thread.
     caught_signals = int(_status_field(status_text, "SigCgt") or "0", 16)
     blocked_signals = int(_status_field(status_text, "SigBlk") or "0", 16)
 
     # A signal that the process does not handle would end it.
-    handles_both = _has_signal(caught_signals, MAIN_THREAD_SIGNAL) and _has_signal(
-        caught_signals, ALL_THREADS_SIGNAL
-    )
-    return handles_both and not _has_signal(blocked_signals, MAIN_THREAD_SIGNAL)
+    for stack_signal in (MAIN_THREAD_SIGNAL, ALL_THREADS_SIGNAL):
+        if not _has_signal(caught_signals, stack_signal):
+            return False
+
+    # The main thread must take its own signal. It blocks the other one, which another thread takes.
+    return not _has_signal(blocked_signals, MAIN_THREAD_SIGNAL)
 
 
 def _has_signal(mask: int, number: int) -> bool:
@@ -133,8 +136,8 @@ def exit_code_of_ending_process(pid: int, root: Path = _PROC) -> int | None:
 def describe_state(pid: int, root: Path = _PROC) -> str:
     """Describes the state of a process: `state D (in the kernel, ..., in nfs_wait)`.
 
-    A process has one state for each of its threads. That of the thread that keeps the process from
-    ending is described.
+    Each thread of a process has a state. The text is about the thread that keeps the process from
+    ending.
 
     Args:
         pid: number of the process.
@@ -168,7 +171,7 @@ def _list_threads(process_folder: Path) -> list[_Thread]:
         process_folder: the folder of the process in `/proc`, which has its number as its name.
     """
     threads: list[_Thread] = []
-    with contextlib.suppress(OSError, IndexError):
+    with contextlib.suppress(OSError, IndexError):  # a thread that has just ended: no file, no text
         for folder in (process_folder / "task").iterdir():
             thread = _Thread(folder, _stat_fields(folder / "stat")[_STATE])
             is_main = folder.name == process_folder.name
@@ -224,6 +227,22 @@ def _tracer(process: Path) -> int:
     return 0
 
 
+class _Ticks(NamedTuple):
+    """The processor time of a process, in clock ticks."""
+
+    own: int
+    of_ended_children: int
+    """That of its children which it has waited for."""
+
+
+def _read_ticks(fields: Sequence[str]) -> _Ticks:
+    """Reads the processor time of a process from the fields of its `stat` file."""
+    own = int(fields[_USER_TICKS]) + int(fields[_SYSTEM_TICKS])
+    user_ticks_of_children = int(fields[_ENDED_CHILDREN_USER_TICKS])
+    system_ticks_of_children = int(fields[_ENDED_CHILDREN_SYSTEM_TICKS])
+    return _Ticks(own, user_ticks_of_children + system_ticks_of_children)
+
+
 def cpu_of_descendants(pids: Collection[int], root: Path = _PROC) -> dict[int, float]:
     """Sums the processor time of all descendants of each process, including those that have ended.
 
@@ -234,32 +253,27 @@ def cpu_of_descendants(pids: Collection[int], root: Path = _PROC) -> dict[int, f
     Returns:
         The seconds, by process. Processes that are gone are left out. Without `/proc` it is empty.
     """
-    # Read all processes of the machine into three tables, by process id. The times are in clock
-    # ticks. A process that has ended since it was listed raises an OSError, and is in no table.
+    # Read all processes of the machine. One that has ended since it was listed raises an OSError,
+    # and is left out.
     children: dict[int, list[int]] = defaultdict(list)
-    own_ticks: dict[int, int] = {}
-    ended_children_ticks: dict[int, int] = {}  # of children that the process has waited for
+    ticks_of_process: dict[int, _Ticks] = {}
     for path in root.glob("[0-9]*/stat"):
         with contextlib.suppress(OSError, ValueError, IndexError):
             fields = _stat_fields(path)
             pid = int(path.parent.name)
             parent = int(fields[_PARENT])
-            ticks = int(fields[_USER_TICKS]) + int(fields[_SYSTEM_TICKS])
-            ticks_of_ended_children = int(fields[_ENDED_CHILDREN_USER_TICKS]) + int(
-                fields[_ENDED_CHILDREN_SYSTEM_TICKS]
-            )
+            ticks_of_process[pid] = _read_ticks(fields)
             children[parent].append(pid)
-            own_ticks[pid] = ticks
-            ended_children_ticks[pid] = ticks_of_ended_children
 
     # The own time of a process does not count, but that of each descendant does.
     cpu_s: dict[int, float] = {}
-    existing_pids = own_ticks.keys() & set(pids)
+    existing_pids = ticks_of_process.keys() & set(pids)
     for pid in existing_pids:
-        ticks = ended_children_ticks[pid]
+        sum_of_ticks = ticks_of_process[pid].of_ended_children
         for descendant in _descendants(pid, children):
-            ticks += own_ticks[descendant] + ended_children_ticks[descendant]
-        cpu_s[pid] = ticks / os.sysconf("SC_CLK_TCK")
+            ticks = ticks_of_process[descendant]
+            sum_of_ticks += ticks.own + ticks.of_ended_children
+        cpu_s[pid] = sum_of_ticks / os.sysconf("SC_CLK_TCK")
 
     return cpu_s
 
@@ -289,9 +303,10 @@ def harmless_stack_signal(
     fail with EINTR, see signal(7), and C code seldom expects that.
 
         signal               is handled by                      is safe if
-        ALL_THREADS_SIGNAL   the thread that answers requests   all threads sleep: their stacks
-                                                                cannot be read while they run
+        ALL_THREADS_SIGNAL   the thread that answers requests   all threads sleep
         MAIN_THREAD_SIGNAL   the main thread                    it is in no call that would fail
+
+    The first one shows the stacks of all threads, which cannot be read while they run.
 
     Args:
         pid: number of the rank's process.
@@ -338,18 +353,18 @@ def _read_threads(
 
     Args:
         pid: number of the rank's process.
-        earlier_context_switches: how often the main thread had given up its processor some tenths
-            of a second ago; None if that is not known.
+        earlier_context_switches: the main thread's count of context switches, as it was read some
+            tenths of a second ago; None if that is not known.
         root: the folder `/proc`.
     """
-    folder = root / str(pid) / "task"
-    main_folder = folder / str(pid)
+    threads_folder = root / str(pid) / "task"
+    main_thread_folder = threads_folder / str(pid)  # the main thread has the process's number
     states = set()
     try:
-        for thread in folder.iterdir():
+        for thread in threads_folder.iterdir():
             state, _cpu_s = _state_and_cpu_s(thread / "stat")
             states.add(state)
-        kernel_function = (main_folder / "wchan").read_text()
+        kernel_function = (main_thread_folder / "wchan").read_text()
     except (OSError, ValueError, IndexError):
         return None
     status = read_process(pid, root)
@@ -360,7 +375,7 @@ def _read_threads(
         states=states,
         main_state=status.state,
         main_is_in_futex=kernel_function.startswith("futex"),
-        main_may_time_out=_may_have_timeout(main_folder),
+        main_may_time_out=_may_have_timeout(main_thread_folder),
         main_has_not_switched=(
             earlier_context_switches is not None
             and status.main_context_switches == earlier_context_switches

@@ -84,7 +84,7 @@ def failure_key(end: ExitStatus) -> str:
         end: how the rank ended that failed first.
 
     Returns:
-        The key. Empty if the failure may pass by itself, or if its step is not known.
+        The key. Empty if another attempt may succeed, or if the step is not known.
     """
     # Only a rank that ended by itself with an error (a code above 0) will do so again. A signal (a
     # code below 0) may have come from outside.
@@ -98,7 +98,8 @@ def failure_key(end: ExitStatus) -> str:
     if not _comes_from_program(error, headline):
         return ""
 
-    # A rank that failed within this time without a step was still about to make its first one.
+    # A rank that failed soon, without a step, failed in its first one. After a longer time without
+    # a step it is not known where it failed.
     failed_soon = end.ran_s is not None and end.ran_s <= MAX_S_WITHOUT_STEP
     step = _step_of_failure(end.has_made_step, error.trained_steps, failed_soon)
     return _make_key(step, error.line, headline)
@@ -116,7 +117,7 @@ def key_of_error_in_flight(
         waited_s: how long the run has made no step, in seconds.
 
     Returns:
-        The key. Empty if the failure may pass by itself, or if its step is not known.
+        The key. Empty if another attempt may succeed, or if the step is not known.
     """
     # The headline is all that is known of this exception: "ValueError: no data".
     headline = _IN_WORKER.sub("", error.headline)
@@ -124,6 +125,7 @@ def key_of_error_in_flight(
     if error_type not in _PROGRAM_ERRORS or _MENTIONS_OUTSIDE_CAUSE.search(headline):
         return ""
 
+    # If the run has made no step for long, it is not known where the rank failed.
     has_made_step = None if steps is None else steps > 0
     failed_soon = waited_s <= MAX_S_WITHOUT_STEP
     step = _step_of_failure(has_made_step, trained_steps, failed_soon)
@@ -147,18 +149,18 @@ def step_of_key(key: str) -> int:
 
 
 def _comes_from_program(error: ErrorRecord, headline: str) -> bool:
-    """Returns True if an error comes from the program itself, so that it does not pass.
+    """Returns True if an error comes from the program itself, so that it would occur again.
 
-    An error may pass if its type is not in `_PROGRAM_ERRORS`, or if a text mentions a device, the
-    network, memory or another process: "RuntimeError: CUDA error: ..."
+    An error may not occur again if its type is not in `_PROGRAM_ERRORS`, or if a text mentions a
+    device, the network, memory or another process: "RuntimeError: CUDA error: ..."
 
     Args:
         error: the error.
         headline: its headline, without the worker process that raised it.
     """
     types = [error.type]
-    for earlier in error.chain:  # "ValueError: no data"
-        earlier_type, _, _ = earlier.partition(":")
+    for earlier_headline in error.chain:  # "ValueError: no data"
+        earlier_type, _, _ = earlier_headline.partition(":")
         types.append(earlier_type)
     if not _PROGRAM_ERRORS.issuperset(types):
         return False
@@ -188,7 +190,8 @@ def _step_of_failure(
     Args:
         has_made_step: whether this attempt has made a step; None if that is not known.
         steps_of_training: the steps since the training began, including those of earlier attempts
-            that this one resumed; None if they are not counted, as `lockstep.init` was not called.
+            that this one resumed; 0 although a step was made if they are not counted for this
+            optimizer; None if they are not counted at all, as `lockstep.init` was not called.
         failed_soon: True if the attempt failed within `MAX_S_WITHOUT_STEP`.
 
     Returns:
@@ -198,8 +201,7 @@ def _step_of_failure(
         return None
 
     if has_made_step:
-        is_counted = steps_of_training != 0
-        return steps_of_training if is_counted else None
+        return steps_of_training or None  # 0 and None: its steps are not counted
 
     if not failed_soon:
         return None

@@ -107,8 +107,9 @@ class _WatchedStarter:
         if all_earlier_ones_have_ended:  # a new group begins
             self._number_of_present_group = next(self._group_numbers)
 
-        # The child process calls `process.run`. During the start, an attribute of the process hides
-        # this method: it calls `_run_process`, which then calls the method.
+        # The child process calls `process.run`. An attribute of this name replaces the method in
+        # it: `_run_process`, which installs the probe and then calls the method. Here the attribute
+        # is only needed during the start, which copies the process by pickle or fork.
         late_probe = _LateProbe(self._folder, self._number_of_present_group)
         process.run = partial(_run_process, late_probe, process.run)  # type: ignore[method-assign]
         self._original_start(process)

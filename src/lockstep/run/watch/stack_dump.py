@@ -96,6 +96,7 @@ def _crash_by_signal(
     if dump is not None:
         return Crash(line=dump.line, stacks_file=CRASH_NAME, last_lines=last_lines)
 
+    # If the script calls `faulthandler.enable(file)`, the probe notes that file in the crash file.
     named_file = _file_named_by_script(lines_of_crash_file)
     if named_file is not None:
         dump = find_dump(_read_lines(named_file), _FATAL_HEADING)
@@ -118,6 +119,8 @@ def _crash_in_stderr(
     last_lines = _without_frames_of(dump, stderr_lines)
     if dump is None:
         return Crash(last_lines=last_lines)
+
+    # The lines may be known although there is no file of them, which can be named then.
     stacks_file = stderr_log.name if stderr_log.exists() else ""
     return Crash(line=dump.line, stacks_file=stacks_file, last_lines=last_lines)
 

@@ -13,6 +13,7 @@ import sysconfig
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 
 @dataclass(frozen=True)
@@ -127,18 +128,24 @@ def user_frame(stack: Stack | None) -> Frame | None:
     return program_frames[0] if program_frames else None
 
 
+class _CollectiveMethods(NamedTuple):
+    """The methods of a class of Lockstep's that all ranks must call together."""
+
+    variable: str
+    """How users usually name an object of the class."""
+    methods: tuple[str, ...]
+
+
 _COLLECTIVES_OF_FILE = {
-    f"{LOCKSTEP_FOLDER}world.py": (
+    f"{LOCKSTEP_FOLDER}world.py": _CollectiveMethods(
         "world",
         ("barrier", "broadcast", "gather", "loss", "max", "mean", "means", "min", "sum"),
     ),
-    f"{LOCKSTEP_FOLDER}checkpoint/checkpointer.py": (
+    f"{LOCKSTEP_FOLDER}checkpoint/checkpointer.py": _CollectiveMethods(
         "checkpoint",
         ("resume", "save", "step", "wait"),
     ),
 }
-"""The usual name of the object whose class is in a file, and those of its methods that all ranks
-must call together."""
 _SYNC_BATCHNORM_FILE = f"{LOCKSTEP_FOLDER}strategies/sync_batchnorm.py"
 
 
@@ -152,10 +159,9 @@ def collective_of_lockstep(stack: Stack | None) -> str:
     for frame in stack or ():  # from the innermost frame outwards, to the user's
         if frame == users_frame:
             return outermost
-        if frame.file in _COLLECTIVES_OF_FILE:
-            variable, methods = _COLLECTIVES_OF_FILE[frame.file]  # "world", ("barrier", ...)
-            if frame.function in methods:
-                outermost = f"{variable}.{frame.function}()"
+        collectives = _COLLECTIVES_OF_FILE.get(frame.file)
+        if collectives is not None and frame.function in collectives.methods:
+            outermost = f"{collectives.variable}.{frame.function}()"
     return ""  # no frame is the user's
 
 
@@ -285,8 +291,8 @@ _CONTEXTS: tuple[tuple[str, set[str] | None, str], ...] = (
 def find_wait(stack: Stack | None) -> Wait | None:
     """Tells from the innermost frame of a stack whether it waits for other ranks.
 
-    If the frames are those of a polling function, which checks and sleeps in a loop until the other
-    ranks have come, the innermost frame is taken to be that of the polling function itself.
+    A polling function checks and sleeps in a loop until the other ranks have come. Frames inside it
+    are cut off: `sleep`, called by `join`, counts as `join`.
 
     The names of files and functions are those of torch 2.11, 2.13 and 2.14. A C function that waits
     and is called directly by the user, such as `work.wait()` or `store.get()`, has no Python frame,
@@ -350,23 +356,24 @@ def _called_op(stack: Stack) -> str:
 
     for frame in stack[1:]:
         # torch wraps its operations in a logger, and Lockstep's methods call them for the user.
+        is_communication = _is_communication(frame)
         is_wrapper = _is_in(frame, _C10D_LOGGER) or frame.file.startswith(LOCKSTEP_FOLDER)
-        if _is_communication(frame):
-            # torch's `distributed_c10d.py` and two modules of Lockstep contain the operations that
-            # users call. Other communication code, such as the meeting of the ranks in
-            # `rendezvous.py`, is a part of an operation.
-            if _is_in(frame, _C10D, _SHARED_MEMORY, _ROUTING):
-                op = frame.function
-        elif not is_wrapper:
+        if not is_communication and not is_wrapper:
             break  # the user's code, or another part of torch, such as DDP
+
+        # torch's `distributed_c10d.py` and two modules of Lockstep contain the operations that
+        # users call. Other communication code, such as the meeting of the ranks in `rendezvous.py`,
+        # is a part of an operation.
+        if is_communication and _is_in(frame, _C10D, _SHARED_MEMORY, _ROUTING):
+            op = frame.function
 
     return "" if op.startswith("_") else op  # a private name means nothing to the user
 
 
 def _op_of_init_or_pipeline(stack: Stack) -> str:
     """Returns the operation of a rank that waits in `lockstep.init` or a pipeline; else empty."""
-    # `lockstep.init` meets the other ranks in several ways, one after the other. To the user, and
-    # for the question whether the ranks wait in the same call, all of them are one.
+    # `lockstep.init` waits for the other ranks several times, in several functions. All of these
+    # waits count as one call: the user has made one, and so ranks in two of them wait in the same.
     if any(_is_in(frame, _JOINING) and frame.function == "join_run" for frame in stack):
         return LOCKSTEP_INIT
 
@@ -435,13 +442,14 @@ def is_housekeeping(stack: Stack) -> bool:
 def may_continue_alone(stack: Stack) -> bool:
     """Returns True if a thread may go on even if no other thread and no other rank does anything.
 
-    A thread that waits for another thread or rank without a timeout cannot. Such waits are
-    recognized in `torch.distributed`, in Python's `threading`, and in the idle workers of
-    `concurrent.futures`. A thread that does housekeeping does not count, as nobody is helped if it
-    goes on. A thread with any other stack is assumed to be able to go on.
+    That is assumed of every thread but these:
+
+    - a thread without a stack: it is about to begin or to end, and runs no code of the user's
+    - a thread that certainly waits for other ranks, in `torch.distributed` or Lockstep
+    - a thread that does housekeeping: nobody is helped if it goes on
+    - an idle worker of `concurrent.futures`, which waits for work
+    - a thread that waits for a lock of Python's `threading`, without a timeout
     """
-    # A thread without a stack is about to begin or to end. It runs no code of the user's, so it is
-    # not counted on to go on and do something.
     if not stack:
         return False
 

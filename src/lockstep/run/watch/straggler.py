@@ -98,7 +98,9 @@ def _last_collectives(collectives: Sequence[_Collective], window_s: float) -> li
 def _collectives_of_all_members(table: CallTable, key: str) -> list[_Collective]:
     """Measures how long each collective of a group waited for its last rank.
 
-    Collectives that some member has not called are left out.
+    Collectives that some member has not called are left out. For example, three ranks come to a
+    collective at 1 s, 2 s and 9 s. The wait is 7 s; if the collective before it was complete only
+    at 5 s, it is 4 s.
 
     Args:
         table: the calls of all ranks.
@@ -182,12 +184,7 @@ def _rank_that_stands_out(window: Sequence[_Collective]) -> int | None:
     if len(waits) < STRAGGLER_MIN_LATE_ARRIVALS:
         return None
 
-    # Ten slow steps cause ten waits of similar length; two or three long stalls do not. The two
-    # longest waits may be stalls that came in addition, so the third longest is compared.
-    third_wait = waits[2]
-    tenth_wait = waits[STRAGGLER_MIN_LATE_ARRIVALS - 1]
-    has_only_few_long_waits = tenth_wait <= MIN_RATIO_OF_TENTH_TO_THIRD_WAIT * third_wait
-    if has_only_few_long_waits:
+    if _has_only_few_long_waits(waits):
         return None
 
     # If another rank causes much of the waiting too, the ranks may simply take turns being slow.
@@ -197,6 +194,23 @@ def _rank_that_stands_out(window: Sequence[_Collective]) -> int | None:
             return None
 
     return slowest
+
+
+def _has_only_few_long_waits(longest_first: Sequence[float]) -> bool:
+    """Returns True if a rank's waits come from a few long stalls, and not from many slow steps.
+
+    Ten slow steps cause ten waits of similar length. The two longest waits may be stalls that came
+    in addition, so the tenth is compared with the third:
+
+        9, 8, 0.5, 0.5, 0.5, 0.4, 0.4, 0.4, 0.4, 0.3    many slow steps, and two stalls
+        9, 8, 7, 0.01, 0.01, ...                        three stalls
+
+    Args:
+        longest_first: the waits that the rank has caused, at least `STRAGGLER_MIN_LATE_ARRIVALS`.
+    """
+    third_wait = longest_first[2]
+    tenth_wait = longest_first[STRAGGLER_MIN_LATE_ARRIVALS - 1]
+    return tenth_wait <= MIN_RATIO_OF_TENTH_TO_THIRD_WAIT * third_wait
 
 
 def _wait_by_part(window: Sequence[_Collective], rank: int, window_s: float) -> list[float]:

@@ -117,7 +117,7 @@ class Supervisor:
         At most one thing is done: the first snapshot of a pair is taken, or the second one is taken
         and both are judged, or stragglers are looked for.
         """
-        overdue_s = self._read_heartbeats(now)
+        overdue_s = self._longest_overdue_s(now)
 
         if self._first_snapshot is not None:
             # Until it is time for the second snapshot, the ranks are left alone.
@@ -131,8 +131,8 @@ class Supervisor:
         elif now >= self._next_straggler_check_at:
             self._check_for_stragglers(now)
 
-    def _read_heartbeats(self, now: float) -> float:
-        """Reads when each rank made its last step, and notes the latest step in `_moved_at`.
+    def _longest_overdue_s(self, now: float) -> float:
+        """Reads the heartbeats: when each rank made its last step. Notes the latest in `_moved_at`.
 
         A rank may be quiet for `HangRules.after` seconds, or for the time of `_QUIET_AFTER_STEPS`
         of its own steps if that is longer. After that it is overdue. For example, with `after=10`:
@@ -142,7 +142,8 @@ class Supervisor:
             5 s           20 s, for 4 steps    12 s                  -8 s
 
         Returns:
-            How long the rank that is overdue most is overdue; negative if no rank is overdue.
+            The seconds of the rank that has been overdue for longest, 2 s in this example; negative
+            if no rank is overdue.
         """
         overdue_s_of_ranks: list[float] = []
         for process in self._processes:
@@ -181,40 +182,45 @@ class Supervisor:
             now: the present time.
             earlier: the first snapshot.
         """
-        self._next_snapshot_at = now + self._pause_s  # unless the ranks turn out to move
+        self._next_snapshot_at = now + self._pause_s
         later = self._take_snapshot()
         if later is None:  # another machine did not answer: the next pair may show more
             return
 
         verdict = hang.find(earlier, later, waited_s=now - self._moved_at)
         if verdict is None:
-            # The ranks move, so the next snapshots can wait longer.
-            self._moved_at = now
-            self._pause_s = min(2.0 * self._pause_s, _MAX_PAUSE_S)
-            self._next_snapshot_at = now + self._pause_s
+            self._note_that_ranks_move(now)
             return
 
-        self._pause_s = _MIN_PAUSE_S  # for the pause after the next pair
-        if verdict.fatal and self._rules.on_hang == "stop":
+        self._pause_s = _MIN_PAUSE_S  # after the next pair
+        must_stop = verdict.fatal and self._rules.on_hang == "stop"
+        if must_stop:
             verdict = replace(verdict, found_at=time.time())
             self.verdict = self._add_stacks_of_calls(verdict, earlier, later)
-            return
+        elif self._is_worth_reporting(verdict):
+            # The stacks of calls are only worth stopping the ranks for if they cannot go on anyway.
+            if verdict.fatal:
+                verdict = self._add_stacks_of_calls(verdict, earlier, later)
+            # The record of the run gets the text in English, and the console in the user's
+            # language.
+            self._report(render(verdict), render(verdict, translate))
 
-        # From here on the run is left alone: either `on_hang` is "report", or the wait may end by
-        # itself. A wait that may end is only reported once it has lasted somewhat longer.
+    def _note_that_ranks_move(self, now: float) -> None:
+        """Notes that the ranks move, so that the next pair of snapshots can wait longer."""
+        self._moved_at = now
+        self._pause_s = min(2.0 * self._pause_s, _MAX_PAUSE_S)
+        self._next_snapshot_at = now + self._pause_s
+
+    def _is_worth_reporting(self, verdict: Verdict) -> bool:
+        """Decides whether to report a verdict now. If so, it is marked as reported.
+
+        The run is left alone: `on_hang` is "report", or the wait may end by itself. A wait that may
+        end is only reported once it has lasted somewhat longer.
+        """
         has_lasted = verdict.waited_s >= self._rules.after + _EXTRA_PATIENCE_S
         if not verdict.fatal and not has_lasted:
-            return
-
-        is_due = self._mark_reported_if_due(verdict, lasted_s=verdict.waited_s)
-        if not is_due:
-            return
-
-        # The stacks of calls are only worth stopping the ranks for if they cannot go on anyway.
-        if verdict.fatal:
-            verdict = self._add_stacks_of_calls(verdict, earlier, later)
-        # The record of the run gets the text in English, and the console in the user's language.
-        self._report(render(verdict), render(verdict, translate))
+            return False
+        return self._mark_reported_if_due(verdict, lasted_s=verdict.waited_s)
 
     def _add_stacks_of_calls(self, verdict: Verdict, earlier: Snapshot, later: Snapshot) -> Verdict:
         """Adds to a fatal verdict where earlier calls were made, and writes its report.
@@ -248,22 +254,21 @@ class Supervisor:
         return shown_verdict
 
     def _mark_reported_if_due(self, verdict: Verdict, lasted_s: float) -> bool:
-        """Decides whether to report a verdict now that does not stop the run.
+        """Marks a verdict as reported, unless a report on its wait is too recent.
 
-        A rank may often work while the others wait. So the same wait is reported again only when it
-        has become much longer than it was at the last report.
+        A rank may often work while the others wait. So a wait that was reported when it had lasted
+        10 s is reported again when it has lasted 40 s (`_REPORT_AGAIN_FACTOR`).
 
         Args:
             verdict: what keeps the ranks waiting.
             lasted_s: how long they have waited, in seconds.
 
         Returns:
-            True if the verdict must be reported. It is then marked as reported.
+            True if the verdict was marked, and so must be reported.
         """
-        was_reported_a_short_while_ago = (
-            lasted_s < _REPORT_AGAIN_FACTOR * self._lasted_at_last_report_s(verdict)
-        )
-        if was_reported_a_short_while_ago:
+        lasted_at_last_report_s = self._lasted_at_last_report_s(verdict)  # 0 without a report
+        is_much_longer = lasted_s >= _REPORT_AGAIN_FACTOR * lasted_at_last_report_s
+        if not is_much_longer:
             return False
 
         for key in self._keys_of_wait(verdict):
@@ -290,9 +295,9 @@ class Supervisor:
         lines = tuple(row.line for row in verdict.rows)
         key_by_lines = (verdict.kind, verdict.ranks, lines)
 
-        # The rank that the others wait for may be "working" in one verdict, and "blocked" in the
-        # next one. That is still the same wait, so all kinds of verdicts on what an awaited rank
-        # does are replaced by one word.
+        # If no rank has moved, the rank that the others wait for may still be "working" in one
+        # verdict, and "blocked" in the next one. That is the same wait, so in this key all kinds of
+        # verdicts on what an awaited rank does are replaced by one word.
         kind: str = verdict.kind
         if kind in _KINDS_OF_AWAITED_RANKS:
             kind = "awaited"
@@ -321,10 +326,10 @@ class Supervisor:
             self._next_straggler_check_at = now + _SECOND_STRAGGLER_CHECK_S
             return
 
-        # Each wait for a straggler is reported once. It is another wait if the ranks are at other
-        # lines than at the last report, and have moved since.
+        # Each wait for a straggler is reported once. It is the same wait as a reported one if one
+        # of its two keys, by lines and by last move, is that of a reported one.
         keys = self._keys_of_wait(verdict)
-        is_reported = not self._reported_stragglers.isdisjoint(keys)
+        is_reported = any(key in self._reported_stragglers for key in keys)
         if not is_reported:
             self._reported_stragglers.update(keys)
             self._report(render(verdict), render(verdict, translate))

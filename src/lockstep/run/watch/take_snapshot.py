@@ -164,7 +164,8 @@ class _Request:
 
         # All that such a rank can give is a stack, if it handles the stack signals.
         has_stack = self.state.stack is not None
-        return has_stack or not self._handles_stack_signals
+        can_give_stack = self._handles_stack_signals
+        return has_stack or not can_give_stack
 
     def send(self, call_stacks: bool) -> None:
         """Sends the request to the thread that answers in the rank, if the rank has one.

@@ -88,8 +88,10 @@ class WaitGraph:
 
             calls = _calls_waited_in(activity)
             sender = _sender_waited_for(activity, table)
-            awaited = shared_sets.awaited_ranks(activity, calls, sender)
             is_mismatched = any(table.is_mismatched(call) for call in calls)
+
+            # The ranks that this one waits for. As sets are shared, it may be among them itself.
+            awaited = shared_sets.awaited_ranks(activity, calls, sender)
 
             # A rank that is PERHAPS_WAITING may be blocked by something else. It is treated as
             # waiting if there is a reason for that.
@@ -112,13 +114,16 @@ class WaitGraph:
         Args:
             remaining: the waiting ranks that have not been found free so far.
         """
-        # Many ranks share one set of awaited ranks, so each set is looked at once.
+        # Of each set of awaited ranks, those that remain. Many ranks share one set, so each set is
+        # looked at once.
         awaited_sets = {self.waits_for[rank] for rank in remaining}
-        still_awaited = {awaited: awaited & remaining for awaited in awaited_sets}
+        remaining_of_set = {awaited: awaited & remaining for awaited in awaited_sets}
 
         free_ranks = set()
         for rank in remaining - self.mismatched:
-            if not _has_other_rank(still_awaited[self.waits_for[rank]], rank):
+            awaited = self.waits_for[rank]
+            still_waits = _has_other_rank(remaining_of_set[awaited], rank)
+            if not still_waits:
                 free_ranks.add(rank)
         return free_ranks
 
@@ -152,11 +157,11 @@ class _SharedSets:
             activity: what the waiting rank does.
             calls: the collectives that it waits in; empty if they are not known.
             sender: the rank whose send it waits for; None if it waits in another call, or if the
-                sender is not known.
+                sender is not known. Like `calls`, it serves to recognize ranks in the same wait.
         """
         key = _identify_wait(activity, calls, sender)
         if key not in self._awaited_by_wait:
-            awaited = frozenset(_awaited_ranks(activity, self._activities, self._table))
+            awaited = frozenset(_find_awaited_ranks(activity, self._activities, self._table))
 
             # Ranks in different waits may wait for the same ranks. Of equal sets, keep the first.
             self._awaited_by_wait[key] = self._unique_sets.setdefault(awaited, awaited)
@@ -242,13 +247,13 @@ def _identify_wait(
     return ("function", activity.op)  # ("function", "barrier")
 
 
-def _awaited_ranks(
+def _find_awaited_ranks(
     activity: Activity, activities: Mapping[int, Activity], table: CallTable
 ) -> set[int]:
     """Returns the ranks that a waiting rank waits for.
 
-    If that is not known, these are all ranks that do something else. The result is for all ranks in
-    the same wait (`_SharedSets`), so it may contain the rank itself, which callers ignore.
+    If that is not known, these are all ranks that do something else. All ranks in the same wait
+    share the result, so it may contain the rank itself, which callers ignore.
 
     Args:
         activity: what the waiting rank does.
@@ -293,8 +298,8 @@ def _wait_for_the_same(activity: Activity, other: Activity) -> bool:
         activity: what a waiting rank does.
         other: what any rank does.
     """
-    # The function of a rank that waits in `backward`, say, may not be known. It must not be taken
-    # for that of a rank which has ended or computes, and so waits in none.
+    # The function of a rank that waits in `backward` may not be known: its `op` is empty. So is
+    # that of a rank that has ended or computes, which must not count as equal.
     if other.kind not in _WAITING_KINDS:
         return False
     if activity.created_group is None or other.created_group is None:
@@ -330,8 +335,9 @@ def recognize_gpu_wait(earlier: RankState, activity: Activity, table: CallTable)
     """
     if activity.kind is not Kind.WORKING:
         return activity
-    has_moved = frames_to_user_line(earlier) != frames_to_user_line(activity.state)
-    if has_moved:
+    frames_before = frames_to_user_line(earlier)
+    frames_after = frames_to_user_line(activity.state)
+    if frames_before != frames_after:  # it has moved
         return activity
 
     call = _collective_waited_in_by_gpu(earlier, activity.state, table)
@@ -345,9 +351,10 @@ def recognize_gpu_wait(earlier: RankState, activity: Activity, table: CallTable)
 def _collective_waited_in_by_gpu(
     earlier: RankState, later: RankState, table: CallTable
 ) -> CollectiveCall | None:
-    """Returns the oldest pending collective of a group, if the GPU of a rank waits in it.
+    """Returns the collective that the GPU of a rank waits in, or None if it waits in none.
 
-    That is so if it was the oldest one in the first snapshot too, and cannot complete yet.
+    For each group the oldest pending collective is looked at. The GPU waits in it if it was the
+    oldest one of this group in the first snapshot too, and cannot complete yet.
     """
     oldest_before = _oldest_nccl_collectives(earlier)
     for group_key, call in _oldest_nccl_collectives(later).items():
@@ -362,14 +369,16 @@ def _collective_waited_in_by_gpu(
 def _receive_waited_in_by_gpu(
     earlier: RankState, later: RankState, table: CallTable
 ) -> CollectiveCall | None:
-    """Returns a receive of the oldest pending batch of a group, if the GPU of a rank waits in it.
+    """Returns the receive that the GPU of a rank waits in, or None if it waits in none.
 
-    A pending send does not show that a GPU waits, as the GPU may compute while it sends.
+    For each group the oldest pending batch is looked at. The GPU waits in it if it has not advanced
+    since the first snapshot, and has a receive whose sender has not come to its send. A pending
+    send does not show that a GPU waits, as the GPU may compute while it sends.
     """
     for batch in _oldest_batches_in_both(earlier, later):
         for call in batch:
-            is_receive_without_sender = table.awaited_sender(later.rank, call) is not None
-            if is_receive_without_sender:
+            awaited_sender = table.awaited_sender(later.rank, call)
+            if awaited_sender is not None:
                 return call
     return None
 
@@ -428,11 +437,12 @@ def recognize_possible_progress(
     result = dict(activities)
     for rank in graph.deadlocked:
         activity = activities[rank]
-        # The timeout ends the wait whether or not another rank helps, so this case comes first.
+        # LIMITED: the timeout ends the wait whether or not another rank helps, so it comes first.
         if activity.call is not None and table.has_short_timeout(activity.call):
             result[rank] = replace(activity, kind=Kind.LIMITED)
             continue
 
+        # MAY_COME: a call of this rank would help others, and a thread of it may still make one.
         stack_of_thread = _stack_that_may_continue(activity.state)
         if rank in helpful_ranks and stack_of_thread is not None:
             state_of_thread = replace(activity.state, stack=stack_of_thread)
@@ -476,7 +486,9 @@ def _missing_in_known_calls(
     Example: ranks 0 and 1 wait in call 6 of a group, and rank 2 has not made it: the result is
     rank 2. If rank 1 made a different call 6, the result is empty: nothing can complete the call.
     """
-    completable_calls: dict[tuple[str, int], CollectiveCall] = {}  # each once, by group and number
+    # The calls that all ranks have made alike so far, so that those who are missing could complete
+    # them. Each is listed once, by group and number.
+    completable_calls: dict[tuple[str, int], CollectiveCall] = {}
     for rank in graph.deadlocked - graph.partners_unknown:
         for call in _completable_calls(activities[rank], table):
             completable_calls[call.key, call.seq] = call
@@ -514,7 +526,8 @@ def _assumed_partners(graph: WaitGraph) -> set[int]:
 def _completable_calls(activity: Activity, table: CallTable) -> list[CollectiveCall]:
     """Returns the collectives a rank waits in that can still complete.
 
-    A mismatched call cannot complete, and neither can the later calls of its group.
+    A mismatched call cannot complete, and neither can the later calls of its group. For example, if
+    the rank waits in calls 3, 4 and 5 of a group, and call 4 is mismatched, only call 3 remains.
     """
     calls = _calls_waited_in(activity)
 
