@@ -132,17 +132,17 @@ class EvaluationPassesCheck(Check):
         # A rank that is late may not have prepared its last loaders yet.
         num_loaders = min(len(loaders) for loaders in passes_of_ranks)
         for number in range(num_loaders):
-            # The passes of each rank over this loader.
-            passes_here = [LoaderPasses(*loaders[number]) for loaders in passes_of_ranks]
+            # What each rank has done with this loader.
+            passes_by_rank = [LoaderPasses(*loaders[number]) for loaders in passes_of_ranks]
             evaluating_ranks: list[int] = []
-            for rank, passes in enumerate(passes_here):
-                if _has_evaluated_more(passes, passes_here):
+            for rank, passes in enumerate(passes_by_rank):
+                if _has_evaluated_more(passes, passes_by_rank):
                     evaluating_ranks.append(rank)
 
             if evaluating_ranks:
                 self._has_warned = True
                 first_rank = evaluating_ranks[0]
-                evaluated_at = _as_location(passes_here[first_rank].evaluated_at)
+                evaluated_at = _as_location(passes_by_rank[first_rank].evaluated_at)
                 self._warn(evaluating_ranks, evaluated_at, on_this_rank)
                 return
 

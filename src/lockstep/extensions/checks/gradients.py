@@ -96,19 +96,20 @@ class GradientVersionCheck(Check):
 
         Args:
             loss: not used.
-            micro_batch: not used. With two loaders it may be a micro-batch of loader 0, while the
-                gradients of the step are complete after a micro-batch of loader 1.
+            micro_batch: not used, as the step may belong to the micro-batches of another loader.
         """
         del loss, micro_batch
         self._num_backwards_of_micro_batch += 1
         self._has_partial_gradients = True
 
-        micro_batch_of_step = self.run.step.micro_batch
-        are_complete = micro_batch_of_step.closes_step
+        are_complete = self.run.step.micro_batch.closes_step
         are_scaled = self.precision.scaler is not None
-        if are_complete and not are_scaled and not self._has_shards:
-            return
+        script_may_write = are_complete and not are_scaled
+        if not script_may_write or self._has_shards:
+            self._record_gradients()
 
+    def _record_gradients(self) -> None:
+        """Records the gradients as they are now, to find out later whether they were written to."""
         if self._parameters is None:
             self._parameters = self._find_parameters()
         parameters: list[nn.Parameter] = []
@@ -155,11 +156,12 @@ class GradientVersionCheck(Check):
     def batch_is_done(self) -> None:
         """Raises UsageError if the gradients of a virtual rank were written to.
 
-        They are looked at before the next virtual rank begins. It takes them out of
-        `parameter.grad`, so `before_backward` would be too late.
+        When the next virtual rank begins, it takes these gradients out of `parameter.grad`, to add
+        them up later. So `before_backward` would be too late to look at them.
         """
         micro_batch_of_step = self.run.step.micro_batch
         virtual_rank = micro_batch_of_step.virtual_rank
+        # A virtual rank with a step of its own (DiLoCo) has used its gradients by then.
         will_be_taken_out = virtual_rank is not None and not virtual_rank.has_own_step
         are_complete = micro_batch_of_step.closes_step
         had_backward = self._num_backwards_of_micro_batch > 0
@@ -171,8 +173,8 @@ class GradientVersionCheck(Check):
         if self._finds_write(self._parameters or ()):
             raise UsageError(
                 "gradients that are written to between the micro-batches of a global batch",
-                "they are those of a part of it; clipped there, by torch's clip_grad_norm_ say, "
-                "they add up to something else",
+                "they belong to a part of the batch; clipping each part, with torch's "
+                "clip_grad_norm_ for example, gives other numbers than clipping the whole gradient",
                 "use world.clip_grad_norm_(model, max_norm); change gradients by hand only "
                 "if world.is_last_micro_batch",
                 code="LS406",
@@ -182,7 +184,9 @@ class GradientVersionCheck(Check):
         """Raises UsageError if gradients of this optimizer are still scaled and were written to.
 
         Under fp16, gradients are multiplied by a large scale until the optimizer steps. If they are
-        clipped to a norm of 1 before, they are far too small afterwards.
+        clipped to a norm of 1 before, they are far too small afterwards. Gradients that are not
+        scaled may be written to now; this only warns if they are shards and the run has virtual
+        ranks.
         """
         are_scaled = self.precision.scales(optimizer)
         if not are_scaled:
@@ -221,8 +225,9 @@ class GradientVersionCheck(Check):
     def _warn_if_shards_were_written_to(self, optimizer: Optimizer) -> None:
         """Warns, once, if the script has changed shards of gradients without `world`'s clipping.
 
-        What it did is not known. To multiply each element by a fixed number is harmless; a norm
-        over shards, as torch's `clip_grad_norm_` takes it, is not.
+        With virtual ranks, the bits of a result must not depend on the number of processes. Those
+        of a norm over shards do, as torch's `clip_grad_norm_` takes it. What the script has done is
+        not known: to multiply each element by a fixed number is harmless.
         """
         prepared = self._prepared.get(id(optimizer))
         if self._warned_of_shards or prepared is None or prepared.step_calls.is_clipped:

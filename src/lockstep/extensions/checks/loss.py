@@ -89,7 +89,7 @@ class LossCheck(Check):
         - It has rows, but none that counts, such as tokens that are all masked: the script divides
           by 0.
         """
-        if not self._may_do_harm(micro_batch):
+        if not self._must_look_at_gradients(micro_batch):
             return
         if loss.isfinite().item():  # then no gradient need be looked at
             return
@@ -99,21 +99,27 @@ class LossCheck(Check):
         if self._has_nan_gradient():
             raise _nan_gradients_error(micro_batch)
 
-    def _may_do_harm(self, micro_batch: MicroBatch) -> bool:
-        """Returns False if a NaN loss of a micro-batch does no harm, or is reported elsewhere."""
+    def _must_look_at_gradients(self, micro_batch: MicroBatch) -> bool:
+        """Returns True if a NaN loss of this micro-batch may be an error that is not reported yet.
+
+        That is only so for a loss of weight 0, which `before_backward` does not look at.
+        """
         has_weight = micro_batch.scale != 0.0
         if has_weight:
-            return False  # `before_backward` reports a NaN loss that has a weight
+            return False  # `before_backward` has reported a NaN loss
 
         is_earlier_stage = not self.run.collectives.contributes
         if is_earlier_stage:
             return False  # in a pipeline, only the last stage has the loss
 
+        # Rows without weight are, for example, labels that are all masked. The script then divides
+        # by their number, 0.
         has_rows = bool(micro_batch.local_rows)
         if has_rows:
-            return True  # the script has divided by 0
+            return True
 
-        # Under fp16, the loss scaler skips a step in which gradients of any rank are not finite.
+        # Without rows, the loss is a mean over nothing. Under fp16 that does no harm: the loss
+        # scaler skips a step in which gradients of any rank are not finite.
         scaler_skips_step = self.precision.scaler is not None
         return not scaler_skips_step
 
@@ -180,7 +186,7 @@ def _nan_gradients_error(micro_batch: MicroBatch) -> UsageError:
     if has_rows:  # but none that count, such as tokens that are all masked
         return UsageError(
             "world.backward(loss) of a micro-batch whose weight is 0",
-            "the loss is NaN, a division by that 0, and so are its gradients",
+            "the loss is NaN, because it was divided by that 0, and so are its gradients",
             "divide by the number that counts, at least 1: .sum().clamp(min=1)",
         )
     if micro_batch.left_out:

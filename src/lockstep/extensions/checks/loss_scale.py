@@ -62,11 +62,12 @@ class LossScaleCheck(Check):
             return
 
         self._num_backwards += 1
-        divisor, node = split_divisor(loss.grad_fn)
-        summing = find_sum(node, micro_batch.local_rows)
+        # Of `F.mse_loss(x, y) / 4`, these are 4 and the node of `mse_loss` in autograd's graph.
+        divisor, node_before_division = split_divisor(loss.grad_fn)
+        summing = find_sum(node_before_division, micro_batch.local_rows)
         if summing is not None:
             self._check_sum(summing, divisor, micro_batch)
-        elif is_mean_of_loss_function(node):
+        elif is_mean_of_loss_function(node_before_division):
             self._check_mean(divisor, micro_batch)
 
     def _check_sum(self, summing: Any, divisor: float, micro_batch: MicroBatch) -> None:
@@ -81,8 +82,8 @@ class LossScaleCheck(Check):
         num_rows = micro_batch.local_rows
         num_samples = micro_batch.global_samples
 
-        # In a loss over tokens, a divisor that equals the number of samples says nothing: it may be
-        # a number of tokens.
+        # A loss over tokens sums more rows than there are samples. A divisor that equals the number
+        # of samples then says nothing, as it may be a number of tokens.
         sums_over_samples = rows_summed_by_loss_function(summing) == num_rows
 
         advice = (
@@ -145,16 +146,16 @@ def _sum_may_be_right(micro_batch: MicroBatch) -> bool:
 
 
 def split_divisor(node: Any) -> tuple[float, Any]:
-    """Separates the numbers by which a loss was divided or multiplied last from the rest.
+    """Returns by how much a loss was divided after it was computed, and the node that computed it.
 
-    `F.mse_loss(x, y) / 4 * 2` was multiplied by 2 last, and by 1/4 before. In all, that is a
-    division by 1 / (2 * 1/4) = 2, and the rest is the node of `mse_loss`.
+    `F.mse_loss(x, y) / 4 * 2` gives 2 and the node of `mse_loss`: multiplying by 1/4 and by 2 is
+    dividing by 2.
 
     Args:
         node: the `grad_fn` of the loss.
 
     Returns:
-        The number by which the rest was divided, 1 if by none; and the node of the rest.
+        The divisor, 1 if the loss was neither divided nor multiplied; and the node before that.
     """
     divisor = 1.0
     while node is not None:  # from the last operation backwards

@@ -71,7 +71,7 @@ class NothingPreparedCheck(Check):
 
         num_alone = 0  # stays 0 if the store is gone
         with store_at_end(joined) as store:
-            num_alone = store.add("trained without prepare", 1)
+            num_alone = store.add("trained without prepare", 1)  # the new count, with this rank
         if num_alone == self.run.topology.size:
             self._warn()
 

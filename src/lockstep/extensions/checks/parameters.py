@@ -56,11 +56,12 @@ class ParameterCheck(Check):
     def module_prepared(self, wrapped: PreparedModule) -> None:
         """Records the parameters of a module as they are now."""
         module = wrapped.module
-        to_plain_name = plain_names(module)  # a function: `module.fc.weight` is `fc.weight`
+        to_plain_name = plain_names(module)  # a function: "module.fc.weight" -> "fc.weight"
         names: set[str] = set()
         state_of_parameter: MutableMapping[Tensor, ParameterState] = WeakTensorKeyDictionary()
         for name, parameter in module.named_parameters():
             names.add(to_plain_name(name))
+            # With some strategies, a frozen parameter may be unfrozen later.
             may_be_trained = parameter.requires_grad or wrapped.may_unfreeze
             state_of_parameter[parameter] = ParameterState(
                 may_be_trained, parameter.dtype, parameter.device
@@ -81,9 +82,9 @@ class ParameterCheck(Check):
         # Scripts often unfreeze or replace layers between two epochs, so the first global batch of
         # every pass over a loader is always checked.
         step = self.run.step
-        num_begun_in_pass = step.training_pass.number  # including the present global batch
+        is_first_of_pass = step.training_pass.number == 1  # counted from 1
         number_of_present_step = step.number + 1  # `number` counts the steps that are finished
-        is_checked = num_begun_in_pass == 1 or check_due(number_of_present_step)
+        is_checked = is_first_of_pass or check_due(number_of_present_step)
         if not is_checked:
             return
 
@@ -104,7 +105,7 @@ class ParameterCheck(Check):
     def _changes(self, module: nn.Module) -> list[str]:
         """Describes each trained parameter that has changed, for example "fc.weight unfrozen"."""
         prepared = self._prepared[id(module)]
-        to_plain_name = plain_names(module)  # a function
+        to_plain_name = plain_names(module)  # a function: "module.fc.weight" -> "fc.weight"
         changes: list[str] = []
         for full_name, parameter in module.named_parameters():
             if not parameter.requires_grad:

@@ -74,31 +74,29 @@ class PreparationCheck(Check):
     def before_backward(self, loss: Any, micro_batch: MicroBatch) -> None:
         """Looks for a model that the script trains without having prepared it.
 
-        Each line of the script that calls `World.backward` is watched by itself:
-
-        - Its loss reaches a prepared parameter, or it trains learned inputs, for example, which
-          need no prepared model (`_may_be_right`). Such losses are counted as right, and after
-          `MAX_RIGHT_LOSSES_PER_LINE` of them the line is not watched any more.
-        - Its loss reaches only parameters that were not prepared. They are the *unprepared model*
-          of this line. After `BACKWARDS_BEFORE_COMPARISON` further losses, the checksums of the
-          model are sent to be compared between the ranks, and the line is not watched any more.
+        Each line of the script that calls `World.backward` is watched by itself.
         """
         self._num_backwards += 1
         location = self._line_to_look_at(loss)
         if location is None:  # the line is not watched, or has no loss to look at
             return
 
-        parameters = self._unprepared_parameters(loss)
-        if parameters is None:  # the first case
+        # First case: the loss reaches a prepared parameter, or it trains learned inputs, for
+        # example, which need no prepared model. Such losses are counted as right, and after
+        # `MAX_RIGHT_LOSSES_PER_LINE` of them the line is not watched any more.
+        unprepared_parameters = self._unprepared_parameters(loss)
+        if unprepared_parameters is None:
             self._num_right_losses[location] = self._num_right_losses.get(location, 0) + 1
             self._unprepared_models.pop(location, None)
             return
 
-        # The second case.
+        # Second case: the loss reaches only parameters that were not prepared. They are the
+        # *unprepared model* of this line. After `BACKWARDS_BEFORE_COMPARISON` further losses, the
+        # checksums of the model are sent to be compared between the ranks.
         model = self._unprepared_models.get(location)
-        if model is None or not model.has_any_of(parameters):
+        if model is None or not model.has_any_of(unprepared_parameters):
             # The first such loss of this line, or the line trains another model now.
-            self._unprepared_models[location] = UnpreparedModel(location, parameters)
+            self._unprepared_models[location] = UnpreparedModel(location, unprepared_parameters)
             return
 
         model.note_backward()
@@ -196,7 +194,7 @@ class PreparationCheck(Check):
         return False
 
     def _send_checksums(self, model: UnpreparedModel) -> bool:
-        """Writes the checksums of a model to the store of the run, once.
+        """Writes the checksums of a model to the store of the run. Later calls do nothing.
 
         The last rank that does so compares the checksums of all ranks.
 
@@ -205,7 +203,9 @@ class PreparationCheck(Check):
             now.
         """
         joined = self.run.joined
-        if joined is None or not model.is_followed:  # None: this process has joined no others
+        if joined is None:  # this process has joined no others
+            return False
+        if not model.is_followed:  # its checksums were sent already, or cannot be computed
             return False
 
         model.checksums_were_sent = True

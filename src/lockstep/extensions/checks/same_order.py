@@ -62,14 +62,15 @@ class SameOrderCheck(Check):
 
     def _loaders_of_first_epochs(self) -> list[Loader]:
         """Returns the shuffled loaders of this training that have trained their epoch 0 alone."""
-        return [
-            loader
-            for loader in self.run.loaders
-            if loader not in self._loaders_of_earlier_trainings
-            and loader.source.shuffle
-            and loader.training_passes.num_ended_in_run == 1
-            and loader.epoch == 1  # the next one; it is another after `loader.set_epoch`
-        ]
+        loaders = []
+        for loader in self.run.loaders:
+            is_of_this_training = loader not in self._loaders_of_earlier_trainings
+            has_ended_once = loader.training_passes.num_ended_in_run == 1
+            # `epoch` is now the next epoch. It is another one if the script calls `set_epoch`.
+            has_trained_epoch_0 = has_ended_once and loader.epoch == 1
+            if is_of_this_training and loader.source.shuffle and has_trained_epoch_0:
+                loaders.append(loader)
+        return loaders
 
 
 def _has_order_of(loader: Loader, other: Loader) -> bool:

@@ -65,7 +65,7 @@ class StepsWithoutGradientsCheck(Check):
         if self._had_gradient_before_step or _has_gradient(optimizer, modules):
             self._is_active = False
             return
-        if not _needs_gradient(optimizer):
+        if not _needs_gradient(optimizer):  # its parameters may all be frozen, for example
             return
 
         self._num_steps[id(optimizer)] += 1

@@ -62,8 +62,8 @@ class SumOfMeansCheck(Check):
         if are_counts:
             return
 
-        # The sum of the evaluation before this one is still recorded if no training step, which
-        # examines it, came in between.
+        # Usually the next training step has examined the previous sum. If there was none since, it
+        # is examined here.
         self._examine_recorded_sum()
         self._evaluations_at_last_sum = num_evaluations_ended
         self._sum_location = user_location()
@@ -71,8 +71,8 @@ class SumOfMeansCheck(Check):
     def _examine_recorded_sum(self) -> None:
         """Warns if the script divides the recorded sum by the length of a prepared loader.
 
-        To find out what is done with the sum, the source of the script is parsed. The sum is then
-        recorded no longer, so that each one is examined once. Does nothing if none is recorded.
+        To find out what is done with the sum, the source of the script is parsed. Forgets the sum,
+        so that each one is examined only once. Does nothing if none is recorded.
         """
         location = self._sum_location
         self._sum_location = None

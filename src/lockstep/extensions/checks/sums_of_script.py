@@ -88,7 +88,7 @@ def divides_sum_by_length(source: str, sum_line: int, length_line: int) -> bool:
 
     # A script that uses the number of ranks there seems to divide by it, which is right.
     for statement in (sum_statement, length_statement):
-        if any(True for _ in _numbers_of_ranks(statement)):
+        if _uses_number_of_ranks(statement):
             return False
 
     if sum_statement is length_statement:
@@ -215,17 +215,23 @@ def _assigned_names(statement: ast.stmt) -> set[str]:
     return names
 
 
+def _uses_number_of_ranks(statement: ast.stmt) -> bool:
+    """Returns True if a statement contains what seems to be the number of ranks."""
+    return any(True for _ in _numbers_of_ranks(statement))
+
+
 def _numbers_of_ranks(node: ast.AST) -> Iterator[ast.Attribute | ast.Name]:
     """Yields what seems to be the number of ranks in a part of a script, as in `world.size`.
 
     The method `size` of a tensor, as in `x.size(0)`, is not meant.
     """
     calls = [part for part in ast.walk(node) if isinstance(part, ast.Call)]
-    called_functions = {call.func for call in calls}  # `x.size` in `x.size(0)`
+    called_functions = {call.func for call in calls}  # the node of `x.size` in `x.size(0)`
     for part in ast.walk(node):
         if isinstance(part, ast.Attribute) and part.attr in SIZE_NAMES:
-            is_method_size = part.attr == "size" and part in called_functions
-            if not is_method_size:
+            is_called = part in called_functions
+            is_method_of_tensor = part.attr == "size" and is_called
+            if not is_method_of_tensor:
                 yield part
         if isinstance(part, ast.Name) and part.id in SIZE_NAMES:
             yield part
