@@ -7,7 +7,7 @@ import pytest
 from lockstep.extensions.device_check.message import (
     Computation,
     Device,
-    Holding,
+    HeldTensors,
     describe_checkpoint,
     wrong_device_error,
 )
@@ -57,7 +57,7 @@ def test_states_are_judged() -> None:
     assert judge_states({0: 7, 1: 8, 2: 7, 3: 8}) == (Kind.NO_MAJORITY, [0, 1, 2, 3])
 
 
-def told(verdict: Verdict, difference: Computation | Holding, *cpus: str) -> str:
+def told(verdict: Verdict, difference: Computation | HeldTensors, *cpus: str) -> str:
     devices = [Device(f"cuda:{rank}", f"node{rank}", {"CPU": cpu}) for rank, cpu in enumerate(cpus)]
     error = wrong_device_error(
         verdict, difference, ["a", "b"], devices, every=50, step=100, checkpoint=""
@@ -74,7 +74,7 @@ def test_every_verdict_names_its_devices(kind: Kind) -> None:
     assert "another CPU" not in computed
     if kind is not Kind.NO_MAJORITY:
         assert "rank 0 (cuda:0 of node0) and rank 1 (cuda:1 of node1)" in computed
-    held = told(verdict, Holding("parameters", [0, 1, 2, 3, 4]), "A", "A", "A", "A", "A")
+    held = told(verdict, HeldTensors("parameters", [0, 1, 2, 3, 4]), "A", "A", "A", "A", "A")
     assert "before step 100, in the parameters a, b: " in held
 
 

@@ -141,8 +141,8 @@ def list_checkpoints(folder: Path) -> list[Path]:
     """
     path_of_step: dict[int, Path] = {}
     for path in candidates(folder):
-        # While a step is saved again, its former checkpoint stays beside the new one, which comes
-        # first here.
+        # While a step is saved again, its former checkpoint stays beside the new one. `candidates`
+        # lists the new one first, so the first complete one of a step is taken.
         step = step_of(path)
         if step not in path_of_step and is_complete(path):
             path_of_step[step] = path
@@ -319,9 +319,9 @@ def check_manifest(manifest: Mapping[str, Any]) -> None:
     if not isinstance(modules, dict) or not isinstance(manifest.get("training"), dict):
         raise ValueError("it lacks the state")
 
-    # The state of a module must be a dictionary of its tensors by name, in any form in which it is
-    # written: {"fc.weight": tensor, ...}, or {"$ordered": [["fc.weight", tensor], ...]} for an
-    # OrderedDict.
+    # The state of a module must be a dictionary of its tensors by name. It is written as
+    # {"fc.weight": tensor, ...}, or, if it is an OrderedDict, as {"$ordered": [["fc.weight",
+    # tensor], ...]}.
     for tree in modules.values():
         if not _is_tree_of_dict(tree):
             raise ValueError("the state of a module is not by name")
@@ -335,6 +335,8 @@ def check_manifest(manifest: Mapping[str, Any]) -> None:
     if not _optimizers_are_described(manifest.get(OPTIMIZERS)):
         raise ValueError("what it says about its optimizers is damaged")
 
+    # Only with virtual ranks must BatchNorm take its statistics from the same samples as before:
+    # from the whole global batch if `sync_batchnorm` is True, else from each virtual rank's part.
     has_virtual_ranks = manifest.get("virtual_ranks") is not None
     if has_virtual_ranks and not isinstance(manifest.get("sync_batchnorm"), bool):
         raise ValueError("it does not say where BatchNorm took its statistics")

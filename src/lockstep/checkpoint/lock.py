@@ -65,6 +65,14 @@ class _FileLock:
     owners: int = 0
     """Number of `Lock` objects that share it."""
 
+    @property
+    def may_be_system_lock(self) -> bool:
+        """True if the system may have locked the file for this process.
+
+        False if it has signs of life, which are only given where the file system has no locks.
+        """
+        return self.signs_of_life is None
+
 
 _locks_of_process: dict[Path, _FileLock] = {}
 """The locks of this process by their files. They are shared, because the system would give the
@@ -181,20 +189,23 @@ def _make_lock(path: Path) -> _FileLock:
     while True:
         try:
             return _acquire(path)
-        except _OtherRunHasLock as other_run:
-            time_is_left = time.monotonic() < waits_until
-            waits_for_former_ranks = time_is_left and _is_of_earlier_attempt(_read_text(path))
-            if not waits_for_former_ranks:
-                num_refused += 1
-            if num_refused == MAX_ATTEMPTS:
-                if not _remove_if_lost(path, str(other_run)):
-                    raise CheckpointError(
-                        f"saving a checkpoint in {path.parent}",
-                        f"{other_run} writes into this folder",
-                        "give each run its own folder, or end that one (if it has ended, remove "
-                        f"{path})",
-                    ) from None
-                num_refused = 0
+        except _OtherRunHasLock as error:
+            other_run = str(error)
+
+        time_is_left = time.monotonic() < waits_until
+        waits_for_former_ranks = time_is_left and _is_of_earlier_attempt(_read_text(path))
+        if not waits_for_former_ranks:
+            num_refused += 1
+        if num_refused == MAX_ATTEMPTS:
+            lock_is_gone = _remove_if_lost(path, other_run)
+            if not lock_is_gone:
+                raise CheckpointError(
+                    f"saving a checkpoint in {path.parent}",
+                    f"{other_run} writes into this folder",
+                    "give each run its own folder, or end that one (if it has ended, remove "
+                    f"{path})",
+                )
+            num_refused = 0
         time.sleep(ATTEMPT_INTERVAL_S)
 
 
@@ -221,8 +232,8 @@ def _remove_if_lost(path: Path, other_run: str) -> bool:
         if not signs_of_life.is_silent(path):
             return False
         storage.unlink(path)
-    except FileNotFoundError:  # the run has ended and removed it, or another run that waited has
-        pass
+    except FileNotFoundError:
+        pass  # it is gone already: its run has removed it at its end, or another waiting run has
     return True
 
 
@@ -265,18 +276,12 @@ def _acquire_unless_removed(path: Path) -> _FileLock | None:
         if not _is_same_file(descriptor, path):
             return None
 
-        run = _describe_this_process()
-        text = json.dumps(run).encode()
+        text = json.dumps(_describe_this_process()).encode()
         signs = None
         if not is_system_lock:
-            run_with_promise = {**run, SIGNS_OF_LIFE: signs_of_life.INTERVAL_S}
-            text_with_promise = json.dumps(run_with_promise).encode()
-            # The thread is started before the text promises signs of life. If the system allows no
-            # more threads, nothing is promised.
-            with suppress(RuntimeError):
-                signs = SignsOfLife(path, text_with_promise)
-                unless_acquired.callback(signs.end)
-                text = text_with_promise
+            signs, text = _start_signs_of_life(path, text)
+        if signs is not None:
+            unless_acquired.callback(signs.end)
 
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, text, 0)
@@ -284,6 +289,28 @@ def _acquire_unless_removed(path: Path) -> _FileLock | None:
             os.fsync(descriptor)  # other machines must see the text soon
         unless_acquired.pop_all()  # the descriptor stays open, and the thread runs on
         return _FileLock(descriptor, text, signs)
+
+
+def _start_signs_of_life(path: Path, text: bytes) -> tuple[SignsOfLife | None, bytes]:
+    """Starts to give signs of life, and promises them in the text of the lock file.
+
+    Other runs take a run that has promised them and gives none for lost. So nothing is promised if
+    they cannot be given.
+
+    Args:
+        path: the path of the lock file.
+        text: the text to write into it.
+
+    Returns:
+        What gives the signs, and the text with the promise. If the system allows no more threads:
+        None, and the text as it is.
+    """
+    promise = {SIGNS_OF_LIFE: signs_of_life.INTERVAL_S}
+    text_with_promise = json.dumps({**json.loads(text), **promise}).encode()
+    try:
+        return SignsOfLife(path, text_with_promise), text_with_promise
+    except RuntimeError:
+        return None, text
 
 
 def _try_lock(descriptor: int, path: Path) -> bool:
@@ -360,9 +387,9 @@ def _seems_alive_on_other_machine(run: Mapping[str, Any], path: Path) -> bool:
         run: the content of the lock file, see `_describe_this_process`.
         path: the path of the lock file.
     """
-    # A run that this process's attempt has replaced saves no more. Either its machine was lost, and
-    # a save needs all ranks. Or it sees before its next save that the lock file is no longer its
-    # own.
+    # If that run was started again as this one, its former processes save no more. Either their
+    # machine is lost, and a save needs all ranks. Or they still run; then they will see before
+    # their next save that the lock file is no longer theirs.
     if _is_replaced_by_this_attempt(run, _describe_this_process()):
         return False
     age_s = time.time() - path.stat().st_mtime
@@ -372,7 +399,8 @@ def _seems_alive_on_other_machine(run: Mapping[str, Any], path: Path) -> bool:
 def _is_of_earlier_attempt(text: bytes) -> bool:
     """Returns True if a lock file seems to be that of this run before it was restarted.
 
-    Another run may have the same id, so this is only good for waiting a while.
+    It may also be that of another run with the same id, such as "none". So the caller only waits
+    for the lock, and does not take it.
 
     Args:
         text: the text of the lock file, see `_describe_this_process`.
@@ -381,6 +409,7 @@ def _is_of_earlier_attempt(text: bytes) -> bool:
     try:
         run = layout.parse_object(text)
         is_of_earlier_restart = run["run id"] == own["run id"] and run["attempt"] < own["attempt"]
+        # If Slurm has started the whole job again, the attempts are counted from 0 again.
         return bool(is_of_earlier_restart or _is_replaced_by_this_attempt(run, own))
     except (KeyError, ValueError, TypeError):  # the text is not that of a lock file
         return False
@@ -403,6 +432,7 @@ def _is_replaced_by_this_attempt(run: Mapping[str, Any], own: Mapping[str, Any])
     if is_of_same_job and run.get("job starts", 0) < own["job starts"]:
         return True
 
+    # torchrun, for example, gives every run without --rdzv-id the id "none".
     has_id_of_its_own = own["run id"] not in RUN_IDS_OF_MANY_RUNS
     is_same_run = has_id_of_its_own and run["run id"] == own["run id"]
     return bool(is_same_run and run["attempt"] < own["attempt"])
@@ -451,11 +481,12 @@ def _read_text(path: Path) -> bytes:
     """
     lock = _locks_of_process.get(path)
     with suppress(OSError):
-        if lock is None or lock.signs_of_life is not None:  # there is no system lock to lose
-            text, _ = signs_of_life.look_at(path)
-            return text
-        if _is_same_file(lock.descriptor, path):
-            return os.pread(lock.descriptor, signs_of_life.MAX_TEXT_BYTES, 0)
+        if lock is not None and lock.may_be_system_lock:
+            if _is_same_file(lock.descriptor, path):
+                return os.pread(lock.descriptor, signs_of_life.MAX_TEXT_BYTES, 0)
+            return b""
+        text, _ = signs_of_life.look_at(path)
+        return text
     return b""
 
 

@@ -54,13 +54,13 @@ def _with_plain_names(module: nn.Module, state: Any) -> OrderedDict[str, Any]:
         module: the module.
         state: the result of its `state_dict()`.
     """
-    to_plain_name = plain_names(module)
+    to_plain_name = plain_name_function(module)
     plain_state: OrderedDict[str, Any] = OrderedDict()
     for name, value in state.items():
         plain_state[to_plain_name(name)] = value
 
-    # An attribute of the state has the version of each submodule, by its path. The paths are
-    # changed in the same way.
+    # torch has attached to the state the versions of the submodules by their paths: {"module":
+    # {"version": 1}, "module.bn": {"version": 2}}. The paths are changed in the same way.
     plain_versions: OrderedDict[str, Any] = OrderedDict()
     for path, version in (state_dict_metadata(state) or {}).items():
         plain_versions[to_plain_name(path)] = version
@@ -111,7 +111,7 @@ class PlainState:
         self._names = names
 
 
-def plain_names(module: nn.Module) -> Callable[[str], str]:
+def plain_name_function(module: nn.Module) -> Callable[[str], str]:
     """Returns a function that converts names in a module's state to plain names."""
     child_of_wrapper = _find_wrappers(module)
     return lambda name: _remove_wrappers(name, child_of_wrapper)
@@ -123,7 +123,7 @@ def plain_parameter_names(module: nn.Module) -> dict[Tensor, str]:
     A tied parameter has several names, of which the first in the alphabet is taken: it does not
     depend on the order in which the module defines its layers.
     """
-    to_plain_name = plain_names(module)
+    to_plain_name = plain_name_function(module)
     names_of_parameter: dict[Tensor, list[str]] = {}
     with shapes_are_enough():  # a model of `deferred_init` is not initialised for this
         for own_name, parameter in module.named_parameters(remove_duplicate=False):
@@ -134,18 +134,22 @@ def plain_parameter_names(module: nn.Module) -> dict[Tensor, str]:
 def load_plain(module: nn.Module, state: Mapping[str, Any], *, strict: bool = True) -> None:
     """Loads a state with plain names, for example from `plain_state_dict`, into a module.
 
+    Values whose names the module does not have are ignored.
+
     Args:
         module: the module. Its tensors are overwritten. A sharded module takes its own shards of
             the values, which may be stored in shards themselves.
         state: the values by plain names.
-        strict: as in `nn.Module.load_state_dict`.
+        strict: whether a name of the module that `state` lacks is an error.
     """
-    to_plain_name = plain_names(module)
+    to_plain_name = plain_name_function(module)
+
+    # Only the names and shapes are needed, so a model of `deferred_init` computes no values here.
+    with shapes_are_enough():
+        own_state = module.state_dict()
 
     # torch expects the module's own names, with the prefixes of its wrappers.
     own_state_to_load: OrderedDict[str, Any] = OrderedDict()
-    with shapes_are_enough():  # a model of `deferred_init` computes no values for this
-        own_state = module.state_dict()
     for name, tensor in own_state.items():
         plain_name = to_plain_name(name)
         if plain_name in state:
@@ -165,11 +169,14 @@ def _versions_under_own_names(
 ) -> OrderedDict[str, Any]:
     """Returns the versions of a module's submodules by their paths, with the wrappers' prefixes.
 
+    A version says in which form a submodule's state is; `state_dict()` attaches it to the result.
+    Example for a DDP module: `{"bn": {"version": 2}}` becomes `{"module.bn": {"version": 2}}`.
+
     Args:
         module: the module.
         versions: the versions by the plain paths of the submodules.
     """
-    to_plain_name = plain_names(module)
+    to_plain_name = plain_name_function(module)
     own_versions: OrderedDict[str, Any] = OrderedDict()
     for path, _ in module.named_modules(remove_duplicate=False):
         plain_path = to_plain_name(path)

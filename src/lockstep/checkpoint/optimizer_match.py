@@ -21,6 +21,7 @@ from lockstep.checkpoint.differences import shape_of
 from lockstep.checkpoint.layout import CLASS_OF_OPTIMIZER, NAMES_OF_PARAMETERS, OPTIMIZERS
 from lockstep.checkpoint.modules import plain_parameter_names, plain_shapes, unwrap
 from lockstep.errors import CheckpointError
+from lockstep.optim.origin import is_of_torch_or_lockstep
 from lockstep.wording import join_first
 
 Names = list[list[str | None]]
@@ -72,14 +73,15 @@ class SavedNames:
                 self._names[parameter] = min(name, former_name)  # the first in the alphabet
 
     def of_optimizer(self, optimizer: Optimizer) -> Names:
-        """Returns the names of an optimizer's parameters, also of those on other ranks."""
+        """Returns the names of an optimizer's parameters, also of those on other ranks.
+
+        The name is None for a parameter of a module that is not saved.
+        """
         names_of_groups: Names = []
-        is_under_pipeline = getattr(optimizer, "partial", False)
-        if not is_under_pipeline:
+        if not _is_under_pipeline(optimizer):
             for group in optimizer.param_groups:
-                names_of_groups.append(
-                    [self._names.get(parameter) for parameter in group["params"]]
-                )
+                names = [self._names.get(parameter) for parameter in group["params"]]
+                names_of_groups.append(names)
             return names_of_groups
 
         # For each parameter that the optimizer would have on one device: its module, and its name
@@ -126,27 +128,27 @@ def match_optimizers(
     names = SavedNames(modules)
     facts_of_optimizers = saved["manifest"][OPTIMIZERS]
     matched = dict(saved)
-    for name, value in objects.items():
+    for name, optimizer in objects.items():
         state = saved[name]
-        if not isinstance(value, Optimizer) or not _is_in_format_of_torch(state):
+        if not isinstance(optimizer, Optimizer) or not _is_in_format_of_torch(state):
             continue
 
-        # There are no facts of an object that was no optimizer of torch's class when it was saved,
-        # but a wrapper around one, for example.
         action = f"resuming {name} from {path}"
         facts = facts_of_optimizers.get(name)
+        # There are no facts if it was saved as another object, such as a wrapper around an
+        # optimizer. Its parameters keep the saved order then.
         if facts is not None:
-            _check_class(action, value, facts[CLASS_OF_OPTIMIZER])
-            saved_names = facts[NAMES_OF_PARAMETERS]
-            is_lbfgs = isinstance(_inner(value), torch.optim.LBFGS)
+            _check_class(action, optimizer, facts[CLASS_OF_OPTIMIZER])
+            # The state of LBFGS, and those of replicas, have tensors over all parameters.
+            is_lbfgs = isinstance(_inner(optimizer), torch.optim.LBFGS)
             state = _in_present_order(
                 action,
                 state,
-                saved_names,
-                names.of_optimizer(value),
-                order_matters=loads_replicas or is_lbfgs,  # both have tensors over all parameters
+                saved_names=facts[NAMES_OF_PARAMETERS],
+                own_names=names.of_optimizer(optimizer),
+                order_matters=loads_replicas or is_lbfgs,
             )
-        _check_shapes(action, value, state)
+        _check_shapes(action, optimizer, state)
         matched[name] = state
     return matched
 
@@ -180,6 +182,12 @@ def _inner(optimizer: Optimizer) -> Optimizer:
         inner: Optimizer = optimizer.inner  # type: ignore[attr-defined]
         return inner
     return optimizer
+
+
+def _is_under_pipeline(optimizer: Optimizer) -> bool:
+    """Returns True if this rank has only some of the optimizer's parameters."""
+    # Only prepared optimizers have the attribute. This module must not import their class.
+    return bool(getattr(optimizer, "partial", False))
 
 
 def _class_name(optimizer: Optimizer) -> str:
@@ -304,9 +312,9 @@ def _reorder(state: dict[str, Any], saved_positions: Sequence[Sequence[int]]) ->
             that the parameter had when it was saved.
     """
     groups = []
-    new_numbers: dict[Any, Any] = {}  # by the number that the parameter had when it was saved
+    new_number_of: dict[Any, Any] = {}  # {number when saved: present number}
     for group, positions in zip(state["param_groups"], saved_positions, strict=True):
-        new_numbers.update(_new_numbers(group["params"], positions))
+        new_number_of.update(_new_numbers(group["params"], positions))
 
         # Torch adds the names of parameters that were given to the optimizer with their names.
         reordered = dict(group)
@@ -317,13 +325,13 @@ def _reorder(state: dict[str, Any], saved_positions: Sequence[Sequence[int]]) ->
     entries = {}
     for saved_number, entry in state["state"].items():
         # An optimizer may have an entry that belongs to no parameter, which keeps its key.
-        new_number = new_numbers.get(saved_number, saved_number)
+        new_number = new_number_of.get(saved_number, saved_number)
         entries[new_number] = entry
     return {**state, "state": entries, "param_groups": groups}
 
 
 def _new_numbers(numbers: Sequence[Any], saved_positions: Sequence[int]) -> dict[Any, Any]:
-    """Returns the present number of each parameter of a group, by its number when it was saved.
+    """Returns `{number when saved: present number}` for the parameters of a group.
 
     Example: the numbers `[5, 6, 7]` and the positions `[2, 0, 1]` give `{7: 5, 5: 6, 6: 7}`: the
     parameter that is the first one now was at position 2 when it was saved.
@@ -341,13 +349,12 @@ def _new_numbers(numbers: Sequence[Any], saved_positions: Sequence[int]) -> dict
 
 
 def _check_shapes(action: str, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-    """Raises CheckpointError if the tensors of a state are those of parameters of other shapes.
+    """Raises CheckpointError if a saved tensor, such as `exp_avg`, has not its parameter's shape.
 
     Only the optimizers of torch and Lockstep are checked. Another optimizer may use the same key
     for a tensor of another shape.
     """
-    origin = type(_inner(optimizer)).__module__
-    if not origin.startswith(("torch.optim.", "lockstep.optim.")):
+    if not is_of_torch_or_lockstep(_inner(optimizer)):
         return
 
     for number, parameter in _numbered_parameters(optimizer, state):
@@ -372,10 +379,8 @@ def _numbered_parameters(
     optimizer: Optimizer, state: Mapping[str, Any]
 ) -> list[tuple[Any, Tensor]]:
     """Pairs the numbers that a state uses for parameters with the parameters on this rank."""
-    is_under_pipeline = getattr(optimizer, "partial", False)
-    if is_under_pipeline:
-        # This rank has some of the parameters. The optimizer knows the numbers that these would
-        # have on one device.
+    if _is_under_pipeline(optimizer):
+        # The optimizer knows the numbers that this rank's parameters would have on one device.
         numbers_of_groups = optimizer.numbers_on_one_device  # type: ignore[attr-defined]
     else:
         numbers_of_groups = [group["params"] for group in state["param_groups"]]
@@ -392,13 +397,15 @@ def _check_order_of_modules(
 ) -> None:
     """Checks that the models define their tensors in the order in which they were saved.
 
-    The weights of DiLoCo's replicas have no names, and are loaded in this order.
+    The weights of DiLoCo's replicas are stored without names, in the order of the model's tensors.
 
     Raises:
         CheckpointError: the order of a model differs.
     """
     for name, module in modules.items():
-        if list(saved[name]) != list(plain_shapes(module)):
+        saved_tensor_names = list(saved[name])
+        own_tensor_names = list(plain_shapes(module))
+        if saved_tensor_names != own_tensor_names:
             raise CheckpointError(
                 f"resuming the replicas from {path}",
                 f"{name} defines its layers in another order than when it was saved, and the "

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lockstep.checkpoint.modules import plain_names
+from lockstep.checkpoint.modules import plain_name_function
 from lockstep.checkpoint.sharding import map_leaves
 
 TAKEN_FOR_LISTS_BY_TORCH = (str, bytes, np.ndarray)
@@ -33,6 +33,10 @@ def load_into_torch_optimizer(
     Exception: if the dtype of a parameter has changed since, tensors that were saved in the
     parameter's former dtype are converted to its present dtype.
 
+    1. Torch's `load_state_dict` loads everything except strings and arrays.
+    2. These are put in their places, and dtypes that torch has changed are restored.
+    3. Options that are tensors are moved to the device on which they were.
+
     Args:
         optimizer: an optimizer of torch, or one with torch's `param_groups`, `state` and
             `load_state_dict`.
@@ -42,17 +46,18 @@ def load_into_torch_optimizer(
     """
     tensor_options_before = _tensor_options(optimizer)
 
-    # Torch would convert strings and arrays to lists, so it gets None in their place.
+    # 1. Torch would convert strings and arrays to lists, so it gets None in their place.
     entries = saved["state"]  # the state of each parameter, by the parameter's number
     safe_entries = {}
     for number, entry in entries.items():
         safe_entries[number] = map_leaves(_none_for_string_or_array, entry)
     optimizer.load_state_dict({**saved, "state": safe_entries})
-    _restore_entries(optimizer, saved, saved_dtypes)  # strings and arrays, and the saved dtypes
 
-    # Options of a parameter group, such as the learning rate, may be tensors. If the step is
-    # compiled, they are on a GPU. Torch has loaded them to the CPU, so they are moved to the device
-    # on which they were before.
+    # 2.
+    _restore_entries(optimizer, saved, saved_dtypes)
+
+    # 3. Options of a parameter group, such as the learning rate, may be tensors. If the step is
+    # compiled, they are on a GPU. Torch has loaded them to the CPU.
     for group, options_before in zip(optimizer.param_groups, tensor_options_before, strict=True):
         for name, option_before in options_before.items():
             if isinstance(group.get(name), Tensor):
@@ -66,9 +71,9 @@ def _restore_entries(
 ) -> None:
     """Puts saved values back into the state of an optimizer where torch has changed them.
 
-    Torch has converted all tensors to the present dtype of their parameter. Only a tensor that was
-    saved in the dtype of its parameter stays so, and only if that dtype has changed since. All
-    others are put back as they were saved. Examples:
+    Torch has converted all tensors to the present dtype of their parameter. That is right for a
+    tensor that had its parameter's dtype when it was saved: it follows the parameter. Every other
+    tensor is put back as it was saved. Examples:
 
         parameter when saved   parameter now   momentum when saved   momentum now
         bfloat16               bfloat16        float32               float32 (put back)
@@ -85,11 +90,12 @@ def _restore_entries(
         if number not in entries or parameter not in optimizer.state:
             continue
 
-        former_dtype = saved_dtypes.get(parameter)
-        if former_dtype == parameter.dtype:
-            former_dtype = None  # the parameter has the dtype that it had
+        dtype_when_saved = saved_dtypes.get(parameter, parameter.dtype)
+        has_changed_dtype = dtype_when_saved != parameter.dtype
         optimizer.state[parameter] = _restore_saved(
-            optimizer.state[parameter], entries[number], former_dtype
+            optimizer.state[parameter],
+            entries[number],
+            former_dtype=dtype_when_saved if has_changed_dtype else None,
         )
 
 
@@ -106,7 +112,7 @@ def saved_parameter_dtypes(
     """
     dtypes: dict[Tensor, torch.dtype] = {}
     for module_name, module in modules.items():
-        to_plain_name = plain_names(module)
+        to_plain_name = plain_name_function(module)
         for name, parameter in module.named_parameters():
             value = saved[module_name].get(to_plain_name(name))
             was_saved_as_tensor = hasattr(value, "dtype")  # False for None, and for other values
@@ -160,17 +166,18 @@ def _restore_saved(loaded: Any, saved: Any, former_dtype: torch.dtype | None) ->
     Args:
         loaded: the value in the optimizer's state, on the right device.
         saved: the saved value, of any type, from which torch has made it.
-        former_dtype: the dtype that the parameter had when it was saved, if it has another one now.
-            A tensor that was saved in this dtype stays as torch has converted it. For example, for
-            a parameter that was float32 and is bfloat16 now, a momentum in float32 stays bfloat16,
-            and one in int8 is put back. None if the dtype is the same: all tensors are put back.
+        former_dtype: the dtype that the parameter had when it was saved, if it has another one now;
+            otherwise None. A tensor that was saved in this dtype follows its parameter: it stays as
+            torch has converted it. For example, for a parameter that was float32 and is bfloat16
+            now, a momentum in float32 becomes bfloat16, and one in int8 is put back.
     """
     if isinstance(saved, TAKEN_FOR_LISTS_BY_TORCH):
         return saved
 
     if isinstance(saved, Tensor) and isinstance(loaded, Tensor):
         was_not_converted = saved.dtype == loaded.dtype
-        if was_not_converted or saved.dtype == former_dtype:
+        follows_its_parameter = saved.dtype == former_dtype
+        if was_not_converted or follows_its_parameter:
             return loaded
         return saved.to(loaded.device)
 

@@ -98,13 +98,14 @@ class RandomStates:
                 lost machine. It is None itself if no state is known.
 
         Returns:
-            "" if the random state was restored. Otherwise the end of a sentence that says why not.
+            "" if the random state was restored, or did not need to be. Otherwise the reason why
+            not, as the end of a message: "; dropout's random state restarts from the seed".
         """
         manifest = saved["manifest"]
         states = saved["random"]
 
-        # Case 1: this run has one common stream. If the saved run had one, too, `states` has no
-        # other. Otherwise the stream goes on with the state of the first rank that is known.
+        # Case 1: this run has one common stream. It goes on with the first state that is known. If
+        # the saved run had a common stream, too, that is its state.
         if self._common_stream is not None and states is not None:
             known_states = [state for state in states if state is not None]
             self._common_stream.set_common(copy_to_memory(known_states[0]))
@@ -114,7 +115,7 @@ class RandomStates:
         if manifest.get("virtual_ranks") is not None:
             return "; saved with virtual ranks: dropout's random state restarts from the seed"
 
-        # Without random numbers in the training, such as dropout's, nothing is lost.
+        # If the training has drawn no random numbers, as for dropout, there is nothing to restore.
         if self._training_drew_nothing(states):
             return ""
 
@@ -141,8 +142,8 @@ class RandomStates:
     ) -> bool:
         """Returns True if the training that was saved has drawn no random numbers on this rank.
 
-        Then the saved random state of this rank is the present one, because both runs were seeded
-        in the same way, and nothing has been trained since.
+        This run has just been seeded, in the same way as the saved one, and has trained nothing
+        yet. So the saved run has drawn nothing if its random state equals the present one.
 
         Args:
             saved_states: the saved random states by rank; None if they are not known.
@@ -151,4 +152,6 @@ class RandomStates:
         if saved_states is None or rank >= len(saved_states):
             return False
         saved = saved_states[rank]
-        return saved is not None and rng_state_to_text(copy_to_memory(saved)) == self.to_text()
+        if saved is None:
+            return False
+        return rng_state_to_text(copy_to_memory(saved)) == self.to_text()

@@ -68,7 +68,8 @@ def keys_of_partial_states(
             if len(keys) < len(tensor_of_name):
                 partial_keys[name] = keys
         elif getattr(value, "partial", False):
-            # An optimizer under a pipeline, or the states of virtual ranks.
+            # An optimizer under a pipeline has {"state": {0: entry of the first parameter, ...},
+            # ...}, and the states of virtual ranks {"state": {0: state of virtual rank 0, ...}}.
             entry_of_number = states[name]["state"]
             partial_keys[name] = list(entry_of_number)
     return partial_keys
@@ -170,7 +171,8 @@ def _states_to_store(
             to_store[name] = keep_dtensors_only(state)
 
     if rank == 0:
-        # A common random stream has the same state on all ranks, so that of rank 0 is enough.
-        with_own_state = summaries[:1] if summaries[0].random_stream_is_common else summaries
-        to_store["random"] = [rng_state_from_text(summary.rng_state) for summary in with_own_state]
+        rng_states = [summary.rng_state for summary in summaries]
+        if summaries[0].random_stream_is_common:
+            rng_states = rng_states[:1]  # the others are the same
+        to_store["random"] = [rng_state_from_text(text) for text in rng_states]
     return to_store

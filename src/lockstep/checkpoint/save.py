@@ -120,7 +120,8 @@ class RankReports:
         Raises:
             CheckpointError: the run has failed, and a report is still missing after a while.
         """
-        if self._joined is None or not self._ranks:
+        has_others_to_wait_for = len(self._ranks) > 0
+        if self._joined is None or not has_others_to_wait_for:
             return {}
 
         # As disks may be slow, the wait has no limit before the run has failed.
@@ -262,8 +263,8 @@ def _complete_manifest(
     """Returns the manifest with the files, shards and entries of all ranks.
 
     Args:
-        manifest: the manifest as rank 0 knew it before the parts were written. If a state is
-            divided over the ranks, the entries of the other ranks are added to it in place.
+        manifest: the manifest as rank 0 knew it before the parts were written. It is changed: if a
+            state is divided over the ranks, the entries of the other ranks are added to it.
         reports: what each rank has written.
     """
     files: dict[str, int] = {}  # sizes by file name
@@ -272,8 +273,9 @@ def _complete_manifest(
         for file, (size, checksum) in report["files"].items():
             files[file] = size
             checksums[file] = checksum
-        # If a state is divided over the ranks, the entries of another rank, such as those of its
-        # layers, are added to the trees in `manifest`.
+
+    # Under a pipeline, for example, each rank has reported the entries of its own layers.
+    for report in reports.values():
         for state_name, entries in report["entries"].items():
             _add_entries(manifest, state_name, entries)
 
@@ -312,12 +314,12 @@ def _add_entries(manifest: Mapping[str, Any], state_name: str, entries: Any) -> 
     Under a pipeline, for example, each rank has the entries of its own layers.
 
     Args:
-        manifest: the manifest with the entries of rank 0, as trees (see `encoding`). The entries
-            are added to it in place.
+        manifest: the manifest with the entries of rank 0, as trees (see `encoding`). It is changed.
         state_name: the name of a module, an optimizer or another object.
-        entries: the tree of the other rank's entries. Of a module, it has all tensor names, with
-            None for a tensor that the rank does not store. Of any other object, it has entries by
-            number, for an optimizer by the number of the parameter; {} if the rank has none.
+        entries: the tree of the other rank's entries. For a module it has all tensor names, with
+            None for those that other ranks store: `{"0.weight": {"$tensor": ...}, "1.weight":
+            None}`. For an optimizer it has the entries by the number of the parameter: `{"$dict":
+            [[0, {...}]]}`. `{}` if the rank has none.
     """
     is_module = state_name in manifest["modules"]
     if is_module:

@@ -135,23 +135,29 @@ def reshard_optimizer(state: Any, optimizer: Optimizer) -> Any:
             in shards.
         optimizer: the optimizer that will load the state.
     """
-    # A saved state has numbers in place of parameters. If the optimizer has more or fewer of them
-    # now, `load_state_dict` will raise an error, so none is raised here (`strict=False`).
-    parameter_of_number: dict[int, Tensor] = {}
-    for saved_group, group in zip(state["param_groups"], optimizer.param_groups, strict=False):
-        for number, parameter in zip(saved_group["params"], group["params"], strict=False):
-            parameter_of_number[number] = parameter
-
+    parameter_of_number = _parameter_of_number(state, optimizer)
     entries = {}
     for number, entry in state["state"].items():
-        # If the optimizer has no such parameter, this is None, and `reshard` joins the shards.
-        parameter = parameter_of_number.get(number)
+        parameter = parameter_of_number.get(number)  # None: `reshard` returns whole tensors
         resharded_entry = map_leaves(partial(reshard, own_tensor=parameter), entry)
 
         # `reshard` has copied the shards of this rank to memory. Tensors that are not sharded may
         # still be mapped from a file that is removed later, so they are copied here.
         entries[number] = map_leaves(_copy_leaf, resharded_entry)
     return {**state, "state": entries}
+
+
+def _parameter_of_number(state: Any, optimizer: Optimizer) -> dict[int, Tensor]:
+    """Returns the parameters of an optimizer by the numbers that its saved state has for them.
+
+    If the optimizer has more or fewer parameters now, those that have no counterpart are left out:
+    `load_state_dict` will raise an error later.
+    """
+    parameter_of_number: dict[int, Tensor] = {}
+    for saved_group, group in zip(state["param_groups"], optimizer.param_groups, strict=False):
+        numbered = zip(saved_group["params"], group["params"], strict=False)
+        parameter_of_number.update(numbered)
+    return parameter_of_number
 
 
 def copy_to_memory(state: Any) -> Any:
@@ -240,10 +246,11 @@ def _part_for(value: Tensor | TensorInShards, own_tensor: Any) -> Tensor:
 
 @torch.no_grad()
 def copy_part(value: Tensor | LazyTensor, target: Tensor) -> None:
-    """Copies values into a tensor. If it is a DTensor, only this rank's part is read and copied.
+    """Copies values into a target. If the target is a DTensor, only this rank's part is copied.
 
     Args:
-        value: the whole tensor, of the shape of the target. A lazy tensor has not been read yet.
+        value: the whole tensor, of the shape of the target. Of a lazy tensor, which has not been
+            read yet, only the part that is copied is read.
         target: the tensor that is overwritten. It keeps its dtype and device.
     """
     if not is_sharded(target):

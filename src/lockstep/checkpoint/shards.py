@@ -209,9 +209,9 @@ def any_overlap(shards: list[Shard]) -> bool:
     if len(shards) < 2:
         return False
 
-    is_scalar = not shards[0].offsets  # a tensor without dimensions
-    if is_scalar:
-        return True  # each shard is its only element
+    has_no_dimensions = not shards[0].offsets
+    if has_no_dimensions:
+        return True  # such a tensor has one element, which every shard contains
 
     num_compared = 0
     for index, shard in enumerate(shards):

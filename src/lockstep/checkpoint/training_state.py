@@ -142,22 +142,17 @@ class TrainingState:
     def collect_sections(self) -> tuple[dict[str, Any], list[Section]]:
         """Returns the facts of the present states (see `facts`), and the states in sections.
 
-        Unlike `collect`, this is called in each step, so it must be fast: it waits for no checks,
-        and returns the training's own tensors.
-        """
-        states: dict[str, Any] = {"world": self._unsettled_world_state()}
-        for name, value in self._objects.items():
-            if isinstance(value, nn.Module):
-                states[name] = self._plain_states[name].take()
-            else:
-                states[name] = value.state_dict()
-        if self._replicas is not None:
-            # One rank of each machine keeps what the replicas have in common.
-            is_first_of_machine = self._collectives.topology.local_rank == 0
-            states["replicas"] = self._replicas.state_dict(shared=is_first_of_machine)
+        A section is a piece of the state that is kept in memory by itself (`kept_layout.Section`).
+        It is *partial* if each rank has only some of its entries, and *divided* if it is equal on
+        all ranks of a machine, of which each copies a share.
 
-        # A state is partial if this rank has only some of its entries, as under a pipeline. The
-        # tensors of other ranks are on the meta device.
+        Unlike `collect`, this is called in each step, so it must be fast: it does not wait for the
+        checks of the run, and returns the training's own tensors.
+        """
+        states = self._take_states()
+
+        # Of a partial module, as under a pipeline, the tensors of other ranks are on the meta
+        # device here.
         partial_names = list(self.keys_of_partial(states))
         for name in self.module_names:
             if name in partial_names:
@@ -171,12 +166,29 @@ class TrainingState:
             partial_names=partial_names,
         )
 
-        # Each rank also has a random state of its own, which it copies itself: the section is
-        # partial, and not divided between the ranks of the machine.
+        # Each rank copies its own random state.
         random_section = Section(
-            RANDOM, ("state",), self._random_states.state(), is_partial=True, is_divided=False
+            file=RANDOM,
+            path=("state",),
+            value=self._random_states.state(),
+            is_partial=True,
+            is_divided=False,
         )
         return self.facts(states), [*sections, random_section]
+
+    def _take_states(self) -> dict[str, Any]:
+        """Returns the present states by name, as `collect` does, but without waiting for checks."""
+        states: dict[str, Any] = {"world": self._unsettled_world_state()}
+        for name, value in self._objects.items():
+            if isinstance(value, nn.Module):
+                states[name] = self._plain_states[name].take()
+            else:
+                states[name] = value.state_dict()
+        if self._replicas is not None:
+            # One rank of each machine keeps what the replicas have in common.
+            is_first_of_machine = self._collectives.topology.local_rank == 0
+            states["replicas"] = self._replicas.state_dict(shared=is_first_of_machine)
+        return states
 
     def keys_of_partial(self, states: Mapping[str, Any]) -> dict[str, list[int | str]]:
         """Returns the keys that this rank has of the states of which it has only some entries."""
@@ -212,7 +224,10 @@ class TrainingState:
     # Describing
 
     def facts(self, states: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns what is stored about states besides themselves, as JSON.
+        """Returns facts about states that are stored beside them, as JSON.
+
+        Example: `{"step": 120, "epoch": 2, "strategy": "ddp", "optimizers": {"optimizer": {"class":
+        "SGD", ...}}}`, and with virtual ranks also `"virtual_ranks": 4, "threads": 8` and more.
 
         Args:
             states: the states of this rank, by name.
@@ -221,7 +236,6 @@ class TrainingState:
             "step": int(states["world"]["step"]),
             "epoch": self._epoch(states),
             "strategy": self._world.strategy,
-            # What the bits of the results depend on, such as the number of threads.
             **facts_about_bits(self._settings, self._collectives.device),
             layout.OPTIMIZERS: self._facts_about_optimizers(),
         }
@@ -304,7 +318,7 @@ class TrainingState:
         with shapes_are_enough():
             saved_dtypes = saved_parameter_dtypes(modules, saved)
 
-        # All notes are the end of one sentence. Each of them begins with "; ", or is empty.
+        # Each note is the end of a sentence, such as "; 4 threads as saved, not 8", or empty.
         notes_about_lengths = ""
         for name, target in {**self._objects, "world": self._world}.items():
             notes_about_lengths += _note_about_length(name, target, saved[name])
@@ -320,20 +334,24 @@ class TrainingState:
         note_about_threads = restore_threads_and_note_differences(
             manifest, self._settings.virtual_ranks, self._collectives.device
         )
-        notes = note_about_rng + notes_about_lengths + note_about_replicas + note_about_threads
-        return _describe(path, manifest) + notes
+        # In the order in which the user reads them.
+        notes = [note_about_rng, notes_about_lengths, note_about_replicas, note_about_threads]
+        return _describe(path, manifest) + "".join(notes)
 
     def _load_replicas(self, path: Path | str, saved: Mapping[str, Any]) -> str:
         """Loads the replicas of the model that DiLoCo trains, if this run has replicas.
 
         Returns:
-            "", or the end of a sentence that says that the saved replicas were left out.
+            A note that the saved replicas were left out; "" if there are none, or if they were
+            loaded.
         """
         if self._replicas is not None:
+            saved_replicas = saved.get("replicas")  # None: all replicas get the present weights
             with _explain_misfit(
-                f"resuming the replicas from {path}", BUILD_AS_SAVED.format("the model")
+                action=f"resuming the replicas from {path}",
+                advice=BUILD_AS_SAVED.format("the model"),
             ):
-                self._replicas.load_state_dict(saved.get("replicas"))
+                self._replicas.load_state_dict(saved_replicas)
             return ""
 
         if "replicas" in saved:
@@ -345,7 +363,7 @@ class TrainingState:
         """Restores the random state of this rank, if the checkpoint has it.
 
         Returns:
-            "" if the random state was restored. Otherwise the end of a sentence that says why not.
+            The result of `RandomStates.restore`: "" or a note that says why it was not restored.
         """
         with _explain_misfit(
             f"resuming the random streams from {path}",

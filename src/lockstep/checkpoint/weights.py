@@ -39,7 +39,7 @@ from lockstep.checkpoint.formats.safetensors_files import (
 from lockstep.checkpoint.lazy_tensor import LazyTensor, TensorInMemory
 from lockstep.checkpoint.modules import (
     load_plain,
-    plain_names,
+    plain_name_function,
     plain_shapes,
     plain_state_dict,
     unwrap,
@@ -195,16 +195,15 @@ def gather_on_main(state: dict[str, Any], collectives: Collectives) -> None:
 
     # All ranks have the names in the same order, so they call the same collectives.
     for name, value in state.items():
-        key = tie_key(value) if is_sharded(value) else None  # None is never in the dictionary
-        if key in gathered_by_tie_key:
-            state[name] = gathered_by_tie_key[key]
+        source = _first_rank_with(name, names_of_ranks)
+        key = tie_key(value) if is_sharded(value) else None  # also None for one without memory
+        if key is None:
+            state[name] = _gather_tensor(value, source, collectives)
             continue
 
-        source = _first_rank_with(name, names_of_ranks)
-        gathered = _gather_tensor(value, source, collectives)
-        state[name] = gathered
-        if key is not None:
-            gathered_by_tie_key[key] = gathered
+        if key not in gathered_by_tie_key:
+            gathered_by_tie_key[key] = _gather_tensor(value, source, collectives)
+        state[name] = gathered_by_tie_key[key]
 
 
 def _gather_tensor(value: Any, source: int, collectives: Collectives) -> Any:
@@ -341,7 +340,8 @@ def _load_weights(model: nn.Module, path: Path, *, strict: bool, trust: bool) ->
         load_plain(model, values, strict=False)  # each group has only some of the names
 
         del values  # frees the memory of this group before the next one is read
-        note_freed(sum(value.nbytes for value in group.values() if shape_of(value) is not None))
+        tensors_of_group = [value for value in group.values() if shape_of(value) is not None]
+        note_freed(sum(tensor.nbytes for tensor in tensors_of_group))  # returns it to the system
     return plan.report
 
 
@@ -350,7 +350,7 @@ def _record_sources_of_meta_tensors(model: nn.Module, plan: _LoadPlan) -> None:
 
     Such tensors have no memory yet.
     """
-    to_plain_name = plain_names(model)
+    to_plain_name = plain_name_function(model)
     for name, tensor in model.state_dict().items():
         plain_name = to_plain_name(name)
         if not is_meta(tensor) or plain_name not in plan.values:
@@ -492,8 +492,8 @@ def _check_values(path: Path, values: Mapping[str, Any], own: Mapping[str, Any])
                 "save it in the layout of the model, for example with tensor.to_dense()",
             )
 
-        is_sparse = isinstance(value, Tensor) and value.layout != torch.strided
-        if not is_sparse:  # the range of sparse tensors is not checked
+        is_dense = isinstance(value, LazyTensor) or value.layout == torch.strided
+        if is_dense:  # the range of sparse tensors is not checked
             _check_range(path, name, value, target)
 
 

@@ -154,8 +154,8 @@ class Writer:
             Exception: the error that the thread has raised since the last call.
         """
         if self._thread is not None:
-            # The event is waited for, and not the thread: if Ctrl-C interrupts `Thread.join` in
-            # Python 3.11 and 3.12, Python takes a running thread for ended.
+            # Not `Thread.join`: if Ctrl-C interrupts it, Python 3.11 and 3.12 believe that the
+            # thread has ended.
             has_ended = self._thread_ended.wait(timeout_s)
             if not has_ended:
                 self.give_up()
@@ -183,7 +183,8 @@ class Writer:
 
         Args:
             failed: True if this process ends with an error.
-            timeout_s: as in `finish`; only used if this rank has failed.
+            timeout_s: if this rank has failed, the seconds after which a save that is not complete
+                is given up; None: never.
 
         Raises:
             CheckpointError: the last checkpoint could not be written. Not raised if this rank has
@@ -200,9 +201,9 @@ class Writer:
             give_up_at_once = self._user_has_interrupted()
             self._close_alone(0.0 if give_up_at_once else timeout_s)
         elif self.has_unconfirmed_save:
-            self._close_together(timeout_s)
-        else:
-            self._close_alone(timeout_s)
+            self._close_together()
+        else:  # nothing is being written, and only the lock is released
+            self._close_alone(timeout_s=None)
 
     def _close_alone(self, timeout_s: float | None) -> None:
         """Completes the part of this rank, and only warns if that does not succeed."""
@@ -211,7 +212,7 @@ class Writer:
         except Exception as error:
             warnings.warn(f"the last checkpoint is not there: {error}", stacklevel=3)
 
-    def _close_together(self, timeout_s: float | None) -> None:
+    def _close_together(self) -> None:
         """Completes the parts of all ranks, which all call this.
 
         If a rank cannot write its part, all of them raise the error.
@@ -220,15 +221,15 @@ class Writer:
         self._collectives.unblock()
         try:
             run_on_all_ranks(
-                self._collectives, self._action, lambda: self._finish_and_release(timeout_s)
+                self._collectives, self._action, lambda: self._finish_and_release(timeout_s=None)
             )
-        except RuntimeError as error:
-            # If the process group is gone because another rank has failed, the error is torch's.
-            # The failure is reported elsewhere, so only rank 0 raises this error.
-            is_from_process_group = not isinstance(error, LockstepError)
-            if is_from_process_group and not self._collectives.topology.is_main:
-                return
+        except LockstepError:
             raise
+        except RuntimeError:
+            # This is torch's error: the process group is gone, because another rank has failed.
+            # That is reported elsewhere, so it is enough if rank 0 raises this one.
+            if self._collectives.topology.is_main:
+                raise
 
     def _user_has_interrupted(self) -> bool:
         """Returns True if the user has pressed Ctrl-C while Python waited for the writing thread.

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from lockstep.checkpoint.modules import plain_names
+from lockstep.checkpoint.modules import plain_name_function
 from lockstep.distributed.process_group import Run
 from lockstep.errors import warn_about
 from lockstep.extensions.checks.base import Check
@@ -56,7 +56,7 @@ class ParameterCheck(Check):
     def module_prepared(self, wrapped: PreparedModule) -> None:
         """Records the parameters of a module as they are now."""
         module = wrapped.module
-        to_plain_name = plain_names(module)  # a function: "module.fc.weight" -> "fc.weight"
+        to_plain_name = plain_name_function(module)  # "module.fc.weight" -> "fc.weight"
         names: set[str] = set()
         state_of_parameter: MutableMapping[Tensor, ParameterState] = WeakTensorKeyDictionary()
         for name, parameter in module.named_parameters():
@@ -105,7 +105,7 @@ class ParameterCheck(Check):
     def _changes(self, module: nn.Module) -> list[str]:
         """Describes each trained parameter that has changed, for example "fc.weight unfrozen"."""
         prepared = self._prepared[id(module)]
-        to_plain_name = plain_names(module)  # a function: "module.fc.weight" -> "fc.weight"
+        to_plain_name = plain_name_function(module)  # "module.fc.weight" -> "fc.weight"
         changes: list[str] = []
         for full_name, parameter in module.named_parameters():
             if not parameter.requires_grad:

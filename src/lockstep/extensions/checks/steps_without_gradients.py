@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from lockstep.distributed.process_group import Run
 from lockstep.errors import warn
 from lockstep.extensions.checks.base import Check
+from lockstep.optim.origin import is_of_torch_or_lockstep
 from lockstep.optim.precision import Precision
 from lockstep.session.micro_batch import MicroBatch
 from lockstep.strategies.base import PreparedModule, parameters_of
@@ -114,6 +115,6 @@ def _needs_gradient(optimizer: Optimizer) -> bool:
     evolution strategies do. An optimizer with frozen parameters only, or whose parameters are all
     on other ranks, has nothing to train for the time being.
     """
-    module = type(optimizer).__module__
-    is_known = module.startswith(("torch.optim.", "lockstep.optim."))
-    return is_known and any(parameter.requires_grad for parameter in parameters_of(optimizer))
+    if not is_of_torch_or_lockstep(optimizer):
+        return False
+    return any(parameter.requires_grad for parameter in parameters_of(optimizer))

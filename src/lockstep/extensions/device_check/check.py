@@ -42,7 +42,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -95,11 +95,6 @@ class Computed(NamedTuple):
     bits: BitSums
     """The bits of its gradients, and of the combined buffers as it has left them."""
 
-    @property
-    def entry(self) -> tuple[int, str]:
-        """The virtual rank, and a digest of its results."""
-        return self.virtual_rank, digest(self.bits)
-
 
 class _DigestOfRank(NamedTuple):
     """What a rank has computed for a virtual rank, as a digest."""
@@ -138,10 +133,12 @@ class DeviceCheck(Extension):
         self._step = run.step
         self._modules: list[PreparedModule] = []
         self._optimizers: list[Any] = []
-        self._own_result: Computed | None = None
-        """What this process has computed for its own virtual rank, which another one repeats."""
-        self._repeated_result: Computed | None = None
-        """What this process has computed for the virtual rank of another process."""
+        self._result_as_owner: Computed | None = None
+        """What this process has computed for a virtual rank of its own, which another process
+        repeats. This process is its *owner*."""
+        self._result_as_checker: Computed | None = None
+        """What this process has computed for the virtual rank of another process. This process is
+        its *checker*."""
         self._disputed_result: Computed | None = None
         """What this process has computed for the virtual rank about which there is a dispute."""
         self._recorded_scales: list[float] = []
@@ -177,7 +174,7 @@ class DeviceCheck(Extension):
         """
         # `before_step` compares the results. If it has not compared those of the previous global
         # batch, the loop has left out that step.
-        has_uncompared_result = self._own_result is not None and not self._is_compared
+        has_uncompared_result = self._result_as_owner is not None and not self._is_compared
         if micro_batch.first and has_uncompared_result:
             raise self._skipped_error()
 
@@ -223,8 +220,8 @@ class DeviceCheck(Extension):
         if not self._step.micro_batch.checks_devices:
             return
 
-        # A loop that fetches micro-batches ahead gets the last one before there are results. They
-        # are compared now, so that an error is raised, although step 2 is left out.
+        # If the loop fetches micro-batches ahead, it got the last one before there were results, so
+        # step 1 was left out. It is made up for here; it is too late for step 2.
         if not self._is_compared:
             self.find_dispute()
         if self._dispute is not None:
@@ -262,8 +259,8 @@ class DeviceCheck(Extension):
 
     def _forget_results(self) -> None:
         """Forgets what was computed in the previous checked global batch."""
-        self._own_result = None
-        self._repeated_result = None
+        self._result_as_owner = None
+        self._result_as_checker = None
         self._disputed_result = None
         self._dispute = None
 
@@ -272,9 +269,9 @@ class DeviceCheck(Extension):
         if self._dispute is not None:
             self._disputed_result = computed
         elif virtual_rank.is_repeat:
-            self._repeated_result = computed
+            self._result_as_checker = computed
         else:
-            self._own_result = computed
+            self._result_as_owner = computed
 
     # Results of virtual ranks
 
@@ -296,18 +293,18 @@ class DeviceCheck(Extension):
                 compared.
         """
         self._is_compared = True
-        owned, repeated = self._exchange_digests()
+        results_of_owners, results_of_checkers = self._exchange_digests()
 
         # Every virtual rank has to be computed by both. A loop that leaves out a micro-batch has
         # computed only one of the two.
-        owned_by_number = {result.virtual_rank: result for result in owned}
-        repeated_numbers = {result.virtual_rank for result in repeated}
-        if repeated_numbers != owned_by_number.keys():
+        owners_result_of = {result.virtual_rank: result for result in results_of_owners}
+        numbers_of_checkers = {result.virtual_rank for result in results_of_checkers}
+        if numbers_of_checkers != owners_result_of.keys():
             raise self._skipped_error()
 
-        for result in repeated:
+        for result in results_of_checkers:
             number = result.virtual_rank
-            owners_result = owned_by_number[number]
+            owners_result = owners_result_of[number]
             if result.digest == owners_result.digest:
                 continue
 
@@ -326,19 +323,17 @@ class DeviceCheck(Extension):
             What the owners of the compared virtual ranks have computed, and what the checkers have,
             each in the order of the ranks.
         """
-        # An entry is (number of the virtual rank, digest of its results), or None.
-        own_entry = None if self._own_result is None else self._own_result.entry
-        repeated_entry = None if self._repeated_result is None else self._repeated_result.entry
-        entries_of_ranks = self._run.collectives.exchange((own_entry, repeated_entry))
+        own_entries = (_entry_of(self._result_as_owner), _entry_of(self._result_as_checker))
+        entries_of_ranks = self._run.collectives.exchange(own_entries)
 
-        owned: list[_DigestOfRank] = []
-        repeated: list[_DigestOfRank] = []
+        of_owners: list[_DigestOfRank] = []
+        of_checkers: list[_DigestOfRank] = []
         for rank, (entry_as_owner, entry_as_checker) in enumerate(entries_of_ranks):
             if entry_as_owner is not None:
-                owned.append(_DigestOfRank(rank, *entry_as_owner))
+                of_owners.append(_DigestOfRank(rank, *entry_as_owner))
             if entry_as_checker is not None:
-                repeated.append(_DigestOfRank(rank, *entry_as_checker))
-        return owned, repeated
+                of_checkers.append(_DigestOfRank(rank, *entry_as_checker))
+        return of_owners, of_checkers
 
     def _result_bits(self) -> BitSums:
         """Returns the sums of the bits of what the present virtual rank has computed, by name.
@@ -348,19 +343,9 @@ class DeviceCheck(Extension):
         """
         sums: dict[str, Tensor] = {}
         for prefix, wrapped in self._named_modules():
-            if wrapped.gradient_bits is not None:
-                # Under FSDP this rank only keeps its shards of the gradients. The wrapper has
-                # computed the sums from the full gradients, before they were sharded.
-                sums_of_module = wrapped.gradient_bits()
-            else:
-                sums_of_module = _sums_of_gradients(wrapped)
+            sums_of_module = {**_sums_of_gradients(wrapped), **_sums_of_buffers(wrapped)}
             for name, sum_of_bits in sums_of_module.items():
                 sums[prefix + name] = sum_of_bits
-
-            buffers = _combined_buffers(wrapped)
-            for name, sum_of_bits in zip(buffers, bit_sums(buffers.values()), strict=True):
-                sums[prefix + name] = sum_of_bits
-
         return as_numbers(sums)
 
     def _skipped_error(self) -> UsageError:
@@ -383,10 +368,10 @@ class DeviceCheck(Extension):
         Args:
             dispute: the virtual rank, and the two ranks that disagree about its results.
         """
-        # The first results of the owner and of the checker, which differ. All ranks take part in
-        # the exchanges, as in every collective.
-        bits_of_owner = self._exchange_bits(self._own_result)[dispute.owner]
-        bits_of_checker = self._exchange_bits(self._repeated_result)[dispute.checker]
+        # The first results: the owner computed it as a virtual rank of its own, and the checker
+        # repeated it. All ranks take part in the exchanges, as in every collective.
+        bits_of_owner = self._exchange_bits(self._result_as_owner)[dispute.owner]
+        bits_of_checker = self._exchange_bits(self._result_as_checker)[dispute.checker]
         assert bits_of_owner is not None  # both have taken part in the dispute
         assert bits_of_checker is not None
         digests_before_dispute = {
@@ -434,11 +419,16 @@ class DeviceCheck(Extension):
     def _compare_states(self) -> None:
         """Compares parameters, states of optimizers and buffers over the ranks that have the same.
 
+        A group is, for example, the parameters that the ranks 1 and 3 both have.
+
         Raises:
             WrongDeviceError: on all ranks, if some rank has different bits.
         """
         # For each group of this rank, the sums of the bits by name.
         own_bits_of_group = self._bits_of_groups()
+
+        # `digests_of_rank` has, for each rank of a group, a digest of the names of its tensors, and
+        # one of their bits.
         for key, digests_of_rank in self._exchange_group_digests(own_bits_of_group).items():
             # An optimizer that spreads its state over the ranks has other tensors on each of them.
             # These cannot be compared.
@@ -463,7 +453,9 @@ class DeviceCheck(Extension):
         """
         own_entries = []
         for own_key, bits in own_bits_of_group.items():
-            own_entries.append((own_key, _GroupDigests(digest(list(bits)), digest(bits))))
+            names = list(bits)
+            digests = _GroupDigests(names=digest(names), bits=digest(bits))
+            own_entries.append((own_key, digests))
         entries_of_ranks = self._run.collectives.exchange(own_entries)
 
         digests_of_group: defaultdict[GroupKey, dict[int, _GroupDigests]] = defaultdict(dict)
@@ -495,45 +487,51 @@ class DeviceCheck(Extension):
         """Returns the tensors that must be equal on several ranks: for each group, by name."""
         tensors_of_group: defaultdict[GroupKey, dict[str, Tensor]] = defaultdict(dict)
         for prefix, wrapped in self._named_modules():
-            # The tensors in `equal_tensors` may be copies of the parameters. The optimizer has its
-            # state by the parameters themselves, which are found by their names.
-            parameter_of_name = dict(users_module(wrapped).named_parameters())
             for equal_tensors in wrapped.equal_tensors():
                 ranks = dist.get_process_group_ranks(equal_tensors.group)
                 key_of_parameters = GroupKey(message.PARAMETERS, min(ranks), len(ranks))
-                key_of_states = GroupKey(message.OPTIMIZER_STATE, min(ranks), len(ranks))
-                parameters = tensors_of_group[key_of_parameters]
-                optimizer_states = tensors_of_group[key_of_states]
                 for name, tensor in equal_tensors.parameters.items():
-                    full_name = prefix + name
-                    parameters[full_name] = tensor
-                    for state_name, value in self._optimizer_tensors(parameter_of_name.get(name)):
-                        optimizer_states[f"{state_name} of {full_name}"] = value
+                    tensors_of_group[key_of_parameters][prefix + name] = tensor
 
-            buffers = tensors_of_group[self._key_of_buffers()]
+                key_of_states = GroupKey(message.OPTIMIZER_STATE, min(ranks), len(ranks))
+                names_of_parameters = equal_tensors.parameters.keys()
+                states = self._optimizer_tensors(wrapped, names_of_parameters, prefix)
+                tensors_of_group[key_of_states].update(states)
+
             for name, buffer in _combined_buffers(wrapped).items():
-                buffers[prefix + name] = buffer
+                tensors_of_group[self._key_of_buffers()][prefix + name] = buffer
 
         return {key: tensors for key, tensors in tensors_of_group.items() if tensors}
 
-    def _optimizer_tensors(self, parameter: nn.Parameter | None) -> list[tuple[str, Tensor]]:
-        """Returns the tensors that the optimizers keep for a parameter, with their names.
+    def _optimizer_tensors(
+        self, wrapped: PreparedModule, names_of_parameters: Collection[str], prefix: str
+    ) -> dict[str, Tensor]:
+        """Returns the tensors that the optimizers keep for some parameters of a module, by name.
+
+        Example: `{"exp_avg of GPT 0: fc.weight": tensor}`.
 
         Args:
-            parameter: the parameter; None if there is none, which gives no tensors.
+            wrapped: the module.
+            names_of_parameters: the names of the parameters.
+            prefix: the prefix for the names of its parameters.
         """
-        if parameter is None:
-            return []
-        tensors = []
-        for optimizer in self._optimizers:
-            state = optimizer.inner.state.get(parameter, {})
-            for name, value in state.items():
-                if isinstance(value, Tensor):
-                    tensors.append((name, value))
+        # The optimizer has its state by the parameters themselves. (`equal_tensors` may return
+        # copies of them.)
+        parameter_of_name = dict(users_module(wrapped).named_parameters())
+        tensors: dict[str, Tensor] = {}
+        for name in names_of_parameters:
+            parameter = parameter_of_name.get(name)
+            for optimizer in self._optimizers:
+                state = optimizer.inner.state.get(parameter, {})
+                for state_name, value in state.items():
+                    if isinstance(value, Tensor):
+                        tensors[f"{state_name} of {prefix}{name}"] = value
         return tensors
 
     def _raise_difference(self, kind: str, ranks: Sequence[int], bits: BitSums) -> None:
         """Raises WrongDeviceError, on all ranks, for tensors that differ between some ranks.
+
+        The caller knows from the digests that at least one of the tensors differs.
 
         Args:
             kind: the kind of the tensors: `message.PARAMETERS`, for example.
@@ -551,8 +549,8 @@ class DeviceCheck(Extension):
                 differing.append(name)
                 verdicts.append(judge_states(bits_of_rank))
 
-        holding = message.Holding(kind, ranks)
-        self._raise_wrong_device(_merge_verdicts(verdicts), holding, differing)
+        difference = message.HeldTensors(kind, ranks)
+        self._raise_wrong_device(_merge_verdicts(verdicts), difference, differing)
 
     def _key_of_buffers(self) -> GroupKey:
         """Returns the key of the combined buffers, which every rank has under each strategy."""
@@ -582,16 +580,32 @@ class DeviceCheck(Extension):
     def _raise_wrong_device(
         self,
         verdict: Verdict,
-        difference: message.Computation | message.Holding,
+        difference: message.Computation | message.HeldTensors,
         tensor_names: Sequence[str],
     ) -> None:
         """Raises WrongDeviceError, on all ranks.
 
         Args:
             verdict: which ranks are wrong.
-            difference: what differs: what two ranks have computed (`Computation`), or tensors that
-                several ranks hold (`Holding`).
+            difference: what two ranks have computed, or tensors that several ranks hold.
             tensor_names: the names of the tensors that differ.
+        """
+        devices, checkpoint = self._devices_and_checkpoint()
+        num_steps_made = self._step.number
+        raise message.wrong_device_error(
+            verdict,
+            difference,
+            tensor_names,
+            devices,
+            every=self._run.settings.check_devices,  # for the text "check_devices=100"
+            step=num_steps_made + 1,  # the one that is being computed
+            checkpoint=checkpoint,
+        )
+
+    def _devices_and_checkpoint(self) -> tuple[list[message.Device], str]:
+        """Returns the devices of all ranks, and a clause about the checkpoint to resume from.
+
+        All ranks call this.
         """
         joined = self._run.joined
         assert joined is not None  # there are several processes
@@ -612,16 +626,7 @@ class DeviceCheck(Extension):
         devices = []
         for host, answer in zip(joined.hosts, answers, strict=True):
             devices.append(message.Device(answer["device"], host, answer["numerics"]))
-
-        raise message.wrong_device_error(
-            verdict,
-            difference,
-            tensor_names,
-            devices,
-            every=self._run.settings.check_devices,
-            step=self._step.number + 1,
-            checkpoint=answers[0]["checkpoint"],
-        )
+        return devices, answers[0]["checkpoint"]
 
 
 def users_module(wrapped: PreparedModule) -> nn.Module:
@@ -641,8 +646,24 @@ def _combined_buffers(wrapped: PreparedModule) -> dict[str, Tensor]:
     return buffers
 
 
+def _entry_of(result: Computed | None) -> tuple[int, str] | None:
+    """Returns the number of the virtual rank and a digest of its results, or None without one."""
+    return None if result is None else (result.virtual_rank, digest(result.bits))
+
+
+def _sums_of_buffers(wrapped: PreparedModule) -> dict[str, Tensor]:
+    """Returns the sum of the bits of each combined buffer of a module, by the buffer's name."""
+    buffers = _combined_buffers(wrapped)
+    return dict(zip(buffers, bit_sums(buffers.values()), strict=True))
+
+
 def _sums_of_gradients(wrapped: PreparedModule) -> dict[str, Tensor]:
     """Returns the sum of the bits of each gradient of a module, by the parameter's name."""
+    if wrapped.gradient_bits is not None:
+        # Under FSDP this rank only keeps its shards of the gradients. The wrapper has computed the
+        # sums from the full gradients, before they were sharded.
+        return dict(wrapped.gradient_bits())
+
     gradients = {}
     for name, parameter in users_module(wrapped).named_parameters():
         if parameter.grad is not None:

@@ -2,8 +2,8 @@
 
 Ranks that should have the same bits have different ones. A `Computation` is a difference between
 what two ranks have computed for the same samples (a *virtual rank*): gradients, or buffers such as
-running statistics. A `Holding` is a difference between tensors that ranks hold, such as parameters.
-A `Verdict` says which ranks are wrong, as far as that is known.
+running statistics. A `HeldTensors` is a difference between tensors that ranks hold, such as
+parameters. A `Verdict` says which ranks are wrong, as far as that is known.
 
 A defective device is not the only cause of different bits. Others are a script that computes
 something else on some rank, an operation without a fixed order of additions, and processors or
@@ -50,8 +50,8 @@ class Computation(NamedTuple):
     gradients differ."""
 
 
-class Holding(NamedTuple):
-    """Tensors that have the same bits on some ranks unless something is wrong."""
+class HeldTensors(NamedTuple):
+    """Tensors that several ranks hold, and that should have the same bits on all of them."""
 
     kind: str
     """`PARAMETERS`, `OPTIMIZER_STATE` or `BUFFERS`."""
@@ -60,7 +60,7 @@ class Holding(NamedTuple):
 
 def wrong_device_error(
     verdict: Verdict,
-    difference: Computation | Holding,
+    difference: Computation | HeldTensors,
     tensors: Sequence[str],
     devices: Sequence[Device],
     *,
@@ -83,15 +83,12 @@ def wrong_device_error(
     if isinstance(difference, Computation):
         found = f"step {step}, virtual rank {difference.virtual_rank}: "
         found += _describe_computation(verdict, difference, devices)
-        gradients = [name for name in tensors if name not in difference.buffers]
-        if gradients:
-            found += f"; the gradients that differ: {join_first(gradients)}"
-        if difference.buffers:
-            found += f"; the buffers that differ: {join_first(difference.buffers)}"
+        found += _describe_computed_tensors(tensors, difference.buffers)
     else:
+        # The tensors are compared before a step begins.
         kind_of_tensors = difference.kind
         found = f"before step {step}, in the {kind_of_tensors} {join_first(tensors)}: "
-        found += _describe_holding(verdict, difference, devices)
+        found += _describe_held_tensors(verdict, difference, devices)
 
     do = _advise(verdict, devices)
     other_numerics = describe_rank_differences([device.numerics for device in devices])
@@ -154,7 +151,25 @@ def _describe_computation(
     return f"all {len(devices)} ranks computed it again, and no bits have a majority"
 
 
-def _describe_holding(verdict: Verdict, difference: Holding, devices: Sequence[Device]) -> str:
+def _describe_computed_tensors(tensors: Sequence[str], buffers: Sequence[str]) -> str:
+    """Describes which results of a virtual rank differ: "; the gradients that differ: fc.weight".
+
+    Args:
+        tensors: the names of the parameters whose gradients differ, and of the buffers that do.
+        buffers: those of these names that are buffers.
+    """
+    text = ""
+    gradients = [name for name in tensors if name not in buffers]
+    if gradients:
+        text += f"; the gradients that differ: {join_first(gradients)}"
+    if buffers:
+        text += f"; the buffers that differ: {join_first(buffers)}"
+    return text
+
+
+def _describe_held_tensors(
+    verdict: Verdict, difference: HeldTensors, devices: Sequence[Device]
+) -> str:
     """Describes which ranks hold different bits, as the end of a sentence."""
     wrong = name_devices(verdict.ranks, devices)
     if verdict.kind is Kind.WRONG:  # a majority of the others agrees

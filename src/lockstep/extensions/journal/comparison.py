@@ -117,14 +117,9 @@ class JournalComparison:
     def _describe_equal_steps(self) -> str:
         """Describes how many steps were compared, if all of them are equal.
 
-        Runs write losses at every step, and hashes only at every tenth, say. If one run or both
-        have no hashes of a step, only its losses were compared. Two runs of the steps 0 to 19 give:
-
-            hashes of the steps 0 and 10 in both runs:
-                equal in every bit: 2 steps; equal losses: 18 steps between them, whose hashes are
-                not in both
-            hashes in only one of the runs:
-                equal losses: 20 steps, whose hashes are not in both
+        Of the steps without hashes in both runs (`num_with_losses_only`), only the losses were
+        compared. Example of 20 steps, of which both runs have written hashes of 2: "equal in every
+        bit: 2 steps; equal losses: 18 steps between them, whose hashes are not in both".
         """
         with_losses_only = count_noun(self.num_with_losses_only, "step")
         if not self.num_with_hashes:
@@ -295,9 +290,11 @@ def _compare_steps(comparison: JournalComparison, common_steps: Sequence[int]) -
 
     Writes that step, and how many steps were compared, into `comparison`.
     """
+    # The losses are in the journals at every step, and the hashes at every tenth, for example. So
+    # weights that differ may have done so since the last step whose hashes were equal.
     journal_a, journal_b = comparison.journals
     last_equal_step = None
-    last_step_with_hashes = None
+    last_step_with_equal_hashes = None
     for step in common_steps:
         differences = _compare_step(journal_a, journal_b, step)
         if differences.has_hashes:
@@ -309,13 +306,13 @@ def _compare_steps(comparison: JournalComparison, common_steps: Sequence[int]) -
 
         if not differences.is_empty:
             differences.step_before = last_equal_step
-            differences.hashes_before = last_step_with_hashes
+            differences.hashes_before = last_step_with_equal_hashes
             comparison.first_difference = differences
             return
 
         last_equal_step = step
         if differences.has_hashes:
-            last_step_with_hashes = step
+            last_step_with_equal_hashes = step
 
 
 def _compare_step(journal_a: Journal, journal_b: Journal, step: int) -> StepDifferences:
@@ -339,6 +336,7 @@ def _compare_step(journal_a: Journal, journal_b: Journal, step: int) -> StepDiff
     if not differences.has_hashes:
         return differences
 
+    # `names` has the parameters first, then the buffers, which have no optimizer state.
     parameters_a = a.names[: a.num_parameters]
     parameters_b = b.names[: b.num_parameters]
     differences.state = _differing_names(parameters_a, a.state, parameters_b, b.state)

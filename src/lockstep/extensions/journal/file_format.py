@@ -57,6 +57,15 @@ STEP_FIELDS = struct.Struct("<QII")
 """The number of the step, how many parts it has, and the number of the table of tensors that its
 hashes belong to: from 1, and 0 for a step without hashes."""
 
+
+class _StepFields(NamedTuple):
+    """The fields of `STEP_FIELDS`."""
+
+    number: int
+    num_parts: int
+    table_number: int
+
+
 Hashes = npt.NDArray[np.uint64]
 
 
@@ -175,15 +184,15 @@ def read_file(path: Path) -> RankFile:
         letter = file.data[begin : begin + 1]
         content_begin = begin + 1
         if letter == STEP_RECORD:
-            _, _, table_number = STEP_FIELDS.unpack_from(file.data, content_begin)
-            table = tables.get(table_number)  # None if the record with the table is damaged
+            fields = _read_step_fields(file.data, content_begin)
+            table = tables.get(fields.table_number)  # None if the table's record is damaged
             if table is None:
                 file.num_steps_without_table += 1
             else:
                 _add_step(file, StepLocation(content_begin, end, table))
         elif letter == LOSS_RECORD:  # it has no hashes, and so needs no table of tensors
             _add_step(file, StepLocation(content_begin, end, table=None))
-        else:
+        else:  # a JSON record
             values = json.loads(file.data[content_begin:end])
             if "tensors" in values:
                 tables[values["table"]] = _read_table(values)
@@ -192,8 +201,16 @@ def read_file(path: Path) -> RankFile:
     return file
 
 
+def _read_step_fields(data: Data, begin: int) -> _StepFields:
+    """Reads the fields with which the content of a step begins, after its letter."""
+    return _StepFields(*STEP_FIELDS.unpack_from(data, begin))
+
+
 def _read_json_record(file: RankFile, path: Path, values: dict[str, Any]) -> None:
-    """Adds what a JSON record says, which is known by its first key, to the file's contents.
+    """Adds a JSON record to the file's contents. One of its keys says what kind of record it is.
+
+    The kinds are `{"journal": 3, "rank": 0, ...}`, `{"manifest": {...}}`, and `{"begins_at": 0,
+    "weights": {...}}`.
 
     Raises:
         CheckpointError: if the file has another version of the format.
@@ -229,7 +246,7 @@ def _add_step(file: RankFile, location: StepLocation) -> None:
     If the run went back to an earlier step, because it has loaded a checkpoint, a new attempt
     begins: the steps 1 to 9 and then 6 to 12 are two attempts.
     """
-    number, _, _ = STEP_FIELDS.unpack_from(file.data, location.begin)
+    number = _read_step_fields(file.data, location.begin).number
     steps = file.steps_by_attempt[-1]
     latest_number = next(reversed(steps), None)  # a dict keeps the order of insertion
     went_back = latest_number is not None and number <= latest_number
@@ -252,14 +269,15 @@ def _parse_step(content: bytes, table: TensorTable | None, has_gradients: bool) 
         has_gradients: True if the run has virtual ranks. Then each step with hashes also has hashes
             of gradients.
     """
-    _, num_parts, _ = STEP_FIELDS.unpack_from(content)
+    num_parts = _read_step_fields(content, 0).num_parts
     numbers = np.frombuffer(content, "<u8", offset=STEP_FIELDS.size)
 
-    gradients_per_part = 0
     num_weights = 0
+    gradients_per_part = 0
     if table is not None:
-        gradients_per_part = table.num_parameters if has_gradients else 0
         num_weights = len(table.hashed_weights)
+        if has_gradients:
+            gradients_per_part = table.num_parameters
 
     # With 2 parts, 3 parameters and 3 hashes of weights, the lengths are 2, 2, 6 and 3, so the
     # numbers are cut at 2, 4, 10 and 13. The hashes of states are what remains.
@@ -269,7 +287,8 @@ def _parse_step(content: bytes, table: TensorTable | None, has_gradients: bool) 
 
     part_numbers = parts.tolist()
     gradients_of_parts: dict[int, Hashes] = {}
-    if table is not None and has_gradients:
+    step_has_gradients = table is not None and has_gradients
+    if step_has_gradients:
         rows = gradients.reshape(num_parts, gradients_per_part)
         gradients_of_parts = dict(zip(part_numbers, rows, strict=True))
 
@@ -286,13 +305,13 @@ def table_content(table: TensorTable, number: int) -> bytes:
     """Returns the content of a record that holds a table of tensors.
 
     Args:
-        table: the table. `weights` and `state` are the indices of the tensors of which the file has
-            hashes.
+        table: the table.
         number: the number of the table, from 1.
     """
     values: dict[str, Sequence[str] | Sequence[int] | int] = {
         "tensors": table.names,
         "parameters": table.num_parameters,
+        # The indices of the tensors of which the file has hashes: of the tensor, and of its state.
         "weights": table.hashed_weights,
         "state": table.hashed_states,
         "table": number,

@@ -128,6 +128,57 @@ class _LargePiece(NamedTuple):
     """The factor of each block."""
 
 
+class _Place(NamedTuple):
+    """Where a small piece is copied to, within the memory for all of them."""
+
+    piece: _SmallPiece
+    part: TensorPart
+    """The tensor that the piece belongs to."""
+    first_block: int
+    """The first block of the memory that is for this piece alone."""
+    num_blocks: int
+    first_byte: int
+    """The byte of the memory at which the piece begins."""
+    block_of_tensor: int
+    """The block of the whole tensor that `first_block` stands for."""
+
+
+def _find_places(parts: Sequence[TensorPart], pieces: Sequence[_SmallPiece]) -> list[_Place]:
+    """Gives every small piece some blocks of the memory that the pieces are copied to.
+
+    Within its blocks, a piece begins at the same byte as within the blocks of its whole tensor, so
+    that each word meets its own factor. Example: a piece of 1000 bytes begins at byte 1500 of its
+    tensor, which is byte 476 of block 1. It gets two blocks, begins at their byte 476, and they
+    have the factors of the tensor's blocks 1 and 2. The rest of the two blocks stays 0.
+    """
+    places = []
+    num_blocks = 0
+    for piece in pieces:
+        part = parts[piece.tensor_index]
+        byte_of_tensor = part.first_byte + piece.first_element * part.dtype.itemsize
+        block_of_tensor, bytes_before = divmod(byte_of_tensor, BLOCK_BYTES)
+        place = _Place(
+            piece,
+            part,
+            first_block=num_blocks,
+            num_blocks=ceil_div(bytes_before + piece.num_bytes, BLOCK_BYTES),
+            first_byte=num_blocks * BLOCK_BYTES + bytes_before,
+            block_of_tensor=block_of_tensor,
+        )
+        places.append(place)
+        num_blocks += place.num_blocks
+    return places
+
+
+def _factors_of_blocks(part: TensorPart, first_block: int, num_blocks: int) -> Numbers:
+    """Returns the factors by which the sums of some blocks of a tensor are multiplied.
+
+    They are M(b) in the formula above, times the factor of the part, which tells apart the tensors
+    whose hashes are added up.
+    """
+    return mixed_numbers(first_block, num_blocks) * np.int64(part.factor)
+
+
 class TensorHasher:
     """Computes the hashes of tensors whose shapes are known in advance.
 
@@ -185,22 +236,22 @@ class TensorHasher:
 
         A large tensor has many whole blocks, since it has more than `MAX_COPIED_BYTES` bytes.
         """
+        # The comments give the numbers of this example.
         itemsize = part.dtype.itemsize
-        numel = math.prod(part.shape)
-        first_block = ceil_div(part.first_byte, BLOCK_BYTES)
-        end_block = (part.first_byte + numel * itemsize) // BLOCK_BYTES
+        numel = math.prod(part.shape)  # 10
+        first_block = ceil_div(part.first_byte, BLOCK_BYTES)  # 1
+        end_block = (part.first_byte + numel * itemsize) // BLOCK_BYTES  # 3
 
         # A block has a whole number of elements, so these divisions leave no remainder.
-        begin = (first_block * BLOCK_BYTES - part.first_byte) // itemsize
-        end = (end_block * BLOCK_BYTES - part.first_byte) // itemsize
+        begin = (first_block * BLOCK_BYTES - part.first_byte) // itemsize  # 1
+        end = (end_block * BLOCK_BYTES - part.first_byte) // itemsize  # 9
 
-        # Each block sum is multiplied by the factor of the block, M(b), and by the factor of the
-        # part, which tells apart the tensors whose hashes are added up. (`_lay_out` does the same
-        # for the small pieces.)
-        num_blocks = end_block - first_block
-        block_factors = mixed_numbers(first_block, num_blocks) * np.int64(part.factor)
+        block_factors = _factors_of_blocks(part, first_block, num_blocks=end_block - first_block)
         whole_blocks = _LargePiece(
-            tensor_index, part.hash_index, (begin, end), self._to_device(block_factors)
+            tensor_index,
+            part.hash_index,
+            elements=(begin, end),
+            factors=self._to_device(block_factors),
         )
         self._large_pieces.append(whole_blocks)
 
@@ -214,64 +265,47 @@ class TensorHasher:
         return margins
 
     def _lay_out(self, parts: Sequence[TensorPart], pieces: Sequence[_SmallPiece]) -> None:
-        """Allocates the memory that the small pieces are copied to.
-
-        Every piece gets blocks of its own. Within them it begins at the same byte as within the
-        blocks of its whole tensor, so that each word meets its own factors; the rest is zeros.
-        """
-        first_block_of_piece: list[int] = []  # within the memory
-        first_byte_of_piece: list[int] = []  # within the memory
-        factors: list[Numbers] = [np.empty(0, np.int64)]
-        num_blocks = 0
-        for piece in pieces:
-            part = parts[piece.tensor_index]
-            byte_of_tensor = part.first_byte + piece.first_element * part.dtype.itemsize
-            block_of_tensor, bytes_before = divmod(byte_of_tensor, BLOCK_BYTES)
-            blocks_of_piece = ceil_div(bytes_before + piece.num_bytes, BLOCK_BYTES)
-
-            first_block_of_piece.append(num_blocks)
-            first_byte_of_piece.append(num_blocks * BLOCK_BYTES + bytes_before)
-            factors.append(mixed_numbers(block_of_tensor, blocks_of_piece) * np.int64(part.factor))
-            num_blocks += blocks_of_piece
-
-        memory = torch.zeros(num_blocks * BLOCK_BYTES, dtype=torch.uint8, device=self._device)
-        self._copied_words = self._words(memory)
+        """Allocates the memory that the small pieces are copied to, each to blocks of its own."""
+        places = _find_places(parts, pieces)
+        factors = [np.empty(0, np.int64)]
+        for place in places:
+            factors.append(_factors_of_blocks(place.part, place.block_of_tensor, place.num_blocks))
         self._copied_factors = self._to_device(np.concatenate(factors))
 
-        for piece, begin in zip(pieces, first_byte_of_piece, strict=True):
-            part = parts[piece.tensor_index]
-            destination = memory[begin : begin + piece.num_bytes].view(part.dtype)
+        num_blocks = sum(place.num_blocks for place in places)
+        memory = torch.zeros(num_blocks * BLOCK_BYTES, dtype=torch.uint8, device=self._device)
+        self._copied_words = self._words(memory)
+        for place in places:
+            piece = place.piece
+            end_byte = place.first_byte + piece.num_bytes
+            destination = memory[place.first_byte : end_byte].view(place.part.dtype)
             if piece.elements is None:  # the tensor is copied with its shape
-                destination = destination.view(part.shape)
+                destination = destination.view(place.part.shape)
             self._copied_pieces.append(
                 _CopiedPiece(piece.tensor_index, piece.elements, destination)
             )
 
-        hash_index_of_piece = [parts[piece.tensor_index].hash_index for piece in pieces]
-        self._find_blocks_of_hashes(hash_index_of_piece, first_block_of_piece, num_blocks)
+        self._find_blocks_of_hashes(places, num_blocks)
 
-    def _find_blocks_of_hashes(
-        self,
-        hash_index_of_piece: Sequence[int],
-        first_block_of_piece: Sequence[int],
-        num_blocks: int,
-    ) -> None:
+    def _find_blocks_of_hashes(self, places: Sequence[_Place], num_blocks: int) -> None:
         """Finds out which copied blocks are added to which hash, see `_add_up_copied_blocks`.
 
         The pieces that are added to the same hash are next to each other, so their blocks are one
-        range of blocks.
+        range of blocks. Example: three pieces are added to the hashes 0, 0 and 2. Their first
+        blocks are 0, 3 and 4, and there are 6 blocks. Then `_hash_indices` is [0, 2], and
+        `_first_blocks` is [0, 4]: the ranges have 4 and 2 blocks.
 
         Args:
-            hash_index_of_piece: for each copied piece, the index of the hash that it is added to.
-            first_block_of_piece: for each copied piece, its first block.
-            num_blocks: the number of blocks of all copied pieces.
+            places: the places of the pieces, in ascending order of the hash.
+            num_blocks: the number of blocks of all pieces.
         """
         self._hash_indices: list[int] = []
         first_blocks: list[int] = []  # for each of these hashes, where its range begins
-        for hash_index, first_block in zip(hash_index_of_piece, first_block_of_piece, strict=True):
+        for place in places:
+            hash_index = place.part.hash_index
             if not self._hash_indices or self._hash_indices[-1] != hash_index:
                 self._hash_indices.append(hash_index)
-                first_blocks.append(first_block)
+                first_blocks.append(place.first_block)
         self._first_blocks = np.array(first_blocks, dtype=np.int64)
 
         # numpy adds up ranges of blocks, and torch needs the index of the hash for each block.
@@ -283,8 +317,9 @@ class TensorHasher:
     def hashes(self, tensors: Sequence[Tensor | None]) -> Any:
         """Hashes tensors, without waiting for a GPU.
 
-        A large tensor is hashed in place, except for its margins, which are copied and hashed
-        together with the small tensors (see `_cut`).
+        1. Small tensors are copied and hashed together. So are the margins of large tensors: the
+           elements before the first and after the last whole block (see `_cut`).
+        2. The whole blocks of a large tensor are hashed in place.
 
         Args:
             tensors: tensors as described by `parts`; the hash of None is 0.
@@ -294,8 +329,9 @@ class TensorHasher:
         """
         with torch.no_grad():
             copied_words = self._copy(tensors)
-            block_sums = self._block_sums(copied_words)
-            hashes = self._add_up_copied_blocks(block_sums * self._copied_factors)
+            sums = self._block_sums(copied_words)
+            sums_with_factors = sums * self._copied_factors  # M(b) of each block
+            hashes = self._add_up_copied_blocks(sums_with_factors)
 
             for piece in self._large_pieces:
                 tensor = tensors[piece.tensor_index]
@@ -410,7 +446,7 @@ class TensorHasher:
         The hashes are a + b + c, 0 and d + e.
 
         Args:
-            sums: the sum of each copied block, multiplied by its factor.
+            sums: the sum of each copied block, multiplied by its factor M(b).
 
         Returns:
             All hashes. Those of which no block was copied are 0.

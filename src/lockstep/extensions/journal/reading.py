@@ -96,22 +96,24 @@ class Journal:
         has_hashes = first_table is not None
         table = NO_TENSORS if first_table is None else first_table
 
-        # Each hash comes from one rank, or is the sum of what several ranks have: a tensor that all
-        # ranks have was hashed by one of them, and of a sharded tensor each rank has hashed its
-        # shard. Example: rank 0 has hashes of the tensors 0 and 2, rank 1 of the tensors 1 and 2.
-        # Tensor 2 is sharded, and its hash is the sum of both (modulo 2**64, in uint64).
+        # A virtual rank was computed by one rank, so no loss and no gradient is in two files.
         losses: dict[int, float] = {}
         gradients: dict[int, Hashes] = {}
-        weight_hashes = np.zeros(len(table.names), np.uint64)
-        state_hashes = np.zeros(table.num_parameters, np.uint64)
         for step in steps_of_ranks:
             losses.update(step.losses)
             gradients.update(step.gradients)
+
+        # Each hash of a weight comes from one rank, or is the sum of what several ranks have: a
+        # tensor that all ranks have was hashed by one of them, and of a sharded tensor each rank
+        # has hashed its shard. Example: rank 0 has hashes of the tensors 0 and 2, rank 1 of the
+        # tensors 1 and 2. Tensor 2 is sharded, and its hash is the sum of both (modulo 2**64, in
+        # uint64).
+        weight_hashes = np.zeros(len(table.names), np.uint64)
+        state_hashes = np.zeros(table.num_parameters, np.uint64)
+        for step in steps_of_ranks:
             if step.table is not None:
-                indices_of_weights = list(step.table.hashed_weights)
-                indices_of_states = list(step.table.hashed_states)
-                weight_hashes[indices_of_weights] += step.weights
-                state_hashes[indices_of_states] += step.state
+                weight_hashes[list(step.table.hashed_weights)] += step.weights
+                state_hashes[list(step.table.hashed_states)] += step.state
 
         return JournalStep(
             has_hashes=has_hashes,
@@ -135,10 +137,13 @@ def read_journal(folder: Path) -> Journal:
     complete_starts: list[dict[int, RankFile]] = []
     for number, files in enumerate(files_of_start.values(), 1):
         notes += _notes_on_files(number, files)
-        damaged_ranks = _ranks_with_damaged_beginning(files)
         if _all_ranks_have_first_step(folder, number, files):
             complete_starts.append(files)
-        elif damaged_ranks:
+            continue
+
+        # Without damage, the start ended before its first step, so that there is nothing to say.
+        damaged_ranks = _ranks_with_damaged_beginning(files)
+        if damaged_ranks:
             ranks = format_ranks(damaged_ranks)
             notes.append(f"start {number} is left out: its beginning on {ranks} is damaged")
     if not complete_starts:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lockstep.checkpoint.modules import plain_names
+from lockstep.checkpoint.modules import plain_name_function
 from lockstep.extensions.journal.hashing import SpreadHasher, TensorPart, mixed_numbers
 from lockstep.torch_compat import is_sharded, local_box, to_local
 
@@ -37,24 +37,35 @@ def collect_tensors(modules: Sequence[nn.Module]) -> NamedParameters:
     """Returns the tensors of modules, by names that are the same under every strategy."""
     found = NamedParameters(trained={}, frozen={}, buffers={})
     for number, module in enumerate(modules):
-        to_plain_name = plain_names(module)
+        to_plain_name = plain_name_function(module)
         prefix = f"model{number}." if len(modules) > 1 else ""
 
         for name, parameter in module.named_parameters():
             group = found.trained if parameter.requires_grad else found.frozen
             group[prefix + to_plain_name(name)] = parameter
 
-        # A buffer that is registered twice is hashed once, under its first name.
-        known_ids: set[int] = set()
-        for module_name, submodule in module.named_modules():
-            for name, buffer in submodule.named_buffers(recurse=False):
-                has_values = buffer.numel() > 0 and not buffer.is_meta
-                if not has_values or id(buffer) in known_ids:
-                    continue
-                known_ids.add(id(buffer))
-                full_name = f"{module_name}.{name}" if module_name else name
-                found.buffers[prefix + to_plain_name(full_name)] = (submodule, name)
+        for name, place in _places_of_buffers(module).items():
+            found.buffers[prefix + to_plain_name(name)] = place
     return found
+
+
+def _places_of_buffers(module: nn.Module) -> dict[str, tuple[nn.Module, str]]:
+    """Returns the buffers of a module by name: for each, its submodule and its name there.
+
+    A buffer that is registered twice is listed once, under its first name. Buffers without values
+    are left out.
+    """
+    places = {}
+    known_ids: set[int] = set()
+    for path, submodule in module.named_modules():
+        for name, buffer in submodule.named_buffers(recurse=False):
+            has_values = buffer.numel() > 0 and not buffer.is_meta
+            if not has_values or id(buffer) in known_ids:
+                continue
+            known_ids.add(id(buffer))
+            full_name = f"{path}.{name}" if path else name
+            places[full_name] = (submodule, name)
+    return places
 
 
 def owners_by_size(sizes: Sequence[int], num_ranks: int) -> list[int]:
@@ -122,6 +133,9 @@ class HashedTensors:
     ) -> Any:
         """Hashes the tensors or shards that this rank has to hash.
 
+        If the tensors are the same objects as in the last call, only they are looked at: what that
+        call has found out from the other arguments still holds.
+
         A journal has numbered entries with one hash each, for example an entry for each parameter.
         The hashes of all tensors of an entry are added up. Example: the optimizer has two tensors
         for parameter 0 and one for parameter 1, and rank 1 owns only the last of them. With
@@ -157,7 +171,10 @@ class HashedTensors:
     ) -> None:
         """Finds the parts that this rank has to hash, and builds their hasher.
 
-        Takes the arguments of `hashes`, and sets `self.hashed_entries`.
+        Takes the arguments of `hashes`, and sets `self.hashed_entries`. Example: four tensors
+        belong to the entries `[1, 2, 5, 5]`, and this rank owns all but the first. Then it
+        contributes to the entries (2, 5). The hasher, which numbers its hashes without gaps, adds
+        the second tensor to its hash 0, and the last two to its hash 1.
         """
         self._tensors = tensors
         own_parts: list[_OwnPart] = []
@@ -167,16 +184,14 @@ class HashedTensors:
             if part is not None:
                 own_parts.append(part)
 
-        # The hasher numbers its hashes without gaps: with entries (2, 5), that of entry 5 is number
-        # 1.
         self.hashed_entries = tuple(sorted({part.entry for part in own_parts}))
-        index_of_entry = {entry: index for index, entry in enumerate(self.hashed_entries)}
+        hash_index_of_entry = {entry: index for index, entry in enumerate(self.hashed_entries)}
 
         descriptions = [
             TensorPart(
                 shape=tuple(part.tensor.shape),
                 dtype=part.tensor.dtype,
-                hash_index=index_of_entry[part.entry],
+                hash_index=hash_index_of_entry[part.entry],
                 first_byte=part.first_byte,
                 factor=part.factor,
             )

@@ -202,12 +202,13 @@ class Journal(Extension):
         if all(are_kept):
             return
 
-        # The hash of a gradient that was cleared is multiplied by 0.
+        # Each virtual rank has one hash for each parameter. That of a gradient that was cleared is
+        # multiplied by 0.
         factors: Any = np.array(are_kept, np.int64)
         if self._device.type != "cpu":
             factors = copy_to_device(torch.from_numpy(factors), self._device)
-        for virtual_rank in self._gradient_hashes:
-            self._gradient_hashes[virtual_rank] *= factors
+        for hashes_of_parameters in self._gradient_hashes.values():
+            hashes_of_parameters *= factors
 
     def leaf_gradient(
         self,
@@ -235,6 +236,7 @@ class Journal(Extension):
         group = tuple(zip(map(id, parameters), devices, strict=True))
         if group not in self._hasher_of_group:
             self._hasher_of_group[group] = self._make_gradient_hasher(parameters, devices)
+        # Of the group (c, frozen weight), only the gradient 0 is hashed; in the model, it is 2.
         hasher, indices_in_group, indices_in_model = self._hasher_of_group[group]
         new_hashes = hasher.hashes([gradients[index] for index in indices_in_group])
 
@@ -334,17 +336,22 @@ class Journal(Extension):
         self._tensors = collect_tensors(self._modules)
         self._update_parameters()
         self._names = (*self._tensors.trained, *self._tensors.buffers)
-        sizes = [parameter.nbytes for parameter in self._parameters]
-        for module, name in self._tensors.buffers.values():
-            sizes.append(getattr(module, name).nbytes)
+        sizes = [tensor.nbytes for tensor in self._weights()]
         self._owners = owners_by_size(sizes, self._run.topology.size)
 
         if not self._has_begun:
             self._has_begun = True
             self._write_beginning()
 
+    def _weights(self) -> list[Tensor]:
+        """Returns the trained parameters and the present buffers, in the order of `_names`."""
+        weights: list[Tensor] = [*self._parameters]
+        for module, name in self._tensors.buffers.values():
+            weights.append(getattr(module, name))
+        return weights
+
     def _update_parameters(self) -> None:
-        """Takes over the trained parameters, and drops what belongs to those before."""
+        """Takes over the trained parameters, and drops hashers and hashes of the earlier ones."""
         ids_before = [id(parameter) for parameter in self._parameters]
         self._parameters = list(self._tensors.trained.values())
         ids_now = [id(parameter) for parameter in self._parameters]
@@ -361,8 +368,9 @@ class Journal(Extension):
     ) -> _GradientHasher:
         """Builds the hasher for the gradients of a group of parameters.
 
-        Its `indices_in_group` select the gradients to hash, and its `indices_in_model` the places
-        of their hashes.
+        Example: a group has three parameters. The first and the last are the trained parameters 5
+        and 7 of the model, and the second one is frozen. Then `indices_in_group` is [0, 2], and
+        `indices_in_model` is [5, 7].
 
         Args:
             parameters: the parameters of the group.
@@ -383,7 +391,7 @@ class Journal(Extension):
             indices_in_model.append(index_in_model)
 
         devices_of_hashed = [devices[index] for index in indices_in_group]
-        hasher = SpreadHasher(parts, devices_of_hashed, len(parts), self._device)
+        hasher = SpreadHasher(parts, devices_of_hashed, num_hashes=len(parts), device=self._device)
         if self._device.type == "cpu":
             return _GradientHasher(hasher, indices_in_group, indices_in_model)
 
@@ -409,10 +417,13 @@ class Journal(Extension):
         """Returns the hashes of those tensors that this rank owns, as numbers without a sign."""
         owners = owners_by_size([t.nbytes for t in tensors.values()], self._run.topology.size)
         hasher = HashedTensors(self._run.topology.rank, self._device)
+        each_has_its_own_entry = range(len(tensors))
         signed_hashes = hasher.hashes(
-            list(tensors.values()), entry_of_tensor=range(len(tensors)), owners=owners
+            list(tensors.values()), entry_of_tensor=each_has_its_own_entry, owners=owners
         )
 
+        # The call has set `hashed_entries`: the entries that this rank owns, in the order of the
+        # hashes.
         names = list(tensors)
         names_of_owned = [names[index] for index in hasher.hashed_entries]
         unsigned_hashes = [signed_hash % 2**64 for signed_hash in signed_hashes.tolist()]
@@ -429,7 +440,8 @@ class Journal(Extension):
         state_hashes = self._hash_state()
         self._write_table_if_changed()
 
-        # Write all numbers in the order of `file_format`.
+        # The order is that of `file_format`: the losses of all parts, the gradient hashes of all
+        # parts, the hashes of the weights, and those of the optimizer state.
         parts = sorted(self._losses)  # virtual ranks, or this rank
         numbers = [self._bits_of_losses([self._losses[part] for part in parts])]
         if self._has_virtual_ranks:
@@ -444,11 +456,10 @@ class Journal(Extension):
 
     def _hash_weights(self) -> Any:
         """Hashes the parameters and buffers, each of which is hashed by one rank, its owner."""
-        weights: list[Tensor] = [*self._parameters]
-        for module, name in self._tensors.buffers.values():
-            weights.append(getattr(module, name))
+        weights = self._weights()
+        each_has_its_own_entry = range(len(weights))
         return self._weight_hasher.hashes(
-            weights, entry_of_tensor=range(len(weights)), owners=self._owners
+            weights, entry_of_tensor=each_has_its_own_entry, owners=self._owners
         )
 
     def _hash_state(self) -> Any:
@@ -475,7 +486,8 @@ class Journal(Extension):
         """
         parts = sorted(losses)
         if self._device.type == "cpu":
-            # Numpy is avoided here: its calls take a noticeable part of a short step.
+            # Numpy is avoided here: its calls take a noticeable part of a short step. So are system
+            # calls: the record may be written together with later ones.
             values = [float(losses[part]) for part in parts]
             self._write(loss_content(number, parts, values), may_write_later=True)
             return

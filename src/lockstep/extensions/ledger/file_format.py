@@ -106,23 +106,30 @@ def read_file(path: Path) -> RankFile:
             _add_step(file, data, begin + 1, end)
             continue
 
-        # The keys tell what a JSON record is. A loader also has the key "stream".
+        # The keys tell what a JSON record is:
+        #
+        #     {"ledger": 2, "ranks": 4}                                 the first record of the file
+        #     {"loader": 0, "stream": null, "length": 60000, ...}       describes a loader
+        #     {"stream": 0, "epoch": 1, "beginning": ["5f1c...", ...]}  first samples of a stream
         values = json.loads(data[begin + 1 : end])
-        is_loader = "loader" in values
-        is_beginning_of_stream = "stream" in values and not is_loader
-        if is_loader:
-            file.loaders.append(values)
-        elif is_beginning_of_stream:
-            file.beginnings[values["stream"], values["epoch"]] = values["beginning"]
-        elif values["ledger"] == FORMAT_VERSION:  # the first record of the file, with the version
+        if "ledger" in values:
+            _check_version(path, values["ledger"])
             file.num_ranks = values["ranks"]
+        elif "loader" in values:
+            file.loaders.append(values)
         else:
-            raise CheckpointError(
-                f"the ledger {path.parent}",
-                f"{path.name} is of version {values['ledger']}, and {FORMAT_VERSION} is read here",
-                "read it with the Lockstep that wrote it",
-            )
+            file.beginnings[values["stream"], values["epoch"]] = values["beginning"]
     return file
+
+
+def _check_version(path: Path, version: Any) -> None:
+    """Raises CheckpointError if a file has another version of the format than this module."""
+    if version != FORMAT_VERSION:
+        raise CheckpointError(
+            f"the ledger {path.parent}",
+            f"{path.name} is of version {version}, and {FORMAT_VERSION} is read here",
+            "read it with the Lockstep that wrote it",
+        )
 
 
 def _add_step(file: RankFile, data: Data, begin: int, end: int) -> None:

@@ -179,7 +179,7 @@ def _check_files(attempt: Attempt, number: int, report: LedgerReport) -> None:
         if rank not in ranks_with_file:
             report.add_finding("LS102", f"start {number}: the file of rank {rank} is missing")
 
-    # The files of a start belong to its first attempt, so each file is looked at once.
+    # `files` is empty for later attempts of the same start, so no file is reported twice.
     for rank, file in sorted(attempt.files.items()):
         if file.damage.is_cut_off:
             report.notes.append(f"start {number}, rank {rank}: the last record is cut off")
@@ -239,7 +239,8 @@ def _collect_loaders(
     A setting that differs in another file is added to the report, once for each loader.
     """
     loaders: dict[int, dict[str, Any]] = {}
-    reported: set[tuple[int, str]] = set()  # a loader and the setting, or "data", that differs
+    reported_settings: set[tuple[int, str]] = set()  # a loader, and a setting of it that differs
+    loaders_with_other_data: set[int] = set()
     for number, rank, description in _descriptions_of_loaders(attempts):
         loader = description["loader"]
         if loader not in loaders:
@@ -247,14 +248,15 @@ def _collect_loaders(
         first_description = loaders[loader]
 
         for name in _changed_settings(first_description, description):
-            if (loader, name) not in reported:
-                reported.add((loader, name))
+            if (loader, name) not in reported_settings:
+                reported_settings.add((loader, name))
                 where = f"rank {rank} of start {number}"
                 _report_changed_setting(first_description, description, name, where, report)
 
-        if (loader, "data") not in reported:
-            if _report_other_data(first_description, description, number, report):
-                reported.add((loader, "data"))
+        if loader not in loaders_with_other_data:
+            data_differ = _report_other_data(first_description, description, number, report)
+            if data_differ:
+                loaders_with_other_data.add(loader)
     return loaders
 
 
@@ -331,14 +333,17 @@ def _report_kinds_of_loaders(
 
 
 def _report_other_data(
-    first: Mapping[str, Any], description: Mapping[str, Any], number: int, report: LedgerReport
+    description_at_first: Mapping[str, Any],
+    description_now: Mapping[str, Any],
+    number: int,
+    report: LedgerReport,
 ) -> bool:
     """Compares the dataset of a loader with that of the first start.
 
     Args:
-        first: the description of the loader in the first start.
-        description: its description in another one.
-        number: the number of the other start.
+        description_at_first: the description of the loader in the first start.
+        description_now: its description in a later start.
+        number: the number of the later start.
         report: the report, to which a difference is added.
 
     Returns:
@@ -346,16 +351,16 @@ def _report_other_data(
     """
     # The description of a stream has no fingerprint of the data. Nor has any description in a
     # ledger of an older version.
-    if first.get("data") is None or description.get("data") is None:
+    if description_at_first.get("data") is None or description_now.get("data") is None:
         return False
 
-    fingerprint_before = Fingerprint.from_text(first["data"])
-    fingerprint_now = Fingerprint.from_text(description["data"])
-    difference = compare(fingerprint_before, fingerprint_now)
+    fingerprint_at_first = Fingerprint.from_text(description_at_first["data"])
+    fingerprint_now = Fingerprint.from_text(description_now["data"])
+    difference = compare(fingerprint_at_first, fingerprint_now)
     if difference is None:
         return False
 
-    loader = first["loader"]
+    loader = description_at_first["loader"]
     found = difference.found  # a text for the user
     if difference.other_samples:
         report.add_finding(
@@ -364,7 +369,7 @@ def _report_other_data(
             f"{found}",
             loader=loader,
         )
-    else:
+    else:  # the samples are the same, but images are cropped in another way, for example
         report.notes.append(
             f"loader {loader}: start {number} read the samples in another way, "
             f"{found}; other parts of them, such as the labels, are the same"
@@ -472,8 +477,8 @@ def _find_fault(
     """Compares what the ranks trained in a step; returns a fault if it is not one global batch.
 
     Args:
-        parts: the part of a global batch that each rank has recorded, by rank. All parts should
-            name the same global batch, and the same number of its samples over all ranks.
+        parts: the part of a global batch that each rank has recorded, by rank. Each part says which
+            global batch it is of, and how many samples that has on all ranks; these should agree.
         absent_ranks: ranks that have a file and did not record the step.
         num_ranks: how many ranks the attempt has. There are fewer files if some are missing.
 
@@ -496,8 +501,9 @@ def _find_fault(
             )
     if absent_ranks:
         return _Fault("LS102", f"{format_ranks(absent_ranks)} did not record {place}")
+    # If the file of a rank is missing, that was reported, and so are its samples.
     some_files_are_missing = len(parts) < num_ranks
-    if some_files_are_missing:  # which was reported, and their samples are missing, too
+    if some_files_are_missing:
         return None
 
     num_recorded = sum(part.num_recorded for part in parts.values())
@@ -539,20 +545,40 @@ def _check_beginnings(
         if not beginnings:
             continue
 
-        # Each attempt is compared with the earliest one. The report counts them as starts, from 1.
-        first_index = min(beginnings)
-        for index, beginning in beginnings.items():
-            sample = first_differing_sample(beginnings[first_index], beginning)
-            if sample is not None:
-                report.add_finding(
-                    "LS104",
-                    f"loader {loader}, epoch {epoch}: in start {index + 1} the stream began with "
-                    f"different samples than in start {first_index + 1}, from sample {sample} on, "
-                    "so the same position is another sample",
-                    loader=loader,
-                    epoch=epoch,
-                )
-                break
+        difference = _first_difference(beginnings)
+        if difference is not None:
+            # The report counts attempts as starts, from 1.
+            first_start = min(beginnings) + 1
+            other_start = difference.attempt_index + 1
+            report.add_finding(
+                "LS104",
+                f"loader {loader}, epoch {epoch}: in start {other_start} the stream began with "
+                f"different samples than in start {first_start}, from sample {difference.sample} "
+                "on, so the same position is another sample",
+                loader=loader,
+                epoch=epoch,
+            )
+
+
+class _DifferenceOfBeginnings(NamedTuple):
+    """Where the stream of an attempt begins to differ from that of the earliest attempt."""
+
+    attempt_index: int
+    sample: int
+
+
+def _first_difference(beginnings: Mapping[int, list[Any]]) -> _DifferenceOfBeginnings | None:
+    """Compares each attempt with the earliest one, and returns the first difference.
+
+    Args:
+        beginnings: digests of the first samples of a stream, by the index of the attempt.
+    """
+    beginning_of_earliest = beginnings[min(beginnings)]
+    for index, beginning in beginnings.items():
+        sample = first_differing_sample(beginning_of_earliest, beginning)
+        if sample is not None:
+            return _DifferenceOfBeginnings(index, sample)
+    return None
 
 
 def _beginning_of_stream(attempt: Attempt, loader: int, epoch: int) -> list[Any] | None:
@@ -625,7 +651,7 @@ def _check_epoch(
         # The user's own sampler may repeat samples, so only global batches can be compared.
         if len(positions) < len(batches):
             what = "a global batch of the user's own order was trained twice"
-            _add_epoch_finding(loader, first.epoch, "LS101", what, (), report)
+            _add_epoch_finding(loader, first.epoch, "LS101", what, report)
     else:
         # Missing batches, and missing parts of them, were reported already. Their samples are not
         # reported once more: then no sample is required, and only repeated ones are looked for.
@@ -654,8 +680,8 @@ def _add_epoch_finding(
     epoch: int,
     code: str,
     what: str,
-    samples: Indices | Sequence[int],
     report: LedgerReport,
+    samples: Indices | Sequence[int] = (),
 ) -> None:
     """Adds a finding about an epoch of a loader to the report.
 
@@ -664,8 +690,8 @@ def _add_epoch_finding(
         epoch: the epoch.
         code: the code of the finding, such as `LS101`.
         what: a text for the user that says what is wrong.
-        samples: the samples that the finding is about; the first few are added to it.
         report: the report, which is added to.
+        samples: the samples that the finding is about; the first few are added to it.
     """
     report.add_finding(
         code,
@@ -712,26 +738,27 @@ def _check_positions(
     last_position = max(positions)
     num_positions = loader["steps"]  # None: a stream that does not say its length
 
-    expected_end = last_position + 1
-    explanation = ""
-    is_unfinished = num_positions is not None and expected_end != num_positions
-    if is_unfinished and next_batch is not None:  # the run went on with the next epoch
+    # Did the run go on with the next epoch before the end of this one?
+    end_was_skipped = False
+    is_unfinished = num_positions is not None and last_position + 1 != num_positions
+    if is_unfinished and next_batch is not None:
         same_start_went_on = final_attempts[next_batch.step] == final_attempts[last_step]
         if same_start_went_on:  # a `break` in the script's loop, for example
             report.notes.append(
                 f"loader {loader['loader']}: the script left epoch {epoch} after global "
                 f"batch {last_position} of {num_positions}"
             )
-        else:
-            expected_end = num_positions  # the restart should have trained the rest, too
-            explanation = "; the run was then taken up in another epoch"
+        else:  # a restart, which should have trained the rest first
+            end_was_skipped = True
 
+    expected_end = num_positions if end_was_skipped else last_position + 1
     expected = range(begin_position, expected_end)
     missing = [position for position in expected if position not in positions]
     if missing:
         places = format_ranges(missing, MAX_ITEMS_IN_TEXT)
+        explanation = "; the run was then taken up in another epoch" if end_was_skipped else ""
         what = f"global batches were left out: {places}{explanation}"
-        _add_epoch_finding(loader, epoch, "LS102", what, (), report)
+        _add_epoch_finding(loader, epoch, "LS102", what, report)
     return not missing
 
 
@@ -760,12 +787,12 @@ def _check_samples(
         first_samples = repeated.first_samples[: MAX_ITEMS_IN_TEXT + 1].tolist()
         examples = [_describe_sample_with_steps(sample, batches) for sample in first_samples]
         what = f"{number} trained more than once: {join_first(examples, MAX_ITEMS_IN_TEXT)}"
-        _add_epoch_finding(loader, epoch, "LS101", what, repeated.first_samples, report)
+        _add_epoch_finding(loader, epoch, "LS101", what, report, repeated.first_samples)
     if absent.count:
         number = count_noun(absent.count, "sample")
         examples_text = format_ranges(absent.first_samples.tolist(), MAX_ITEMS_IN_TEXT)
         what = f"{number} left out: {examples_text}"
-        _add_epoch_finding(loader, epoch, "LS102", what, absent.first_samples, report)
+        _add_epoch_finding(loader, epoch, "LS102", what, report, absent.first_samples)
 
 
 def _describe_sample_with_steps(sample: int, batches: Sequence[TrainedBatch]) -> str:
@@ -800,7 +827,7 @@ def _required_samples(
             For a stream it says how the ranks divide it: each reads all of it ("whole"), each seeks
             its samples ("seek"), or the stream splits itself ("own").
         batches: the global batches of the epoch.
-        begin_position: the position at which the ledger begins in the epoch.
+        begin_position: how many global batches of the epoch came before the ledger begins.
         is_finished: True if the epoch was trained to its end.
     """
     stream = loader["stream"]
@@ -868,10 +895,10 @@ def repeats_and_gaps(
     """
     arrays: list[Indices] = []
     for batch in batches:
-        arrays += batch.samples
+        arrays.extend(batch.samples)  # an array of each rank
 
-    # There are as many groups as the larger of two sets needs: the trained samples or the required
-    # ones.
+    # As many groups of about `group_size` samples as the trained samples or the required ones need,
+    # whichever are more.
     num_trained = sum(batch.num_recorded for batch in batches)
     num_samples = max(num_trained, len(required_samples))
     num_groups = max(1, ceil_div(num_samples, group_size))

@@ -89,7 +89,8 @@ class LedgerReport:
         That depends on what was recorded of each loader: its samples, their positions in a stream,
         or only the global batches of the script's own sampler. There is a line for each kind.
         """
-        if not self.by_position and not self.by_batch:
+        only_samples_were_recorded = not self.by_position and not self.by_batch
+        if only_samples_were_recorded:
             return ["every sample once: nothing was trained twice, nothing was left out"]
 
         lines = []
@@ -152,8 +153,9 @@ def _describe_attempt(number: int, attempt: dict[str, Any]) -> str:
 def _describe_epoch(epoch: dict[str, Any]) -> str:
     """Returns a line of text about an epoch of a loader, an item of `LedgerReport.epochs`."""
     batches = f"{epoch['batches']}"
-    if epoch["steps"] is not None:  # None: a stream that does not say its length
-        batches += f" of {epoch['steps']}"
+    num_planned_batches = epoch["steps"]  # None: a stream that does not say its length
+    if num_planned_batches is not None:
+        batches += f" of {num_planned_batches}"
     return (
         f"  loader {epoch['loader']} ({epoch['dataset']}), epoch {epoch['epoch']}: "
         f"{count_noun(epoch['samples'], 'sample')} in {batches} global batches"

@@ -64,8 +64,8 @@ class Ledger(Extension):
 
     def delivered(self, batch: DeliveredBatch) -> None:
         """Keeps a micro-batch that is about to be trained, until an optimizer steps."""
-        # A new global batch replaces the previous one of the same loader. If that has micro-batches
-        # here still, no optimizer has stepped for it.
+        # A new global batch replaces the previous one of the same loader. Micro-batches of that
+        # which are still here were not trained: no optimizer has stepped for them.
         begins_global_batch = batch.micro_batch.first
         if begins_global_batch or batch.loader not in self._untrained:
             self._untrained[batch.loader] = []
@@ -83,8 +83,8 @@ class Ledger(Extension):
         for loader, batches in self._untrained.items():
             # If the script has left the loop over the loader by a `break`, it has dropped these
             # batches, and the step has trained something else.
-            loop_goes_on = loader.mid_epoch
-            if loop_goes_on:
+            is_in_loop = loader.mid_epoch  # also in the body of the last batch
+            if is_in_loop:
                 self._write_step(number, loader, batches)
                 wrote_samples = True
         self._untrained.clear()
@@ -95,7 +95,7 @@ class Ledger(Extension):
             )
             self._write(content)
 
-    def _write_step(self, number: int, loader: Loader, batches: list[DeliveredBatch]) -> None:
+    def _write_step(self, step_number: int, loader: Loader, batches: list[DeliveredBatch]) -> None:
         """Writes which samples of a loader a step has trained.
 
         Writes the description of the loader first, if the file does not have it. For a stream, also
@@ -105,7 +105,7 @@ class Ledger(Extension):
 
         first = batches[0]
         content = step_content(
-            number,
+            step_number,
             loader_number,
             first.epoch,
             first.position,
@@ -145,7 +145,10 @@ class Ledger(Extension):
         return number
 
     def _write_beginning_of_stream(self, loader_number: int, loader: Loader, epoch: int) -> None:
-        """Writes digests of the first samples of a stream, once in each epoch."""
+        """Writes digests of the first samples of a stream, once in each epoch.
+
+        Does nothing for the loader of another dataset.
+        """
         if (loader_number, epoch) in self._recorded_beginnings:
             return
 

@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.optim import Optimizer
 
-from lockstep.checkpoint.modules import plain_names, unwrap
+from lockstep.checkpoint.modules import plain_name_function, unwrap
 from lockstep.strategies.base import parameters_of
 from lockstep.torch_compat import is_sharded, pytree
 from lockstep.verify.recording.tensor_values import storage_address, summarize
@@ -133,7 +133,7 @@ class Models:
         yielded_ids: set[int] = set()
         for root_name, root in self._roots:
             # Removes the prefixes of wrappers: "module.layer.weight" becomes "layer.weight".
-            remove_prefixes = plain_names(root)
+            remove_prefixes = plain_name_function(root)
             for name, value in getattr(root, method)():
                 is_lazy = isinstance(value, UninitializedParameter | UninitializedBuffer)
                 is_meta = getattr(value, "is_meta", False)
