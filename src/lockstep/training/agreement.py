@@ -61,11 +61,14 @@ def _objects_differ_error(
     for rank, descriptions in enumerate(descriptions_by_rank):
         ranks.append(f"rank {rank}: {'; '.join(descriptions)}")
     advice = "build the same on every rank: same code, arguments, seed and data"
-    code = _code_if_only_data_differs(descriptions_by_rank)
-    only_data_differs = code is not None
-    if only_data_differs:
-        # A split that was drawn without a seed is the usual reason for different data.
-        advice += f"; {DRAW_BEFORE_PREPARE}"
+    only_data_differs = _only_loaders_differ(descriptions_by_rank)
+    if not only_data_differs:
+        return RanksDifferError(call, "; ".join(ranks), advice)
+
+    # A split that was drawn without a seed is the usual reason for different data.
+    advice += f"; {DRAW_BEFORE_PREPARE}"
+    # If only checksums differ, the loaders have different contents of the same length.
+    code = "LS105" if _only_checksums_differ(descriptions_by_rank) else "LS104"
     return RanksDifferError(call, "; ".join(ranks), advice, code=code)
 
 
@@ -90,33 +93,34 @@ def describe(thing: Any) -> str:
     return type(thing).__name__
 
 
-def _code_if_only_data_differs(descriptions_by_rank: Sequence[Sequence[str]]) -> str | None:
-    """Returns the code of the error if only the loaders differ between ranks, else None.
+def _only_loaders_differ(descriptions_by_rank: Sequence[Sequence[str]]) -> bool:
+    """Returns True if all ranks have equally many objects, and only loaders differ between them.
 
     Args:
         descriptions_by_rank: for each rank, the descriptions of its objects, in order.
-
-    Returns:
-        LS105 if only checksums differ, so that loaders have different contents of the same length.
-        LS104 if more of a loader's description differs. None if another object differs, or their
-        number.
     """
     numbers_of_objects = {len(descriptions) for descriptions in descriptions_by_rank}
     if len(numbers_of_objects) > 1:
-        return None
+        return False
 
-    only_checksums_differ = True
     for descriptions_of_object in zip(*descriptions_by_rank, strict=True):  # one for each rank
-        if len(set(descriptions_of_object)) == 1:
-            continue
-
+        is_equal_on_all = len(set(descriptions_of_object)) == 1
         all_are_loaders = all(text.startswith(LOADER_PREFIX) for text in descriptions_of_object)
-        if not all_are_loaders:
-            return None
+        if not is_equal_on_all and not all_are_loaders:
+            return False
+    return True
 
+
+def _only_checksums_differ(descriptions_by_rank: Sequence[Sequence[str]]) -> bool:
+    """Returns True if the descriptions of each object differ in nothing but a checksum.
+
+    Args:
+        descriptions_by_rank: for each rank, the descriptions of its objects, in order. All ranks
+            have equally many.
+    """
+    for descriptions_of_object in zip(*descriptions_by_rank, strict=True):
         # The checksum stands at the end of a description.
-        rests = {text.partition(CHECKSUM_PREFIX)[0] for text in descriptions_of_object}
-        if len(rests) > 1:
-            only_checksums_differ = False
-
-    return "LS105" if only_checksums_differ else "LS104"
+        without_checksum = {text.partition(CHECKSUM_PREFIX)[0] for text in descriptions_of_object}
+        if len(without_checksum) > 1:
+            return False
+    return True

@@ -60,8 +60,8 @@ class BatchNormNotes:
             self._micro_batch_size = micro_batch_size
             self._num_micro_batches = num_micro_batches
 
-        # The startup summary tells the user of which samples the statistics are. With
-        # sync_batchnorm=False the user has already been told that they differ.
+        # If BatchNorm is synchronised, a line of the startup summary says over which samples. (With
+        # sync_batchnorm=False, another line has said that statistics differ from one device's.)
         if self._has_synchronised_batchnorm:
             if self._run.settings.virtual_ranks is None:
                 what = f"of each micro-batch of loader {number}, over all ranks"
@@ -101,11 +101,11 @@ class BatchNormNotes:
         """
         self._has_warned = True
         if is_auto(size):
-            now = ""
-            instead = "num_micro_batches=... holds on any number of ranks"
+            current_number = ""  # it is not known yet
+            setting = "num_micro_batches=... holds on any number of ranks"
         else:
-            now = f" (now {self._num_micro_batches})"
-            instead = (
+            current_number = f" (now {self._num_micro_batches})"
+            setting = (
                 f"num_micro_batches={self._num_micro_batches} instead gives these numbers "
                 "everywhere"
             )
@@ -113,7 +113,7 @@ class BatchNormNotes:
         warn(
             f"micro_batch_size={size!r} and a model with BatchNorm",
             "BatchNorm takes its statistics from one micro-batch over all ranks. micro_batch_size= "
-            f"is what one rank computes at a time, so the number of micro-batches{now} depends on "
-            "the number of ranks, and with it the result",
-            f"say into how many micro-batches a global batch is cut: {instead}",
+            "is what one rank computes at a time, so the number of micro-batches"
+            f"{current_number} depends on the number of ranks, and with it the result",
+            f"say into how many micro-batches a global batch is cut: {setting}",
         )

@@ -44,7 +44,7 @@ def epochs_of_loop() -> int | None:
     return _count(loop.iter, frame)
 
 
-def may_pass_value_on(line: Location) -> bool:
+def may_become_argument(line: Location) -> bool:
     """Returns True if the value of an expression may become an argument of another call.
 
     It is called with a line that uses `len(loader)`, to find out whether this length may be passed

@@ -26,7 +26,7 @@ from lockstep.errors import UsageError, warn
 from lockstep.optim.precision import Precision
 from lockstep.session.delivery import cleared_gradients_error
 from lockstep.session.extension import Extension
-from lockstep.session.micro_batch import MicroBatch
+from lockstep.session.micro_batch import MicroBatch, VirtualRank
 from lockstep.session.step import Step, StepKey
 from lockstep.strategies.base import parameters_of
 from lockstep.torch_compat import answer_grad_scaler, outside_compiled_code, unscales_gradients
@@ -99,14 +99,16 @@ class PreparedOptimizer(DelegatesToInner, Optimizer):
         """The learning rates at the latest call of `step()`."""
         self._error_of_closure: Exception | None = None
         """The error that the user's closure raised last."""
-        self._has_plain_zero_grad = type(inner).zero_grad is Optimizer.zero_grad
+        self._zero_grad_is_that_of_torch = type(inner).zero_grad is Optimizer.zero_grad
 
     def __repr__(self) -> str:
         return f"Prepared{self.inner!r}"
 
     @outside_compiled_code  # a script may compile the function that calls it
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Steps in the last micro-batch before an optimizer step; in others it returns None.
+        """Steps in the micro-batch that ends a global batch; in earlier ones it returns None.
+
+        If each virtual rank trains its own copy of the model, it steps once for each virtual rank.
 
         Raises:
             UsageError: `loss.backward()` was called although the loss must be weighted, or learning
@@ -124,12 +126,19 @@ class PreparedOptimizer(DelegatesToInner, Optimizer):
         if not micro_batch.closes_step:
             return None
 
-        # A virtual rank that trains its own copy of the model steps with its own state.
-        if micro_batch.virtual_rank is not None and micro_batch.has_own_step:
-            self.versions.put_in_optimizer(micro_batch.virtual_rank.number)
-            self.versions.drop_common_if_unused(micro_batch.virtual_rank.num_on_process)
+        virtual_rank = micro_batch.virtual_rank
+        if virtual_rank is not None and virtual_rank.has_own_step:
+            self._put_state_of_virtual_rank_in_inner(virtual_rank)
 
         return self._take_step(closure, micro_batch)
+
+    def _put_state_of_virtual_rank_in_inner(self, virtual_rank: VirtualRank) -> None:
+        """Gives the inner optimizer the state of a virtual rank that trains its own copy.
+
+        At first all virtual ranks have a common state. It is dropped when each has its own.
+        """
+        self.versions.put_in_optimizer(virtual_rank.number)
+        self.versions.drop_common_if_unused(virtual_rank.num_on_process)
 
     def _find_micro_batch_of_own_backward(self) -> None:
         """Finds out which micro-batch a script has trained that calls `loss.backward()` by itself.
@@ -177,11 +186,12 @@ class PreparedOptimizer(DelegatesToInner, Optimizer):
 
         # If virtual ranks train copies of the model, the optimizer steps once for each of them. The
         # global batch is trained after the step of the last one.
-        if micro_batch.last:
+        global_batch_is_trained = micro_batch.last
+        if global_batch_is_trained:
             self._step.mark_stepped()
 
         extensions.after_step(self.inner, self.modules)
-        if micro_batch.last:
+        if global_batch_is_trained:
             extensions.global_batch_trained(self.modules)
 
         self._step.enter_phase("other")
@@ -245,12 +255,14 @@ class PreparedOptimizer(DelegatesToInner, Optimizer):
             step(), zero_grad()   in micro-batch 1: the optimizer steps, and gradients are cleared
         """
         if self.step_calls.gradients_are_kept():
+            # The first note is for `clear_if_postponed`, the second one for a check of the next
+            # backward pass.
             self._step_with_postponed_clearing = self.step_calls.key_of_latest_call
             self.step_calls.note_postponed_clearing()
             return
 
         self.step_calls.note_clearing()
-        if set_to_none and self._has_plain_zero_grad:
+        if set_to_none and self._zero_grad_is_that_of_torch:
             # The same as in torch, without its profiling, which takes ten times as long.
             for group in self.inner.param_groups:
                 for parameter in group["params"]:
@@ -284,6 +296,7 @@ class PreparedOptimizer(DelegatesToInner, Optimizer):
         this rank have entries. With virtual ranks it is the state of the first virtual rank on this
         process.
         """
+        # The inner optimizer may hold the state of another virtual rank.
         self.versions.put_first_in_optimizer()
         state: dict[str, Any] = self.inner.state_dict()
         if self.numbers_on_one_device is None:  # this rank has all parameters
@@ -364,8 +377,16 @@ class PreparedOptimizer(DelegatesToInner, Optimizer):
 
         Raises:
             UsageError: `scaler.step(optimizer)` was called before the last micro-batch of a global
-                batch. Each call divides all gradients that have accumulated: with 2 micro-batches,
-                the gradients of the first one would be divided by the scale twice.
+                batch.
+        """
+        self._refuse_own_scaler_before_last_micro_batch()
+        return unscales_gradients(self.inner)
+
+    def _refuse_own_scaler_before_last_micro_batch(self) -> None:
+        """Raises UsageError if a GradScaler of the user's own steps within a global batch.
+
+        Each call of `scaler.step(optimizer)` divides all gradients that have accumulated: with 2
+        micro-batches, the gradients of the first one would be divided by the scale twice.
         """
         if not self._step.micro_batch.last:
             raise UsageError(
@@ -375,8 +396,6 @@ class PreparedOptimizer(DelegatesToInner, Optimizer):
                 "use lockstep.init(precision='fp16') instead, or leave micro_batch_size out",
                 code="LS406",
             )
-
-        return unscales_gradients(self.inner)
 
     def _check_backward(self) -> None:
         """Raises UsageError if `loss.backward()` was called although the loss must be weighted."""

@@ -59,7 +59,7 @@ def refuse_optimizer_wrong_on_shards(optimizer: Optimizer) -> None:
         )
 
 
-def refuse_optimizer_with_bits_of_shards(optimizer: Optimizer) -> None:
+def refuse_optimizer_with_bits_that_depend_on_shards(optimizer: Optimizer) -> None:
     """Raises UsageError for an optimizer whose bits depend on how parameters are cut into shards.
 
     On the CPU, torch computes the elements of a tensor in full vectors, and the last ones one by
@@ -80,7 +80,8 @@ def refuse_optimizer_with_bits_of_shards(optimizer: Optimizer) -> None:
         )
 
     for shard in shards:
-        if shard.dtype.itemsize < MIN_BYTES_WITH_SAME_BITS:
+        is_half_precision = shard.dtype.itemsize < MIN_BYTES_WITH_SAME_BITS
+        if is_half_precision:
             raise UsageError(
                 f"{kind} on shards of the type {shard.dtype}, with virtual_ranks",
                 "on the CPU torch rounds the last elements of each shard differently in half "

@@ -47,6 +47,8 @@ class OptimizerVersions:
 
         is_first_time = virtual_rank not in self._stored
         if is_first_time:
+            # Before the first virtual rank, the optimizer has held the common state. There is none
+            # if `load` has dropped it: then the loaded state replaces the empty one.
             common_state = self._stored.get(COMMON, {})
             state: dict[Any, Any] = defaultdict(dict)
             for parameter, entry in common_state.items():
@@ -93,11 +95,20 @@ class OptimizerVersions:
         return self._optimizer.state_dict()["state"]
 
     def load(self, virtual_rank: int, state: Any) -> None:
-        """Loads what `state_of` returned for a virtual rank."""
+        """Loads what `state_of` returned for a virtual rank.
+
+        It is called for each virtual rank of this process, one after the other.
+
+        Args:
+            virtual_rank: the number of the virtual rank.
+            state: its state. None if it had none of its own: it begins with the common state.
+        """
         if state is None:
             return
         self.put_in_optimizer(virtual_rank)
-        # All virtual ranks are loaded, one after the other, so none begins with this state.
+
+        # The common state is only for virtual ranks without a state of their own. Each gets its
+        # own now, so the common one is not needed any more.
         self._stored.pop(COMMON, None)
         whole_state = {**self._optimizer.state_dict(), "state": state}
         # Without dtypes, parameters are assumed to have had their present ones.

@@ -56,7 +56,7 @@ from lockstep.training.forward_watch import ForwardWatch
 from lockstep.training.optimizer import PreparedOptimizer
 from lockstep.training.optimizer_kinds import (
     choose_foreach,
-    refuse_optimizer_with_bits_of_shards,
+    refuse_optimizer_with_bits_that_depend_on_shards,
     refuse_optimizer_wrong_on_shards,
 )
 from lockstep.training.schedule_length import ScheduleLengths
@@ -388,9 +388,11 @@ class Preparer:
         if not self.strategy.spreads_model(self.run):
             deferred.give_memory(self.run.device)
         if self.strategy.needs_values:
+            # This reads the weight files, and only notes which values come from none. `fill`
+            # computes those.
             lines_to_print = deferred.read_files_and_defer(PreparedModule(module=module))
+            deferred.fill()
             self.choices += lines_to_print
-            deferred.fill()  # computes the values that are not in weight files
 
         return deferred
 
@@ -465,13 +467,14 @@ class Preparer:
             self._note_choice("batchnorm", "statistics", reason)
             return
 
-        # Third case: virtual ranks that share statistics.
+        # Third case: virtual ranks that share statistics. A line to print is, for example,
+        # "batchnorm: 2 synchronised (statistics of the global batch, as on one device)".
         self._batchnorm_notes.note_synchronised_module()
         samples_text = "the global batch, as on one device"
         if self._may_use_micro_batches():
             samples_text = "each micro-batch over all virtual ranks, not of the global batch"
 
-        # The layers are changed in place; the text appears in the lines to print about them.
+        # The layers are changed in place.
         lines_to_print = virtual_rank_batchnorm.synchronise_batchnorm(
             module, self.run, samples_text
         )
@@ -507,7 +510,8 @@ class Preparer:
         settings = self.run.settings
         loaders = [*self.loaders, *self._loaders_of_this_call]
         if not loaders:
-            # A `micro_batch_size=` divides the global batches of a loader if they are larger.
+            # Only the settings are known. They give a number of micro-batches, or a size that
+            # divides a loader's global batches if these are larger.
             return settings.micro_batch_size is not None or self._plan.num_micro_batches > 1
 
         if any(loader.micro_batches > 1 for loader in loaders):
@@ -525,14 +529,17 @@ class Preparer:
         """
         modules = self._modules_of(optimizer)
 
-        # Looked up before `_replace_parameters` removes the parameters that are on other ranks.
+        # A saved state numbers the parameters as on one device, e.g. 0 to 9. To save and load it,
+        # the optimizer must know which of these numbers the parameters on this rank have, e.g. 5
+        # to 9 in the second stage of a pipeline. What is known of all parameters is looked up
+        # before `_replace_parameters` removes those that are on other ranks.
         num_parameters_of_groups = [len(group["params"]) for group in optimizer.param_groups]
         origins_of_groups = self._origins_of_parameters(optimizer)
-
         parameter_numbers_here = self._replace_parameters(optimizer)
+
         refuse_optimizer_wrong_on_shards(optimizer)
         if self.run.settings.virtual_ranks is not None:
-            refuse_optimizer_with_bits_of_shards(optimizer)
+            refuse_optimizer_with_bits_that_depend_on_shards(optimizer)
 
         reason = choose_foreach(optimizer, self.run.device)  # None if it stays as it is
         if reason:
@@ -542,9 +549,6 @@ class Preparer:
             optimizer, self.run.step, self.precision, modules, self.run.collectives
         )
 
-        # A saved state numbers the parameters as on one device, e.g. 0 to 9. To save and load it,
-        # the optimizer must know which of these numbers the parameters on this rank have, e.g. 5
-        # to 9 in the second stage of a pipeline.
         some_are_on_other_ranks = any(new is None for new in self._replacement.values())
         if some_are_on_other_ranks:
             prepared.numbers_on_one_device = parameter_numbers_here
@@ -606,7 +610,7 @@ class Preparer:
             For each group, which of its parameters are on this rank. They are numbered over all
             groups, as on one device.
         """
-        numbers_here_of_groups: list[list[int]] = []
+        numbers_of_groups: list[list[int]] = []
         global_numbers = itertools.count()
         for group in optimizer.param_groups:
             parameters_here: list[nn.Parameter] = []
@@ -614,33 +618,40 @@ class Preparer:
             for old in group["params"]:
                 global_number = next(global_numbers)
                 new = self._replacement.get(old, old)
-                is_on_other_ranks = new is None
-                is_replaced = new is not old
-                has_state = bool(optimizer.state.get(old))
-                if is_replaced and has_state:
-                    self._move_state(optimizer, old, new)
-                if not is_on_other_ranks:
-                    parameters_here.append(new)
-                    numbers_here.append(global_number)
+                state = None
+                if new is not old:
+                    state = self._take_state(optimizer, old)
 
-            numbers_here_of_groups.append(numbers_here)
+                is_on_other_ranks = new is None
+                if is_on_other_ranks:  # its state is not needed here
+                    continue
+
+                if state:
+                    # Each tensor of the state is cut into shards as the new parameter is.
+                    optimizer.state[new] = map_leaves(partial(reshard, own_tensor=new), state)
+                parameters_here.append(new)
+                numbers_here.append(global_number)
+
+            numbers_of_groups.append(numbers_here)
 
             # The list is changed in place, because LBFGS keeps a reference to it.
             group["params"][:] = parameters_here
 
-        return numbers_here_of_groups
+        return numbers_of_groups
 
-    def _move_state(
-        self, optimizer: Optimizer, old: nn.Parameter, new: nn.Parameter | None
-    ) -> None:
-        """Moves the optimizer state of a parameter to the parameter that replaces it.
+    def _take_state(self, optimizer: Optimizer, parameter: nn.Parameter) -> Any:
+        """Removes the state of a parameter that was replaced from an optimizer, and returns it.
 
-        If that is on other ranks (None), the state is not needed here and is removed.
+        Returns:
+            The state; None if the parameter has none.
 
         Raises:
             UsageError: the optimizer has stepped already.
         """
-        state = optimizer.state[old]  # it exists: the caller has checked this
+        state = optimizer.state.get(parameter)
+        if not state:
+            return None
+
         if not _is_before_first_step(state):
             raise UsageError(
                 f"world.prepare of {type(optimizer).__name__} after it has stepped",
@@ -650,9 +661,8 @@ class Preparer:
                 "world.checkpoint takes up a training",
             )
 
-        del optimizer.state[old]
-        if new is not None:
-            optimizer.state[new] = map_leaves(partial(reshard, own_tensor=new), state)
+        del optimizer.state[parameter]
+        return state
 
     def _prepare_scheduler(self, scheduler: LRScheduler) -> PreparedScheduler:
         """Makes a scheduler step when its prepared optimizer does.

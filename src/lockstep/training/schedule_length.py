@@ -18,7 +18,7 @@ from lockstep.batch.loader import Loader
 from lockstep.checkpoint.checks import LENGTH_ATTRIBUTES
 from lockstep.errors import warn
 from lockstep.session.extension import Extension
-from lockstep.training.epoch_loop import epochs_of_loop, may_pass_value_on
+from lockstep.training.epoch_loop import epochs_of_loop, may_become_argument
 from lockstep.training.scheduler import PreparedScheduler
 from lockstep.user_code import Location, user_stack
 
@@ -71,7 +71,7 @@ class ScheduleLengths(Extension):
         """
         for loader in self._loaders:
             for line in loader.lines_that_asked_length:
-                if may_pass_value_on(line):
+                if may_become_argument(line):
                     self._line_of_length[scheduler, loader] = line
 
     def check_epochs(self, num_epochs: int) -> None:
@@ -96,17 +96,22 @@ class ScheduleLengths(Extension):
         """Checks the schedules against the loaders over which a pass has ended."""
         for loader in self._loaders:
             was_trained_on = loader.training_passes.num_ended_in_run > 0
-            all_are_compared = all((each, loader) in self._compared for each in self._schedulers)
-            if was_trained_on and not all_are_compared:
+            if was_trained_on and not self._all_are_compared_with(loader):
                 # If the script uses `World.epochs`, the length of the training is known already.
                 if self._num_epochs is not None:
                     self._check_all(loader, self._num_epochs)
+                # Two ends of passes show how often the schedulers step.
                 self._compare_with_previous_end(loader)
+
+    def _all_are_compared_with(self, loader: Loader) -> bool:
+        """Returns True if every scheduler was compared with two passes over a loader."""
+        return all((scheduler, loader) in self._compared for scheduler in self._schedulers)
 
     def _compare_with_previous_end(self, loader: Loader) -> None:
         """Compares the ends of two successive passes over a loader.
 
         They show how often the schedulers step, and the length of the training if it is not known.
+        This is called for each loader when a pass over any of them ends.
         """
         latest_end = self._latest_ends.get(loader)
         num_passes = loader.training_passes.num_ended_in_run
@@ -135,8 +140,9 @@ class ScheduleLengths(Extension):
             first: the end of an earlier pass over it.
             second: the end of a later pass.
         """
-        # A scheduler that was prepared after the first pass is compared at the end of the next one:
-        # it is not known how often it has stepped in this epoch.
+        # Each scheduler is compared once, even if nothing is checked below. A scheduler that was
+        # prepared after the first pass is compared at the end of the next one: it is not known how
+        # often it has stepped in this epoch.
         steps_in_epoch = {}
         for scheduler, steps_before in first.steps_of_scheduler.items():
             if (scheduler, loader) not in self._compared:
@@ -173,7 +179,8 @@ class ScheduleLengths(Extension):
             return
 
         num_micro_batches = num_epochs * num_micro_batches_of_epoch
-        if self._any_loader_has(num_micro_batches, num_epochs):  # the schedule may be meant for it
+        # The schedule may be meant for another loader, which has that many global batches.
+        if self._any_loader_has(num_micro_batches, num_epochs):
             return
 
         state = scheduler.state_dict()

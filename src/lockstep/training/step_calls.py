@@ -51,8 +51,9 @@ class StepCalls(Extension):
         """The number of backward passes since the present optimizer step began to accumulate."""
         self._has_gradients_of_micro_batch = False
         """True once the present micro-batch had a backward pass."""
-        self._kept_gradients_of_micro_batch = False
-        """True if `zero_grad()` should have cleared these gradients, and they were kept."""
+        self._clearing_was_postponed = False
+        """True if `zero_grad()` should have cleared the gradients of the present micro-batch, and
+        they were kept."""
         self._num_micro_batches_trained = 0
         """The number of micro-batches in the present global batch, once all of them had a backward
         pass; 0 before that."""
@@ -73,9 +74,11 @@ class StepCalls(Extension):
         some of the micro-batches before the last one, but not in all of them."""
         self._line_of_missed_call: Location | None = None
         """The line of the user's script that called `step()` in the latest such global batch."""
-        self._early_calls_of_missed_step = (0, 0)
-        """In how many of its micro-batches `step()` was called in the latest global batch with a
-        missed step, and how many micro-batches it had."""
+        self._num_calls_of_missed_step = 0
+        """In how many micro-batches `step()` was called in the latest global batch with a missed
+        step."""
+        self._num_micro_batches_of_missed_step = 0
+        """How many micro-batches that global batch had."""
         self._warned_of_missed_step = False
 
         self._key_of_incomplete_step: StepKey | None = None
@@ -128,7 +131,7 @@ class StepCalls(Extension):
 
     def note_postponed_clearing(self) -> None:
         """Records that `zero_grad()` was called while gradients are kept."""
-        self._kept_gradients_of_micro_batch = self._has_gradients_of_micro_batch
+        self._clearing_was_postponed = self._has_gradients_of_micro_batch
 
     def note_clipping(self) -> None:
         """Records that the gradient of the present global batch was clipped, so it is complete."""
@@ -153,7 +156,7 @@ class StepCalls(Extension):
     def begin(self, micro_batch: MicroBatch) -> None:
         """Checks the previous global batch when the first micro-batch of the next one begins."""
         self._has_gradients_of_micro_batch = False
-        self._kept_gradients_of_micro_batch = False
+        self._clearing_was_postponed = False
         if micro_batch.opens_step:
             self._end_previous_global_batch()
 
@@ -163,9 +166,10 @@ class StepCalls(Extension):
         Raises:
             UsageError: `zero_grad()` was called after an earlier backward pass of the micro-batch.
                 An example is sharpness-aware minimisation, which steps with the gradients of the
-                second pass alone. The first ones were kept, with those of earlier micro-batches.
+                second pass alone. But `zero_grad()` has not cleared those of the first pass, as
+                they are added to the gradients of earlier micro-batches.
         """
-        if self._kept_gradients_of_micro_batch:
+        if self._clearing_was_postponed:
             raise UsageError(
                 "optimizer.zero_grad() between two backward passes of a micro-batch",
                 "it clears nothing before all micro-batches are computed, so the gradients of both "
@@ -187,9 +191,10 @@ class StepCalls(Extension):
         self._warn_at_end_of_pass()
 
     def _end_previous_global_batch(self) -> None:
-        """Counts a missed step of the previous global batch, and forgets this global batch."""
-        if self._num_micro_batches_trained:
-            self._count_missed_step(self._num_micro_batches_trained)
+        """Counts the step of the previous global batch if it was missed, and forgets this batch."""
+        was_trained_as_a_whole = self._num_micro_batches_trained > 0
+        if was_trained_as_a_whole:
+            self._count_if_missed(self._num_micro_batches_trained)
 
         self._num_micro_batches_trained = 0
         self._num_backwards = 0
@@ -217,8 +222,7 @@ class StepCalls(Extension):
         if self._num_incomplete_steps_in_a_row < INCOMPLETE_STEPS_UNTIL_WARNING:
             return
 
-        # Missed steps have the same cause, calls under a condition, and their warning has the same
-        # advice.
+        # The warning of missed steps gives the same advice, so one of the two is enough.
         was_warned = self._warned_of_incomplete_steps or self._warned_of_missed_step
         if was_warned:
             return
@@ -234,8 +238,8 @@ class StepCalls(Extension):
 
     # Steps that were called for and not made
 
-    def _count_missed_step(self, num_micro_batches: int) -> None:
-        """Counts a global batch after its last micro-batch, and warns if steps are missed.
+    def _count_if_missed(self, num_micro_batches: int) -> None:
+        """Counts the step of a global batch if it was missed, and warns if several are.
 
         A step is missed if the loop has called `step()` early, before the last micro-batch, but not
         in the last one, after which the optimizer steps. Of the micro-batches 0 to 3, `step()` was
@@ -256,23 +260,24 @@ class StepCalls(Extension):
                 backward pass.
         """
         self._num_global_batches += 1
-        if self._has_made_requested_step():
+        if self._has_made_requested_step():  # called in 3
             self._steps_missed_in_a_row = 0
             return
 
         num_early_calls = self._num_early_calls
-        no_step_is_due = num_early_calls == 0
+        no_step_is_due = num_early_calls == 0  # called in none
         if no_step_is_due or self.is_clipped:
             return
 
         self._steps_missed_in_a_row += 1
         self._line_of_missed_call = self._line_of_early_call
-        self._early_calls_of_missed_step = (num_early_calls, num_micro_batches)
+        self._num_calls_of_missed_step = num_early_calls
+        self._num_micro_batches_of_missed_step = num_micro_batches
 
         only_last_call_is_missing = num_early_calls == num_micro_batches - 1
-        if only_last_call_is_missing:
+        if only_last_call_is_missing:  # called in 0, 1 and 2
             self._warn_if_missed_many_in_a_row()
-        else:
+        else:  # called in only 1
             self._warn_if_missed_a_second_time()
 
     def _has_made_requested_step(self) -> bool:
@@ -323,7 +328,8 @@ class StepCalls(Extension):
             return
 
         self._warned_of_missed_step = True
-        early_calls, num_micro_batches = self._early_calls_of_missed_step
+        early_calls = self._num_calls_of_missed_step
+        num_micro_batches = self._num_micro_batches_of_missed_step
         warn(
             "optimizer.step() in some micro-batches of a global batch",
             f"it was called in {early_calls} of {num_micro_batches} micro-batches, but not "

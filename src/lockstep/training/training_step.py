@@ -61,8 +61,9 @@ class TrainingStep:
         """Runs the backward pass of a loss, weighted by its micro-batch's part of the global batch.
 
         The extensions are told in this order: `before_backward` with the user's loss, which a check
-        may refuse; `backward_begins` with the weighted loss, for which strategies prepare;
-        `backward_ended`, when strategies release memory; `after_backward`, for observers.
+        may refuse; `backward_begins` with the weighted loss, for which strategies prepare, and
+        `backward_ended`, when strategies release memory, both in `_run_backward`;
+        `after_backward`, for observers.
 
         Raises:
             UsageError: the loss cannot be trained on, or no optimizer was prepared under fp16.
@@ -116,9 +117,11 @@ class TrainingStep:
             self._run.extensions.backward_ended(micro_batch)
         except Exception as error:
             add_memory_advice(error, step.micro_batch.local_rows, step.num_devices)
-            operation = find_refused_operation(error)
-            if operation is not None and self._run.settings.virtual_ranks is not None:
-                raise nondeterministic_error(operation) from error
+            # With virtual ranks, torch refuses operations that are not deterministic.
+            refused_operation = find_refused_operation(error)
+            has_virtual_ranks = self._run.settings.virtual_ranks is not None
+            if has_virtual_ranks and refused_operation is not None:
+                raise nondeterministic_error(refused_operation) from error
             raise
 
     def clip(self, module: nn.Module, max_norm: float, norm_type: float) -> Tensor:
@@ -189,7 +192,8 @@ class TrainingStep:
         if loop_has_ended and step.pass_of_loss is not None:
             return step.pass_of_loss, _last_loss(step.pass_of_loss)
 
-        # The pass of the present loop. A script that loops over no prepared loader has a pass, too.
+        # In a loop, or before any loss: the present pass. (Outside of loops over prepared loaders
+        # there is one, too.)
         called_world_backward = step.training_pass.num_backwards > 0
         if not called_world_backward:
             return step.training_pass, None

@@ -56,12 +56,12 @@ def check_unpacking(objects: Sequence[Any], frame: FrameType | None) -> None:
         return
 
     # In `test, train = world.prepare(train, test)` the first variable, `test`, would get the result
-    # for the first argument, `train`. At present it holds another argument.
+    # for the first argument, `train`. But it holds the second argument.
     held_objects = [_value_of(target, frame) for target in targets]
-    ids_of_arguments = {id(argument) for argument in objects}
     for argument, held_object in zip(objects, held_objects, strict=True):
-        holds_other_argument = held_object is not argument and id(held_object) in ids_of_arguments
-        if holds_other_argument:
+        other_arguments = [other for other in objects if other is not argument]
+        variable_holds_other_argument = any(held_object is other for other in other_arguments)
+        if variable_holds_other_argument:
             variables = [ast.unparse(target) for target in targets]
             arguments = _names_of_arguments(objects, variables, held_objects)
             raise UsageError(
@@ -82,10 +82,15 @@ def _check_number(
         arguments: the arguments of the call.
         num_results: the number of results, one for each object.
     """
-    # `model, *others = world.prepare(...)` takes any number. With `world.prepare(*objects)`, or if
-    # another `prepare` stands in the statement, the source does not show what is returned.
-    is_certain = len(arguments) == num_results
-    if not is_certain or any(isinstance(each, ast.Starred) for each in (*targets, *arguments)):
+    # `model, *others = world.prepare(...)` takes any number of results, and `*objects` in
+    # `world.prepare(*objects)` stands for any number of arguments.
+    if any(isinstance(each, ast.Starred) for each in (*targets, *arguments)):
+        return
+
+    # There must be one argument for each result. Otherwise the arguments are those of another
+    # `prepare` in the statement.
+    are_arguments_of_this_call = len(arguments) == num_results
+    if not are_arguments_of_this_call:
         return
 
     variable_texts = ", ".join(ast.unparse(target) for target in targets)
@@ -186,14 +191,18 @@ def _may_be_mixed_up(message: str, results: Sequence[Any]) -> bool:
 
     Args:
         message: the message of Python's error, which names the class of the object that was used.
+            For example, "'PreparedOptimizer' object is not callable" shows that an optimizer was
+            used in place of a module.
         results: the results of one call of `prepare`.
     """
     used_class, would_have_worked = _read_error(message)
     for used in results:
         # A wrapper delegates to the user's object, so the message may name either class.
         names = {type(used).__name__, type(_without_wrapper(used)).__name__}
+        if used_class not in names:
+            continue
         others = [other for other in results if other is not used]
-        if used_class in names and any(would_have_worked(other) for other in others):
+        if any(would_have_worked(other) for other in others):
             return True
     return False
 

@@ -44,13 +44,12 @@ def load_unsent_gradients(
     for number, compressed in enumerate(_compressed_means(modules)):
         state_by_rank = _unsent_of_module(unsent_by_rank, number)
 
-        # A rank continues with its own state. If the number of ranks has changed, some kinds of
-        # compression can divide the states of all ranks anew; for the others,
-        # `load_state_dict` loads nothing and returns False.
+        # A rank continues with its own state. Those of all ranks are needed if their number has
+        # changed: some kinds of compression can divide them anew.
         own_state = state_by_rank.get(rank, {})
         states_of_all_ranks = list(state_by_rank.values())
-        was_loaded = compressed.load_state_dict(own_state, states_of_all_ranks)
-        if not was_loaded:
+        fits = compressed.load_state_dict(own_state, states_of_all_ranks)
+        if not fits:  # then nothing of it was loaded
             everything_fits = False
 
     if unsent_by_rank and not everything_fits:

@@ -69,7 +69,8 @@ class VirtualRankStates:
         """
         modules = self._modules()
         includes_shared = self._stores_shared if shared is None else shared
-        # On every rank, also where it is not included: this waits for what is being sent.
+        # Called on every rank, even if the result is not included: it waits for an exchange that is
+        # under way, in which all ranks take part.
         shared_states = [module.shared_state() for module in modules]
 
         state_by_virtual_rank = {}
@@ -109,6 +110,9 @@ class VirtualRankStates:
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
         """Loads this rank's part of a state of the form that `state_dict` returns.
+
+        The form is `{"shared": [...], "state": {number: {"modules": [...], "optimizers": [...]}}}`,
+        with one entry for each module or optimizer in each list.
 
         Args:
             state: the state; None to load nothing, so that all virtual ranks begin with the weights

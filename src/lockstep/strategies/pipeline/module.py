@@ -192,16 +192,11 @@ class PipelinedModule(ModuleWrapper):
         batch.calls.append(ModelCall((args, kwargs), input_kind))
 
         # This call returns after the forward pass of this micro-batch through the last stage of
-        # this rank. The schedule may put other actions before it, which are then done as well.
-        # `batch.actions` holds the actions that are not done yet.
+        # this rank.
         last_stage_here = self.place.stages[-1]
         micro_batch = len(batch.calls) - 1
         forward_pass = Action(forward=True, stage=last_stage_here, micro_batch=micro_batch)
-
-        # `_do_next_action` returns the output of the action. The last one is the forward pass.
-        output = None
-        while forward_pass in batch.actions:
-            output = self._do_next_action(batch)
+        output = self._do_actions_up_to(forward_pass, batch)
 
         if self.has_last_stage:
             return output
@@ -209,6 +204,17 @@ class PipelinedModule(ModuleWrapper):
         # On this rank the output consists of tensors without values. They become NaN, so that
         # nobody takes a loss that is computed from them for a real one.
         return map_tensors(output, self._make_nan)
+
+    def _do_actions_up_to(self, forward_pass: Action, batch: GlobalBatch) -> Any:
+        """Does a forward pass, and the remaining actions that the schedule puts before it.
+
+        Returns:
+            What the model's forward returned in the forward pass.
+        """
+        output_of_action = None
+        while forward_pass in batch.actions:  # which holds the remaining actions
+            output_of_action = self._do_next_action(batch)
+        return output_of_action
 
     def _check_can_run(self) -> None:
         """Raises UsageError if the run has ended, or if an earlier call has failed on this rank."""
@@ -258,7 +264,10 @@ class PipelinedModule(ModuleWrapper):
             self._refuse_switched_modes_with_statistics()
 
     def _refuse_switched_modes_with_statistics(self) -> None:
-        """Raises UsageError if some layer has running statistics, such as a BatchNorm."""
+        """Raises UsageError if some layer has running statistics, such as a BatchNorm.
+
+        Called if `model.train()` or `model.eval()` was called within a global batch.
+        """
         has_statistics = any(
             getattr(part, "running_mean", None) is not None for part in self.module.modules()
         )
@@ -296,15 +305,16 @@ class PipelinedModule(ModuleWrapper):
         actions = order(
             self._schedule,
             position=self.place.position,
-            positions=self.place.num_positions,
-            per_rank=self.place.stages_per_rank,
-            micro_batches=num_micro_batches,
+            num_positions=self.place.num_positions,
+            stages_per_rank=self.place.stages_per_rank,
+            num_micro_batches=num_micro_batches,
         )
         return GlobalBatch(
             key=self.run.step.key,
             num_micro_batches=num_micro_batches,
             actions=deque(actions),
-            # It decides which activations need gradients, so it is part of each `InputKind`.
+            # Which parameters require gradients decides which activations do, so that is a part of
+            # the `InputKind` of each call.
             requires_grad=tuple(p.requires_grad for p in self._all_parameters),
             training=self.training,
             seed=self._next_seed(),
@@ -327,7 +337,7 @@ class PipelinedModule(ModuleWrapper):
         batch = self._global_batch
         assert batch is not None  # the caller has checked `waits_for_loss`
 
-        run_backward = None  # the loss is on the rank with the last stage
+        run_backward = None  # on the ranks without the last stage, and so without the loss
         if self.has_last_stage:
             run_backward = partial(precision.backward, loss, **options)
         micro_batch = batch.give_loss(run_backward)
@@ -336,7 +346,8 @@ class PipelinedModule(ModuleWrapper):
         # the backward pass that needs them comes after other actions.
         self._receive_gradients_early(batch, micro_batch)
 
-        # From the last micro-batch on, backward passes send complete gradients to other pipelines.
+        # From now on, a backward pass may complete the gradients of its stage. They are then sent
+        # to the other pipelines to be averaged.
         is_last = self.run.step.micro_batch.last
         if is_last and self.across_pipelines is not None:
             batch.gradient_averaging = GradientAverage(self.across_pipelines)
@@ -452,8 +463,6 @@ class PipelinedModule(ModuleWrapper):
             self._run_backward_pass(batch, action)
             return None
 
-        # If another micro-batch follows, the wire (the connection to the previous stage) may start
-        # receiving its tensors early.
         another_micro_batch_follows = action.micro_batch + 1 < batch.num_micro_batches
         call = batch.calls[action.micro_batch]
         result = self._run_forward_pass(
@@ -461,7 +470,7 @@ class PipelinedModule(ModuleWrapper):
             call.arguments,
             call.kind,
             seed=mix_seed(batch.seed, action.micro_batch),
-            another_follows=another_micro_batch_follows,
+            may_receive_next_early=another_micro_batch_follows,
         )
         # The backward pass gets gradients of these only.
         sent_with_gradient = [tensor for tensor in result.sent if tensor.requires_grad]
@@ -534,7 +543,7 @@ class PipelinedModule(ModuleWrapper):
         input_kind: InputKind | None,
         *,
         seed: int,
-        another_follows: bool,
+        may_receive_next_early: bool,
     ) -> ForwardResult:
         """Receives the inputs of a stage, runs the stage, and starts sending its outputs.
 
@@ -544,23 +553,35 @@ class PipelinedModule(ModuleWrapper):
             input_kind: the kind of these arguments. The wires know the shapes of the activations
                 from the first message of the same kind.
             seed: the seed of the random numbers that the stage draws.
-            another_follows: True if another micro-batch is certain to follow. Then the wires may
-                start receiving its tensors early.
+            may_receive_next_early: True if another micro-batch is certain to follow. Then the wires
+                may start receiving its tensors early.
+
+        Returns:
+            The result. Its lists `received` and `sent` are empty for the first stage, which
+            receives nothing, and the last one, which sends nothing.
         """
-        received = None  # the first stage receives nothing, and the last one sends nothing
+        received = None
         with self._noting_failures():
             if stage > 0:
                 source = self.place.rank_of_stage(stage - 1)
                 wire = self._activation_wires[stage - 1]
-                received = wire.receive(source, input_kind, another_follows=another_follows)
+                received = wire.receive(
+                    source, input_kind, may_receive_next_early=may_receive_next_early
+                )
 
             to_send, output = self._model.run(stage, received, arguments, seed)
             if to_send is not None:
                 destination = self.place.rank_of_stage(stage + 1)
                 wire = self._activation_wires[stage]
-                wire.send(to_send, destination, input_kind, another_follows=another_follows)
+                wire.send(
+                    to_send, destination, input_kind, may_receive_next_early=may_receive_next_early
+                )
 
-        return ForwardResult(received or [], to_send or [], output)
+        return ForwardResult(
+            received=[] if received is None else received,
+            sent=[] if to_send is None else to_send,
+            output=output,
+        )
 
     def _run_backward_pass(self, batch: GlobalBatch, action: Action, *, drop: bool = False) -> None:
         """Receives the gradients for a stage, runs its backward pass, and starts sending gradients.
@@ -576,19 +597,21 @@ class PipelinedModule(ModuleWrapper):
         """
         stage = action.stage
         micro_batch = action.micro_batch
-        # The tensors that the forward pass of this stage has received and sent.
-        tensors = batch.boundary_tensors.pop((stage, micro_batch))
+        # `received` and `sent` are the tensors of the forward pass of this stage. Their gradients
+        # go the other way.
+        received, sent = batch.boundary_tensors.pop((stage, micro_batch))
         with (
             self._noting_failures(),
             self._model.backward_pass(),
             self._averaging_gradients(batch, action),
         ):
-            self._compute_gradients(batch, action, tensors.sent, drop=drop)
+            # Receives the gradients of `sent`, and computes those of `received`.
+            self._compute_gradients(batch, action, sent, drop=drop)
 
-            # Send the gradients of what was received. The previous stage has sent these tensors, so
-            # it knows the shapes and dtypes. For each tensor a mark says whether it has a gradient.
+            # The previous stage has sent these tensors, so it knows the shapes and dtypes of their
+            # gradients. For each tensor a mark says whether it has a gradient.
             if stage > 0:
-                message = gradient_message([t for t in tensors.received if t.requires_grad])
+                message = gradient_message([t for t in received if t.requires_grad])
                 destination = self.place.rank_of_stage(stage - 1)
                 self._gradient_wires[stage - 1].send_with_known_specs(
                     message.tensors, destination, message.marks
@@ -611,6 +634,7 @@ class PipelinedModule(ModuleWrapper):
         """
         is_last_stage = action.stage == self.place.last_stage
         if is_last_stage:
+            # The backward pass of the loss that `world.backward` was called with.
             run_backward = batch.take_backward(action.micro_batch)
             if run_backward is not None and not drop:
                 run_backward()
@@ -709,7 +733,7 @@ class PipelinedModule(ModuleWrapper):
             return
 
         stage = self.place.stages[0]
-        if self._gradient_wires[stage].receives_can_wait:  # not over NCCL
+        if self._gradient_wires[stage].can_receive_early:
             # One gradient will arrive for each tensor that was sent to the next stage, in the same
             # shape.
             sent = batch.boundary_tensors[stage, micro_batch].sent
@@ -727,8 +751,8 @@ class PipelinedModule(ModuleWrapper):
     def _finish_global_batch(self, batch: GlobalBatch, *, drop: bool = False) -> None:
         """Ends a global batch: runs remaining backward passes, and waits until all is sent.
 
-        Backward passes remain if the loop has left out some micro-batches. For example, the order
-        of a rank is F0 F1 B0 F2 B1 B2 (F forward, B backward), and the loop has left out
+        Backward passes remain if the loop has left out the last micro-batches. For example, the
+        order of a rank is F0 F1 B0 F2 B1 B2 (F forward, B backward), and the loop has left out
         micro-batch 2. So F2 was never done, and B1 still waits behind it. This method skips F2 and
         B2, and does B1. The loops of all ranks leave out the same micro-batches.
 
@@ -774,21 +798,7 @@ class PipelinedModule(ModuleWrapper):
     def _evaluate(self, arguments: Arguments) -> Any:
         """Runs a forward pass without gradients, and returns the model's output on every rank."""
         self._drop_unfinished()  # a global batch of an earlier step, which the loop has left
-        input_kind = self._input_kind(arguments)
-        seed = self._next_seed()
-
-        # Only the output of this rank's last stage is used. If that is also the model's last stage,
-        # the output has values. On all other ranks it only has the shapes of the model's output.
-        output = None
-        for stage in self.place.stages:
-            result = self._run_forward_pass(
-                stage,
-                arguments,
-                input_kind,
-                seed=seed,
-                another_follows=False,  # it is not known whether the script evaluates more
-            )
-            output = result.output
+        output = self._evaluate_stages(arguments)
 
         # The rank with the model's last stage passes the values to all others.
         leaves = pytree.tree_leaves(output)
@@ -799,6 +809,27 @@ class PipelinedModule(ModuleWrapper):
         if self.has_last_stage:
             return output
         return _with_tensors(output, output_tensors)  # puts the values in place of the shapes
+
+    def _evaluate_stages(self, arguments: Arguments) -> Any:
+        """Runs a forward pass without gradients through the stages of this rank.
+
+        Returns:
+            The model's output. It has values on the rank with the model's last stage, and only
+            shapes on all others.
+        """
+        input_kind = self._input_kind(arguments)
+        seed = self._next_seed()
+        outputs = []
+        for stage in self.place.stages:
+            result = self._run_forward_pass(
+                stage,
+                arguments,
+                input_kind,
+                seed=seed,
+                may_receive_next_early=False,  # it is not known whether the script evaluates more
+            )
+            outputs.append(result.output)
+        return outputs[-1]  # that of the last stage here
 
     def _wait_for_sends_of_evaluation(self) -> None:
         """Waits until everything has been sent, except gradients.

@@ -39,31 +39,35 @@ class Action(NamedTuple):
 
 @lru_cache(maxsize=64)
 def order(
-    schedule: str, position: int, positions: int, per_rank: int, micro_batches: int
+    schedule: str,
+    position: int,
+    num_positions: int,
+    stages_per_rank: int,
+    num_micro_batches: int,
 ) -> tuple[Action, ...]:
     """Returns the actions of one rank for one global batch, in order.
 
     Args:
         schedule: `gpipe` or `1f1b`.
         position: the position of the rank in the pipeline, from 0.
-        positions: the number of ranks in the pipeline.
-        per_rank: the number of stages on each rank.
-        micro_batches: the number of micro-batches in the global batch.
+        num_positions: the number of ranks in the pipeline.
+        stages_per_rank: the number of stages on each rank.
+        num_micro_batches: the number of micro-batches in the global batch.
     """
-    if per_rank > 1:
-        orders = _interleaved_orders(schedule, positions, per_rank, micro_batches)
+    if stages_per_rank > 1:
+        orders = _interleaved_orders(schedule, num_positions, stages_per_rank, num_micro_batches)
         return tuple(orders[position])
 
+    # `max_ahead` is how many micro-batches the forward passes are ahead of the backward passes.
     if schedule == "gpipe":  # all forward passes come first
-        max_ahead = micro_batches
+        max_ahead = num_micro_batches
     else:
-        # `max_ahead` is how many micro-batches the forward passes are ahead of the backward passes.
         # The last position is 0 ahead: it runs the backward pass of a micro-batch right after the
         # forward pass. Each earlier position has to wait longer for the first gradient, and is
         # ahead by one micro-batch more. With 3 positions: 2, 1 and 0.
-        max_ahead = positions - 1 - position
+        max_ahead = num_positions - 1 - position
 
-    return tuple(_order_of_one_stage(position, max_ahead, micro_batches))
+    return tuple(_order_of_one_stage(position, max_ahead, num_micro_batches))
 
 
 def _order_of_one_stage(stage: int, max_ahead: int, num_micro_batches: int) -> list[Action]:
@@ -100,13 +104,13 @@ class _SimulatedRank:
 
     Args:
         position: the position of the rank.
-        positions: the number of positions in the pipeline.
+        num_positions: the number of positions in the pipeline.
         last_stage: the number of the model's last stage.
         num_micro_batches: the number of micro-batches in the global batch.
     """
 
-    def __init__(self, position: int, positions: int, last_stage: int, num_micro_batches: int):
-        stages = list(range(position, last_stage + 1, positions))
+    def __init__(self, position: int, num_positions: int, last_stage: int, num_micro_batches: int):
+        stages = list(range(position, last_stage + 1, num_positions))
         self.highest_stage = stages[-1]
         self._last_stage_of_model = last_stage
         self.forward_passes: deque[Action] = deque()
@@ -124,7 +128,7 @@ class _SimulatedRank:
                     Action(forward=False, stage=stage, micro_batch=micro_batch)
                 )
 
-        self.backwards_with_gradients: deque[Action] = deque()
+        self.ready_backward_passes: deque[Action] = deque()
         """The remaining backward passes whose gradients were sent to this rank, in the order in
         which they were sent."""
         self.actions: list[Action] = []
@@ -161,9 +165,9 @@ class _SimulatedRank:
         """
         if backward_pass.stage == self._last_stage_of_model:
             return True
-        if not self.backwards_with_gradients:
+        if not self.ready_backward_passes:
             return False
-        return self.backwards_with_gradients[0] == backward_pass
+        return self.ready_backward_passes[0] == backward_pass
 
     def meeting_point_of(self, action: Action) -> int:
         """Returns the meeting point before which the rank does an action, if it does it now.
@@ -212,7 +216,7 @@ class _SimulatedRank:
 
 
 def _interleaved_orders(
-    schedule: str, positions: int, per_rank: int, micro_batches: int
+    schedule: str, num_positions: int, stages_per_rank: int, num_micro_batches: int
 ) -> list[list[Action]]:
     """Returns the actions of every rank, for a pipeline with several stages per rank.
 
@@ -227,15 +231,17 @@ def _interleaved_orders(
     waits at the meeting point for rank 0, and rank 0 waits for the gradient. So whatever an action
     requires must be done before the same meeting point, or an earlier one.
     """
-    last_stage = positions * per_rank - 1
+    last_stage = num_positions * stages_per_rank - 1
 
     # How many micro-batches a rank may have begun and not finished.
     if schedule == "gpipe":
-        max_under_way = micro_batches
+        max_under_way = num_micro_batches
     else:
-        max_under_way = positions + EXTRA_MICRO_BATCHES
+        max_under_way = num_positions + EXTRA_MICRO_BATCHES
 
-    ranks = [_SimulatedRank(p, positions, last_stage, micro_batches) for p in range(positions)]
+    ranks: list[_SimulatedRank] = []
+    for position in range(num_positions):
+        ranks.append(_SimulatedRank(position, num_positions, last_stage, num_micro_batches))
     finished: dict[Action, _Finished] = {}
     tick = 0
     while any(rank.backward_passes for rank in ranks):
@@ -246,7 +252,7 @@ def _interleaved_orders(
             for action in rank.candidates(schedule):
                 # Everything that the action requires must be finished now, and in a place of the
                 # training loop before the next meeting point.
-                required = _requirements(action, positions, last_stage, max_under_way)
+                required = _requirements(action, num_positions, last_stage, max_under_way)
                 can_begin = _are_finished(
                     required,
                     finished,
@@ -272,8 +278,9 @@ def _pass_gradient_on(
 ) -> None:
     """Simulates the messages of a backward pass: it has used one gradient, and sends another.
 
-    In `backwards_with_gradients` each rank has the backward passes that it has received a gradient
-    for. After the backward pass of stage 2, for example, that of stage 1 is added there.
+    In `ready_backward_passes` each rank has the backward passes that it has received a gradient
+    for. For example, after the backward pass of stage 2, the backward pass of stage 1 becomes ready
+    on the rank that has stage 1.
 
     Args:
         backward_pass: the backward pass, which was done.
@@ -283,11 +290,11 @@ def _pass_gradient_on(
     stage = backward_pass.stage
     if stage < last_stage:
         # Gradients are used in the order in which they came, so it has used the first one.
-        ranks[stage % len(ranks)].backwards_with_gradients.popleft()
+        ranks[stage % len(ranks)].ready_backward_passes.popleft()
 
     if stage > 0:
         next_pass = backward_pass._replace(stage=stage - 1)
-        ranks[next_pass.stage % len(ranks)].backwards_with_gradients.append(next_pass)
+        ranks[next_pass.stage % len(ranks)].ready_backward_passes.append(next_pass)
 
 
 def _are_finished(
@@ -299,14 +306,24 @@ def _are_finished(
 ) -> bool:
     """Returns True if all actions that some action A requires are finished in time.
 
+    At a *meeting point* all ranks may wait for each other. For example, rank 0 would do A before
+    point 3, and A requires the action R of rank 1:
+
+        in time: rank 1 does R before point 3, too
+
+            rank 0      gets what R sends, A    | point 3 |
+            rank 1      R                       | point 3 |
+
+        a deadlock: rank 1 does R between the points 3 and 4
+
+            rank 0      waits for R
+            rank 1                              | point 3, waits for rank 0 |  R  | point 4 |
+
     Args:
         required: the actions that A requires, done by any rank.
         finished: when each action that is done was finished.
         by_tick: the tick at which A would begin.
-        by_meeting_point: the *meeting point* (where all ranks wait for each other) before which A
-            would be done. If it is 3, a required action that is done before point 3 is in time. One
-            that is done before point 4, and so after point 3, is not: its rank waits at point 3 for
-            the rank of A, which waits for the action.
+        by_meeting_point: the meeting point before which A would be done; 3 in the example.
     """
     for action in required:
         if action not in finished:
@@ -320,18 +337,18 @@ def _are_finished(
 
 
 def _requirements(
-    action: Action, positions: int, last_stage: int, max_under_way: int
+    action: Action, num_positions: int, last_stage: int, max_under_way: int
 ) -> list[Action]:
     """Returns the actions, of any rank, that must be finished before an action.
 
     Args:
         action: the action.
-        positions: the number of ranks in the pipeline.
+        num_positions: the number of ranks in the pipeline.
         last_stage: the number of the model's last stage.
         max_under_way: how many micro-batches each rank may have begun and not finished.
     """
     if action.forward:
-        return _requirements_of_forward(action, positions, max_under_way)
+        return _requirements_of_forward(action, num_positions, max_under_way)
 
     required = [action._replace(forward=True)]  # the forward pass of the same stage
     if action.stage < last_stage:  # the gradients come from the next stage
@@ -339,26 +356,28 @@ def _requirements(
     return required
 
 
-def _requirements_of_forward(action: Action, positions: int, max_under_way: int) -> list[Action]:
+def _requirements_of_forward(
+    action: Action, num_positions: int, max_under_way: int
+) -> list[Action]:
     """Returns the actions that must be finished before a forward pass; see `_requirements`."""
     required = []
     if action.stage > 0:  # the activations come from the stage before
         required.append(action._replace(stage=action.stage - 1))
 
-    # Only `max_under_way` micro-batches may be under way at a time. So before the rank begins one
-    # more, it must have finished the one that was begun `max_under_way` before it. It does so with
-    # the backward pass of its lowest stage.
+    # Only `max_under_way` micro-batches may be under way at a time. For example, if these are 2,
+    # the rank must have finished micro-batch 0 before it begins micro-batch 2. The last thing that
+    # it does for micro-batch 0 is the backward pass of its lowest stage.
     if action.micro_batch >= max_under_way:
         earlier = action.micro_batch - max_under_way
-        lowest_stage = _lowest_stage_of_rank(action.stage, positions)
+        lowest_stage = _lowest_stage_of_rank(action.stage, num_positions)
         required.append(Action(forward=False, stage=lowest_stage, micro_batch=earlier))
 
     return required
 
 
-def _lowest_stage_of_rank(stage: int, positions: int) -> int:
+def _lowest_stage_of_rank(stage: int, num_positions: int) -> int:
     """Returns the lowest stage of the rank that has a given stage.
 
     For example, on 2 positions the stages 1, 3 and 5 are on one rank, whose lowest stage is 1.
     """
-    return stage % positions
+    return stage % num_positions

@@ -154,10 +154,9 @@ def _assign_stages(name: str, module: nn.Module, stage: int, result: Split) -> i
     A module without cuts inside becomes a *piece*. A module with cuts inside is divided over
     several stages. Its own parameters, which are in no submodule, become *loose parameters*.
 
-    For example, in a model with the submodules `embed`, `blocks.0`, `blocks.1` and `head` and the
-    cut "blocks.1", the pieces `embed` and `blocks.0` are in stage 0. At `blocks.1` stage 1 begins;
-    `blocks.1` itself stays whole, so it is a piece of stage 1. The call for `blocks`, which has
-    begun in stage 0, returns 1, so `head` begins in stage 1, too.
+    For example, a model with the submodules `embed`, `blocks.0`, `blocks.1` and `head` and the cut
+    "blocks.1" gets `pieces == {"embed": 0, "blocks.0": 0, "blocks.1": 1, "head": 1}`. The call for
+    `blocks` begins in stage 0 and returns 1, so `head` is in stage 1, too.
 
     Args:
         name: the name of the module in the model.

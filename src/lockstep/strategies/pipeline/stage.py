@@ -116,16 +116,17 @@ class StagedModel:
             return
 
         stage_is_here = stage in stages
+        shape_forward = _shape_forward_of(
+            piece, stage_is_here=stage_is_here, num_stages=len(stages)
+        )
         forward = _PieceForward(
             model=self,
             name=name,
             stage=stage,
             is_first_of_stage=is_first_of_stage,
             stage_is_here=stage_is_here,
-            __wrapped__=piece.forward,
-            shape_forward=_shape_forward_of(
-                piece, stage_is_here=stage_is_here, num_stages=len(stages)
-            ),
+            __wrapped__=piece.forward,  # computes values, while the piece's own stage runs
+            shape_forward=shape_forward,  # computes shapes, while another stage runs
         )
         piece.forward = forward
         if is_first_of_stage:  # its call begins this stage, and ends the one before
@@ -189,10 +190,10 @@ class StagedModel:
                 raise _not_called_error(self._first_piece_of(next_stage), next_stage)
             return
 
-        # The last stage computes values from its first piece on, still at the end of the forward
-        # pass.
-        has_begun = stage_run.computes_values
-        if not has_begun:
+        # The last stage computes values from the call of its first piece to the end of the forward
+        # pass. So if it does not compute values now, its first piece was not called.
+        first_piece_was_called = stage_run.computes_values
+        if not first_piece_was_called:
             raise _not_called_error(self._first_piece_of(stage), stage)
 
         for leaf in pytree.tree_leaves(output):
@@ -389,8 +390,8 @@ class _PieceForward:
             UsageError: the stage has not begun, or has ended, and this piece cannot begin it.
         """
         stage_run.use_own_seed()  # for what the pieces draw; later calls do nothing
-        has_begun = stage_run.computes_values  # and has not ended
-        if has_begun:
+        is_between_begin_and_end = stage_run.computes_values
+        if is_between_begin_and_end:
             return arguments
 
         can_begin = self.is_first_of_stage and not stage_run.has_ended
@@ -399,20 +400,29 @@ class _PieceForward:
         return stage_run.begin_values(arguments)
 
     def _before_other_stage(self, stage_run: StageRun, arguments: Arguments) -> Arguments:
-        """Ends the running stage if this piece, of another stage, is the first of the next stage.
+        """Ends the running stage if the next stage begins at this piece.
+
+        Args:
+            stage_run: the run of the running stage, which is not that of this piece.
+            arguments: the arguments of the piece.
 
         Returns:
             The arguments for the piece.
+
+        Raises:
+            UsageError: the running stage has begun, and this piece cannot end it.
         """
-        # The running stage has not begun, or has ended.
-        if not stage_run.computes_values:
+        is_between_begin_and_end = stage_run.computes_values
+        if not is_between_begin_and_end:
             return arguments
 
-        is_of_next_stage = self.stage == stage_run.stage + 1
-        if self.is_first_of_stage and is_of_next_stage:
-            stage_run.end(arguments)
-            return arguments
-        raise _out_of_order_error(self.name, self.stage)
+        next_stage = stage_run.stage + 1
+        next_stage_begins = self.is_first_of_stage and self.stage == next_stage
+        if not next_stage_begins:
+            raise _out_of_order_error(self.name, self.stage)
+
+        stage_run.end(arguments)
+        return arguments
 
     def _output_shapes(self, arguments: Arguments) -> Any:
         """Returns the shapes of the piece's output, computed once for each kind of input."""
@@ -429,7 +439,7 @@ class _PieceForward:
         args, kwargs = pytree.tree_map_only(Tensor, shape_of, arguments)
         with compiled_code_runs_eagerly():
             output = self.shape_forward(*args, **kwargs)
-        store_in_cache(self.cached_outputs, kind, output)
+        store_in_cache(self.cached_outputs, kind, output)  # does nothing without a kind
         return output
 
 
@@ -457,8 +467,8 @@ def _move_to_stages(
     """Moves the tensors of this process's stages to its device, and all others to the meta device.
 
     Returns:
-        The parameters whose values are on other ranks now: the original parameters, and those on
-        the meta device that replaced them.
+        The parameters whose values are on other ranks now: the original parameters, which an
+        optimizer may hold, and those on the meta device that replaced them in the module.
     """
     parameters_on_other_ranks: list[nn.Parameter] = []
     for module_name, part in module.named_modules():
@@ -474,15 +484,13 @@ def _move_to_stages(
 
         _move_to_device(part, parameters_here, device)
 
-        # A parameter on the meta device takes the place of one that is on another rank.
         for attribute, parameter in parameters_elsewhere:
             parameters_on_other_ranks.append(parameter)
             if not parameter.is_meta:  # it is already if the model was built on the meta device
-                meta_parameter = nn.Parameter(shape_of(parameter), parameter.requires_grad)
-                part.register_parameter(attribute, meta_parameter)
-                parameters_on_other_ranks.append(meta_parameter)
+                parameters_on_other_ranks.append(_replace_by_meta(part, attribute, parameter))
 
-        # A module that a cut goes through belongs to no stage, and all ranks need its buffers.
+        # A module that a cut goes through belongs to no stage (None), and all ranks need its
+        # buffers.
         stage = split.stage_of(module_name)
         stage_is_here = stage is None or stage in stages
         buffers = part.named_buffers(recurse=False, remove_duplicate=False)
@@ -490,6 +498,13 @@ def _move_to_stages(
             _replace_buffer(part, attribute, buffer.to(device if stage_is_here else "meta"))
 
     return parameters_on_other_ranks
+
+
+def _replace_by_meta(part: nn.Module, attribute: str, parameter: nn.Parameter) -> nn.Parameter:
+    """Replaces a parameter of a module by one on the meta device, and returns the new one."""
+    meta_parameter = nn.Parameter(shape_of(parameter), parameter.requires_grad)
+    part.register_parameter(attribute, meta_parameter)
+    return meta_parameter
 
 
 def _replace_buffer(part: nn.Module, attribute: str, buffer: Tensor) -> None:
@@ -528,7 +543,8 @@ def _shape_forward_of(
 ) -> Callable[..., Any] | None:
     """Returns the forward with which this process computes the shapes of a piece's output.
 
-    There are three cases:
+    In it, normalisation layers return the shape of their input (`skip_normalisation`): they could
+    not read statistics without values, or would wait for other ranks. There are three cases:
 
     - The piece's stage is on another rank. Here the piece only ever computes shapes, so its own
       forward is used.

@@ -117,7 +117,7 @@ class Pipeline(Strategy):
             run, self.name, "its micro-batches go through stages on several processes"
         )
         num_ranks = run.topology.size
-        num_positions = self._num_positions(run.topology)
+        num_positions = self._num_ranks_in_pipeline(run.topology)
         if num_ranks % num_positions != 0:
             next_multiple = ceil_div(num_ranks, num_positions) * num_positions
             raise SettingError(
@@ -163,7 +163,7 @@ class Pipeline(Strategy):
 
     def spreads_model(self, run: Run) -> bool:
         """Returns True if there are several stages on different ranks."""
-        return self._num_positions(run.topology) > 1
+        return self._num_ranks_in_pipeline(run.topology) > 1
 
     def wrap(self, module: nn.Module, run: Run) -> PreparedModule:
         """Cuts the module into stages and keeps those of this rank.
@@ -276,6 +276,7 @@ class Pipeline(Strategy):
             device = local_parameters[0].device
 
         # Every pipeline has all stages, so a gradient is on as many ranks as there are pipelines.
+        # The sum over all ranks counts it that often, and is divided by their number (`copies`).
         num_pipelines = num_ranks // self._ranks_per_pipeline(num_ranks)
         return norm_over_ranks(gradients, norm_type, device, copies=num_pipelines)
 
@@ -309,16 +310,16 @@ class Pipeline(Strategy):
         if from_settings is not None:
             return from_settings
 
-        # Nothing was set. With `micro_batch_size` the number follows from the number of samples,
-        # and is at least 1. One process has no other stages to keep busy.
-        num_positions = self._num_positions(run.topology)
-        if run.settings.micro_batch_size or num_positions == 1:
+        # With `micro_batch_size` the loader divides by that size, so 1 is only the least number.
+        # One process has no other stages to keep busy, so it needs only 1.
+        ranks_in_pipeline = self._num_ranks_in_pipeline(run.topology)
+        if run.settings.micro_batch_size or ranks_in_pipeline == 1:
             default = 1
         else:
-            default = MICRO_BATCHES_PER_STAGE * num_positions
+            default = MICRO_BATCHES_PER_STAGE * ranks_in_pipeline
         return max(default, run.settings.min_micro_batches)
 
-    def _num_positions(self, topology: Topology) -> int:
+    def _num_ranks_in_pipeline(self, topology: Topology) -> int:
         """Returns the number of ranks in a pipeline."""
         if topology.size == 1:
             return 1
@@ -326,7 +327,7 @@ class Pipeline(Strategy):
 
     def _place(self, topology: Topology) -> PipelinePlace:
         """Returns the place of this rank in the pipelines."""
-        num_positions = self._num_positions(topology)
+        num_positions = self._num_ranks_in_pipeline(topology)
         return PipelinePlace.of_rank(topology.rank, topology.size, num_positions, self.interleave)
 
     def _open_wires(self, run: Run, place: PipelinePlace) -> Wires:
@@ -342,7 +343,7 @@ class Pipeline(Strategy):
         """
         model_number = len(run.prepared)
 
-        # One row for each pipeline, with its ranks: `open_group` opens a group for each row.
+        # `open_group` opens a group for each row of a table. (`.T` turns the columns into rows.)
         ranks_of_pipelines = _table_of_ranks(run, place).T
         activations = open_group(run, f"activations of model {model_number}", ranks_of_pipelines)
 
@@ -377,10 +378,7 @@ class Pipeline(Strategy):
         group = run.groups.get(ACROSS_PIPELINES)
         has_one_pipeline = group is None
         if has_one_pipeline:
-            # Each rank gets a group of its own. `open_group` opens a group for each row of a table
-            # of ranks; here the table is [[0], [1], [2], ...].
-            one_rank_per_row = torch.arange(run.topology.size)[:, None]
-            group = open_group(run, "alone", one_rank_per_row)
+            group = _open_group_of_this_rank_alone(run)
 
         for layer in layers:
             # Torch's own layer (`nn.SyncBatchNorm`) becomes Lockstep's (`SyncBatchNorm`), in place.
@@ -438,24 +436,31 @@ class Pipeline(Strategy):
         if self.split is not None:
             return split(module, self.split), "as set"
 
-        names = units(module)
+        unit_names = units(module)
 
         # All ranks must cut at the same places, so rank 0 measures for all of them.
         measured = None
         if run.topology.is_main:
-            measured = measure(module, names, run.examples)
+            measured = measure(module, unit_names, run.examples)
 
         # The values travel as JSON, in which a named tuple becomes a list.
-        measured_by_rank = run.collectives.exchange(measured)
-        unit_costs = UnitCosts(*measured_by_rank[0])
+        costs_on_rank_0 = run.collectives.exchange(measured)[0]
+        unit_costs = UnitCosts(*costs_on_rank_0)
 
         num_stages = place.last_stage + 1
-        first_units_of_later_stages = _choose_first_units(names, unit_costs, num_stages)
-        cuts = [names[unit] for unit in first_units_of_later_stages]
+        first_units_of_later_stages = _choose_first_units(unit_names, unit_costs, num_stages)
+        cuts = [unit_names[unit_index] for unit_index in first_units_of_later_stages]
 
-        boundaries = [0, *first_units_of_later_stages, len(names)]
+        boundaries = [0, *first_units_of_later_stages, len(unit_names)]
         costs_of_stages = _sums_between_boundaries(unit_costs.costs, boundaries)
         return split(module, cuts), f"{_percentages(costs_of_stages)} {unit_costs.reason}"
+
+
+def _open_group_of_this_rank_alone(run: Run) -> dist.ProcessGroup:
+    """Opens a process group for each rank, and returns the one that has only this rank."""
+    # `open_group` opens a group for each row of a table. Here the table is [[0], [1], [2], ...].
+    one_rank_per_row = torch.arange(run.topology.size)[:, None]
+    return open_group(run, "alone", one_rank_per_row)
 
 
 def _table_of_ranks(run: Run, place: PipelinePlace) -> Tensor:

@@ -145,11 +145,12 @@ def _measure_call(
     args, kwargs = arguments
     activations = saved_activations.measure(module, units, args, kwargs)
 
-    # `inside` has, by the number of each unit that was called, the bytes of each storage that the
-    # unit keeps for the backward pass.
+    # What each unit keeps for the backward pass: by the number of the unit, the bytes of each
+    # storage, for example {0: {storage: 4096, ...}, 2: {...}}. Unit 1 was not called.
+    storages_of_unit = activations.inside
     activation_bytes: list[int] = []
     for number in range(len(units)):
-        bytes_of_storages = activations.inside.get(number, {})
+        bytes_of_storages = storages_of_unit.get(number, {})
         activation_bytes.append(sum(bytes_of_storages.values()))
 
     seconds = _time_units(module, units, arguments, device)
@@ -173,7 +174,8 @@ def _time_units(
 ) -> list[float]:
     """Measures the seconds of each unit; 0 for a unit that the model does not call.
 
-    A unit is timed at its first call, with the inputs and under the autocast settings of that call.
+    A unit is timed at its first call, with the inputs and under the autocast settings of that call:
+    right before it, the timer calls the unit several times by itself.
     """
     timers = [_FirstCallTimer(device) for _ in units]
     args, kwargs = arguments

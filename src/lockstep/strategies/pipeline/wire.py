@@ -147,7 +147,7 @@ class Wire:
         to: int,
         kind: InputKind | None = None,
         *,
-        another_follows: bool = False,
+        may_receive_next_early: bool = False,
     ) -> None:
         """Starts sending a message. Its specs are sent first, unless the receiver knows them.
 
@@ -157,8 +157,8 @@ class Wire:
             tensors: any number of tensors.
             to: the rank that calls `receive`.
             kind: the kind of the input; None if unknown.
-            another_follows: True if another message is certain to follow, so that the receiver may
-                start receiving it early. Both sides must pass the same value.
+            may_receive_next_early: True if another message is certain to follow, so that the
+                receiver may start receiving it early. Both sides must pass the same value.
 
         Raises:
             UsageError: the specs differ from those of the previous message of this kind, and the
@@ -195,7 +195,7 @@ class Wire:
         self.send_with_known_specs(tensors, to, marks)
 
         self._posted_by_receiver = None
-        if self._posts_next_message(specs, another_follows):
+        if self._may_post_next_message(specs, may_receive_next_early):
             self._posted_by_receiver = _spec_of_message(specs, kind)
 
         self._previous_specs = specs
@@ -242,7 +242,7 @@ class Wire:
         self._sends = [(work, data) for work, data in self._sends if not work.is_completed()]
 
     def receive(
-        self, source: int, kind: InputKind | None = None, *, another_follows: bool = False
+        self, source: int, kind: InputKind | None = None, *, may_receive_next_early: bool = False
     ) -> list[Tensor]:
         """Receives the message that `send` sends.
 
@@ -251,7 +251,7 @@ class Wire:
         Args:
             source: the rank that calls `send`.
             kind: the same kind that is passed to `send`.
-            another_follows: True if another message is certain to follow, as it is passed to
+            may_receive_next_early: True if another message is certain to follow, as it is passed to
                 `send`. Its receives may then be posted now.
         """
         known_specs = self._specs_of_kind.get(kind)
@@ -261,8 +261,9 @@ class Wire:
         else:
             specs, tensors = self._receive_of_known_kind(source, kind, known_specs)
 
-        # The next message will most likely have the same specs, so its receives are posted now.
-        if self._posts_next_message(specs, another_follows):
+        # If this message has the specs of the previous one, the next one most likely has them too.
+        # Its receives are then posted now.
+        if self._may_post_next_message(specs, may_receive_next_early):
             self._posted = self.post_receives(source, _spec_of_message(specs, kind))
 
         self._previous_specs = specs
@@ -323,7 +324,9 @@ class Wire:
         if posted is not None:
             self.take(posted)
 
-    def _posts_next_message(self, specs: tuple[TensorSpec, ...], another_follows: bool) -> bool:
+    def _may_post_next_message(
+        self, specs: tuple[TensorSpec, ...], may_receive_next_early: bool
+    ) -> bool:
         """Returns True if the receiver posts the receives of the next message now.
 
         It does so if two messages in a row had the same specs, because the next one will most
@@ -331,9 +334,10 @@ class Wire:
 
         Args:
             specs: the specs of the present message.
-            another_follows: True if another message is certain to follow.
+            may_receive_next_early: True if another message is certain to follow.
         """
-        return specs == self._previous_specs and another_follows and self.receives_can_wait
+        has_specs_of_previous = specs == self._previous_specs
+        return has_specs_of_previous and may_receive_next_early and self.can_receive_early
 
     @property
     def sends_over_gloo(self) -> bool:
@@ -341,7 +345,7 @@ class Wire:
         return self._carrier_device.type == "cpu"
 
     @property
-    def receives_can_wait(self) -> bool:
+    def can_receive_early(self) -> bool:
         """True if receives may be posted long before their message arrives, as over Gloo.
 
         Gloo sends nothing before a receive is posted. With NCCL, a posted receive would keep the
@@ -356,6 +360,8 @@ class Wire:
         received together, on the device that carries them: with NCCL, from GPU to GPU.
         """
         num_bytes_to_receive = [tensor_spec.num_bytes for tensor_spec in spec.tensors]
+
+        # Over Gloo, the marks come behind the bytes of the last tensor, which saves a message.
         marks_follow_data = self._marks_follow_data(spec.num_marks, len(num_bytes_to_receive))
         if marks_follow_data:
             num_bytes_to_receive[-1] += spec.num_marks
@@ -435,8 +441,9 @@ class Wire:
         is of kind B. The zeros complete the receives of A. The receiver knows that the message is
         of kind B, and drops them.
 
-        If the next message is of kind A, with other specs, the mark among the zeros tells the
-        receiver to drop them: 0 means False.
+        If the next message is of kind A, but has other specs, the receiver learns it from the mark
+        of this message, which says whether the known specs hold. The mark is 0 as well, so it says
+        False, and the receiver drops the zeros.
         """
         zeros: list[Tensor] = []
         for tensor_spec in spec.tensors:
