@@ -273,6 +273,24 @@ def test_what_is_seen_is_said_though_the_cause_is_not_known() -> None:
     cause = found(two(other))[1]
     assert cause.code == "LS210"
     assert "what was made of it afterwards is not" in cause.evidence[0]
+    # A hook that changed gradients after they were recorded says what was made of it.
+    line = "train.py:4: p.register_hook(clamp)"
+    cause = found(two(other, gradient_hook_line=line))[1]
+    assert (cause.code, cause.evidence[2]) == ("LS406", line)
+
+
+def test_an_optimizer_that_steps_inside_the_backward_pass_is_too_early() -> None:
+    line = "train.py:8: optimizers[p].step()"
+    own = {"step_line_in_backward": line, "optimizer_unprepared": True}
+    # Each rank steps with its own gradient, or with what a hook has made of it.
+    for factor in (1, -1):
+        many = [
+            update(ONE, taken(0, 1), local_gradients=({"w": ONE},), **own),
+            update(OTHER, taken(2, 3), local_gradients=({"w": factor * OTHER},), **own),
+        ]
+        cause = found(many)[1]
+        assert (cause.code, line in cause.evidence[1]) == ("LS406", True)
+        assert codes([[ALONE]], [many]) == ["LS406", "LS407"]
 
 
 def test_a_loss_over_a_rank_s_own_samples_needs_one_that_compares_them() -> None:

@@ -136,6 +136,46 @@ def test_each_way_of_compiling_a_prepared_model_is_compared(tmp_path: Path, way:
     assert verdict.word == "EQUAL", verdict.lines()
 
 
+HOOKED = REBUILT.replace(
+    "for x, y in loader:",
+    """
+def hook(value):
+    {hook}
+for parameter in model.parameters():
+    parameter.{register}(hook)
+for x, y in loader:""",
+)
+
+
+@pytest.mark.parametrize(
+    ("register", "hook"),
+    [
+        ("register_hook", "return value.clamp(-0.01, 0.01)"),
+        ("register_hook", "value.clamp_(-0.01, 0.01)"),
+        ("register_post_accumulate_grad_hook", "value.grad.clamp_(-0.01, 0.01)"),
+        ("register_post_accumulate_grad_hook", "value.grad = value.grad.clamp(-0.01, 0.01)"),
+    ],
+)
+def test_a_hook_that_clamps_before_the_average_is_named(
+    register: str, hook: str, tmp_path: Path
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(HOOKED.format(register=register, hook=hook))
+    (finding,) = warm.verify(script, batch_times=2).findings
+    assert finding.cause.code == "LS406"
+    assert any(f"parameter.{register}(hook)" in text for text in finding.cause.evidence)
+
+
+def test_an_optimizer_that_steps_in_a_hook_is_named(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    without_step = HOOKED.replace("    optimizer.step()\n", "")
+    register = "register_post_accumulate_grad_hook"
+    script.write_text(without_step.format(register=register, hook="optimizer.step()"))
+    finding = warm.verify(script, batch_times=2).findings[0]
+    assert finding.cause.code == "LS406"
+    assert "train.py:19: optimizer.step()" in finding.cause.evidence[1]
+
+
 def test_as_many_steps_are_compared_as_time_allows(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(REBUILT)

@@ -235,6 +235,8 @@ class OptimizerRecord:
     optimizer_state: Mapping[str, Array] = field(default_factory=dict)
     # Whether Lockstep has prepared the model, but not the optimizer of its parameters.
     optimizer_unprepared: bool = False
+    # The line of `optimizer.step()` if it was called inside a backward pass, as in a hook.
+    step_line_in_backward: str = ""
 
 
 @dataclass(kw_only=True)

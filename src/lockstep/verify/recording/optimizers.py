@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lockstep.strategies.base import parameters_of
-from lockstep.torch_compat import is_sharded
+from lockstep.torch_compat import in_backward_pass, is_sharded
 from lockstep.user_code import user_line
 from lockstep.verify.recording.gradients import GradientRecorder
 from lockstep.verify.recording.guard import guarded
@@ -43,6 +43,7 @@ FIELDS_OF_BACKWARD_PASSES = (
     "module_tensors_before",
     "batch_statistics",
     "local_passes",
+    "gradient_hook_line",
     "changed_between_passes",
     "loss_draws",
     "drawn_digests",
@@ -207,6 +208,8 @@ class OptimizerRecorder:
         self._record_wrapping_of_models()
         self._record_preparation(optimizer, parameter_ids)
         self._record_optimizer(optimizer)
+        if in_backward_pass():
+            state.update.step_line_in_backward = user_line() or ""
 
         # Lines of the script whose results should not be in the gradients.
         state.update.earlier_outputs_line = self._line_of_earlier_outputs(optimizer)

@@ -366,6 +366,11 @@ def _cause_of_change_after_passes(
             text = f"each rank changed its own gradients before they were averaged: {call.line}"
             return Cause("LS406", (mean_text, text, *patterns))
 
+    # A hook that changed each rank's gradients after they were recorded.
+    sentences_on_hook = _describe_gradient_hook(case)
+    if sentences_on_hook:
+        return Cause("LS406", (mean_text, *sentences_on_hook, *patterns))
+
     # It is not known what the ranks did to the right mean.
     return Cause("LS210", (f"{mean_text}; what was made of it afterwards is not", *patterns))
 
@@ -436,9 +441,10 @@ def other_weights(case: Divergence, expected: Gradients, actual: Gradients) -> C
 
     LS206: the weights should be the numbers of samples. LS205: they should be another count, such
     as tokens; a mean of means was computed instead. LS208: the loss compares samples, or was
-    computed from a statistic. LS110: one process has only some of the parts. LS210: unknown.
+    computed from a statistic. LS110: one process has only some of the parts. LS406: a hook changed
+    the gradients. LS210: unknown.
 
-    Needs: `local_gradients`; counts in `batches` and `loss_divisors`.
+    Needs: `local_gradients`; counts in `batches` and `loss_divisors`; `gradient_hook_line`.
     Applies: if the gradient of one process is a weighted sum of the parts. LS205 without a known
         count needs parts that are weighted equally, and right weights with the same sum.
     False positives: with few parts and small counts, another count may fit by chance.
@@ -468,6 +474,9 @@ def other_weights(case: Divergence, expected: Gradients, actual: Gradients) -> C
         if not plain_sum_is_right:
             return None
         text = "the sum of what the ranks' backward passes left is right up to a factor"
+        sentences_on_hook = _describe_gradient_hook(case)
+        if sentences_on_hook:
+            return Cause("LS406", (text, *sentences_on_hook, *gradient_patterns(case)))
         return cause_by_inputs_or_unknown(case, f"{text}; what was made of it afterwards is not")
 
     # A right weight of 0 means that one process did not train this part at all. A negative weight
@@ -745,11 +754,21 @@ def gradient_hook(case: Divergence) -> Cause | None:
     False positives: something else may be wrong as well.
     Evidence: the line of the hook.
     """
+    sentences_on_hook = _describe_gradient_hook(case)
+    if not sentences_on_hook:
+        return None
+    return Cause("LS406", (*sentences_on_hook, *gradient_patterns(case)))
+
+
+def _describe_gradient_hook(case: Divergence) -> list[str]:
+    """Says that a hook of the script changed gradients, and where it was registered.
+
+    The list is empty if there is no such hook.
+    """
     line = case.actual.first_on_any_rank("gradient_hook_line")
     if not line:
-        return None
-    text = "a hook changed gradients of the ranks while they still differed"
-    return Cause("LS406", (text, line, *gradient_patterns(case)))
+        return []
+    return ["a hook changed gradients of the ranks while they still differed", line]
 
 
 def cause_if_no_rule_applies(case: Divergence) -> Cause:

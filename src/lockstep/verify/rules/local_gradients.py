@@ -400,6 +400,21 @@ def _ratios_of_state(expected: RankUpdate, actual: Update) -> dict[str, set[floa
     return ratios_by_key
 
 
+def stepped_inside_backward_pass(gradients: LocalGradients) -> Cause | None:
+    """LS406: the optimizer stepped inside the backward pass, before gradients were averaged.
+
+    Needs: `step_line_in_backward`.
+    Applies: if there is such a step, as in a hook on a parameter.
+    False positives: something else may be wrong as well.
+    Evidence: the line of the step.
+    """
+    line = gradients.case.actual.first_on_any_rank("step_line_in_backward")
+    if not line:
+        return None
+    text = f"the optimizer stepped inside the backward pass, before they were averaged: {line}"
+    return Cause("LS406", (gradients.sentence_on_difference, text))
+
+
 def gradients_from_random_numbers(gradients: LocalGradients) -> Cause | None:
     """LS308: the gradients were computed from random numbers that each rank drew.
 
@@ -723,6 +738,7 @@ LOCAL_GRADIENT_RULES: tuple[Callable[[LocalGradients], Cause | None], ...] = (
     averages_within_groups,
     clipping_on_some_ranks,
     exchanged_inside_step,
+    stepped_inside_backward_pass,
     gradients_from_random_numbers,
     gradients_that_are_not_local,
     parameters_averaged_later,

@@ -19,7 +19,7 @@ Patched in `training`:
 - `PreparedOptimizer`: optimizers that were forgotten in `World.prepare`
 - `step` of schedulers: a scheduler that is called more often on several processes
 - `torch.manual_seed`, `DistributedSampler.set_epoch`: equal seeds, and orders that repeat
-- `Tensor.register_hook`: a hook of the script that changes gradients
+- `Tensor.register_hook`, `register_post_accumulate_grad_hook`: a hook that changes gradients
 - `World.__init__` (by bits only): the settings of the script
 
 Patched in `distributed`:

@@ -18,7 +18,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils.data import DistributedSampler
 
 from lockstep.distributed.process_group import Run
-from lockstep.torch_compat import in_backward_pass
+from lockstep.torch_compat import in_backward_pass, is_sharded
 from lockstep.training.optimizer import PreparedOptimizer
 from lockstep.user_code import user_line
 from lockstep.verify.recording.bit_recorder import BitRecorder
@@ -130,16 +130,30 @@ def watch_seeds_and_epochs(recorder: Recorder) -> None:
 
 
 def watch_tensor_hooks(recorder: Recorder) -> None:
-    """Patches `Tensor.register_hook`, to see whether a hook changes the gradient of a parameter."""
-    original_register: Any = Tensor.register_hook
+    """Patches how hooks are registered, to see whether one changes the gradient of a parameter."""
+    _watch_hooks(recorder, "register_hook", _call_gradient_hook)
+    _watch_hooks(recorder, "register_post_accumulate_grad_hook", _call_post_accumulate_hook)
 
-    def register_hook(tensor: Tensor, hook: Callable[[Tensor], Any]) -> Any:
-        """Replaces `Tensor.register_hook`, and watches the hook if the script registers it."""
-        # Hooks that torch registers are not watched, even if the script has called torch and is on
-        # the call stack.
+
+def _watch_hooks(recorder: Recorder, method_name: str, call_hook: Callable[..., Any]) -> None:
+    """Patches a method of `Tensor` that registers a hook.
+
+    Args:
+        recorder: recorder that is informed if a hook changes a gradient.
+        method_name: name of the method.
+        call_hook: function that is registered in place of the hook. It is called with the recorder,
+            the line of the script that has registered the hook, the tensor, the hook, and what the
+            hook is called with.
+    """
+    original_register: Any = getattr(Tensor, method_name)
+
+    def register(tensor: Tensor, hook: Callable[[Tensor], Any]) -> Any:
+        """Replaces the method, and watches the hook if the script registers it."""
+        # Hooks that torch or Lockstep registers are not watched, even if the script has called it
+        # and is on the call stack.
         caller = sys._getframe(1)
-        is_registered_by_torch = caller.f_globals["__name__"].startswith("torch.")
-        if is_registered_by_torch:
+        package = caller.f_globals["__name__"].partition(".")[0]
+        if package in ("torch", "lockstep"):
             return original_register(tensor, hook)
 
         # Nor are those that a library registers without the script.
@@ -147,22 +161,20 @@ def watch_tensor_hooks(recorder: Recorder) -> None:
         if not line_of_user:
             return original_register(tensor, hook)
 
-        watched_hook = partial(_call_watched_hook, recorder, line_of_user, tensor, hook)
+        watched_hook = partial(call_hook, recorder, line_of_user, tensor, hook)
         return original_register(tensor, watched_hook)
 
-    Tensor.register_hook = register_hook  # type: ignore[method-assign]
+    setattr(Tensor, method_name, register)
 
 
-def _call_watched_hook(
+def _call_gradient_hook(
     recorder: Recorder,
     line: str,
     tensor: Tensor,
     hook: Callable[..., Any],
     gradient: Tensor | None,
 ) -> Any:
-    """Calls a hook that the script has registered, and records if it returns another gradient.
-
-    A hook that changes the gradient in place is not noticed.
+    """Calls a hook of `Tensor.register_hook`, and records if it changes the gradient.
 
     Args:
         recorder: recorder that is informed of a change.
@@ -172,20 +184,55 @@ def _call_watched_hook(
         gradient: gradient of the tensor; None if the loss does not depend on it.
 
     Returns:
-        The result of the hook: a new gradient, or None to leave the gradient unchanged.
+        The result of the hook: a new gradient, or None to use the one that it was given.
     """
-    result = hook(gradient)
-
     # An optimizer steps with the gradients of parameters, which are leaf tensors. Other gradients
     # are not of interest.
-    if not tensor.is_leaf:
-        return result
-
-    if isinstance(result, Tensor) and isinstance(gradient, Tensor):
-        if not result.equal(gradient):
-            recorder.calls.record_hook(line)
-
+    before = _copy_of_gradient(gradient) if tensor.is_leaf else None
+    result = hook(gradient)
+    after = gradient if result is None else result
+    if _is_changed(before, after):
+        recorder.calls.record_hook(line)
     return result
+
+
+def _call_post_accumulate_hook(
+    recorder: Recorder,
+    line: str,
+    parameter: Tensor,
+    hook: Callable[..., Any],
+    hooked_parameter: Tensor,
+) -> Any:
+    """Calls a hook of `register_post_accumulate_grad_hook`, and records if it changes the gradient.
+
+    A hook that sets the gradient to None, as after a step, has not changed its values.
+
+    Args:
+        recorder: recorder that is informed of a change.
+        line: line of the script that has registered the hook.
+        parameter: parameter on which the hook is registered.
+        hook: the script's hook.
+        hooked_parameter: the same parameter, with which the hook is called.
+    """
+    before = _copy_of_gradient(parameter.grad)
+    result = hook(hooked_parameter)
+    if _is_changed(before, parameter.grad):
+        recorder.calls.record_hook(line)
+    return result
+
+
+def _copy_of_gradient(gradient: Tensor | None) -> Tensor | None:
+    """Returns a copy; None for a gradient that cannot be compared: a sparse or a sharded one."""
+    if gradient is None or gradient.layout != torch.strided or is_sharded(gradient):
+        return None
+    return gradient.detach().clone()
+
+
+def _is_changed(before: Tensor | None, after: Any) -> bool:
+    """True if a gradient has other values than before; False if this is not known."""
+    if before is None or not isinstance(after, Tensor):
+        return False
+    return not after.equal(before)
 
 
 def watch_settings(recorder: BitRecorder) -> None:
