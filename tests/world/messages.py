@@ -253,6 +253,21 @@ MESSAGES: dict[str, str] = {
         "  do:    change the model first, then call world.prepare\n"
         "  more:  [LS303: lockstep explain LS303]"
     ),
+    "model converted in a pass": (
+        "parameters added, replaced, unfrozen or moved after world.prepare\n"
+        "  found: 0.weight now torch.float32, was torch.float64, 0.bias now torch.float32, was "
+        "torch.float64, 2.weight now torch.float32, was torch.float64, 2.bias now torch.float32, was "
+        "torch.float64; their gradients are not averaged over the ranks\n"
+        "  do:    change the model first, then call world.prepare\n"
+        "  more:  [LS303: lockstep explain LS303]"
+    ),
+    "layer unfrozen in a pass": (
+        "parameters added, replaced, unfrozen or moved after world.prepare\n"
+        "  found: 0.weight unfrozen, 0.bias unfrozen; their gradients are not averaged over the "
+        "ranks\n"
+        "  do:    change the model first, then call world.prepare\n"
+        "  more:  [LS303: lockstep explain LS303]"
+    ),
     "replicas part": (
         "replicas that stay equal (step 1)\n"
         "  found: 1 of 4 tensors differ between ranks: 2.bias\n"

@@ -212,6 +212,31 @@ def layer_added(world: lockstep.World) -> None:
     step(world, change)
 
 
+def change_at_fifth_step(
+    world: lockstep.World, model: nn.Module, change: Callable[[nn.Module], Any]
+) -> None:
+    """Changes the model before a step at which its parameters are not all looked at."""
+    model, optimizer = world.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for number, (x, y) in enumerate(world.loader(tensors(48), 8), 1):
+        if number == 5:
+            change(model)
+        dtype = next(model.parameters()).dtype
+        world.backward(nn.functional.cross_entropy(model(x.to(dtype)), y))
+        optimizer.step()
+        optimizer.zero_grad()
+        assert number < 5, "the step with the changed model was made"
+
+
+def converted_in_pass(world: lockstep.World) -> None:
+    change_at_fifth_step(world, mlp(), lambda model: model.float())
+
+
+def unfrozen_in_pass(world: lockstep.World) -> None:
+    model = mlp()
+    model[0].requires_grad_(False)
+    change_at_fifth_step(world, model, lambda model: model.module[0].requires_grad_(True))
+
+
 def changed_by_hand(world: lockstep.World) -> None:
     def change(model: nn.Module) -> nn.Module:
         if world.rank == 1:
@@ -293,6 +318,8 @@ TOGETHER_CASES: dict[str, Callable[[lockstep.World], Any]] = {
     "unused parameters": half_used,
     "loss.backward() of uneven parts": plain_backward,
     "layer added after prepare": layer_added,
+    "model converted in a pass": converted_in_pass,
+    "layer unfrozen in a pass": unfrozen_in_pass,
     "replicas part": changed_by_hand,
     "DDP around it": ddp_around,
     "DDP by hand": prepare_ddp,

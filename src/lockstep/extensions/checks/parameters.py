@@ -3,13 +3,16 @@
 Strategies register their hooks on the parameters that a module has in `World.prepare`. A parameter
 that is added, replaced, unfrozen or moved later has no hook, so its gradient is not averaged over
 the ranks. Torch does not report such changes. Therefore the modules are checked in the first steps
-of the run, at the first global batch of every pass over a loader, and occasionally in between.
+of the run, at the first global batch of every pass over a loader, and occasionally in between. In
+all other steps only a few parameters of each module are looked at, which shows at once that a whole
+model was converted, as by `model.double()`, or a backbone unfrozen.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, MutableMapping, Sequence
+from collections.abc import Collection, Mapping, MutableMapping, Sequence
 from typing import NamedTuple
+from weakref import ReferenceType, ref
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +37,21 @@ class ParameterState(NamedTuple):
     dtype: torch.dtype
     device: torch.device
 
+    def still_holds_for(self, parameter: Tensor) -> bool:
+        """Returns False if a parameter is trained now and has another property than this."""
+        if not parameter.requires_grad:
+            return True
+        is_unfrozen = not self.may_be_trained
+        is_same_kind = parameter.dtype == self.dtype and parameter.device == self.device
+        return is_same_kind and not is_unfrozen
+
+
+class SampledParameter(NamedTuple):
+    """A parameter that is looked at in every step, and how it was in `World.prepare`."""
+
+    reference: ReferenceType[Tensor]
+    state: ParameterState
+
 
 class PreparedParameters(NamedTuple):
     """The parameters of a module as they were in `World.prepare`."""
@@ -42,6 +60,8 @@ class PreparedParameters(NamedTuple):
     """Their names, without the parts that wrappers add (see `checkpoint.modules`)."""
     state_of_parameter: MutableMapping[Tensor, ParameterState]
     """The keys are the parameters themselves, by weak references."""
+    sampled: list[SampledParameter]
+    """The first and the last of the parameters that may be trained, and of those that may not."""
 
 
 class ParameterCheck(Check):
@@ -66,7 +86,9 @@ class ParameterCheck(Check):
             state_of_parameter[parameter] = ParameterState(
                 may_be_trained, parameter.dtype, parameter.device
             )
-        self._prepared[id(module)] = PreparedParameters(names, state_of_parameter)
+        self._prepared[id(module)] = PreparedParameters(
+            names, state_of_parameter, _sample(state_of_parameter)
+        )
 
     def before_step(self, optimizer: Optimizer, modules: Sequence[nn.Module]) -> None:
         """Raises an error if trained parameters have changed since `World.prepare`.
@@ -85,7 +107,7 @@ class ParameterCheck(Check):
         is_first_of_pass = step.training_pass.number == 1  # counted from 1
         number_of_present_step = step.number + 1  # `number` counts the steps that are finished
         is_checked = is_first_of_pass or check_due(number_of_present_step)
-        if not is_checked:
+        if not is_checked and not self._seem_changed(modules):
             return
 
         changes: list[str] = []
@@ -101,6 +123,18 @@ class ParameterCheck(Check):
         self._has_warned = True
         effect = "with several processes their gradients would not be averaged"
         warn_about(changed_parameters_error(f"{join_first(changes)}; {effect}"))
+
+    def _seem_changed(self, modules: Sequence[nn.Module]) -> bool:
+        """Returns True if sampled parameters of modules have changed, where that does harm."""
+        if self.run.collectives.single_process:
+            return False
+
+        for module in modules:
+            for reference, state in self._prepared[id(module)].sampled:
+                parameter = reference()
+                if parameter is not None and not state.still_holds_for(parameter):
+                    return True
+        return False
 
     def _changes(self, module: nn.Module) -> list[str]:
         """Describes each trained parameter that has changed, for example "fc.weight unfrozen"."""
@@ -122,3 +156,17 @@ class ParameterCheck(Check):
             elif parameter.device != before.device:
                 changes.append(f"{name} now on {parameter.device}, was on {before.device}")
         return changes
+
+
+def _sample(state_of_parameter: Mapping[Tensor, ParameterState]) -> list[SampledParameter]:
+    """Returns the first and the last parameter that may be trained, and those that may not."""
+    sampled: list[SampledParameter] = []
+    for may_be_trained in (True, False):
+        of_kind = [
+            SampledParameter(ref(parameter), state)
+            for parameter, state in state_of_parameter.items()
+            if state.may_be_trained == may_be_trained
+        ]
+        sampled += of_kind[:1]
+        sampled += of_kind[1:][-1:]
+    return sampled
